@@ -89,10 +89,8 @@ class _Examined:
         batch = looked if looked is not None else steps[0] if steps else None
         if steps and batch is not None:
             self._try("forward", lambda: trials.different_losses(subject, steps[0]), "the same loss for the same batch")
-            sums = "loss and metrics are sums over samples"
-            if subject.is_manual:
-                sums = self._sums_of_train_step(steps[0])
-            self._try("sums", lambda: trials.wrong_sums(subject, batch), sums)
+            problems, fine = self._sums_of_train_step(steps[0])
+            self._try("sums", lambda: [*problems, *trials.wrong_sums(subject, batch)], fine)
             self._try("metrics", lambda: self._names(steps, evals), "the same metrics for every batch")
             self._try("parameters", lambda: self._unused(steps[0]), "every parameter gets a gradient")
         draws = _read(lambda: [trials.draws_on_host(subject, steps[0])])
@@ -153,16 +151,15 @@ class _Examined:
         found = [problems] if isinstance(problems, str) else problems or []
         self._findings += [Finding(check, False, text) for text in found] or [Finding(check, True, fine)]
 
-    def _sums_of_train_step(self, batch: Any) -> str:
-        """Look at what a task's own train_step gives update.backward; return what is known if it is no problem."""
-        known = "loss and metrics of an evaluation are sums over samples"
+    def _sums_of_train_step(self, batch: Any) -> tuple[list[str], str]:
+        """Return the problem of what a train_step gives update.backward, and what is known if there is none."""
+        if not self._subject.is_manual:
+            return [], "loss and metrics are sums over samples"
         found = _read(lambda: [trials.means_in_train_step(self._subject, batch)])
         problem, are_sums = found[0] if found else (None, False)
-        if problem is not None:
-            self._findings.append(Finding("sums", False, problem))
-        if are_sums:
-            return f"{known}, and so are the losses of train_step"
-        return f"{known}; not checked: what train_step gives update.backward"
+        known = "loss and metrics of an evaluation are sums over samples"
+        train = ", and so are the losses of train_step" if are_sums else "; not checked: the losses of train_step"
+        return [] if problem is None else [problem], known + train
 
     def _names(self, steps: list[Any], evals: Mapping[str, EvalBatches]) -> str | None:
         if not self._subject.is_manual and (problem := trials.changing_names(self._subject, steps, "train")):
