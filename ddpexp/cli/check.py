@@ -152,7 +152,7 @@ def shortened(text: str, experiment: Experiment, folder: str) -> str:
         "global_batch_size": 2 * micro,
         "micro_batch_size": micro,
         "swa_start": None if trainer.swa_start is None else 0,
-        "swa_every": 1,
+        "swa_every": "epoch" if trainer.swa_start is None else 1,
         "average_batch_norm": None if trainer.average_batch_norm is None else 1,
         "compile": False,
         "compile_blocks": None,

@@ -162,12 +162,28 @@ def check_overrides(overrides: list[str], question: bool, in_sweep: bool = False
             raise RefusedError(
                 f"{argument}: every run needs one. Available: {', '.join(options(key, [conf_folder()]))}."
             )
+        if key == "callbacks":
+            check_chosen_once(value)
         parts = value.strip("[]").split(",") if key in LISTED else value.split(",")
         number = next((part for part in parts if _NO_NAME.fullmatch(part.strip())), None)
         if number is not None and key in groups([conf_folder()]):
             raise RefusedError(
                 f"{key}={number} is not a known option. Available: {', '.join(options(key, [conf_folder()]))}."
             )
+
+
+def check_chosen_once(value: str) -> None:
+    """Refuse a list of callbacks that names one twice, or none beside others.
+
+    Raises:
+        RefusedError: with the list to write.
+    """
+    names = [name.strip() for name in value.strip("[]").split(",")]
+    others = [name for name in dict.fromkeys(names) if name != "none"]
+    if value.startswith("[") and len(others) < len(names) > 1:
+        fault = "chooses none and others" if "none" in names and others else "chooses the same twice"
+        meant = f"[{','.join(others)}]" if len(others) > 1 else "".join(others) or "none"
+        raise RefusedError(f"callbacks={value} {fault}: write callbacks={meant}.")
 
 
 def _check_no_deletion(argument: str, key: str) -> None:

@@ -145,6 +145,8 @@ def _composition(error: ConfigCompositionException) -> str:
     if several:
         key, _, value = several[1].partition("=")
         or_list = f", or write a list as {key}=[{value}]" if key in LISTED or takes_list(key) else ""
+        if key == "callbacks" and "none" in value.split(","):
+            or_list = ""
         if takes_number(key) and not takes_fraction(key) and re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value):
             or_list = f", or {key}={value.replace(',', '')}"
         elif takes_number(key) and re.fullmatch(r"\d+,\d+", value):  # a decimal comma

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ddpexp.config.build import did_you_mean
-from ddpexp.config.command_line import parse_arguments
+from ddpexp.config.command_line import check_chosen_once, parse_arguments
 from ddpexp.config.folders import LISTED, added_folder, conf_folder, groups, options
 from ddpexp.config.hydra_section import (
     answered,
@@ -106,6 +106,8 @@ def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
 
 def _listed(group: str, names: str, added: Path | None) -> DictConfig:
     """Return the options that `logger=NAMES` or `callbacks=NAMES` chooses: one, or a list in brackets."""
+    if group == "callbacks":
+        check_chosen_once(names)
     chosen = re.sub(r"^\[(.*)\]$", r"\1", names).split(",")
     merged = OmegaConf.merge({}, *(_option(group, name.strip(), added) for name in chosen if name.strip()))
     assert isinstance(merged, DictConfig)

@@ -153,6 +153,11 @@ def _check_average(trainer: Trainer) -> None:
         )
     if trainer.swa_every != "epoch" and trainer.swa_every < 1:
         raise RefusedError(f"trainer.swa_every={trainer.swa_every}: use epoch, or a number of steps from 1.")
+    if trainer.swa_every != "epoch" and trainer.swa_start is None:
+        raise RefusedError(
+            f"trainer.swa_every={trainer.swa_every} is for the mean of the weights (SWA), and there is none: set "
+            "trainer.swa_start, too."
+        )
     if trainer.average_batch_norm is None:
         return
     if trainer.average_batch_norm < 1:

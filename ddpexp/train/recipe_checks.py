@@ -136,6 +136,13 @@ def check_callback(callback: Any, named_by: str) -> Callback:
         if name.startswith("on_") and not hasattr(Callback, name):
             meant = did_you_mean(name, _CALLBACK_METHODS)
             raise RefusedError(f"{named_by}: a run never calls {kind.__name__}.{name}.{meant}")
+    saves, loads = (getattr(kind, name) is not getattr(Callback, name) for name in ("state_dict", "load_state_dict"))
+    if saves is not loads:
+        there, missing = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
+        raise RefusedError(
+            f"{named_by}: {kind.__name__} has {there} and no {missing}, so a resumed run would lose its state: "
+            f"write def {missing}({', '.join(['self', *_CALLBACK_METHODS[missing]])}), or leave {there} out."
+        )
     for name, arguments in _CALLBACK_METHODS.items():
         check_signature(getattr(callback, name), name, arguments)
     return callback

@@ -80,6 +80,8 @@ train.py is not an override: ddpexp takes no files. A recipe is chosen by name: 
 SEVERAL = """\
 > logger=tensorboard,none
 logger=tensorboard,none gives several values: add -m for a run with each, or write a list as logger=[tensorboard,none].
+> callbacks=early_stopping,none
+callbacks=early_stopping,none gives several values: add -m for a run with each.
 > -m optimizer.lr=0.1 0.2 1e-3 trainer.seed=1
 optimizer.lr=0.1 0.2 has a space, at which the shell cuts it: with -m, several values are written optimizer.lr=0.1,0.2,1
 > -m optimizer.lr=[0.1,0.01]
@@ -200,6 +202,12 @@ callbacks=null: for a run without callbacks, write callbacks=none.
 callbacks=early_stoping is not a known option. Did you mean callbacks=early_stopping?
 > callbacks=[early_stopping,detect_anomaly]
 callbacks=detect_anomaly is not a known option. Did you mean callbacks=find_nonfinite?
+> callbacks=[none,histograms]
+callbacks=[none,histograms] chooses none and others: write callbacks=histograms.
+> callbacks=[early_stopping,lr_monitor,early_stopping]
+callbacks=[early_stopping,lr_monitor,early_stopping] chooses the same twice: write callbacks=[early_stopping,lr_monitor]
+> trainer.swa_every=3
+trainer.swa_every=3 is for the mean of the weights (SWA), and there is none: set trainer.swa_start, too.
 > callbacks._target_=mine.Ends
 callbacks._target_ is not a known key. Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/call
 > recipe=mine

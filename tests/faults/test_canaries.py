@@ -137,6 +137,9 @@ class Place:
                 forks.change(client, ignored_signals())
             sys.argv = ["ddpexp", *overrides]
             __main__.run()
+        except SystemExit as end:  # not `os._exit` where this process has imported what workers import
+            sys.stdout.flush()
+            os._exit(int(end.code or 0))
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()

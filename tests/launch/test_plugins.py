@@ -78,12 +78,15 @@ def test_its_keys_are_checked_like_ours(recipe: Recipe, example: Path) -> None:
 def test_an_unknown_name_and_the_help_list_it(recipe: Recipe, example: Path) -> None:
     for word, sentence in (
         ("polit", "launcher=polit is not a known option. Did you mean launcher=polite?"),
-        ("zzz", "launcher=zzz is not a known option. Available: elastic, mpi, polite, slurm, spawn, torchrun-env."),
+        (
+            "zzz",
+            "launcher=zzz is not a known option. Available: elastic, inline, mpi, polite, slurm, spawn, torchrun-env.",
+        ),
     ):
         done = recipe(f"launcher={word}", environ=seeing(example))
         assert (done.code, done.err) == (2, f"ddpexp: {sentence}\n")
     shown = recipe.ddpexp("--help", environ=seeing(example))
-    assert "\n  launcher   elastic, mpi, polite, slurm, spawn*, torchrun-env\n" in shown.out
+    assert "\n  launcher   elastic, inline, mpi, polite, slurm, spawn*, torchrun-env\n" in shown.out
     without = recipe("launcher=polite")
     assert (without.code, without.err) == (2, f"ddpexp: launcher=polite is not a known option. Available: {OURS}.\n")
 

@@ -540,10 +540,11 @@ def test_a_step_that_has_passed_is_an_error_and_no_silence() -> None:
         controls[0].poll(6)
 
 
-def test_without_a_command_nothing_is_requested() -> None:
+def test_without_a_command_only_the_rank_itself_requests_something() -> None:
     control = Control.from_environ({})
     control.step = 3
-    assert (control.poll(3, save=True), control.stop_requested, control.step) == (None, False, 3)
+    assert (control.poll(3), control.stop_requested, control.step) == (None, False, 3)
+    assert [control.poll(3, save=True), control.poll(3, save=True, end=True)] == ["save", "end"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, None], ids=["stop", "refusal"])

@@ -208,11 +208,25 @@ def test_what_is_no_callback_or_is_never_called_is_refused() -> None:
     class Lonely(Callback):
         rank_zero_only, communicates = True, True
 
+    class Forgets(Callback):
+        def state_dict(self) -> Mapping[str, Any]:
+            return {"seen": 1}
+
+    class Loads(Callback):
+        def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
     for made, message in [
         (object(), "object is not a callback: derive it from ddpexp.Callback."),
         (Misspelt(), "a run never calls Misspelt.on_evaluate. Did you mean on_evaluated?"),
         (Short(), "write def on_step(self, run)."),
         (Lonely(), "Lonely sets rank_zero_only and communicates, and rank zero alone would wait"),
+        (Forgets(), "Forgets has state_dict and no load_state_dict, so a resumed run would lose its state: "),
+        (Forgets(), "write def load_state_dict(self, state), or leave state_dict out."),
+        (
+            Loads(),
+            "Loads has load_state_dict and no state_dict, so a resumed run would lose its state: write ",
+        ),
+        (Loads(), "write def state_dict(self), or leave load_state_dict out."),
     ]:
         with pytest.raises(RefusedError) as caught:
             check_callback(made, "callbacks.mine._target_=mine.Mine")
