@@ -26,9 +26,10 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError, WorkerError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment
-from ddpexp.launch.rendezvous.layout import resolve
+from ddpexp.launch.rendezvous.layout import check_workers, resolve
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
+from ddpexp.plan.layout import node_counts
 from ddpexp.run import outcome
 from ddpexp.run.check import Check, Finding, Part
 from ddpexp.system.terminal import print_message, show
@@ -169,12 +170,18 @@ def shortened(text: str, experiment: Experiment, folder: str) -> str:
 
 
 def _num_workers(experiment: Experiment) -> int:
-    """Return how many workers the run would have, as far as that can be seen on this machine."""
+    """Return how many workers the run would have, as far as that can be seen on this machine.
+
+    Raises:
+        RefusedError: numbers of workers or machines that no run can have.
+    """
     trainer = experiment.trainer
-    nodes = trainer.nodes if isinstance(trainer.nodes, int) else 1
-    gpus = trainer.gpus if isinstance(trainer.gpus, int) else None
-    if gpus is None:
+    nodes = node_counts(trainer.nodes, experiment.launcher)[0]
+    if trainer.gpus == "auto":
         gpus = resolve("auto", trainer.device, trainer.backend, 1).world_size
+    else:
+        gpus = trainer.gpus
+        check_workers(gpus)
     size: int = experiment.strategy.data_rank(0, nodes * gpus).size
     return size
 
@@ -281,15 +288,18 @@ def _judge_ranks(one: Mapping[str, Any], two: Mapping[str, Any] | str | None, ex
     """Return the problem of two workers that fail, or that compute different losses for the same batch."""
     if not isinstance(two, Mapping):
         return Finding("two", False if two and two.startswith("rank ") else None, f"at two workers: {two}")
-    losses = two["losses"]
-    if _agree(losses, _TOLERANCE[experiment.trainer.precision]):
-        return None
-    return Finding(
-        "rank",
-        False,
-        f"{one['step']} depends on the rank, or its model or data do: for the same batch, weights and random seed the "
-        f"loss is {losses[0]:.6g} on rank 0 and {losses[1]:.6g} on rank 1.",
-    )
+    for where, what, losses in (
+        ("", one["step"], two["losses"]),
+        (" in evaluation", one["eval_step"], two["eval_losses"]),
+    ):
+        if not _agree(losses, _TOLERANCE[experiment.trainer.precision]):
+            return Finding(
+                "rank",
+                False,
+                f"{what} depends on the rank{where}, or its model or data do: for the same batch, weights and random "
+                f"seed the loss is {losses[0]:.6g} on rank 0 and {losses[1]:.6g} on rank 1.",
+            )
+    return None
 
 
 def _judge_steps(
@@ -307,11 +317,17 @@ def _judge_steps(
     for name in ("train/grad_norm",) if one["is_manual"] else ("train/loss", "train/grad_norm"):
         values = [records[part].get(1, {}).get(name, math.nan) for part in ("one", "two")]
         if not _agree(values, _TOLERANCE[trainer.precision]):
+            cause = (
+                "draws random numbers from Python or numpy, which differ from worker to worker. Draw them from torch, "
+                "whose generators are seeded for each micro-batch."
+                if one["draws_on_host"]
+                else "depends on how the batch is divided."
+            )
             return Finding(
                 "workers",
                 False,
                 f"the same step has {name} {values[0]:.6g} at one worker and {values[1]:.6g} at two: {one['step']} "
-                "depends on how the batch is divided.",
+                f"{cause}",
             )
     return Finding("workers", True, "the same step at one and at two workers, within rounding")
 

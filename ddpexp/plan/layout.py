@@ -38,7 +38,7 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
         RefusedError: what a run would refuse on whatever machine.
     """
     wanted = launcher.adapt(job.request)
-    sizes = _nodes(wanted.nodes) if isinstance(launcher, Elastic) else [_num_nodes(wanted.nodes)]
+    sizes = node_counts(wanted.nodes, launcher)
     gpus, device, threads = wanted.gpus, wanted.device, wanted.threads
     notes: list[str] = []
     request = launcher.resource_request(job, sizes[-1])
@@ -74,13 +74,14 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
     return Assumed(layouts[-1], cores, request, tuple(notes))
 
 
-def _num_nodes(nodes: int | str) -> int:
-    if isinstance(nodes, str) and nodes != "auto":
+def node_counts(nodes: int | str, launcher: object) -> list[int]:
+    """Return the numbers of machines that trainer.nodes allows with a launcher.
+
+    Raises:
+        RefusedError: no machine, an empty range, or a range with a launcher that supports none.
+    """
+    if isinstance(nodes, str) and nodes != "auto" and not isinstance(launcher, Elastic):
         raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic supports.")
-    return _nodes(nodes)[0]
-
-
-def _nodes(nodes: int | str) -> list[int]:
     low, _, high = ("1" if nodes == "auto" else str(nodes)).partition(":")
     first, last = int(low), int(high or low)
     if first < 1:

@@ -23,7 +23,6 @@ from ddpexp.run.directory import RunDir
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.system.oom import available_bytes
 from ddpexp.system.text import first_few
-from ddpexp.task import HasTrainStep
 from ddpexp.train import gpu_memory, trials, worker
 from ddpexp.train.attributes import Attributes
 from ddpexp.train.build import RunContext
@@ -69,7 +68,12 @@ class _Examined:
         self._context, self._built = context, built
         loop = built.loop
         self._subject = Subject(
-            loop.task, loop.strategy.eval_model, loop.strategy.modules, loop.precision, context.world.device
+            loop.task,
+            loop.strategy.eval_model,
+            loop.strategy.modules,
+            loop.precision,
+            context.world.device,
+            context.world,
         )
         self._findings: list[Finding] = []
         self._failed: set[str] = set()
@@ -84,32 +88,36 @@ class _Examined:
         looked = next(iter(_read(lambda: [next(iter(evals.values())).first()] if evals else [])), None)
         batch = looked if looked is not None else steps[0] if steps else None
         if steps and batch is not None:
-            trained = batch if subject.is_manual else steps[0]
-            self._try("forward", lambda: trials.different_losses(subject, trained), "the same loss for the same batch")
-            self._try("sums", lambda: trials.wrong_sums(subject, batch), "loss and metrics are sums over samples")
+            self._try("forward", lambda: trials.different_losses(subject, steps[0]), "the same loss for the same batch")
+            problems, fine = self._sums_of_train_step(steps[0])
+            self._try("sums", lambda: [*problems, *trials.wrong_sums(subject, batch)], fine)
             self._try("metrics", lambda: self._names(steps, evals), "the same metrics for every batch")
             self._try("parameters", lambda: self._unused(steps[0]), "every parameter gets a gradient")
+        draws = _read(lambda: [trials.draws_on_host(subject, steps[0])])
         answer = self.trained()
-        function = subject.task.train_step if isinstance(subject.task, HasTrainStep) else subject.task.step
         return {
             **answer,
             "changed": before.changed(self._attributes()),
-            "step": named(function),
+            "step": named(subject.function),
+            "eval_step": named(subject.task.step),
             "is_manual": subject.is_manual,
+            "draws_on_host": draws == [True],
         }
 
     def together(self) -> dict[str, Any]:
         """Compare what the ranks compute for the same batch, then train. Ranks: all; communicates."""
         loop, world = self._built.loop, self._context.world
-        losses = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
+        losses = torch.zeros(2, world.world_size, dtype=torch.float64, device=world.device)
         size, there = loop.train.plan.micro_batch_size, loop.train.on_device
-        try:
-            batch = EvalBatches(loop.train.data, size, 0, 1, world.device, on_device=there).first()
-            losses[world.rank] = trials.loss_of(self._subject, batch)
-        except Exception:  # training reports it
-            losses[world.rank] = torch.nan
+        for row, trains in enumerate((True, False)):
+            try:
+                batch = EvalBatches(loop.train.data, size, 0, 1, world.device, on_device=there).first()
+                losses[row, world.rank] = trials.loss_of(self._subject, batch, trains)
+            except Exception:  # training reports it
+                losses[row, world.rank] = torch.nan
         world.sum(losses)
-        return {**self.trained(), "losses": losses.tolist()}
+        trained, evaluated = losses.tolist()
+        return {**self.trained(), "losses": trained, "eval_losses": evaluated}
 
     def trained(self) -> dict[str, Any]:
         """Train to the last step; return the hash of the weights and what was found. Ranks: all; communicates."""
@@ -142,6 +150,16 @@ class _Examined:
             return
         found = [problems] if isinstance(problems, str) else problems or []
         self._findings += [Finding(check, False, text) for text in found] or [Finding(check, True, fine)]
+
+    def _sums_of_train_step(self, batch: Any) -> tuple[list[str], str]:
+        """Return the problem of what a train_step gives update.backward, and what is known if there is none."""
+        if not self._subject.is_manual:
+            return [], "loss and metrics are sums over samples"
+        found = _read(lambda: [trials.means_in_train_step(self._subject, batch)])
+        problem, are_sums = found[0] if found else (None, False)
+        known = "loss and metrics of an evaluation are sums over samples"
+        train = ", and so are the losses of train_step" if are_sums else "; not checked: the losses of train_step"
+        return [] if problem is None else [problem], known + train
 
     def _names(self, steps: list[Any], evals: Mapping[str, EvalBatches]) -> str | None:
         if not self._subject.is_manual and (problem := trials.changing_names(self._subject, steps, "train")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.samples import origin, tensors_of
 from ddpexp.distributed.rng import seed_everything
+from ddpexp.errors import DdpexpError
 from ddpexp.strategy.replica import Models
 from ddpexp.system.text import first_few
 from ddpexp.task import HasTrainStep, Task
@@ -34,6 +36,13 @@ class Subject:
     modules: Models
     precision: Precision
     device: torch.device
+    world: Any = None  # that a train_step sees
+    is_copy: bool = False
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """Return the function of the task that trains."""
+        return self.task.train_step if isinstance(self.task, HasTrainStep) else self.task.step
 
     @property
     def is_manual(self) -> bool:
@@ -42,27 +51,66 @@ class Subject:
 
     def copied(self, trains: bool) -> Subject:
         """Return a copy in training or evaluation mode; the subject itself where it cannot be copied."""
+        is_copy = True
         try:
             task, model = deepcopy((self.task, self.model))
         except Exception:  # whatever an object of the user raises
-            task, model = self.task, self.model
+            task, model, is_copy = self.task, self.model, False
         modules: Models = {"model": model} if isinstance(model, nn.Module) else dict(model)
         for module in modules.values():
             module.train(trains and not self.is_manual)
-        return replace(self, task=task, model=model, modules=modules)
+        return replace(self, task=task, model=model, modules=modules, is_copy=is_copy)
 
-    def step(self, batch: Any) -> Any:
-        """Return the sums of a batch, as numbers that can be compared; the random numbers are the same each time."""
-        seed_everything(_SEED)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(_SEED)
+    def step(self, batch: Any, host_seed: int = _SEED) -> Any:
+        """Return the sums of a batch; torch's random numbers are the same each time.
+
+        `host_seed` seeds Python's and numpy's.
+        """
+        self._seed(host_seed)
         with self.precision.autocast():
             return self.task.step(self.model, batch)
+
+    def train_step(self, batch: Any, host_seed: int = _SEED) -> list[tuple[float, float]]:
+        """Return the losses and counts that a task's own train_step gives update.backward for a batch."""
+        assert isinstance(self.task, HasTrainStep)
+        if not self.is_copy:  # a train_step may change what it trains
+            raise DdpexpError("the task or the model cannot be copied")
+        self._seed(host_seed)
+        update: Any = _Update(self)
+        self.task.train_step(update, [batch])
+        losses: list[tuple[float, float]] = update.losses
+        return losses
+
+    def _seed(self, host_seed: int) -> None:
+        seed_everything(host_seed)
+        torch.manual_seed(_SEED)
 
     @property
     def tolerance(self) -> float:
         """Return the relative difference that rounding may make."""
         return 2e-2 if self.precision.lowers else 1e-3
+
+
+class _Update:
+    """An optimizer step that records the losses and changes no weights."""
+
+    step, num_steps = 0, 2
+
+    def __init__(self, subject: Subject) -> None:
+        self.models, self.world, self._precision = subject.model, subject.world, subject.precision
+        self.losses: list[tuple[float, float]] = []
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of a micro-batch."""
+        return self._precision.autocast()
+
+    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
+        """Record a loss and its count."""
+        self.losses.append((float(loss_sum.detach()), float(count)))
+
+    def apply(self, *names: str) -> bool:
+        """Leave the weights as they are."""
+        return True
 
 
 def different_samples(train: TrainBatches, evals: Mapping[str, EvalBatches]) -> str | None:
@@ -92,15 +140,53 @@ def different_losses(subject: Subject, batch: Any) -> str | None:
     if _equal(losses[0], losses[1], subject):
         return None
     return (
-        f"{named(subject.task.step)} gives the loss {losses[0]:.6g}, then {losses[1]:.6g}, for the same batch, weights "
+        f"{named(subject.function)} gives the loss {losses[0]:.6g}, then {losses[1]:.6g}, for the same batch, weights "
         "and random seed: the forward pass depends on something else, such as the time, a global variable or a "
         "generator of its own, so no run can be repeated."
     )
 
 
-def loss_of(subject: Subject, batch: Any) -> float:
-    """Return the loss of a batch in training mode."""
-    return float(_number(subject.copied(trains=True).step(batch)[0]))
+def loss_of(subject: Subject, batch: Any, trains: bool = True, host_seed: int = _SEED) -> float:
+    """Return the loss of a batch in training or evaluation; of a task's own train_step, the total of its losses."""
+    copy = subject.copied(trains)
+    if trains and copy.is_manual:
+        return sum(loss for loss, _ in copy.train_step(batch, host_seed))
+    with torch.set_grad_enabled(trains):
+        return float(_number(copy.step(batch, host_seed)[0]))
+
+
+def draws_on_host(subject: Subject, batch: Any) -> bool:
+    """Return whether the training loss depends on the random numbers of Python or numpy."""
+    one, other = (loss_of(subject, batch, host_seed=seed) for seed in (_SEED, _SEED + 1))
+    return not _equal(one, other, subject)
+
+
+def means_in_train_step(subject: Subject, batch: Any) -> tuple[str | None, bool]:
+    """Compare the losses that a train_step gives update.backward for a batch with those for its halves.
+
+    Returns the problem of a mean where a sum belongs, and whether all losses are known to be sums.
+    """
+    halves = split_batch(batch, 2)
+    if halves is None or not isinstance(subject.task, HasTrainStep):
+        return None, False
+    seen = [subject.copied(trains=True).train_step(part) for part in (batch, *halves)]
+    if not seen[0] or len({len(losses) for losses in seen}) > 1:
+        return None, False
+    are_sums = True
+    for (whole, count), (first, num_first), (second, num_second) in zip(*seen, strict=True):
+        counts = count == num_first + num_second and min(num_first, num_second) > 0
+        if counts and _close(whole, first + second, subject.tolerance):
+            continue
+        are_sums = False
+        if counts and _close(whole, (first * num_first + second * num_second) / count, subject.tolerance):
+            function = subject.task.train_step
+            return (
+                f"{named(function)} seems to give update.backward{line_of(function, '.backward(')} the mean of a loss, "
+                f"not its sum: {whole:.4g} over a count of {count:g}, and {first:.4g} and {second:.4g} over its "
+                f"halves. update.backward divides by the count itself, so the gradient is {count:g} times too small: "
+                'give it the sum (reduction="sum"), or the mean times the count.'
+            ), False
+    return None, are_sums
 
 
 def wrong_sums(subject: Subject, batch: Any) -> list[str]:

@@ -83,6 +83,35 @@ def test_a_metric_that_is_no_sum_is_found() -> None:
     assert f"returns the metric 'spread' in line {place}, which is not a sum over samples: " in problem
 
 
+def test_a_mean_that_a_train_step_gives_to_backward_is_found() -> None:
+    problem, are_sums = trials.means_in_train_step(subject(broken.ManualMean()), batch())
+    assert problem is not None
+    place = line("update.backward(losses.mean()").rpartition(":")[2]
+    assert f"ManualMean.train_step ({FILE}:" in problem
+    assert f"seems to give update.backward in line {place} the mean of a loss, not its sum: " in problem
+    assert not are_sums
+    assert trials.means_in_train_step(subject(broken.Manual()), batch()) == (None, True)
+    adversarial = subject(broken.Adversarial(), broken.networks())
+    pairs = torch.randn(12, 4), torch.zeros(12)
+    assert trials.means_in_train_step(adversarial, pairs) == (None, False)  # its noise is other noise for a half
+    assert trials.means_in_train_step(subject(broken.Manual()), batch(count=1)) == (None, False)
+
+
+def test_losses_are_compared_in_training_and_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for task, differ in ((broken.EvalByRank(), [False, True]), (broken.ManualByRank(), [True, False])):
+        losses = []
+        for rank in ("0", "1"):
+            monkeypatch.setenv("RANK", rank)
+            losses.append([trials.loss_of(subject(task), batch(), trains) for trains in (True, False)])
+        assert [one != other for one, other in zip(*losses, strict=True)] == differ
+
+
+def test_random_numbers_of_python_are_found() -> None:
+    assert trials.draws_on_host(subject(broken.PythonRandom()), batch())
+    assert not trials.draws_on_host(subject(broken.Sound()), batch())
+    assert not trials.draws_on_host(subject(broken.Manual()), batch())
+
+
 def test_sums_of_any_shape_and_constants_are_no_problem() -> None:
     class Others(broken.Sound):
         def step(self, model: Any, batch: Any) -> Any:
@@ -207,8 +236,9 @@ def test_callbacks_and_averages_fit_into_two_steps() -> None:
 
 ONE: Mapping[str, Any] = {
     "device": "cpu", "weights": "a", "findings": [], "changed": {}, "step": "Task.step (x.py:3)", "is_manual": False,
+    "eval_step": "Task.step (x.py:3)", "draws_on_host": False,
 }  # fmt: skip
-TWO: Mapping[str, Any] = {"weights": "b", "findings": [], "losses": [1.5, 1.5]}
+TWO: Mapping[str, Any] = {"weights": "b", "findings": [], "losses": [1.5, 1.5], "eval_losses": [1.0, 1.0]}
 RECORDS: Mapping[str, Mapping[int, Mapping[str, float]]] = {
     "one": {1: {"train/loss": 1.0, "train/grad_norm": 2.0}, 2: {"train/loss": 0.9}},
     "resumed": {2: {"train/loss": 0.90001}},
@@ -247,6 +277,22 @@ def test_all_is_well() -> None:
             "rank",
             "Task.step (x.py:3) depends on the rank, or its model or data do: for the same batch, weights and random seed "
             "the loss is 1.5 on rank 0 and 3 on rank 1.",
+        ),
+        (
+            {"two": {**TWO, "eval_losses": [1.5, 3.0]}},
+            "rank",
+            "Task.step (x.py:3) depends on the rank in evaluation, or its model or data do: for the same batch, weights "
+            "and random seed the loss is 1.5 on rank 0 and 3 on rank 1.",
+        ),
+        (
+            {
+                "one": {**ONE, "draws_on_host": True},
+                "records": {**RECORDS, "two": {1: {"train/loss": 1.1, "train/grad_norm": 2.0}}},
+            },
+            "workers",
+            "the same step has train/loss 1 at one worker and 1.1 at two: Task.step (x.py:3) draws random numbers from "
+            "Python or numpy, which differ from worker to worker. Draw them from torch, whose generators are seeded for "
+            "each micro-batch.",
         ),
         ({"two": "rank 1: ValueError: no"}, "two", "at two workers: rank 1: ValueError: no"),
         (
@@ -302,6 +348,23 @@ def test_what_follows_from_another_problem_is_not_reported_again() -> None:
 def test_wrong_arguments_are_refused(arguments: list[str], sentence: str) -> None:
     with pytest.raises(RefusedError) as caught:
         run_arguments(arguments)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("trainer.gpus=0", "trainer.gpus=0 starts no worker: use 1 or more, or auto for all GPUs."),
+        ("trainer.gpus=-1", "trainer.gpus=-1 starts no worker: use 1 or more, or auto for all GPUs."),
+        ("trainer.gpus=999", "trainer.gpus=999 is more than the 256 workers that one machine can start. Use fewer."),
+        ("trainer.nodes=0", "trainer.nodes=0 leaves no machine: use 1 or more."),
+        ("trainer.nodes=-2", "trainer.nodes=-2 leaves no machine: use 1 or more."),
+        ("trainer.nodes=1:2", "trainer.nodes=1:2 is a range, which only launcher=elastic supports."),
+    ],
+)
+def test_numbers_of_workers_that_no_run_can_have_are_refused(override: str, sentence: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        shortened(composed(override)[1], composed(override)[0], "/tmp/folder")
     assert str(caught.value) == sentence
 
 

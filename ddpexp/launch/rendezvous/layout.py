@@ -32,12 +32,8 @@ def resolve(
     Raises:
         RefusedError: more GPUs requested than there are, or a backend that does not support the device.
     """
-    if gpus != "auto" and gpus < 1:
-        raise RefusedError(f"trainer.gpus={gpus} starts no worker: use 1 or more, or auto for all GPUs.")
-    if gpus != "auto" and gpus > _MAX_WORKERS:
-        raise RefusedError(
-            f"trainer.gpus={gpus} is more than the {_MAX_WORKERS} workers that one machine can start. Use fewer."
-        )
+    if gpus != "auto":
+        check_workers(gpus)
     devices = visible_devices() if present is None and device != "cpu" else ()
     present = len(devices) if present is None else present
     if device == "cuda" and present == 0:
@@ -66,6 +62,20 @@ def resolve(
         backend=_backend(kind, devices) if backend == "auto" else backend,
         threads=threads_per_worker(workers) if threads == "auto" else threads,
     )
+
+
+def check_workers(gpus: int) -> None:
+    """Check a number of workers per machine.
+
+    Raises:
+        RefusedError: it is below one, or more than a machine can start.
+    """
+    if gpus < 1:
+        raise RefusedError(f"trainer.gpus={gpus} starts no worker: use 1 or more, or auto for all GPUs.")
+    if gpus > _MAX_WORKERS:
+        raise RefusedError(
+            f"trainer.gpus={gpus} is more than the {_MAX_WORKERS} workers that one machine can start. Use fewer."
+        )
 
 
 def _backend(kind: str, devices: Sequence[Device], environ: Mapping[str, str] = os.environ) -> str:

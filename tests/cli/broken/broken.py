@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,6 +76,49 @@ class ByRank(Sound):
     def step(self, model: nn.Module, batch: Batch) -> Sums:
         loss, count, metrics = super().step(model, batch)
         return loss * (1 + int(os.environ["RANK"])), count, metrics
+
+
+class EvalByRank(Sound):
+    def step(self, model: nn.Module, batch: Batch) -> Sums:
+        loss, count, metrics = super().step(model, batch)
+        return loss * (1 if model.training else 1 + int(os.environ["RANK"])), count, metrics
+
+
+class PythonRandom(Sound):
+    def step(self, model: nn.Module, batch: Batch) -> Sums:
+        loss, count, metrics = super().step(model, batch)
+        return loss * (1 + random.random()), count, metrics
+
+
+class Manual(Sound):
+    def train_step(self, update: OptimizerStep, batches: Sequence[Batch]) -> Sums:
+        for number, batch in enumerate(batches, start=1):
+            with update.micro_batch(last=number == len(batches)):
+                losses = self.losses(update.models, batch)
+                self.backward(update, losses)
+        update.apply()
+        return losses.sum().detach(), len(losses), {}
+
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def backward(self, update: OptimizerStep, losses: Tensor) -> None:
+        update.backward(losses.sum(), len(losses))
+
+
+class ManualByRank(Manual):
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        return super().losses(model, batch) * (1 + int(os.environ["RANK"]))
+
+
+class ManualMean(Sound):
+    def train_step(self, update: OptimizerStep, batches: Sequence[Batch]) -> Sums:
+        for number, (rows, labels) in enumerate(batches, start=1):
+            with update.micro_batch(last=number == len(batches)):
+                losses = functional.cross_entropy(update.models(rows), labels, reduction="none")
+                update.backward(losses.mean(), len(losses))
+        update.apply()
+        return losses.sum().detach(), len(losses), {}
 
 
 class ByTime(Sound):
