@@ -63,7 +63,8 @@ class Change:
 
     def __str__(self) -> str:
         """Return the key with both values, and what there is to say of it."""
-        return f"{self.key} {_shown(self.old)} -> {_shown(self.new)}{f' ({self.remark})' if self.remark else ''}"
+        old, new = ("chosen" if self.overrides and isinstance(v, Mapping) else _shown(v) for v in (self.old, self.new))
+        return f"{self.key} {old} -> {new}{f' ({self.remark})' if self.remark else ''}"
 
 
 def compare(

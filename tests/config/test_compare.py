@@ -275,6 +275,9 @@ def test_other_callbacks_are_refused_with_overrides_that_are_accepted(stored: di
         "typed: type callbacks=none to change it, or callbacks=early_stopping callbacks.early_stopping.patience=2 to "
         "keep it."
     )
+    assert list_changes(compare(tree(*one), stored, ["callbacks=none"], one)) == [
+        "changed: callbacks.early_stopping chosen -> not set"
+    ]
     several = tree("callbacks=[early_stopping,lr_monitor]")  # chosen by the recipe's file, which was edited since
     said = refused(several, tree(one[0]))
     names = "callbacks=[early_stopping,lr_monitor]"
