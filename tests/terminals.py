@@ -37,8 +37,14 @@ class Session:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(PATIENCE)
-        os.close(self.terminal)
+        if self.terminal >= 0:
+            os.close(self.terminal)
         os.close(self.theirs)
+
+    def close_window(self) -> None:
+        """Close the terminal, which sends SIGHUP to the command."""
+        os.close(self.terminal)
+        self.terminal = -1
 
     def expect(self, text: str) -> str:
         """Wait until the terminal shows the text after what was expected before; return all in between."""
@@ -77,6 +83,9 @@ class Session:
         return bool(mode[3] & usual == usual) and mode[6][termios.VSUSP] == b"\x1a"
 
     def _read(self, seconds: float) -> bool:
+        if self.terminal < 0:
+            time.sleep(seconds)
+            return False
         if not select.select([self.terminal], [], [], seconds)[0]:
             return False
         try:

@@ -112,10 +112,12 @@ def _part(catalogue: Catalogue, word: str) -> str:
     found = nearest(name, known)
     if found:
         return "\n".join(map(_key, found))
-    elsewhere = [(one, key) for one in _all_options(catalogue) for key in nearest(name, one.keys)]
+    choosable = list(_all_options(catalogue))
+    elsewhere = [(one, key) for one in choosable for key in nearest(name, one.keys)]
     if elsewhere:
         return "\n\n".join(f"with {one.group}={one.name}:\n{_key(key)}" for one, key in elsewhere)
-    names = [*commands.NAMES, *catalogue.groups, *catalogue.values, *(key.name for key in known)]
+    keys = [*known, *(key for one in choosable for key in one.keys)]
+    names = [*commands.NAMES, *catalogue.groups, *catalogue.values, *(key.name for key in keys)]
     raise RefusedError(f"help {word}: there is no such command, group, option or key.{_near(name, names)}")
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from ddpexp.checkpoint import weights
 from ddpexp.config import commands
+from ddpexp.config.build import nearest
 from ddpexp.config.compose import compose
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.names import named
@@ -24,13 +25,14 @@ from ddpexp.run import directory
 from ddpexp.run.directory import RunDir
 from ddpexp.run.evaluation import Evaluation
 from ddpexp.run.resume_arguments import merge_overrides, trust_arguments
-from ddpexp.run.stored_config import check_config, copy_command, newest_config
+from ddpexp.run.stored_config import check_config, check_config_exists
 from ddpexp.run.training import Training
 from ddpexp.system import files
 from ddpexp.system.terminal import print_message
 from ddpexp.system.yaml_text import load_yaml
 
 _OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
+_OF_EVALUATE = ("--split", "--json")
 _RECORDS = (".yaml", ".json", ".jsonl", ".log", ".txt")  # files of a run directory that hold no weights
 _SHOWN_RUNS = 3
 
@@ -112,11 +114,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     run = RunDir(Path(source))
     if not run.path.exists():
         raise RefusedError(f"resume {source}: there is no such directory.")
-    if not run.config.exists() and (copy := newest_config(run)) is not None:
-        raise RefusedError(
-            f"resume {source}: config.yaml is missing. Its newest checkpoint holds a copy: "
-            f"{copy_command(copy, run.config)}"
-        )
+    check_config_exists(run, f"resume {source}")
     if not run.config.is_file() or not directory.is_ours(run.path):
         home = next((folder for folder in run.path.resolve().parents if weights.is_run(folder)), None)
         advice = f" Did you mean {files.typed(home)}?" if home is not None else runs_below(run.path)
@@ -225,6 +223,7 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
         return None
+    _check_spelling(argv)
     split, argv = _split_option(argv)
     name, words = _source([word for word in argv if word != "--json"], "evaluate")
     source = Path(name)
@@ -246,6 +245,14 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
         text, experiment = _of_words(source, words)
     found = weights.find(source, f"evaluate {source}", lambda text: print_message(f"ddpexp: warning: {text}"))
     return experiment.launcher, Evaluation(experiment, text, found, split, answers="--json" in argv)
+
+
+def _check_spelling(argv: Sequence[str]) -> None:
+    """Refuse a misspelt option of `ddpexp evaluate` itself; the others are those of any command."""
+    for option in (argument.partition("=")[0] for argument in argv if argument.startswith("--")):
+        meant = nearest(option, _OF_EVALUATE, 0.8)
+        if meant not in (None, option):
+            raise RefusedError(f"evaluate {option}: no such option. Did you mean {meant}?")
 
 
 def _split_option(argv: list[str]) -> tuple[tuple[str, ...], list[str]]:

@@ -29,6 +29,7 @@ _YAML = {  # PyYAML's messages, each with what it mostly means
     "found unexpected end of stream": " (a quote is not closed)",
     "found character '\\t'": " (a tab: indent with spaces)",
     "mapping values are not allowed here": " (a line is indented too far, or a value with a colon has no quotes)",
+    "expected the node content, but found '?'": ' (inside braces a required value has quotes: "???")',
     "could not find expected ':'": " (a key without a colon)",
 }
 

@@ -107,21 +107,25 @@ class RunDir:
         """Read one of the JSON files.
 
         Raises:
-            RefusedError: it is missing or damaged, so this is not a run directory.
+            RefusedError: it is missing, so this is not a run directory, or it is damaged.
         """
         try:
             content = read_json(path)
-        except (OSError, ValueError) as error:
+        except FileNotFoundError as error:
             raise RefusedError(f"{self.path} is not a run directory: {path.name} cannot be read ({error}).") from None
+        except OSError as error:
+            raise RefusedError(f"{path} cannot be read: {error.strerror or error}.") from None
+        except ValueError as error:
+            raise RefusedError(f"{path} is damaged and cannot be read: {error}.") from None
         if not isinstance(content, dict):
-            raise RefusedError(f"{self.path} is not a run directory: {path.name} holds no object.")
+            raise RefusedError(f"{path} is damaged: it holds no object.")
         return content
 
     def read_if_present(self, path: Path) -> dict[str, Any] | None:
         """Read one of the JSON files; None if it does not exist yet.
 
         Raises:
-            RefusedError: it is damaged, so this is not a run directory.
+            RefusedError: it is damaged.
         """
         return self.read(path) if os.path.lexists(path) else None
 

@@ -9,7 +9,7 @@ import yaml
 
 from ddpexp.run.directory import RunDir
 from ddpexp.run.stored_config import parse_config
-from ddpexp.system.files import shortest
+from ddpexp.system.files import check_yaml, shortest
 
 
 def trust_arguments(run: RunDir) -> list[str]:
@@ -18,9 +18,10 @@ def trust_arguments(run: RunDir) -> list[str]:
     Only for display, in the current folder: ddpexp never trusts a run directory's record of what code to run.
     """
     try:
+        check_yaml(run.config)
         stored = parse_config(run.config.read_text())["run"]
         code, prefixes = stored["code"], stored["trust"]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, KeyError, TypeError):
         return []
     arguments = []
     if isinstance(code, str):

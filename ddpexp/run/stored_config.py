@@ -127,12 +127,25 @@ def copy_command(copy: Path, config: Path) -> str:
     return shlex.join(["cp", shortest(copy), shortest(config)])
 
 
+def check_config_exists(run: RunDir, name: str) -> None:
+    """Check that config.yaml is not missing where a checkpoint holds a copy; `name` as for `check_config`.
+
+    Raises:
+        RefusedError: it is; with the command that copies it.
+    """
+    if not run.config.exists() and (copy := newest_config(run)) is not None:
+        raise RefusedError(
+            f"{name}: config.yaml is missing. Its newest checkpoint holds a copy: {copy_command(copy, run.config)}"
+        )
+
+
 def check_config(run: RunDir, name: str) -> None:
     """Check that config.yaml can be read, where a checkpoint holds a copy; `name` is the run's name in the message.
 
     Raises:
         RefusedError: it cannot; with the command that copies it.
     """
+    check_config_exists(run, name)
     try:
         read_config(run)
     except RefusedError as error:

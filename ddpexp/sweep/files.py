@@ -106,16 +106,22 @@ def curve(path: Path, metric: str) -> list[tuple[int, float]]:
     return sorted(points.items())
 
 
-def records(metrics: Path, metric: str | None = None) -> Iterator[dict[str, Any]]:
+def records(
+    metrics: Path, metric: str | None = None, on_damaged: Callable[[int], object] | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield what a metrics.jsonl records, where a metric is named only what may have it.
 
-    Nothing where it cannot be read.
+    Nothing where it cannot be read. `on_damaged` is called with the number of each line that is no record, except a
+    last line that is still being written.
     """
-    name, size = b"" if metric is None else json.dumps(metric).encode(), 0
+    name, size, number = b"" if metric is None else json.dumps(metric).encode(), 0, 1
     with suppress(OSError, ValueError), _open(metrics) as file:
         while (line := file.readline(_LINE_BYTES)) and (size := size + len(line)) < files.JSON_BYTES:
             if name in line and (record := _record(line)):
                 yield record
+            elif on_damaged is not None and name in line and line.strip() and line.endswith(b"\n"):
+                on_damaged(number)
+            number += line.endswith(b"\n")
 
 
 def set_by(overrides: Sequence[str]) -> dict[str, str]:

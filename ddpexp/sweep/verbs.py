@@ -17,6 +17,8 @@ from ddpexp.config import commands
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run import lock
+from ddpexp.run.directory import RunDir
+from ddpexp.run.resume_arguments import trust_arguments
 from ddpexp.sweep import comparison, table_files
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.arguments import Arguments, look
@@ -233,7 +235,10 @@ def _is_unfinished(rows: Sequence[Row]) -> bool:
 
 
 def _resume(row: Row) -> str:
-    return f"python -m ddpexp resume {files.typed(row.path)}" if row.status in UNFINISHED else ""
+    if row.status not in UNFINISHED:
+        return ""
+    arguments = ["resume", files.shortest(row.path), *trust_arguments(RunDir(row.path))]
+    return f"python -m ddpexp {shlex.join(arguments)}"
 
 
 def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[ScheduledJob, JobState]) -> Grid:

@@ -7,6 +7,7 @@ through two methods of `pdb.Pdb`, which are wrapped here; those with a connectio
 from __future__ import annotations
 
 import bdb
+import errno
 import os
 import pdb
 import signal
@@ -77,6 +78,10 @@ class Debugger:
             try:
                 with _standard_streams(self._terminal):
                     self._interact(debugger, interact)
+            except termios.error:
+                if not _is_closed(self._terminal):
+                    raise
+                self.quit(debugger)
             finally:
                 self._control.return_terminal(stepping=debugger.stoplineno != -1)
 
@@ -85,13 +90,22 @@ class Debugger:
             with self._handling_signals():
                 interact()
         except _PromptClosed:
-            debugger.message("")  # what was typed stays without an answer
+            with suppress(OSError):  # the terminal is closed
+                debugger.message("")  # what was typed stays without an answer
             debugger.forget()
             self._end(debugger)
+        except OSError:
+            if not _is_closed(0):
+                raise
+            debugger.forget()
+            self.quit(debugger)
 
     def quit(self, debugger: pdb.Pdb) -> None:
-        """Stop the run as Ctrl-C does: it finishes the step, saves and leaves."""
-        self._control.quit_debugger()
+        """Stop the run as Ctrl-C does, or where the terminal is closed as SIGHUP: finish the step, save and leave."""
+        if _is_closed(0 if self._terminal is None else self._terminal):
+            self._control.hang_up()
+        else:
+            self._control.quit_debugger()
         self._end(debugger)
 
     def _end(self, debugger: pdb.Pdb) -> None:
@@ -155,7 +169,8 @@ def install(debugger: Debugger) -> None:
             if _has_own_connection(self):
                 return commands[name](self, argument)
             if name == "do_EOF":
-                self.message("")  # Ctrl-D shows nothing
+                with suppress(OSError):  # the terminal is closed
+                    self.message("")  # Ctrl-D shows nothing
             debugger.quit(self)
             return 1
 
@@ -190,10 +205,10 @@ def _standard_streams(terminal: int) -> Iterator[None]:
 
     Ctrl-Z is disabled, since it would stop the command and leave this process reading beside the shell.
     """
+    attributes = termios.tcgetattr(terminal)
     kept = [os.dup(number) for number in (0, 1, 2)]
     stdin = sys.stdin
     _flush()
-    attributes = termios.tcgetattr(terminal)
     try:
         for number in (0, 1, 2):
             os.dup2(terminal, number)
@@ -210,6 +225,15 @@ def _standard_streams(terminal: int) -> Iterator[None]:
         for number, before in enumerate(kept):
             os.dup2(before, number)
             os.close(before)
+
+
+def _is_closed(terminal: int) -> bool:
+    """Return whether the terminal is gone: its window was closed, or its connection was lost."""
+    try:
+        termios.tcgetattr(terminal)
+    except termios.error as error:
+        return bool(error.args[0] == errno.EIO)
+    return False
 
 
 def _flush() -> None:

@@ -180,6 +180,11 @@ def test_help_explains_one_part(arguments: str, shown: str, hidden: str) -> None
             "trainer.sed",
             "help trainer.sed: there is no such command, group, option or key. Did you mean ddpexp help trainer.seed?",
         ),
+        (
+            "callbacks.early_stopping.patince",
+            "help callbacks.early_stopping.patince: there is no such command, group, option or key. "
+            "Did you mean ddpexp help callbacks.early_stopping.patience?",
+        ),
         ("evalute", "help evalute: there is no such command, group, option or key. Did you mean ddpexp help evaluate?"),
         ("launcher=slrm", "launcher=slrm is not a known option. Did you mean launcher=slurm?"),
         ("--config-dir=/not/there x", "--config-dir /not/there is not a directory."),

@@ -67,6 +67,14 @@ def test_for_a_run_named_another_way_the_error_gives_its_name(outputs: Path, typ
     assert refused({"evaluate": evaluate, "resume": resume}[name], overrides, typed.split()) == f"{typed}: {says}"
 
 
+@pytest.mark.parametrize(
+    ("option", "meant"), [("--splt", "--split"), ("--splits=eval", "--split"), ("--jsn", "--json")]
+)
+def test_a_misspelt_option_of_evaluate_is_refused_with_the_right_one(option: str, meant: str) -> None:
+    said = refused(evaluate, ["outputs/mnist/1", option, "eval"], [])
+    assert said == f"evaluate {option.partition('=')[0]}: no such option. Did you mean {meant}?"
+
+
 PLANS = [
     (["recipe=mnist", "--nodes", "2"], "plan --nodes: no such option. Did you mean trainer.nodes=2?"),
     (["--gpus=4"], "plan --gpus=4: no such option. Did you mean trainer.gpus=4?"),

@@ -525,6 +525,9 @@ TEXTS = [
      "bad.yaml, line 3: found character '\\t' that cannot start any token (a tab: indent with spaces)."),
     ('task: {_target_: "mine.Task}\n',
      'bad.yaml, line 3: found unexpected end of stream (a quote is not closed).'),
+    ('task: {_target_: mine.Task, path: ???}\n',
+     "bad.yaml, line 2: expected the node content, but found '?' (inside braces a required value has quotes: "
+     '"???").'),
     ('task:\n  _target_: mine.Task\n   weight: 3\n',
      'bad.yaml, line 4: mapping values are not allowed here (a line is indented too far,'),
     ('- task\n',

@@ -164,10 +164,11 @@ def test_a_write_that_fails_leaves_the_old_text_and_no_litter(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "\0"])
-def test_a_damaged_file_is_refused_as_no_run_directory(tmp_path: Path, text: str | None) -> None:
+def test_a_missing_or_damaged_file_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(RefusedError, match=r"is not a run directory: manifest\.json "):
+    sentence = r"is not a run directory: manifest\.json " if text is None else r"/manifest\.json is damaged"
+    with pytest.raises(RefusedError, match=sentence):
         RunDir(tmp_path).layout()
 
 

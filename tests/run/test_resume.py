@@ -370,9 +370,9 @@ def test_what_is_no_run_of_ours_is_refused_as_ever(ddpexp: Ddpexp) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("manifest.json", "{", r"run is not a run directory: manifest\.json cannot be read"),
-        ("manifest.json", "[]", r"run is not a run directory: manifest\.json holds no object"),
-        ("result.json", "{", r"run is not a run directory: result\.json cannot be read"),
+        ("manifest.json", "{", r"run/manifest\.json is damaged and cannot be read"),
+        ("manifest.json", "[]", r"run/manifest\.json is damaged: it holds no object"),
+        ("result.json", "{", r"run/result\.json is damaged and cannot be read"),
         ("config.yaml", "a: [", r"run/config\.yaml cannot be read"),
         ("config.yaml", "- a\n", r"run/config\.yaml is not the configuration of a run"),
         ("config.yaml", "x: !!python/object/apply:os.system ['touch pwned']", r"run/config\.yaml cannot be read"),

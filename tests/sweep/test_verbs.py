@@ -203,7 +203,7 @@ def test_the_status_of_a_run_says_what_to_type(trained: Path, tmp_path: Path) ->
     assert (done.returncode, done.stderr) == (0, "")
     assert "status  failed: it ended with an error\n" in done.stdout
     assert r"why     rank 0: ValueError: no\x1b[31m luck" in done.stdout
-    assert f"resume  python -m ddpexp resume {bad.name}\n" in done.stdout
+    assert f"resume  python -m ddpexp resume {bad.name} --config-dir " in done.stdout
     good = next(trained.glob("0000_*"))
     done = ddpexp("status", good, cwd=trained)
     assert "status  done: " in done.stdout
@@ -241,6 +241,18 @@ def test_the_status_of_a_run_is_there_for_programs(tmp_path: Path, capsys: pytes
     assert (found["overrides"], found["metrics"]) == ({"optimizer.lr": "0.1"}, {"eval/loss": 0.5})
     assert found["resume"] == f"python -m ddpexp resume '{path}'"
     assert found["where"] is None
+
+
+def test_the_command_to_resume_a_run_restates_the_trust_in_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = run(tmp_path / "run", status="interrupted")
+    (path / "config.yaml").write_text(f"run: {{code: {tmp_path / 'my code'}, trust: [mine, other]}}\n")
+    found = as_json(capsys, "status", path)
+    assert found["resume"] == "python -m ddpexp resume run --config-dir 'my code/conf' 'run.trust=[mine,other]'"
+    (path / "config.yaml").write_text("a: &a [1]\nb: *a\nrun: {code: /theirs, trust: []}\n")
+    assert as_json(capsys, "status", path)["resume"] == "python -m ddpexp resume run"
 
 
 def test_the_status_of_a_sweep_is_there_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

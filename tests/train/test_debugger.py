@@ -155,6 +155,19 @@ def test_a_signal_closes_the_prompt_and_saves(recipe: Recipe, number: signal.Sig
     assert f"ddpexp: interrupted by {number.name}; saved at step 3 in " in shell.shown
 
 
+def test_a_closed_window_saves_as_sighup_does(recipe: Recipe, expected: str) -> None:
+    shell, done = session(recipe, ranks="[0,1]")  # the other one waits for its turn
+    with shell:
+        shell.expect("(Pdb rank ")
+        shell.close_window()
+        assert shell.end() == 128 + signal.SIGHUP
+    assert done.result()["status"] == "interrupted"
+    assert not (done.run / "error.json").exists()
+    words = ("task._target_=points.Looks", "+task.ranks=[0,1]", "trainer.gpus=2")
+    again = recipe(*words, run=done.run, environ={"PYTHONBREAKPOINT": "0"})
+    assert (again.code, again.result()["weights_sha256"]) == (0, expected), again.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch", "post-mortem"])
 def test_other_ways_into_pdb(recipe: Recipe, expected: str, how: str) -> None:

@@ -15,7 +15,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.run import directory as directories
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import config_options, trust_arguments
-from ddpexp.run.stored_config import check_config, read_config
+from ddpexp.run.stored_config import check_config, check_config_exists, read_config
 from ddpexp.sweep.files import records
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.rows import rows_of
@@ -48,6 +48,7 @@ def open_run(directory: str | Path, *, config_dir: str | Path | None = None, tru
     if SweepDir(path).is_sweep():
         raise RefusedError(f"{path} is the directory of a sweep: use ddpexp.open_sweep.")
     if not directories.is_ours(path):
+        check_config_exists(RunDir(path), str(path))
         from ddpexp.cli.subcommands import runs_below
 
         raise RefusedError(f"{path} is no run directory.{runs_below(path) if path.is_dir() else ''}")
@@ -74,7 +75,7 @@ class SavedCheckpoint:
     """The metrics of the evaluation at this step, if there was one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A run, as its directory has it now: every attribute reads the files again. Made by `open_run` and `ddpexp.run`.
 
@@ -87,6 +88,12 @@ class Run:
     path: Path
     config_dir: str | None = None
     trust: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return the path, the status and the newest metrics."""
+        row = rows_of(self.path)[0]
+        metrics = f", metrics={dict(row.metrics)!r}" if row.metrics else ""
+        return f"Run({str(self.path)!r}, status={row.status!r}{metrics})"
 
     @property
     def status(self) -> str:
@@ -118,8 +125,14 @@ class Run:
         Args:
             frame: True for a pandas DataFrame, False for a list of dictionaries. None: a DataFrame if pandas is
                 installed, else a list. Values that are not finite are NaN.
+
+        A damaged line is left out with a warning, but for a last one that is still being written.
         """
-        found = [_numbers(record) for record in records(self._files.metrics)]
+        damaged: list[int] = []
+        found = [_numbers(record) for record in records(self._files.metrics, on_damaged=damaged.append)]
+        if damaged:
+            lines = f"line{'s' if len(damaged) > 1 else ''} {first_few(list(map(str, damaged)))}"
+            warnings.warn(f"{self._files.metrics}, {lines}: damaged, so left out of the metrics.", stacklevel=2)
         if frame is False:
             return found
         try:
@@ -267,8 +280,9 @@ class Run:
         folder = self._files.checkpoints
         if which == "last":
             chosen, damaged = newest_intact(folder, weights_only=True)
+            instead = f"; {chosen.folder.name} is used instead" if chosen is not None else ""
             for entry in damaged:
-                warnings.warn(f"{entry.folder} is damaged and not used: {entry.problem}", stacklevel=4)
+                warnings.warn(f"{entry.folder} is damaged and not used: {entry.problem}{instead}", stacklevel=4)
             if chosen is None:
                 raise RefusedError(f"{self.path} holds no complete checkpoint.")
             return chosen

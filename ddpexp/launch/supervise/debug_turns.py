@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import termios
 import time
 from collections import deque
 from contextlib import suppress
@@ -121,8 +122,9 @@ class DebugTurns:
             )
         self._output.terminal.resume()
         self._output.terminal.pause()
-        self._guard = self._guard or ModeGuard(self._terminal)
-        self._guard.begin()
+        with suppress(termios.error):  # the terminal is closed, which the rank reports
+            self._guard = self._guard or ModeGuard(self._terminal)
+            self._guard.begin()
         self._holder, self._is_closing = worker, False
         worker.status_page.answer(request.number, granted=True)
 

@@ -298,6 +298,14 @@ class Control:
     def quit_debugger(self) -> None:
         """Request a stop after this step, and wait for a moment until the supervisor has begun it."""
         self.send("quit", at_once=False)
+        self._wait_for_stop()
+
+    def hang_up(self) -> None:
+        """Request the stop that SIGHUP means: the terminal of a prompt is closed. Wait like `quit_debugger`."""
+        self.forward(signal.SIGHUP)
+        self._wait_for_stop()
+
+    def _wait_for_stop(self) -> None:
         deadline = time.monotonic() + _QUIT_SECONDS
         while self._words is not None and time.monotonic() < deadline:
             if self.stop_requested and self._words[_NEWEST] != self._acted:

@@ -8,6 +8,9 @@ from torch import nn
 
 from ddpexp.strategy.module_classes import check_classes
 
+BLOCKS = "strategy.blocks=[{}]"
+"""The key as it is typed, for one class."""
+
 
 def blocks_of(models: Mapping[str, nn.Module], classes: Sequence[str] | None, min_bytes: float) -> list[nn.Module]:
     """Return the modules that become blocks, inner ones first, the models themselves last.
@@ -19,7 +22,7 @@ def blocks_of(models: Mapping[str, nn.Module], classes: Sequence[str] | None, mi
         RefusedError: there is no module of a class.
     """
     if classes is not None:
-        check_classes(models, classes, "strategy.blocks=[{}]")
+        check_classes(models, classes, BLOCKS)
     blocks = []
     for model in models.values():
         blocks += _by_class(model, classes) if classes is not None else _by_size(model, min_bytes, set())

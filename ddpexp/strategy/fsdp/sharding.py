@@ -17,10 +17,11 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.comm.reduce import ALIGNED, common_memory
 from ddpexp.strategy.comm.shared_memory import SharedMemory
-from ddpexp.strategy.fsdp.blocks import blocks_of
+from ddpexp.strategy.fsdp.blocks import BLOCKS, blocks_of
 from ddpexp.strategy.fsdp.collectives import use_ordered_collectives
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.replay import record
+from ddpexp.strategy.module_classes import check_classes
 from ddpexp.strategy.replica import Models
 
 
@@ -38,10 +39,13 @@ class Sharding:
         """Leave this rank its rows of all models but those of strategy.whole. Ranks: all; communicates.
 
         Raises:
-            RefusedError: a parameter cannot be cut, or strategy.whole names what cannot be held whole.
+            RefusedError: a parameter cannot be cut, strategy.whole names what cannot be held whole, or
+            strategy.blocks a class that no model has.
         """
         world, options = self._world, self._options
         if world.world_size == 1:
+            sharded = {name: module for name, module in models.items() if name not in options.whole}
+            check_classes(sharded, options.blocks or (), BLOCKS)
             return
         models = self._models_to_shard(models)
         _check_can_be_cut(models)

@@ -19,6 +19,7 @@ from ddpexp.checkpoint.reader import read_model, weights_sha256
 from tests.cli.api.conftest import NOISY
 from tests.conftest import ROOT
 from tests.sweep.made import Made
+from tests.sweep.made import run as made_run
 
 KEPT = ROOT / "tests/kept"
 
@@ -55,6 +56,39 @@ def test_metrics_that_are_not_finite_are_nan(trained: ddpexp.Run, tmp_path: Path
     (copy / "metrics.jsonl").write_text('{"step": 1, "train/loss": null}\n{"step": 2, "tra')
     [record] = ddpexp.open_run(copy).metrics(frame=False)
     assert (record["step"], math.isnan(record["train/loss"])) == (1, True)
+
+
+def test_a_damaged_line_of_the_metrics_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    copy = shutil.copytree(KEPT / "finished", tmp_path / "copy")
+    lines = ['{"step": 1}', '{"step": 2, "tr', '{"step": 3}', "", "\0\0", '{"step": 4}', '{"step": 5, "tr']
+    (copy / "metrics.jsonl").write_text("\n".join(lines))
+    with pytest.warns(UserWarning, match=r"copy/metrics\.jsonl, lines 2, 5: damaged, so left out") as caught:
+        found = ddpexp.open_run(copy).metrics(frame=False)
+    assert [record["step"] for record in found] == [1, 3, 4]
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_run_is_shown_with_its_status_and_its_metrics(tmp_path: Path) -> None:
+    path = made_run(tmp_path / "run", ["recipe=points"])
+    run = ddpexp.Run(path, "conf", ("mine",))
+    assert repr(run) == f"Run({str(path)!r}, status='done', metrics={{'eval/loss': 0.5}})"
+    (path / "metrics.jsonl").unlink()
+    (path / "result.json").write_text("[")
+    assert repr(run) == f"Run({str(path)!r}, status='broken')"
+
+
+def test_a_missing_config_is_refused_with_the_command_that_restores_it(
+    trained: ddpexp.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy = shutil.copytree(trained.path, tmp_path / "copy")
+    (copy / "config.yaml").unlink()
+    with pytest.raises(ddpexp.RefusedError) as caught:
+        ddpexp.open_run(copy)
+    assert str(caught.value) == (
+        f"{copy}: config.yaml is missing. Its newest checkpoint holds a copy: "
+        "cp copy/checkpoints/step-00000008/config.yaml copy/config.yaml"
+    )
 
 
 def test_the_checkpoints_say_which_is_the_best(trained: ddpexp.Run, tmp_path: Path) -> None:
@@ -169,7 +203,7 @@ def test_a_damaged_directory_is_one_sentence_each(trained: ddpexp.Run, tmp_path:
     copy = shutil.copytree(trained.path, tmp_path / "copy")
     run = ddpexp.open_run(copy, config_dir=NOISY)
     (copy / "result.json").write_text("[")
-    with pytest.raises(ddpexp.RefusedError, match=r"result\.json cannot be read"):
+    with pytest.raises(ddpexp.RefusedError, match=r"copy/result\.json is damaged and cannot be read: "):
         _ = run.result
     assert run.status == "broken"
     (copy / "config.yaml").write_text("a: [")
@@ -180,7 +214,7 @@ def test_a_damaged_directory_is_one_sentence_each(trained: ddpexp.Run, tmp_path:
     shutil.copy(trained.path / "config.yaml", copy)
     weights = copy / "checkpoints/step-00000008/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    with pytest.warns(UserWarning, match="step-00000008 is damaged and not used"):
+    with pytest.warns(UserWarning, match="step-00000008 is damaged and not used: .*; step-00000004 is used instead"):
         model = run.model(weights="raw")
     assert torch.equal(model.weight, trained.model(4, "raw").weight)
     with pytest.raises(ddpexp.RefusedError, match="its hash is not the one in the manifest"):

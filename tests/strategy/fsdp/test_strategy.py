@@ -64,6 +64,12 @@ def test_blocks_are_the_smallest_modules_of_a_size_or_those_of_a_class() -> None
     assert blocks_of(pair, ("Block",), 1) == [pair["other"], pair["one"]]
 
 
+def test_one_worker_refuses_a_class_that_the_model_lacks_too() -> None:
+    with pytest.raises(RefusedError, match=r"^strategy\.blocks=\[Blok\]: the model has no module of that class\."):
+        FSDP(replace(OPTIONS, blocks=("Blok",)), ALONE, Net)
+    FSDP(replace(OPTIONS, blocks=("Block",)), ALONE, Net)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
