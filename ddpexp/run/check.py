@@ -97,6 +97,8 @@ def temporary_folder() -> Iterator[Path]:
 def _is_left(path: Path) -> bool:
     """Return whether a folder is this user's and its check has ended; False where that cannot be known."""
     try:
-        return path.parent.lstat().st_uid == os.getuid() and Owner.of_record(json.loads(path.read_text())).is_alive() is False
+        if path.parent.lstat().st_uid != os.getuid():
+            return False
+        return Owner.of_record(json.loads(path.read_text())).is_alive() is False
     except (OSError, ValueError, KeyError, TypeError):
         return False
