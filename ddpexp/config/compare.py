@@ -5,6 +5,7 @@ What two trees differ in, and what such a difference would do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -58,6 +59,7 @@ class Change:
     new: Any
     kind: Literal["free", "typed", "untyped", "fixed"]
     remark: str = ""
+    overrides: tuple[str, str] | None = None  # what to type for the new value and for the old; None: key=value
 
     def __str__(self) -> str:
         """Return the key with both values, and what there is to say of it."""
@@ -76,6 +78,7 @@ def compare(
     chosen = _keys(typed, before, old, new)
     fixed = tuple(name for name in _FIXED if name != "data" or "data" not in (new["run"].get("allow_changes") or ()))
     old, new = with_keys(old), with_keys(new)
+    callbacks = _callbacks(new, typed), _callbacks(old, before)
     changes = []
     for key, was, now in _differences(old, new):
         if key == "run.dir":
@@ -90,7 +93,8 @@ def compare(
             kind = "fixed"
         else:
             kind = "typed" if is_typed else "untyped"
-        changes.append(Change(key, was, now, kind, _remark(key, new)))
+        is_choice = re.fullmatch(r"callbacks(\.[^.]+)?", key) is not None
+        changes.append(Change(key, was, now, kind, _remark(key, new), callbacks if is_choice else None))
     return changes
 
 
@@ -113,9 +117,10 @@ def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) ->
     for change in changes:
         if change.kind == "untyped":
             key, old, new = change.key, change.old, change.new
+            to_change, to_keep = change.overrides or (_override_for(key, new, old), _override_for(key, old, new))
             raise RefusedError(
                 f"{run} was started with {_assigned(key, old)}, and {_here(change, edited)}, which is not typed: "
-                f"type {_override_for(key, new, old)} to change it, or {_override_for(key, old, new)} to keep it."
+                f"type {to_change} to change it, or {to_keep} to keep it."
             )
 
 
@@ -203,7 +208,22 @@ def _shown(value: Any) -> str:
     return "not set" if value is UNSET else shown(value)
 
 
+def _callbacks(tree: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """Return what to type for the callbacks of a tree: the overrides that chose them, or else their names."""
+    names = [str(name) for name, node in (tree.get("callbacks") or {}).items() if node is not None]
+    typed = [override for override in overrides if re.match(r"[+~]*callbacks[.=]", override)] if names else []
+    if any(override.startswith("callbacks=") for override in typed):
+        return " ".join(typed)
+    options = [name for name in names if not any(override.startswith(f"+callbacks.{name}._") for override in typed)]
+    choice = f"[{','.join(options)}]" if len(options) > 1 else "".join(options)
+    if not choice and not typed:
+        return "callbacks=none"
+    return " ".join([*([f"callbacks={choice}"] if choice else []), *typed])
+
+
 def _assigned(key: str, value: Any) -> str:
+    if key.startswith("callbacks.") and isinstance(value, Mapping):
+        return key
     return f"no {key}" if value is UNSET else f"{key}={shown(value)}"
 
 

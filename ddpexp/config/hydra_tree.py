@@ -11,10 +11,10 @@ from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddpexp.config.build import unknown_key
-from ddpexp.config.folders import conf_folder
+from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.hydra_section import (
     check_no_ignored_options,
     check_nothing_ignored,
@@ -51,7 +51,30 @@ def compose_tree(overrides: list[str], added: Path | None) -> DictConfig:
                 raise _nothing_to_delete(gone[1], overrides, added) from None
             raise
         check_settings_of_hydra(cfg, overrides, added)
+        _drop_not_chosen(cfg, overrides, added)
         return cfg
+
+
+def _drop_not_chosen(cfg: DictConfig, overrides: Sequence[str], added: Path | None) -> None:
+    """Remove what a recipe sets of loggers and callbacks that are options and not chosen; what is typed stays."""
+    for group in LISTED:
+        section = cfg.get(group)
+        if not isinstance(section, DictConfig):
+            continue
+        bare = [
+            name
+            for name, node in ((str(key), node) for key, node in section.items_ex(resolve=False))
+            if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation()
+            if "_target_" not in node
+            if not any(override.lstrip("+").startswith(f"{group}.{name}.") for override in overrides)
+        ]
+        if bare:
+            known = options(
+                group, [conf_folder(), *([added] if added else []), *plugin_folders(), *searched_packages()]
+            )
+            with open_dict(cfg):
+                for name in set(bare) & set(known):
+                    del section[name]
 
 
 def compose_for_sweep(found: Hydra, overrides: list[str], added: Path | None) -> DictConfig:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from ddpexp.config import registry
-from ddpexp.config.build import build, convert, did_you_mean, shown, unknown_key
+from ddpexp.config.build import build, convert, did_you_mean, nearest, shown, unknown_key
 from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
 from ddpexp.config.plugins import full_name, installed
@@ -140,6 +140,13 @@ def _listed(values: Mapping[str, Any], section: str, called: str) -> Mapping[str
             raise RefusedError(
                 f"{section}.{name}={shown(value)} is not a {called}, which is a section with a _target_.{meant}"
             )
+        if value is not None and "_target_" not in value:
+            known = registry.keys_of(section)
+            near = nearest(str(name), {*known, *(other for other in values if other != name)} - {name})
+            if name in known:
+                raise RefusedError(f"{section}.{name} has keys and is not chosen: choose it as {section}={name}.")
+            if near is not None:
+                raise RefusedError(f"{section}.{name} is not a known {called}. Did you mean {section}.{near}?")
     return types.MappingProxyType(
         {str(name): _node(value, f"{section}.{name}") for name, value in values.items() if value is not None}
     )

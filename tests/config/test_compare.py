@@ -266,3 +266,23 @@ def test_callbacks_may_change_when_typed(stored: dict[str, Any]) -> None:
     for old, new, override in [(early, stored, "callbacks=none"), (stored, early, "callbacks=early_stopping")]:
         assert set(changes(old, new, override).values()) == {"typed"}
         assert set(changes(old, new).values()) == {"untyped"}
+
+
+def test_other_callbacks_are_refused_with_overrides_that_are_accepted(stored: dict[str, Any]) -> None:
+    one = ["callbacks=early_stopping", "callbacks.early_stopping.patience=2"]
+    assert refused(tree(*one), stored, before=one) == (
+        "run.dir=x was started with callbacks.early_stopping, and this is no callbacks.early_stopping, which is not "
+        "typed: type callbacks=none to change it, or callbacks=early_stopping callbacks.early_stopping.patience=2 to "
+        "keep it."
+    )
+    several = tree("callbacks=[early_stopping,lr_monitor]")  # chosen by the recipe's file, which was edited since
+    said = refused(several, tree(one[0]))
+    names = "callbacks=[early_stopping,lr_monitor]"
+    assert said.endswith(f"type callbacks=early_stopping to change it, or {names} to keep it.")
+    assert refused(stored, several).endswith(f"type {names} to change it, or callbacks=none to keep it.")
+    mine = changed(stored, "callbacks", {"mine": {"_target_": "mine.Mine"}})
+    assert refused(mine, stored, before=["+callbacks.mine._target_=mine.Mine"]).endswith(
+        "type callbacks=none to change it, or +callbacks.mine._target_=mine.Mine to keep it."
+    )
+    refuse(compare(tree(*one), stored, ["callbacks=none"], one), "x")
+    refuse(compare(tree(*one), tree(*one), one, one), "x")

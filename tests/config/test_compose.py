@@ -142,6 +142,26 @@ def test_loggers_are_chosen_as_a_list_and_the_former_key_still_counts() -> None:
         assert parse(made.values).logger == load(made.text).logger == expected, overrides
 
 
+def test_what_a_recipe_sets_of_callbacks_and_loggers_that_are_not_chosen_is_left_out(mine: Path) -> None:
+    keys = "callbacks: {early_stopping: {patience: 2}}\nlogger: {tensorboard: {}}\n"
+    chosen = "  - override /callbacks: [early_stopping, lr_monitor]\n"
+    write(mine / "recipe/ends.yaml", MINE.replace("task:", f"{chosen}task:") + keys)
+    typed = ("--config-dir", str(mine), "recipe=ends")
+    made = composed(*typed).values["callbacks"]
+    assert (list(made), made["early_stopping"]["patience"]) == (["early_stopping", "lr_monitor"], 2)
+    none = composed(*typed, "callbacks=none", "logger=none")
+    assert (none.values["callbacks"], none.values["logger"]) == ({}, {})
+    assert yaml.safe_load(none.text)["callbacks"] == {}
+    assert list(experiment(*typed, "callbacks=lr_monitor").callbacks) == ["lr_monitor"]
+    assert refusal(*typed, "callbacks=none", "callbacks.early_stopping.patience=3") == (
+        "callbacks.early_stopping has keys and is not chosen: choose it as callbacks=early_stopping."
+    )
+    write(mine / "recipe/ends.yaml", MINE + keys.replace("early_stopping", "early_stoping"))
+    assert refusal(*typed) == (
+        "callbacks.early_stoping is not a known callback. Did you mean callbacks.early_stopping?"
+    )
+
+
 # Nothing is composed wrongly
 
 
