@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -31,7 +30,7 @@ from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
 from ddpexp.plan.layout import node_counts
 from ddpexp.run import outcome
-from ddpexp.run.check import Check, Finding, Part
+from ddpexp.run.check import Check, Finding, Part, temporary_folder
 from ddpexp.system.terminal import print_message, show
 from ddpexp.system.text import one_line
 from ddpexp.system.yaml_text import load_yaml
@@ -78,9 +77,9 @@ def check(argv: Sequence[str], server: Server | None) -> int:
     server = server if server is not None and server.start_method == "forkserver" else Server()
     outcome.stop_on_signals()
     try:
-        with tempfile.TemporaryDirectory(prefix="ddpexp-check-", ignore_cleanup_errors=True) as folder:
-            text = shortened(composed.text, experiment, folder)
-            findings = _examine(load(text), text, Path(folder), server)
+        with temporary_folder() as folder:
+            text = shortened(composed.text, experiment, str(folder))
+            findings = _examine(load(text), text, folder, server)
     finally:
         server.close()
     findings = [*_notes(experiment, composed.values), *findings]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +17,12 @@ from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layout
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.run.directory import RunDir
+from ddpexp.run.lock import Owner
 from ddpexp.run.prepare import prepare
 from ddpexp.run.stored_config import job_identity
 from ddpexp.run.worker_request import worker_request
+
+_PREFIX, _OWNER = "ddpexp-check-", "owner.json"
 
 Part = Literal["one", "resumed", "two"]  # one worker; the same from its first checkpoint; two workers
 
@@ -74,3 +80,25 @@ class Check(Job):
         """Return what rank zero found; None if it did not get that far."""
         path = self.run.path / "answer.json"
         return json.loads(path.read_text()) if path.exists() else None
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder that is removed at the end, and remove those of checks that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
+        if _is_left(path):
+            shutil.rmtree(path.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / _OWNER).write_text(json.dumps(Owner.here().as_record()))
+        yield folder
+
+
+def _is_left(path: Path) -> bool:
+    """Return whether a folder is this user's and its check has ended; False where that cannot be known."""
+    try:
+        if path.parent.lstat().st_uid != os.getuid():
+            return False
+        return Owner.of_record(json.loads(path.read_text())).is_alive() is False
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

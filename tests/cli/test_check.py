@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.errors import RefusedError
+from ddpexp.run.check import temporary_folder
+from ddpexp.run.lock import Owner
 from ddpexp.train import trials
 from ddpexp.train.attributes import Attributes
 from ddpexp.train.precision import Precision
@@ -366,6 +369,27 @@ def test_numbers_of_workers_that_no_run_can_have_are_refused(override: str, sent
     with pytest.raises(RefusedError) as caught:
         shortened(composed(override)[1], composed(override)[0], "/tmp/folder")
     assert str(caught.value) == sentence
+
+
+def test_folders_of_killed_checks_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    here = Owner.here()
+    owners = {
+        "killed": here.as_record() | {"started": "1"},
+        "alive": here.as_record(),
+        "elsewhere": here.as_record() | {"host": "other", "started": "1"},
+        "unreadable": [],
+    }
+    for name, record in owners.items():
+        folder = tmp_path / f"ddpexp-check-{name}"
+        folder.mkdir()
+        (folder / "owner.json").write_text(json.dumps(record))
+    (tmp_path / "ddpexp-check-empty").mkdir()
+    with temporary_folder() as folder:
+        assert folder.parent == tmp_path
+        assert (folder / "owner.json").exists()
+    left = {path.name.rpartition("-")[2] for path in tmp_path.iterdir()}
+    assert left == {"alive", "elsewhere", "unreadable", "empty"}
 
 
 # The command.
