@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -51,7 +52,7 @@ def race(arms: Sequence[Arm], rounds: int, folder: Path, say: Callable[[str], No
     for number in range(rounds):
         turned = [*arms[number % len(arms) :], *arms[: number % len(arms)]]
         for arm in turned:
-            figures = _run(arm, folder / f"{arm.name.replace(' ', '-')}-{number}", say)
+            figures = _run(arm, folder / f"{re.sub('[^A-Za-z0-9.]+', '-', arm.name)}-{number}", say)
             results[arm.name].append(figures)
             say(f"round {number + 1}/{rounds}  {arm.name:<24}" + "  ".join(f"{k} {v:.3f}" for k, v in figures.items()))
     return results
