@@ -46,6 +46,7 @@ class Strategy(Protocol):
     modules: dict[str, nn.Module]  # as built: neither wrapped nor compiled
     gradient_weight: float  # the loss is multiplied by it, to make up for how gradients are summed
     memory: Memory | None  # what carries sums of the run loop; None: the backend
+    forward_communicates: bool  # a forward pass of `eval_model` outside `evaluation` does
     evaluates_together: bool  # a forward pass in `evaluation` communicates: all ranks do equally many
 
     @property

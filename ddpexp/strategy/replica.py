@@ -68,7 +68,7 @@ class Replicas:
         self.data = DataRank(world.rank, world.world_size)
         self.gradient_weight = 1.0
         self.memory: Memory | None = None
-        self.evaluates_together = False
+        self.forward_communicates = self.evaluates_together = False
         self._sharding_world = world if shard_optimizer and world.world_size > 1 else None
 
     @cached_property

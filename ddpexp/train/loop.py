@@ -239,7 +239,8 @@ class Loop:
             self._first_step_at = time.time()
             with self._clock.paused(), self._as_written():
                 self._evaluation.check_metrics(sums[-1])
-            if step == 0 and self._step.manual is None:
+            # A rank whose batch the task refuses would leave the others waiting in a forward pass that communicates.
+            if step == 0 and self._step.manual is None and not self.strategy.forward_communicates:
                 self._warn_if_loss_is_a_mean(micro_batches[0])
 
     def _warn_if_loss_is_a_mean(self, batch: Any) -> None:

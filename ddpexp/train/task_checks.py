@@ -162,7 +162,7 @@ def mean_for_a_sum(
     buffers and random numbers are put back, and what the task sets in itself is set in a copy. None too where that
     cannot be decided: a batch that cannot be cut, a loss that is no sum, a count that does not follow the batch, a step
     that fails, a task that holds more than plain values (a file, a metric, a network).
-    Ranks: all, for a model may communicate.
+    The model must not communicate: the step may fail on one rank alone.
     """
     halves = split_batch(batch, 2)
     if halves is None or not holds_plain_values(task):

@@ -55,7 +55,8 @@ class FSDP(Replicas):
         self.memory = sharding.memory
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
         self._world, self._options = world, options
-        self.evaluates_together = world.world_size > 1 and not options.gather_in_evaluation
+        self.forward_communicates = world.world_size > 1
+        self.evaluates_together = self.forward_communicates and not options.gather_in_evaluation
         self._sharded, self._replica = sharding.blocks, sharding.replica
         self._names = {
             f"{model}.{name}": parameter
