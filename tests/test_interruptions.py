@@ -110,6 +110,8 @@ LONG = (
     "trainer.eval_every=25",
     "trainer.checkpoint_every=5",
 )
+SHARDED = ("model._target_=points.Deep", "model.dropout=0.2", "strategy=fsdp", "strategy.min_block_mb=0.001")
+ROWS = (*DEEP, "strategy.shard_optimizer=true")
 SGD, ADAMW = (("optimizer=sgd", "optimizer.momentum=0.9"), ("optimizer=adamw",))
 
 
@@ -252,6 +254,36 @@ def test_a_rank_killed_at_any_point_of_a_save_loses_no_checkpoint(
     assert "resumed after step" in done.out
 
 
+@pytest.mark.parametrize(
+    ("strategy", "place", "rank"),
+    [
+        (SHARDED, "written", 1),
+        *(
+            pytest.param(strategy, place, rank, marks=pytest.mark.slow)
+            for strategy, place, rank in (
+                (SHARDED, "begun", 0),
+                (SHARDED, "share", 1),
+                (SHARDED, "renamed", 0),
+                ((*SHARDED, "strategy.reduce_through=backend"), "share", 1),
+                (ROWS, "begun", 1),
+                (ROWS, "share", 0),
+            )
+        ),
+    ],
+)
+def test_a_sharded_run_that_is_killed_ends_as_replicas_do_undisturbed(
+    recipe: Recipe, undisturbed: Callable[..., Done], strategy: Sequence[str], place: str, rank: int
+) -> None:
+    overrides = (*LONG, *SGD, "trainer.gpus=2", "model.hidden=150", "trainer.keep_last=1")
+    expected = undisturbed(*DEEP, *overrides)
+    process, run = recipe.start(*strategy, *overrides, environ={"DDPEXP_FAULT": f"checkpoint.{place}:kill:{rank}:4"})
+    killed = finish(process, run)
+    assert (killed.code, f"rank {rank} on" in killed.err) == (1, True), killed.err
+    done = recipe(*strategy, *overrides, run=run)
+    same(done, expected)
+    assert "resumed after step" in done.out
+
+
 @pytest.mark.variants(2)
 @pytest.mark.parametrize("place", ["written", "manifest", "renamed"])
 @pytest.mark.parametrize("what", ["command", "everything"])
@@ -303,13 +335,15 @@ SOAKED = [
         70,
     ),
     (4, (*DEEP, *SGD, "trainer.reduction=exact", "trainer.micro_batch_size=3", "trainer.clip_grad_norm=0.5"), 70),
+    (3, (*SHARDED, *ADAMW, "task._target_=points.Drawing", "trainer.clip_grad_norm=0.5"), 30),
+    (2, (*ROWS, *ADAMW, "task._target_=points.Drawing", "trainer.ema_decay=0.9"), 30),
 ]
 """World size, recipe, and how often it is killed."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("world_size", "overrides", "most"), SOAKED, ids=["2", "3", "4"])
+@pytest.mark.parametrize(("world_size", "overrides", "most"), SOAKED, ids=["2", "3", "4", "fsdp", "rows"])
 def test_killed_at_random_moments_again_and_again(
     recipe: Recipe, undisturbed: Callable[..., Done], world_size: int, overrides: tuple[str, ...], most: int
 ) -> None:

@@ -113,6 +113,24 @@ def test_every_launcher_gives_the_same_run(
     assert done.manifest()["world"]["threads"] == 1
 
 
+SHARDED = ("strategy=fsdp", "strategy.min_block_mb=0.003")
+"""Instead of the buckets of WORDS."""
+
+
+@pytest.mark.parametrize(("starter", "size"), params(often=["torchrun"]))
+def test_every_launcher_shards_the_model_and_gives_the_weights_of_replicas(
+    recipe: Recipe, expected: dict[int, dict[str, Any]], tmp_path: Path, starter: Starter, size: int
+) -> None:
+    skip_without(starter)
+    (tmp_path / "seen").mkdir()
+    overrides = [word for word in WORDS if not word.startswith("strategy.")]
+    done = starter(recipe, size, *overrides, *SHARDED, f"+task.folder={tmp_path / 'seen'}")
+    assert done.code == 0, done.err
+    assert order(tmp_path / "seen", size) == expected[size]["order"]
+    assert files(done) == expected[size]["files"]
+    assert done.result()["weights_sha256"] == expected[size]["sha"]
+
+
 def test_the_order_is_the_same_at_every_size_and_the_weights_distinguish_sizes(
     expected: dict[int, dict[str, Any]],
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpexp.checkpoint.format import complete_checkpoints
 from ddpexp.errors import AbsentError, RefusedError, StoppedError
 from ddpexp.launch.launchers.elastic import Elastic
 from ddpexp.launch.launchers.elastic_board import Phase, StoreMailbox
@@ -21,7 +22,7 @@ from ddpexp.system.process import children
 from tests.conftest import OWN_SERVER, Call, Ddpexp, Done, ddpexp_processes, finish
 from tests.launch.launchers.test_torchrun import CODE
 from tests.launch.starters import free_port
-from tests.points import Recipe, wait_for
+from tests.points import Recipe, wait_for, weights
 from tests.test_interruptions import points_of_tensorboard
 
 GATED = """\
@@ -277,6 +278,8 @@ class Machines:
     run: Path
     endpoint: str
     started: list[subprocess.Popen[str]]
+    workers: int = 1  # of a machine
+    training: tuple[str, ...] = LONG
 
     @property
     def gate(self) -> Path:
@@ -285,18 +288,19 @@ class Machines:
     def start(self) -> subprocess.Popen[str]:
         """Start a machine; the first keeps the list of them."""
         overrides = ("launcher=elastic", "launcher.max_restarts=10", f"launcher.rdzv_endpoint={self.endpoint}", QUICK)
-        arguments = (*overrides, "trainer.gpus=1", "trainer.nodes=1:2", *LONG, f"+task.gate={self.gate}")
+        size = (f"trainer.gpus={self.workers}", "trainer.nodes=1:2")
+        arguments = (*overrides, *size, *self.training, f"+task.gate={self.gate}")
         process, _ = self.recipe.start(*arguments, run=self.run)
         self.started.append(process)
         return process
 
-    def wait(self, machines: int, start: int = 0) -> int:
-        """Wait until so many machines train together, in a later start than that; return which start it is."""
-        wait_for(lambda: len(self.starts()) > start and self.starts()[-1] == machines, 120)
+    def wait(self, workers: int, start: int = 0) -> int:
+        """Wait until so many workers train together, in a later start than that; return which start it is."""
+        wait_for(lambda: len(self.starts()) > start and self.starts()[-1] == workers, 120)
         return len(self.starts())
 
     def starts(self) -> list[int]:
-        """Return the number of machines of each start that has begun to train."""
+        """Return the number of workers of each start that has begun to train."""
         with suppress(FileNotFoundError):
             return list(map(int, self.gate.with_name(f"{self.gate.name}.starts").read_text().split()))
         return []
@@ -368,3 +372,34 @@ def test_ten_late_joins_and_ten_returns(machines: Machines) -> None:
     second = machines.start()
     machines.wait(2, start)
     machines.end(first, second)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_sharded_model_is_resumed_by_the_workers_of_the_machine_that_is_left(recipe: Recipe) -> None:
+    overrides = tuple(word for word in LONG if word != "trainer.reduction=exact")
+    sharded = ("strategy=fsdp", "strategy.min_block_mb=0.00001", "trainer.gpus=2", "optimizer.momentum=0.9")
+    machines = Machines(
+        recipe, recipe.words()[1], f"127.0.0.1:{free_port()}", [], 2, (*overrides, *sharded, "trainer.threads=1")
+    )
+    try:
+        first, second = machines.start(), machines.start()
+        start = machines.wait(4)
+        wait_for(lambda: has_checkpoint(machines.run), 120)
+        kill(second)
+        machines.wait(2, start)
+        machines.gate.touch()
+        done = finish(first, machines.run, 120)
+    finally:
+        for machine in machines.started:
+            if machine.poll() is None:
+                kill(machine)
+    assert done.code == 0, done.err
+    replicas = recipe(*overrides, "trainer.gpus=2", "optimizer.momentum=0.9", f"+task.gate={machines.gate}")
+    assert [one["step"] for one in done.metrics()] == [one["step"] for one in replicas.metrics()]
+    resumed, expected = weights(done), weights(replicas)  # sums over four workers were rounded in another order
+    assert all(tensor.allclose(expected[name], rtol=1e-3, atol=1e-4) for name, tensor in resumed.items())
+
+
+def has_checkpoint(run: Path) -> bool:
+    return (run / "checkpoints").is_dir() and bool(complete_checkpoints(run / "checkpoints"))
