@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from ddpexp.system.text import first_few
 Models = Mapping[str, nn.Module]
 
 
-def weights_sha256(models: Models, whole: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> str:
+def weights_sha256(
+    models: Models, parts: Callable[[str, Tensor], Iterable[Tensor]] = lambda name, tensor: (tensor,)
+) -> str:
     """Hash parameters and buffers, sorted by name, each as name, dtype, shape and bytes.
 
-    `whole` returns the whole tensor of one of which the ranks hold different rows.
+    `parts` returns the rows of a tensor of which the ranks hold different ones, in order.
     """
     digest = hashlib.sha256()
     named = {
@@ -37,9 +39,11 @@ def weights_sha256(models: Models, whole: Callable[[str, Tensor], Tensor] = lamb
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
     for name in sorted(named):
-        tensor = whole(*named[name]).detach().cpu().contiguous()
+        key, tensor = named[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        for part in parts(key, tensor):
+            array: Any = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest.update(array)
     return digest.hexdigest()
 
 

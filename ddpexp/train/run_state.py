@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ddpexp.train.loop import Loop
 from ddpexp.train.state import TrainState
 
 _MODEL_NAME = re.compile(r"[\w-]+")
+_PART_BYTES = 16 << 20  # of a sharded tensor on rank zero while the weights are hashed
 
 
 @dataclass
@@ -117,16 +119,15 @@ class RunState:
 
     def _weights_sha256(self) -> str | None:
         """Return the hash of the weights. Ranks: rank zero, the others None; communicates if tensors are sharded."""
-        tensors = {
-            f"{model}.{name}": tensor
-            for model, module in sorted(self.strategy.modules.items())
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-        }
-        shards = {name: self.strategy.shard(name, tensor) for name, tensor in tensors.items()}
-        gathered = {name: _gather(shard, self.world) for name, shard in shards.items() if shard.first_row is not None}
-        if not self.world.is_rank_zero:
-            return None
-        return weights_sha256(self.strategy.modules, lambda name, tensor: gathered.get(name, tensor))
+
+        def parts(name: str, tensor: Tensor) -> Iterable[Tensor]:
+            shard = self.strategy.shard(name, tensor)
+            if shard.first_row is not None:
+                return _gathered(shard, self.world)
+            return (shard.tensor,) if self.world.is_rank_zero else ()
+
+        digest = weights_sha256(self.strategy.modules, parts)
+        return digest if self.world.is_rank_zero else None
 
     def check(self) -> None:
         """Re-raise a background write error, if there was one."""
@@ -295,14 +296,19 @@ def _wholes(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
     return {name: Shard.whole(tensor) for name, tensor in tensors.items()}
 
 
-def _gather(shard: Shard, world: World) -> Tensor:
-    """Return the whole tensor, on every rank. Ranks: all; communicates."""
-    whole = torch.zeros(shard.shape, dtype=shard.tensor.dtype, device=shard.tensor.device)
-    if shard.replica == 0 and shard.tensor.numel():
-        first = shard.first_row or 0
-        whole[first : first + len(shard.tensor)] = shard.tensor
-    world.sum(whole.view(-1).view(torch.uint8))  # exact: of each byte all summands but one are zero
-    return whole
+def _gathered(shard: Shard, world: World) -> Iterator[Tensor]:
+    """Yield the whole tensor on rank zero, some rows at a time; nothing on the others. Ranks: all; communicates."""
+    first, held, num_rows = shard.first_row or 0, shard.tensor, shard.shape[0]
+    row_bytes = math.prod(shard.shape[1:]) * held.element_size()
+    for begin in range(0, num_rows, step := max(1, _PART_BYTES // max(row_bytes, 1))):
+        end = min(begin + step, num_rows)
+        part = torch.zeros((end - begin, *shard.shape[1:]), dtype=held.dtype, device=held.device)
+        low, high = max(begin, first), min(end, first + len(held))
+        if shard.replica == 0 and low < high:
+            part[low - begin : high - begin] = held[low - first : high - first]
+        world.sum(part.view(-1).view(torch.uint8))  # exact: of each byte all summands but one are zero
+        if world.is_rank_zero:
+            yield part
 
 
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
