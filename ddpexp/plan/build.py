@@ -30,12 +30,13 @@ from ddpexp.data.samples import tensors_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.plan.activations import measure
 from ddpexp.strategy.memory import Facts, Parameter
 from ddpexp.strategy.replica import Models
 from ddpexp.system.limits import reason
 from ddpexp.system.oom import memory_left
 from ddpexp.system.process import die_with_parent
-from ddpexp.task import HasOptimizers, HasTrainStep, Task
+from ddpexp.task import HasOptimizers
 from ddpexp.train.build import count_steps, open_data
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -89,13 +90,16 @@ def collect(
     named = _named(models)
     optimizer_bytes = _optimizer_bytes(experiment, models, single, notes)
     batch_bytes = activations = None
+    temporary = again = 0
     if num_samples is None:
         samples = min(plan.micro_batch_size, len(train), _MOST_SAMPLES)
         batch = to_device(EvalBatches(train, samples, 0, 1, _CPU, on_device=there).first(), device)
         scale = plan.micro_batch_size / samples
         batch_bytes = round(scale * sum(t.numel() * t.element_size() for t in tensors_of(batch)))
-        measured = _activations(experiment, models, single, batch, notes)
-        activations = None if measured is None else round(scale * measured)
+        measured = measure(experiment, models, single, batch, notes)
+        if measured is not None:
+            activations, again = round(scale * measured.kept_bytes), round(scale * measured.again_bytes)
+            temporary = round(scale * measured.temporary_bytes)
     else:
         notes["activations"] = "left out: --num_samples gives no samples to measure them with"
     sums_bytes, shared_bytes = experiment.strategy.reserved_bytes(
@@ -120,6 +124,10 @@ def collect(
         num_samples=len(train),
         sums_bytes=sums_bytes,
         shared_bytes=shared_bytes,
+        recomputed_bytes=again,
+        temporary_bytes=temporary,
+        num_passes=plan.gradient_accumulation_steps,
+        blocks_bytes=experiment.strategy.blocks_bytes(models) if layout.world_size > 1 else [],
         notes=notes,
     )
     return facts, steps
@@ -195,39 +203,6 @@ def _optimizer_bytes(experiment: Experiment, models: Models, single: bool, notes
     finally:
         for p in parameters:
             p.grad = None
-
-
-def _activations(experiment: Experiment, models: Models, single: bool, batch: Any, notes: dict[str, str]) -> int | None:
-    """Return what a forward pass keeps for backward, each memory once, without parameters and buffers. Units: bytes."""
-    task: Task = instantiate(experiment.task, experiment.trust, "task")
-    if isinstance(task, HasTrainStep):
-        notes["activations"] = "left out: the task's own train_step defines the step"
-        return None
-    parameters_and_buffers = {
-        t.untyped_storage()._cdata for module in models.values() for t in (*module.parameters(), *module.buffers())
-    }
-    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no other gets the same address
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters_and_buffers:
-            kept[storage._cdata] = storage
-        return tensor
-
-    for module in models.values():
-        module.train()
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            task.step(models["model"] if single else models, batch)
-    except Exception as error:
-        notes["activations"] = (
-            f"left out: a forward pass without memory is not possible ({type(error).__name__}: {error})"
-        )
-        return None
-    notes["activations"] = "kept for backward; temporary memory comes on top"
-    if experiment.trainer.precision != "fp32":
-        notes["activations"] = f"at most: measured in fp32, and {experiment.trainer.precision} keeps less"
-    return sum(storage.nbytes() for storage in kept.values())
 
 
 def _named(models: Models) -> list[tuple[str, nn.Parameter]]:

@@ -12,7 +12,7 @@ from ddpexp.strategy.options import Options
 
 def parts(facts: Facts, trainer: Trainer, strategy: Options, layout: Layout) -> list[Part]:
     """Return what one rank holds at the end of a forward pass, and while gradients are reduced."""
-    weights = sum(parameter.num_bytes for parameter in facts.parameters)
+    weights = sum(parameter.num_bytes for parameter in facts.parameters) // strategy.weights_share(layout)
     estimates = [*strategy.memory(facts, trainer, layout), Part("buffers", facts.buffers_bytes)]
     if trainer.averages:
         estimates.append(
@@ -26,6 +26,7 @@ def parts(facts: Facts, trainer: Trainer, strategy: Options, layout: Layout) -> 
         halves = sum(2 * parameter.num_elements for parameter in facts.parameters)
         estimates.append(Part(f"copies in {trainer.precision}", halves, "of the weights during a pass, at most"))
     estimates.append(Part("activations", facts.activations_bytes, facts.notes.get("activations", "")))
+    estimates.append(Part("temporary", facts.temporary_bytes, "in backward: gradients of activations"))
     estimates.append(Part("batch", facts.batch_bytes))
     if layout.device == "cuda":
         estimates.append(Part("samples", facts.device_data_bytes, "data.on_device=true"))
@@ -34,7 +35,7 @@ def parts(facts: Facts, trainer: Trainer, strategy: Options, layout: Layout) -> 
     estimates.append(
         Part("checkpoint", -(-saved // layout.world_size), "the copy of its share, while one is written", on_host=True)
     )
-    return [part for part in estimates if part.num_bytes != 0]
+    return [part for part in estimates if part.num_bytes != 0 or part.name == "gradients"]
 
 
 def checkpoint_files(facts: Facts, trainer: Trainer) -> dict[str, int]:

@@ -33,6 +33,10 @@ class Facts:
     device_data_bytes: int = 0  # of the data sets where they lie on the device
     sums_bytes: int = 0  # of trainer.reduction=exact
     shared_bytes: int = 0  # the memory through which the workers of a machine reduce; 0: they do not
+    recomputed_bytes: int = 0  # of the activations: those of the module that is computed again
+    temporary_bytes: int = 0  # of operations in backward
+    num_passes: int = 1  # micro-batches of a rank in a step
+    blocks_bytes: Sequence[int] = ()  # of the parameters that are gathered together
     notes: Mapping[str, str] = field(default_factory=dict)  # by what they are about
 
 

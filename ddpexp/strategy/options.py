@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -153,6 +153,18 @@ class Options:
             Part("gradients", trained),
             Part("optimizer", facts.optimizer_bytes, facts.notes.get("optimizer", "")),
         ]
+
+    def weights_share(self, layout: Layout) -> int:
+        """Return over how many ranks the weights of a model, and their average, are divided."""
+        return 1
+
+    def moments(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Mapping[str, int]:
+        """Return what a rank holds of the model at moments other than a step, by their names. Units: bytes."""
+        return {}
+
+    def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
+        """Return the sizes of the parameters that are gathered together; modules may be on torch's meta device."""
+        return []
 
     def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
         """Return what the ranks send one another in a step, for `ddpexp plan`."""

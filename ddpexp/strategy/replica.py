@@ -235,11 +235,21 @@ def _values_of(parameter: Tensor) -> Tensor:
     return torch.view_as_real(values) if values.is_complex() else values
 
 
+_LARGE_BYTES = 1 << 18  # of a tensor that is worth a message of its own
+
+
 def broadcast_rank_zero(tensors: Iterable[Tensor], world: World) -> None:
-    """Give every rank the values of rank zero, in place. Ranks: all; communicates once for each dtype."""
+    """Give every rank the values of rank zero, in place.
+
+    Large tensors are sent as they are, small ones together: a copy of all would take a model's memory once more.
+    Ranks: all; communicates once for each large tensor and each dtype.
+    """
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
+        if tensor.numel() * tensor.element_size() >= _LARGE_BYTES and tensor.is_contiguous():
+            world.broadcast(tensor.view(-1).view(torch.uint8))
+        else:
+            groups.setdefault(tensor.dtype, []).append(tensor)
     for group in groups.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         world.broadcast(flat.view(torch.uint8))  # as bytes, because gloo supports only a few dtypes

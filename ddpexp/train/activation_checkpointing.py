@@ -26,7 +26,7 @@ def checkpoint_activations(models: Mapping[str, nn.Module], classes: Sequence[st
     """
     check_classes(models, classes, "trainer.activation_checkpointing=[{}]")
     for model in models.values():
-        for module in _outermost(model, classes):
+        for module in outermost(model, classes):
             module.forward = _CheckpointedForward(module, module.forward)
 
 
@@ -57,9 +57,10 @@ def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(values)
 
 
-def _outermost(module: nn.Module, classes: Sequence[str]) -> Iterator[nn.Module]:
+def outermost(module: nn.Module, classes: Sequence[str]) -> Iterator[nn.Module]:
+    """Yield the modules of these classes that are in no other of them."""
     if type(module).__name__ in classes:
         yield module
         return
     for child in module.children():
-        yield from _outermost(child, classes)
+        yield from outermost(child, classes)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from pathlib import Path
-
 import pytest
 
 from tests.faults.conftest import SOON
-from tests.faults.harness import Running, faulted
-from tests.points import Recipe, wait_for
+from tests.faults.harness import faulted
+from tests.points import Recipe
 
 CODE = """\
 import torch.distributed as dist

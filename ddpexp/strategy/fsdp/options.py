@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.strategy.options import Options, TrainerOptions
+from ddpexp.system.limits import human
 
 if TYPE_CHECKING:
     from ddpexp.distributed.world import World
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ddpexp.strategy.memory import Facts, Part, Traffic
 
 _MIB = 1 << 20
-_GATHERED = 2  # blocks whose parameters a rank has whole: the one that computes, and the next
+_GATHERED = 2  # blocks that a rank has whole: the one that computes, and the next or the last one; each twice
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,61 @@ class FSDPOptions(Options):
         parts = super().memory(facts, trainer, layout)
         if layout.world_size == 1:
             return parts
-        ranks = layout.world_size // self.dp_replicate_size
-        shares = [replace(part, num_bytes=-(-(part.num_bytes or 0) // ranks)) for part in parts]
-        largest = max((parameter.num_bytes for parameter in facts.parameters), default=0)
-        block = min(max(int(self.min_block_mb * _MIB), largest), parts[0].num_bytes or 0)
-        note = "parameters and gradients of the blocks that compute"
-        return [*shares, Part("gathered blocks", 2 * _GATHERED * block, note)]
+        size = self.weights_share(layout)
+        parameters, gradients, optimizer = (self._share(part, facts, size) for part in parts)
+        if facts.num_passes > 1:
+            gradients = replace(parts[1], note="whole until the last of the accumulated passes")
+        elif facts.activations_bytes:
+            # Backward frees activations while gradients come into being.
+            more = max(0, (gradients.num_bytes or 0) - facts.activations_bytes + facts.recomputed_bytes)
+            note = f"{gradients.note}, where activations were".removeprefix(", ")
+            gradients = Part("gradients", more, note if more < (gradients.num_bytes or 0) else gradients.note)
+        block = max(facts.blocks_bytes, default=parts[0].num_bytes or 0)
+        if self.reshard_after_forward:
+            note = f"parameters and gradients of blocks, the largest has {human(block)}"
+            gathered = 2 * _GATHERED * block
+        else:
+            note = "all parameters after a forward pass, and gradients of blocks"
+            gathered = sum(facts.blocks_bytes) + _GATHERED * block
+        return [parameters, gradients, optimizer, Part("gathered blocks", gathered, note)]
+
+    def _share(self, part: Part, facts: Facts, size: int) -> Part:
+        """Return a rank's share of a part."""
+        if part.num_bytes is None:
+            return part
+        whole = sum(parameter.num_bytes for parameter in facts.parameters if parameter.model in self.whole)
+        whole = whole if part.name == "parameters" else 0  # those models are frozen
+        share = whole + -(-(part.num_bytes - whole) // size)
+        return replace(part, num_bytes=share, note=f"a share of {human(part.num_bytes)}")
+
+    def weights_share(self, layout: Layout) -> int:
+        """Return the number of ranks that a replica of the model is divided over."""
+        return max(1, layout.world_size // self.dp_replicate_size)
+
+    def moments(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Mapping[str, int]:
+        """Return what a rank holds where it has the whole model: as it is built, and in evaluations."""
+        if layout.world_size == 1:
+            return {}
+        size, weights = self.weights_share(layout), sum(parameter.num_bytes for parameter in facts.parameters)
+        moments = {}
+        if self.builds_whole:
+            moments["start"] = weights + max(facts.blocks_bytes, default=0)
+        if self.gather_in_evaluation:
+            moments["evaluation"] = weights + -(-(weights + facts.optimizer_bytes) // size)
+        return moments
+
+    def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
+        """Return the sizes of the parameters of each block, without those of blocks inside it."""
+        from ddpexp.strategy.fsdp.blocks import blocks_of
+
+        sharded = {name: module for name, module in models.items() if name not in self.whole}
+        taken: set[int] = set()
+        sizes = []
+        for block in blocks_of(sharded, self.blocks, self.min_block_mb * _MIB):
+            free = {id(p): p.numel() * p.element_size() for p in block.parameters() if id(p) not in taken}
+            taken.update(free)
+            sizes.append(sum(free.values()))
+        return sizes
 
     def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
         """Return what the ranks send one another in a step: parameters twice, gradients once."""

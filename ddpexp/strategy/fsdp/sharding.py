@@ -56,8 +56,11 @@ class Sharding:
         self.replica = world.rank // sizes[-1]
         ordered = world.device.type == "cpu" and replicas == 1
         if ordered:
-            parameters = [parameter for module in models.values() for parameter in module.parameters()]
-            num_bytes = sum(p.numel() * p.element_size() + ALIGNED * world.world_size for p in parameters)
+            num_bytes = sum(  # no list of parameters, which would keep those that are whole
+                p.numel() * p.element_size() + ALIGNED * world.world_size
+                for module in models.values()
+                for p in module.parameters()
+            )
             self.memory = common_memory(num_bytes, options.reduce_through, world)
         for block in blocks_of(models, options.blocks, options.min_block_mb * 2**20):
             self.blocks.append(fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward))
