@@ -51,7 +51,9 @@ def measure(
             f"left out: a forward pass without memory is not possible ({type(error).__name__}: {error})"
         )
         return None
-    notes["activations"] = "kept for backward" + (", and what one of the modules keeps that are computed again" * bool(again))
+    notes["activations"] = "kept for backward" + (
+        ", and what one of the modules keeps that are computed again" * bool(again)
+    )
     if experiment.trainer.precision != "fp32":
         notes["activations"] = f"at most: measured in fp32, and {experiment.trainer.precision} keeps less"
     return kept.result()

@@ -12,8 +12,8 @@ from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.errors import RefusedError
 
-NUMBERS = ("--alpha_us", "--bandwidth_gbps", "--compute_ms", "--num_samples", "--cores")
-SWITCHES = ("--json", "--calibrate")
+NUMBERS = ("--alpha_us", "--bandwidth_gbps", "--compute_ms", "--num_samples", "--cores", "--memory_gb")
+SWITCHES = ("--json", "--calibrate", "--strategies")
 _OF_RUNS = ("--config-dir", "-cd")  # each takes a value
 
 
@@ -29,6 +29,8 @@ class PlanArguments:
     compute_ms: float | None = None
     num_samples: int | None = None
     cores: int | None = None
+    strategies: bool = False
+    memory_gb: float | None = None
 
     @classmethod
     def of(cls, argv: Sequence[str]) -> PlanArguments:
@@ -79,6 +81,8 @@ class PlanArguments:
             numbers.get("--compute_ms"),
             whole.get("--num_samples"),
             whole.get("--cores"),
+            "--strategies" in switches,
+            numbers.get("--memory_gb"),
         )
 
 

@@ -51,19 +51,24 @@ def answer(parent: int, answers: int) -> None:
     """
     die_with_parent(parent)
     request = json.load(sys.stdin)
+    results = [_result(run, request["data"], request["num_samples"]) for run in request["runs"]]
+    with open(answers, "w") as file:
+        json.dump(results, file)
+
+
+def _result(run: Mapping[str, Any], prepared: Mapping[str, Any] | None, num_samples: int | None) -> dict[str, Any]:
+    """Return the facts about a run, or why there are none."""
     try:
-        experiment, layout = load(request["config"]), Layout(**request["layout"])
+        experiment, layout = load(run["config"]), Layout(**run["layout"])
         experiment.trust.make_importable()
-        facts, steps = collect(experiment, layout, request["data"], request["num_samples"])
-        result: dict[str, Any] = {"facts": asdict(facts), "steps": steps}
+        facts, steps = collect(experiment, layout, prepared, num_samples)
+        return {"facts": asdict(facts), "steps": steps}
     except RefusedError as error:
-        result = {"refused": str(error)}
+        return {"refused": str(error)}
     except Exception as error:  # of the user's own code, as it would end a run
         traceback.print_exc()
         limit = reason(error)
-        result = {"failed": f"{type(error).__name__}: {error}{f' ({limit})' if limit else ''}"}
-    with open(answers, "w") as file:
-        json.dump(result, file)
+        return {"failed": f"{type(error).__name__}: {error}{f' ({limit})' if limit else ''}"}
 
 
 def collect(

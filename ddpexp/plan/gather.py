@@ -6,9 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ddpexp.errors import DdpexpError, RefusedError
@@ -17,19 +17,29 @@ from ddpexp.strategy.memory import Facts, Parameter
 from ddpexp.system.programs import python
 
 
-def gather(
-    text: str, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None
-) -> tuple[Facts, dict[str, int]]:
-    """Return the facts, and the steps of the run: `steps_per_epoch` and `num_steps`.
+@dataclass(frozen=True)
+class Gathered:
+    """The facts about a run, and its steps: `steps_per_epoch` and `num_steps`."""
 
-    `text` is the configuration; what the user's code prints goes to the standard error.
+    facts: Facts
+    steps: Mapping[str, int]
+
+
+def gather(
+    runs: Sequence[tuple[str, Layout]], prepared: Mapping[str, Any] | None, num_samples: int | None
+) -> list[Gathered | DdpexpError]:
+    """Return for each run, a configuration and a layout, the facts or why there are none.
+
+    That is a RefusedError where a run would be refused, otherwise the error of the user's code. What the code prints
+    goes to the standard error.
 
     Raises:
-        RefusedError: as a run would. DdpexpError: the user's code failed, or there was not enough memory for it.
+        DdpexpError: the process that looks for the facts has died, such as for lack of memory.
     """
     reading, writing = os.pipe()
     command = python("ddpexp.plan.build:answer", os.getpid(), writing)
-    request = {"config": text, "layout": asdict(layout), "data": prepared, "num_samples": num_samples}
+    requested = [{"config": text, "layout": asdict(layout)} for text, layout in runs]
+    request = {"runs": requested, "data": prepared, "num_samples": num_samples}
     process = subprocess.Popen(command, pass_fds=[writing], stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
     os.close(writing)
     assert process.stdin is not None
@@ -40,11 +50,14 @@ def gather(
     status = process.wait()
     if status or not answer:
         raise DdpexpError(f"the model could not be built: the process that did so ended with exit code {status}.")
-    result = json.loads(answer)
+    return [_gathered(result) for result in json.loads(answer)]
+
+
+def _gathered(result: Mapping[str, Any]) -> Gathered | DdpexpError:
     if "refused" in result:
-        raise RefusedError(result["refused"])
+        return RefusedError(result["refused"])
     if "failed" in result:
-        raise DdpexpError(f"the model could not be built: {result['failed']}")
+        return DdpexpError(f"the model could not be built: {result['failed']}")
     facts = result["facts"]
     parameters = [Parameter(**parameter) for parameter in facts["parameters"]]
-    return Facts(**{**facts, "parameters": parameters}), result["steps"]
+    return Gathered(Facts(**{**facts, "parameters": parameters}), result["steps"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,6 +58,14 @@ class Outcome:
     def rank_bytes(self, on_host: bool) -> int:
         """Return the known bytes of a rank: on its device, or beside that on its host."""
         return sum(part.num_bytes or 0 for part in self.parts() if self.is_on_host(part) == on_host)
+
+    def moments(self) -> Mapping[str, int]:
+        """Return what a rank holds of the model at moments other than a step, on its device. Units: bytes."""
+        return self.experiment.strategy.moments(self.facts, self.experiment.trainer, self.assumed.layout)
+
+    def most_bytes(self) -> int:
+        """Return the most that a rank holds on its device."""
+        return max(self.rank_bytes(on_host=False), *self.moments().values(), 0)
 
     def is_on_host(self, part: Part) -> bool:
         """Return whether a part is in the host's memory while the worker computes elsewhere."""
@@ -117,6 +126,7 @@ class Outcome:
             "memory": {
                 "rank_bytes": self.rank_bytes(on_host=False),
                 "host_bytes": self.rank_bytes(on_host=True),
+                "moments": dict(self.moments()),
                 "parts": [{**asdict(part), "on_host": self.is_on_host(part)} for part in self.parts()],
             },
             "checkpoint": {"bytes": sum(files.values()), "files": files, "made": made, "at_once": at_once},

@@ -22,6 +22,7 @@ _TRANSPORTS = {
     ),
     "backend": "",
 }  # fmt: skip
+_MOMENTS = {"start": "at the start", "evaluation": "in evaluations"}
 _UNCOUNTED = "Not counted: Python and torch themselves, what the allocator keeps in reserve"
 _OF_GPUS = (
     "Not counted: Python and torch themselves, CUDA's context, NCCL's buffers, what the allocator keeps in reserve"
@@ -98,6 +99,8 @@ def _memory(outcome: Outcome) -> RenderableType:
     table.add_row("together", human(outcome.rank_bytes(on_host=False)), "on a GPU" if on_gpu else "", style="bold")
     if on_gpu:
         table.add_row("", human(outcome.rank_bytes(on_host=True)), "of a rank on its host", style="bold")
+    for moment, num_bytes in outcome.moments().items():
+        table.add_row(_MOMENTS.get(moment, moment), human(num_bytes), "of the model")
     return table
 
 

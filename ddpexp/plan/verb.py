@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ddpexp.config import commands
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
+from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import plan_batches
-from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.calibrate import calibrate
-from ddpexp.plan.gather import gather
-from ddpexp.plan.layout import assume
+from ddpexp.plan.fits import check_fits
+from ddpexp.plan.gather import Gathered, gather
+from ddpexp.plan.layout import Assumed, assume
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import Costs
+from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare
 from ddpexp.run.training import Training
 from ddpexp.system.terminal import print_message
@@ -28,6 +31,8 @@ memory of a rank, the size of a checkpoint, the time of a step. Nothing is
 trained and no machine is needed: trainer.device=cuda trainer.gpus=8
 trainer.nodes=512 plans for 4,096 GPUs.
 
+  --strategies         compare the strategies: what a rank holds, what fits
+  --memory_gb X        memory of a GPU, or of a CPU worker, in gigabytes (1e9)
   --json               for programs
   --cores N            CPU cores of a machine; else as many as this one has
   --num_samples N      plan for so many training samples, without the data
@@ -43,30 +48,25 @@ def plan(argv: Sequence[str]) -> int:
     """Print the plan of the run that `argv` describes, and return the exit code.
 
     Raises:
-        RefusedError: what a run would refuse. FinishedError: so is the run in `run.dir`. DdpexpError: the model's code
-        failed.
+        RefusedError: what a run would refuse, or more memory than --memory_gb. FinishedError: so is the run in
+        `run.dir`. DdpexpError: the model's code failed.
     """
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
         return EXIT_DONE
     arguments = PlanArguments.of(argv)
-    composed = compose(list(arguments.run))
-    if composed is None:
-        raise RefusedError(f"plan {' '.join(arguments.run)}: that option shows the configuration: use it without plan.")
-    experiment = parse(composed.values)
-    for warning in composed.warnings:
-        print_message(f"ddpexp: warning: {warning}")
-    job = Training(experiment, composed.text, composed.overrides, ["ddpexp", *arguments.run])
-    assumed = assume(job, experiment.launcher, arguments.cores)
-    resumes = job.foresee()
-    data = prepare(experiment.data, experiment.trust) if arguments.num_samples is None else None
-    facts, steps = gather(composed.text, assumed.layout, data, arguments.num_samples)
-    if arguments.num_samples is None and data is not None and data.get("note"):
-        facts = replace(facts, notes={**facts.notes, "samples": data["note"]})
-    trainer = experiment.trainer
-    data_size = experiment.strategy.data_rank(0, assumed.layout.world_size).size
-    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
-    outcome = Outcome(experiment, assumed, batch, facts, steps["steps_per_epoch"], steps["num_steps"], resumes)
+    if arguments.strategies:
+        from ddpexp.plan.strategies import compare, show_comparison
+
+        comparison = compare(arguments, _plans)
+        if arguments.json:
+            print(json.dumps(comparison.as_dict(), indent=2))
+        else:
+            show_comparison(comparison)
+        return EXIT_DONE
+    [outcome] = _plans([arguments.run], arguments)
+    if isinstance(outcome, DdpexpError):
+        raise outcome
     outcome = _with_costs(outcome, arguments)
     if arguments.json:
         print(json.dumps(outcome.as_dict(), indent=2))
@@ -74,7 +74,62 @@ def plan(argv: Sequence[str]) -> int:
         from ddpexp.plan.show import show
 
         show(outcome)
+    if arguments.memory_gb is not None:
+        check_fits(outcome, arguments.memory_gb)
     return EXIT_DONE
+
+
+def _plans(runs: Sequence[Sequence[str]], arguments: PlanArguments) -> list[Outcome | DdpexpError]:
+    """Return the plan for the overrides of each run without the time of a step, or why there is none."""
+    foreseen = [_foreseen(words, arguments) for words in runs]
+    possible = [run for run in foreseen if isinstance(run, _Foreseen)]
+    if not possible:
+        return [run for run in foreseen if isinstance(run, DdpexpError)]
+    experiment, num_samples = possible[0].experiment, arguments.num_samples
+    data = prepare(experiment.data, experiment.trust) if num_samples is None else None
+    gathered = iter(gather([(run.text, run.assumed.layout) for run in possible], data, num_samples))
+    note = (data or {}).get("note")
+    plans: list[Outcome | DdpexpError] = []
+    for run in foreseen:
+        answer = run if isinstance(run, DdpexpError) else next(gathered)
+        if isinstance(run, DdpexpError) or isinstance(answer, DdpexpError):
+            plans.append(answer if isinstance(answer, DdpexpError) else run)  # type: ignore[arg-type]
+            continue
+        assert isinstance(answer, Gathered)
+        facts, steps = answer.facts, answer.steps
+        if note:
+            facts = replace(facts, notes={**facts.notes, "samples": note})
+        trainer, layout = run.experiment.trainer, run.assumed.layout
+        data_size = run.experiment.strategy.data_rank(0, layout.world_size).size
+        batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
+        lengths = steps["steps_per_epoch"], steps["num_steps"]
+        plans.append(Outcome(run.experiment, run.assumed, batch, facts, *lengths, run.resumes))
+    return plans
+
+
+@dataclass(frozen=True)
+class _Foreseen:
+    """A run that its configuration allows."""
+
+    experiment: Experiment
+    text: str  # of the configuration
+    assumed: Assumed
+    resumes: RunDir | None
+
+
+def _foreseen(words: Sequence[str], arguments: PlanArguments) -> _Foreseen | RefusedError:
+    try:
+        composed = compose(list(words))
+        if composed is None:
+            raise RefusedError(f"plan {' '.join(words)}: that option shows the configuration: use it without plan.")
+        experiment = parse(composed.values)
+        for warning in composed.warnings:
+            print_message(f"ddpexp: warning: {warning}")
+        job = Training(experiment, composed.text, composed.overrides, ["ddpexp", *words])
+        assumed = assume(job, experiment.launcher, arguments.cores)
+        return _Foreseen(experiment, composed.text, assumed, job.foresee())
+    except RefusedError as error:
+        return error
 
 
 def _with_costs(outcome: Outcome, arguments: PlanArguments) -> Outcome:

@@ -83,6 +83,8 @@ ENDS = {
 }
 
 
+@pytest.mark.fault(1, 3, 4, 5, 6, 19)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("action", ENDS)
 @pytest.mark.parametrize("through", ["auto", "backend"])
@@ -95,4 +97,3 @@ def test_a_rank_that_ends_or_hangs_in_a_collective_is_named(
     ended = faulted(recipe, f"{where}:{action}:{rank}:{LATER}", *overrides, environ={"THROUGH": through})
     error = ended.failed(rank=rank, says=ENDS[action])
     assert error["phase"] == "train"
-    print(ended.done.err)

@@ -1,0 +1,183 @@
+"""`ddpexp plan --strategies`: which strategies fit, and how long a step takes with each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.plan.arguments import PlanArguments
+from ddpexp.plan.fits import Verdict, verdict
+from ddpexp.plan.outcome import Outcome
+from ddpexp.plan.speed import Costs
+from ddpexp.strategy.ddp_options import DDPOptions
+from ddpexp.strategy.fsdp.options import FSDPOptions
+from ddpexp.system.limits import human
+from ddpexp.system.oom import available_bytes
+
+_OPTIONS = {"ddp": DDPOptions, "fsdp": FSDPOptions}
+_AGAIN = "trainer.activation_checkpointing"
+_AGAIN_TIME = 4 / 3  # of a pass: forward is done twice, and backward takes as long as two
+Plans = Callable[[Sequence[Sequence[str]], PlanArguments], Sequence[Outcome | DdpexpError]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy."""
+
+    overrides: str  # as typed beside the others
+    outcome: Outcome | None
+    refused: str = ""
+    verdict: Verdict | None = None  # None: the memory is not known
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values. Units: bytes, milliseconds."""
+        if self.outcome is None:
+            return {"overrides": self.overrides, "refused": self.refused}
+        step = self.outcome.step()
+        return {
+            "overrides": self.overrides,
+            "verdict": self.verdict,
+            "rank_bytes": self.outcome.rank_bytes(on_host=False),
+            "host_bytes": self.outcome.rank_bytes(on_host=True),
+            "moments": dict(self.outcome.moments()),
+            "most_bytes": self.outcome.most_bytes(),
+            "step_ms": None if isinstance(step, str) else step.total_ms,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The strategies for one model on the same workers."""
+
+    rows: Sequence[Row]
+    memory_gb: float | None
+    notes: Sequence[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"memory_gb": self.memory_gb, "strategies": [row.as_dict() for row in self.rows], "notes": self.notes}
+
+
+def candidates(words: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the overrides of each strategy to compare, given those of a run: what it chooses itself comes first.
+
+    Keys of the strategy section stay with the strategies that have them.
+    """
+    typed = [word for word in words if word.startswith(("strategy=", "strategy."))]
+    again = next((word for word in words if word.partition("=")[0] == _AGAIN), None)
+    blocks = next((word.partition("=")[2] for word in typed if word.startswith("strategy.blocks=")), None)
+    if again is None and blocks not in (None, "null"):
+        again = f"{_AGAIN}={blocks}"
+    kinds: list[tuple[str, ...]] = [
+        ("strategy=ddp",),
+        ("strategy=ddp", "strategy.shard_optimizer=true"),
+        ("strategy=fsdp",),
+        ("strategy=fsdp", "strategy.init=replay", "strategy.gather_in_evaluation=false"),
+    ]
+    found: list[tuple[str, ...]] = [tuple(typed)] if not _is_ours(typed) else []
+    for kind in kinds:
+        own = {field.name for field in fields(_OPTIONS[kind[0].partition("=")[2]])}
+        kept = [word for word in typed if _key(word) in own and _key(word) not in {_key(one) for one in kind}]
+        found.append((*kind, *kept))
+    if again is None:
+        return found
+    return [(*kind, *more) for kind in found for more in ((f"{_AGAIN}=null",), (again,))]
+
+
+def _is_ours(typed: Sequence[str]) -> bool:
+    return all(word.partition("=")[2] in _OPTIONS for word in typed if word.startswith("strategy="))
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].removeprefix("strategy.")
+
+
+def compare(arguments: PlanArguments, plans: Plans) -> Comparison:
+    """Plan every strategy with the overrides of a run.
+
+    Raises:
+        RefusedError: none of them is possible; --calibrate, which measures one run.
+    """
+    if arguments.calibrate:
+        raise RefusedError(
+            "plan --strategies --calibrate: it measures one run, and these are several. Give --compute_ms, --alpha_us "
+            "and --bandwidth_gbps, which plan --calibrate without --strategies finds."
+        )
+    common = [word for word in arguments.run if not word.startswith(("strategy=", "strategy.", f"{_AGAIN}="))]
+    choices = candidates(arguments.run)
+    found = plans([[*common, *choice] for choice in choices], arguments)
+    possible = [outcome for outcome in found if isinstance(outcome, Outcome)]
+    if not possible:
+        raise next(error for error in found if isinstance(error, DdpexpError))
+    memory_gb, notes = _memory(arguments.memory_gb, possible[0])
+    rows = []
+    for choice, outcome in zip(choices, found, strict=True):
+        shown = " ".join(word for word in choice if word != f"{_AGAIN}=null")
+        if isinstance(outcome, Outcome):
+            outcome = replace(outcome, costs=_costs(arguments, outcome))
+            fits = None if memory_gb is None else verdict(outcome, memory_gb)
+            rows.append(Row(shown, outcome, verdict=fits))
+        else:
+            rows.append(Row(shown, None, str(outcome)))
+    if not any(word.startswith(f"{_AGAIN}=") for choice in choices for word in choice):
+        notes.append(f"{_AGAIN}=[CLASS], the class of a layer, takes less memory for activations: type it to compare")
+    if possible[0].facts.activations_bytes is None:
+        notes.append(f"activations are {possible[0].facts.notes['activations']}")
+    return Comparison(rows, memory_gb, [*possible[0].notes(), *notes])
+
+
+def _memory(typed: float | None, outcome: Outcome) -> tuple[float | None, list[str]]:
+    """Return the memory of a worker in gigabytes, and what is assumed about it."""
+    if typed is not None:
+        return typed, []
+    if outcome.assumed.layout.device == "cuda":
+        return None, ["give --memory_gb, the memory of a GPU, to see what fits"]
+    free = available_bytes()
+    share = free / outcome.assumed.workers
+    return share / 1e9, [
+        f"each worker is assumed to have {human(share)}, its part of what is free on this machine: --memory_gb sets "
+        "another number"
+    ]
+
+
+def _costs(arguments: PlanArguments, outcome: Outcome) -> Costs | None:
+    if arguments.compute_ms is None:
+        return None
+    pass_ms = arguments.compute_ms * (_AGAIN_TIME if outcome.experiment.trainer.activation_checkpointing else 1)
+    return Costs(pass_ms, alpha_us=arguments.alpha_us, bandwidth_gbps=arguments.bandwidth_gbps)
+
+
+def show_comparison(comparison: Comparison) -> None:
+    """Print it as a table."""
+    from rich.console import Group as Lines
+    from rich.table import Table
+    from rich.text import Text
+
+    from ddpexp.sweep import grid
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    limit = "" if comparison.memory_gb is None else f" of {human(comparison.memory_gb * 1e9)}"
+    for name in ("strategy", f"most of a rank{limit}", "step", ""):
+        table.add_column(name, justify="left" if name in ("strategy", "") else "right")
+    for row in comparison.rows:
+        if row.outcome is None:
+            table.add_row(row.overrides, "", "", f"refused: {row.refused}", style="dim")
+            continue
+        step = row.outcome.step()
+        when = next((name for name, size in row.outcome.moments().items() if size == row.outcome.most_bytes()), "")
+        where = {"start": "the whole model at the start", "evaluation": "the whole model in evaluations"}.get(
+            when, when
+        )
+        table.add_row(
+            row.overrides,
+            human(row.outcome.most_bytes()),
+            "" if isinstance(step, str) else f"{step.total_ms:.3g} ms",
+            "; ".join(text for text in (row.verdict or "", where) if text),
+        )
+    first = next(row.outcome for row in comparison.rows if row.outcome is not None)
+    notes = list(comparison.notes)
+    if isinstance(first.step(), str):
+        notes.append(f"the time of a step is {first.step()}")
+    grid.show(Lines(table, *(Text(f"note: {text}", style="dim") for text in notes)))

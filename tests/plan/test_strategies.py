@@ -1,0 +1,192 @@
+"""`ddpexp plan --strategies`, what a sharded model takes, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpexp.config.compose import compose
+from ddpexp.config.parse import parse
+from ddpexp.data.batch_plan import plan_batches
+from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.launch import Layout
+from ddpexp.plan.activations import _Kept
+from ddpexp.plan.arguments import PlanArguments
+from ddpexp.plan.fits import check_fits, verdict
+from ddpexp.plan.layout import Assumed
+from ddpexp.plan.outcome import Outcome
+from ddpexp.plan.strategies import candidates, compare
+from ddpexp.strategy.memory import Facts, Parameter
+from ddpexp.train.activation_checkpointing import outermost
+from tests.conftest import SMALL, Ddpexp
+from tests.fitting import TRAINER
+from tests.strategy.fsdp.ranks import OPTIONS, Net
+
+MB = 1_000_000
+FACTS = Facts(
+    [Parameter("model", 10 * MB, 40 * MB, "float32", True)], 0, {"model": 40 * MB}, 80 * MB, 44 * MB, 2000, 0, 100,
+    temporary_bytes=3 * MB, blocks_bytes=[5 * MB] * 8,
+)  # fmt: skip
+FOUR = Layout(1, 4, "cpu", "gloo", 1)
+
+
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """The command is tested, not how its processes start."""
+    return warm_environ
+
+
+def outcome(*words: str, layout: Layout = FOUR, facts: Facts = FACTS) -> Outcome:
+    composed = compose([*SMALL, *words])
+    assert composed is not None
+    batch = plan_batches(128, 16, layout.world_size)
+    return Outcome(parse(composed.values), Assumed(layout, 2), batch, facts, 5, 10, None)
+
+
+def parts(facts: Facts = FACTS, **options: Any) -> dict[str, int | None]:
+    return {part.name: part.num_bytes for part in replace(OPTIONS, **options).memory(facts, TRAINER, FOUR)}
+
+
+def test_gradients_of_a_sharded_model_take_the_place_of_activations() -> None:
+    assert parts() == {"parameters": 10 * MB, "gradients": 0, "optimizer": 20 * MB, "gathered blocks": 20 * MB}
+    assert parts(replace(FACTS, activations_bytes=3 * MB))["gradients"] == 7 * MB
+    assert parts(replace(FACTS, activations_bytes=None))["gradients"] == 10 * MB
+    assert parts(replace(FACTS, activations_bytes=6 * MB, recomputed_bytes=4 * MB))["gradients"] == 8 * MB
+
+
+def test_accumulated_gradients_and_what_stays_gathered_are_whole() -> None:
+    assert parts(replace(FACTS, num_passes=2))["gradients"] == 40 * MB
+    assert parts(reshard_after_forward=False)["gathered blocks"] == 50 * MB
+    assert parts(dp_replicate_size=2)["parameters"] == 20 * MB
+    teacher = Parameter("teacher", MB, 4 * MB, "float32", False)
+    assert parts(replace(FACTS, parameters=[*FACTS.parameters, teacher]), whole=("teacher",))["parameters"] == 14 * MB
+
+
+def test_the_whole_model_is_there_at_the_start_and_in_evaluations_unless_chosen_otherwise() -> None:
+    found = outcome("strategy=fsdp")
+    assert found.moments() == {"start": 45 * MB, "evaluation": 70 * MB}
+    assert outcome("strategy=fsdp", "strategy.init=replay", "strategy.gather_in_evaluation=false").moments() == {}
+    assert outcome("strategy=ddp").moments() == {}
+    tiny = replace(FACTS, activations_bytes=0, temporary_bytes=0)
+    assert outcome("strategy=fsdp", facts=tiny).most_bytes() == 90 * MB + 2000  # with the copy for a checkpoint, 30 MB
+    averaged = outcome("strategy=fsdp", "trainer.ema_decay=0.9")
+    assert {part.name: part.num_bytes for part in averaged.parts()}["average of the weights"] == 10 * MB
+
+
+def test_blocks_are_counted_without_those_inside() -> None:
+    with torch.device("meta"):
+        model = Net()
+    sizes = replace(OPTIONS, blocks=("Block",)).blocks_bytes({"model": model})
+    total = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert len(sizes) == 3
+    assert sum(sizes) == total
+    assert sizes[0] == sum(parameter.numel() * 4 for parameter in model.blocks[1].parameters())
+    assert replace(OPTIONS, whole=("model",)).blocks_bytes({"model": model}) == []
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.narrow(self.wide(x).relu())
+        return result
+
+
+def test_layers_that_are_computed_again_keep_their_inputs_and_one_of_them_the_rest() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Layer() for _ in range(3)))
+        rows = torch.empty(10, 8)
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    found = []
+    for again in ([], list(outermost(model, ["Layer"]))):
+        kept = _Kept(weights)
+        with kept.watching(again):
+            model(rows).sum()
+        found.append(kept.result())
+    inputs, inside = 10 * 8 * 4, 10 * 64 * 4
+    assert [one.kept_bytes for one in found] == [3 * (inputs + inside), 3 * inputs + inside]
+    assert [one.again_bytes for one in found] == [0, inside]
+    assert [one.temporary_bytes for one in found] == [2 * inside, 2 * inside]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["recipe=mnist", "trainer.gpus=4"],
+            ["strategy=ddp", "strategy=ddp strategy.shard_optimizer=true", "strategy=fsdp",
+             "strategy=fsdp strategy.init=replay strategy.gather_in_evaluation=false"],
+        ),
+        (
+            ["strategy=fsdp", "strategy.blocks=[Block]", "strategy.init=replay"],
+            ["strategy=ddp", "strategy=ddp strategy.shard_optimizer=true",
+             "strategy=fsdp strategy.blocks=[Block] strategy.init=replay",
+             "strategy=fsdp strategy.init=replay strategy.gather_in_evaluation=false strategy.blocks=[Block]"],
+        ),
+        (
+            ["strategy=ordered", "strategy.descending=true"],
+            ["strategy=ordered strategy.descending=true", "strategy=ddp",
+             "strategy=ddp strategy.shard_optimizer=true", "strategy=fsdp",
+             "strategy=fsdp strategy.init=replay strategy.gather_in_evaluation=false"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_compared(words: Sequence[str], expected: Sequence[str]) -> None:
+    found = [" ".join(word for word in one if "activation" not in word) for one in candidates(words)]
+    assert list(dict.fromkeys(found)) == expected
+
+
+def test_known_classes_are_compared_with_their_activations_computed_again() -> None:
+    again = "trainer.activation_checkpointing=[Block]"
+    for words in (["strategy=fsdp", "strategy.blocks=[Block]"], [again]):
+        found = [one[-1] for one in candidates(words)]
+        assert found == [f"{again.partition('=')[0]}=null", again] * 4
+
+
+def test_what_fits_leaves_room_for_what_is_not_counted() -> None:
+    found = outcome("strategy=ddp")
+    most = found.most_bytes() / 1e9
+    assert [verdict(found, most * factor) for factor in (0.99, 1.05)] == ["too large", "tight"]
+    assert verdict(found, 1.1 * most + 0.31) == "fits"
+
+
+def test_what_does_not_fit_is_refused_with_what_takes_less() -> None:
+    check_fits(outcome("strategy=ddp"), 1.0)
+    with pytest.raises(RefusedError) as caught:
+        check_fits(outcome("strategy=ddp"), 0.1)
+    assert "more than --memory_gb=0.1 (100 MB): try strategy=fsdp, strategy.shard_optimizer=true, " in str(caught.value)
+    with pytest.raises(RefusedError, match=r"try strategy\.init=replay strategy\.gather_in_evaluation=false, "):
+        check_fits(outcome("strategy=fsdp", facts=replace(FACTS, activations_bytes=0, optimizer_bytes=0)), 0.04)
+
+
+def test_a_strategy_that_is_refused_stays_in_the_comparison_with_its_reason() -> None:
+    planned = outcome("strategy=ddp")
+
+    def plans(runs: Sequence[Sequence[str]], _: PlanArguments) -> list[Outcome | DdpexpError]:
+        return [RefusedError("not so") if "strategy=fsdp" in run else planned for run in runs]
+
+    arguments = PlanArguments(("recipe=mnist",), strategies=True, memory_gb=0.1)
+    rows = compare(arguments, plans).as_dict()["strategies"]
+    assert [row.get("verdict") or row["refused"] for row in rows] == ["too large", "too large", "not so", "not so"]
+    with pytest.raises(RefusedError, match=r"^not so$"):
+        compare(arguments, lambda runs, _: [RefusedError("not so") for _ in runs])
+    with pytest.raises(RefusedError, match=r"^plan --strategies --calibrate: it measures one run"):
+        compare(replace(arguments, calibrate=True), plans)
+
+
+def test_the_command_compares_them(ddpexp: Ddpexp) -> None:
+    words = ("plan", "--strategies", *SMALL, "model=lenet", "optimizer=adamw", "trainer.gpus=2")
+    costs = ("--compute_ms", "9", "--alpha_us", "20", "--bandwidth_gbps", "10")
+    found = json.loads(ddpexp(*words, *costs, "--memory_gb", "8", "--json").out)
+    assert [row["verdict"] for row in found["strategies"]] == ["fits"] * 4
+    most = [row["most_bytes"] for row in found["strategies"]]
+    assert most[1] < most[0]
+    assert all(row["step_ms"] > 9 for row in found["strategies"])
