@@ -20,7 +20,8 @@ import ddpexp.strategy.exact.strategy
 import ddpexp.train.schedule  # noqa: F401
 from ddpexp.checkpoint import weights
 from ddpexp.checkpoint.format import Checkpoint, Damaged, set_aside
-from ddpexp.checkpoint.reader import load_weights, weights_sha256
+from ddpexp.checkpoint.loading import load_weights
+from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ddpexp.checkpoint import weights
-from ddpexp.checkpoint.reader import load_weights
+from ddpexp.checkpoint.loading import load_weights
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.schema import Experiment
 from ddpexp.data.datasets import Splits
