@@ -51,7 +51,7 @@ def load_weights(
 
 def _load(module: nn.Module, path: Path, description: str, selection: Selection | None, rows: Rows) -> Match:
     target = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    tied = ties({name: value for name, value in target.items() if not is_lazy(value)})
+    tied = _ties(module, {name: rows(value)[0] for name, value in target.items() if not is_lazy(value)})
     shapes = {name: None if is_lazy(value) else tuple(value.shape) for name, value in target.items()}
     try:
         with _open(path) as source:
@@ -66,6 +66,16 @@ def _load(module: nn.Module, path: Path, description: str, selection: Selection 
         hint = advice(found, target) if selection is not None else ""
         raise RefusedError(f"{description} holds the weights of another model: {problem}.{hint}")
     return found
+
+
+def _ties(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Map each further name of a tied tensor to the first: the same parameter, or the same memory."""
+    first: dict[int, str] = {}
+    same = {}
+    for name, tensor in sorted((*module.named_parameters(remove_duplicate=False), *module.named_buffers())):
+        if first.setdefault(id(tensor), name) != name and name in tensors:
+            same[name] = first[id(tensor)]
+    return {**ties(tensors), **same}
 
 
 def _open(path: Path) -> Source:

@@ -103,7 +103,8 @@ def match(
         raise RefusedError(f"{_skip(selection.skip)} leaves no weights to take. Leave out run.init_from, or skip less.")
     others = _other_names(ties or {})
     taken: dict[str, str] = {}
-    missing, other_shape = [], []
+    missing: list[str] = []
+    other_shape: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
     for name, shape in wanted.items():
         there = next((given[one] for one in (name, *others.get(name, ())) if one in given), None)
         if there is None:

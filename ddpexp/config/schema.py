@@ -93,7 +93,12 @@ class Run:
     init_from: str | None
     trust: tuple[str, ...]
     code: str | None
-    allow_changes: tuple[Literal["code", "data"], ...] = ()  # older runs do not have it
+    # Older runs do not have these.
+    allow_changes: tuple[Literal["code", "data"], ...] = ()
+    init_checkpoint: Literal["best", "last"] | int = "last"
+    init_weights: Literal["raw", "ema"] = "raw"
+    init_rename: Mapping[str, str] | None = None
+    init_skip: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,23 @@ def _check_run(run: Run) -> None:
         raise RefusedError(
             f"run.dir has a line break or another control character, which no line can show: {run.dir!r}."
         )
+    _check_init(run)
+
+
+def _check_init(run: Run) -> None:
+    """Check the keys beside run.init_from."""
+    if isinstance(run.init_checkpoint, int) and run.init_checkpoint < 0:
+        raise RefusedError(f"run.init_checkpoint={run.init_checkpoint}: use last, best or the number of a step.")
+    if run.init_from is not None:
+        return
+    defaults = {"init_checkpoint": "last", "init_weights": "raw", "init_rename": None, "init_skip": ()}
+    for name, default in defaults.items():
+        value = getattr(run, name)
+        if value != default and value:
+            text = f"[{','.join(value)}]" if isinstance(value, tuple) else "..." if name == "init_rename" else value
+            raise RefusedError(
+                f"run.{name}={text} is for the weights of run.init_from, and there are none: type it, too."
+            )
 
 
 def _check_data(data: Data) -> None:
@@ -294,11 +311,6 @@ def _check_data(data: Data) -> None:
 def _check_together(experiment: Experiment) -> None:
     """Check keys of several sections against each other."""
     trainer = experiment.trainer
-    if experiment.run.init_from is not None and not experiment.strategy.builds_whole:
-        raise RefusedError(
-            f"run.init_from={experiment.run.init_from} loads weights into whole models, and with strategy.init=replay "
-            "there are none. Use strategy.init=whole."
-        )
     _check_callbacks(experiment)
     if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
         raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ddpexp.checkpoint import weights
+from ddpexp.checkpoint import initial
 from ddpexp.config.compare import list_changes
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.registry import deprecation_warnings
@@ -85,9 +85,8 @@ class Training(Job):
     def check(self, layout: Layout) -> None:
         """Check that the batch splits, that the device supports the options, and that initial weights exist."""
         check_layout(self.experiment, layout)
-        source = self.experiment.run.init_from
-        if source is not None and not resume.has_checkpoint(self._existing(())):
-            weights.check_usable(Path(source), f"run.init_from={source}")
+        if not resume.has_checkpoint(self._existing(())):
+            initial.check_exists(self.experiment.run)
 
     def check_range(self, layouts: Sequence[Layout]) -> None:
         """Check every layout of a range; the batch first, over all of them."""
@@ -161,6 +160,7 @@ class Training(Job):
             data_notes = check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
             layout, notes = resume.resolve_layout(previous, layout, self.request.threads)
             notes += data_notes
+        initial_weights = self._converted(initial_weights, run, notes)
         self._layout = layout
         before = previous.manifest if previous else None
         code = code_of(self.identity)
@@ -179,15 +179,22 @@ class Training(Job):
         for warning in deprecation_warnings(self.identity, self._new_overrides):
             print_message(f"ddpexp: warning: {warning}")
 
-    def _initial_weights(self, owners: Sequence[str]) -> dict[str, str]:
+    def _initial_weights(self, owners: Sequence[str]) -> Mapping[str, str]:
         """Return the resolved path of run.init_from for the first start, the same for all workers."""
-        source = self.experiment.run.init_from
-        if source is None or resume.has_checkpoint(self._existing(owners)):
+        if self.experiment.run.init_from is None or resume.has_checkpoint(self._existing(owners)):
             return {}
-        path = weights.find(
-            Path(source), f"run.init_from={source}", lambda text: print_message(f"ddpexp: warning: {text}")
-        )
+        path = initial.find(self.experiment.run, lambda text: print_message(f"ddpexp: warning: {text}"))
         return {"init_from": str(path.resolve())}
+
+    def _converted(self, initial_weights: Mapping[str, str], run: RunDir, notes: list[str]) -> Mapping[str, str]:
+        """Convert initial weights that are a file of torch.save to one in the run directory."""
+        if not initial_weights:
+            initial.remove_converted(run.path)  # of a start that was killed
+            return initial_weights
+        path, part = initial.converted(self.experiment.run, Path(initial_weights["init_from"]), run.path)
+        if part is not None:
+            notes.append(f"{initial.override(self.experiment.run)}: the part {part} of the file is taken")
+        return {"init_from": str(path)}
 
     def shared(self) -> dict[str, Any]:
         """Return the path of the run directory, and hashes that prove that another host sees the same one."""

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 import ddpexp.strategy.ddp  # these three are named by the registry, and loaded before the fork
 import ddpexp.strategy.exact.strategy
 import ddpexp.train.schedule  # noqa: F401
-from ddpexp.checkpoint import weights
 from ddpexp.checkpoint.format import Checkpoint, Damaged, set_aside
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.reader import weights_sha256
@@ -61,6 +60,7 @@ from ddpexp.train.compilations import Compilations, end_processes, limit_process
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.evaluate import evaluate as compute_metrics
+from ddpexp.train.initial_weights import InitialWeights
 from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.loop import Loop
@@ -157,7 +157,8 @@ def build(context: RunContext) -> Built:
     )  # fmt: skip
 
     newest, damaged = choose(run, world, experiment.run.resume == "require")
-    strategy = build_strategy(experiment, world, plan, _initial_weights(context, newest))
+    initial_weights = InitialWeights(context, newest)
+    strategy = build_strategy(experiment, world, plan, initial_weights.load)
     if newest is not None and world.is_rank_zero:
         inputs |= check_same_data(context, newest, inputs["data"], batches.steps_per_epoch)
     num_steps = count_steps(trainer, batches.steps_per_epoch)
@@ -180,6 +181,7 @@ def build(context: RunContext) -> Built:
     log.info(report.headline())
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
+    initial_weights.finish()
     return Built(loop, checkpointer, report, newest, damaged, compilations)
 
 
@@ -322,15 +324,3 @@ def _warn_of_little_shared_memory(experiment: Experiment, log: logging.Logger) -
     warning = shared_memory_warning(experiment.data.num_workers)
     if warning is not None:
         log.warning(warning)  # on every rank; the command shows identical warnings once
-
-
-def _initial_weights(context: RunContext, newest: Checkpoint | None) -> Callable[[Models], None]:
-    """Return a function that loads the weights of run.init_from into new models; it does nothing on resume."""
-    source = context.experiment.run.init_from
-    if source is None or newest is not None:
-        return lambda models: None
-    override = f"run.init_from={source}"
-    # The command has found them already, unless it counted on checkpoints that turned out to be damaged.
-    path = weights.find(Path(context.init_from or source), override, context.log.warning)
-    context.log.info(f"{override}: the weights of {relative(path)}")
-    return lambda models: load_weights(models, path, override)

@@ -7,16 +7,17 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from ddpexp.checkpoint import weights
+from ddpexp.checkpoint import initial
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.config.instantiate import instantiate
-from ddpexp.config.schema import Experiment
+from ddpexp.config.schema import Experiment, Run
 from ddpexp.data.datasets import Splits
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
@@ -32,10 +33,16 @@ def new_model(experiment: Experiment) -> Any:
     experiment.trust.make_importable()
     with _unchanged_random_state():
         model = build_model(experiment)
-        if (source := experiment.run.init_from) is not None:
-            description = f"run.init_from={source}"
-            load_weights(modules_of(model), weights.find(Path(source), description, _warn), description)
+        if experiment.run.init_from is not None:
+            _initialize(model, experiment.run)
     return model
+
+
+def _initialize(model: Any, run: Run) -> None:
+    """Load the weights of run.init_from."""
+    with TemporaryDirectory(prefix="ddpexp-init-") as folder:
+        path, _ = initial.converted(run, initial.find(run, _warn), Path(folder))
+        load_weights(modules_of(model), path, initial.override(run), run.init_weights == "ema", initial.selection(run))
 
 
 def saved_model(experiment: Experiment, folder: Path, averaged: bool) -> Any:
