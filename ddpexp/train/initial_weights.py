@@ -28,6 +28,10 @@ class InitialWeights:
             source = Path(context.init_from) if context.init_from is not None else None
             self._path = initial.find(run, context.log.warning, source)
 
+    @property
+    def _is_converted(self) -> bool:
+        return self._path is not None and self._path.parent == self._context.run.path.resolve()
+
     def load(self, models: Mapping[str, nn.Module]) -> None:
         """Load the weights, or what this rank holds of them, into new models.
 
@@ -41,17 +45,18 @@ class InitialWeights:
         found = load_weights(
             models, self._path, override, run.init_weights == "ema", initial.selection(run), local_rows
         )
-        log.info(f"{override}: the weights of {relative(self._path)}")
+        shown = Path(run.init_from or "") if self._is_converted else self._path
+        log.info(f"{override}: the weights of {relative(shown)}")
         facts = {}
         for name, match in found.items():
             log.info(f"{f'{name}: ' if len(found) > 1 else ''}{match.summary()}")
             facts[name] = match.facts()
         if self._context.world.is_rank_zero:
-            self._record({"weights": str(self._path), "models": facts})
+            self._record({"weights": str(shown.absolute()), "models": facts})
 
     def finish(self) -> None:
         """Remove the converted copy of a file of torch.save. Ranks: all, after `load`; may communicate."""
-        if self._path is None or self._path.parent != self._context.run.path.resolve():
+        if not self._is_converted:
             return
         self._context.world.barrier()
         if self._context.world.is_rank_zero:
