@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from ddpexp.checkpoint.adapters import Merged, is_factor, layers_with_adapters, lora_of
 from ddpexp.checkpoint.format import OLDER, is_checkpoint, is_named_so, open_checkpoint
-from ddpexp.checkpoint.headers import is_foreign_folder
+from ddpexp.checkpoint.headers import is_foreign_folder, read_source
 from ddpexp.checkpoint.layout import ties
 from ddpexp.checkpoint.matching import Match, Selection, advice, match
 from ddpexp.checkpoint.source import Source
 from ddpexp.checkpoint.tensors import check_plain_file
+from ddpexp.config.schema import LoRA
 from ddpexp.errors import RefusedError
 
 Rows = Callable[[Tensor], tuple[Tensor, int | None]]
@@ -30,11 +32,15 @@ def load_weights(
     averaged: bool = False,
     selection: Selection | None = None,
     rows: Rows = lambda tensor: (tensor, None),
+    lora: LoRA | None = None,
 ) -> dict[str, Match]:
     """Load weights from a file, or from a folder: a checkpoint's with a file for each model, or Hugging Face's.
 
     Tensors are read one at a time, and of each only the rows that this rank holds. `selection` is what run.init_rename
     and run.init_skip say. Returns what each model was given.
+
+    Adapters in the file are merged into layers that have none in the model. Those of the model, by `lora`, may be
+    missing in the file.
 
     Raises:
         RefusedError: there is no such file, or it is damaged or of another model.
@@ -46,15 +52,17 @@ def load_weights(
         files = dict.fromkeys(models, source)
     if len(models) > 1 and len(set(files.values())) == 1:
         raise RefusedError(f"{description} is one file, but there are several models: name the checkpoint's folder.")
-    return {name: _load(models[name], path, description, selection, rows) for name, path in files.items()}
+    return {name: _load(models[name], path, description, selection, rows, lora) for name, path in files.items()}
 
 
-def _load(module: nn.Module, path: Path, description: str, selection: Selection | None, rows: Rows) -> Match:
+def _load(
+    module: nn.Module, path: Path, description: str, selection: Selection | None, rows: Rows, lora: LoRA | None
+) -> Match:
     target = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     tied = _ties(module, {name: rows(value)[0] for name, value in target.items() if not is_lazy(value)})
     shapes = {name: None if is_lazy(value) else tuple(value.shape) for name, value in target.items()}
     try:
-        with _open(path) as source:
+        with _open(path, target, lora) as source:
             entries = {name: entry.shape for name, entry in source.entries.items()}
             found = match(entries, shapes, selection or Selection(), tied, _may_be_missing)
             problem = _different_ties(found, tied, source) if found.fits() else found.problem()
@@ -78,14 +86,27 @@ def _ties(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {**ties(tensors), **same}
 
 
-def _open(path: Path) -> Source:
-    """Open weights; those of a checkpoint must have the hash in its manifest. Raises RefusedError."""
+def _open(path: Path, target: Collection[str], lora: LoRA | None) -> Source:
+    """Open weights; those of a checkpoint must have the hash in its manifest.
+
+    Adapters that the target does not have are merged. Raises RefusedError.
+    """
     try:
         check_plain_file(path if not path.is_dir() else path / "-")
         _check_hash(path)
     except (OSError, ValueError) as error:
         raise RefusedError(f"{path.name} cannot be read as safetensors ({error}).") from None
-    return Source.of(path)
+    entries = read_source(path)
+    layers = layers_with_adapters(entries)
+    if not layers:
+        return Source(entries)
+    written, here = lora_of(path), set(layers_with_adapters(target))
+    if lora is not None and here & set(layers) and written.scale != lora.scale:
+        raise RefusedError(
+            f"its adapters were trained with alpha / rank = {written.scale:g}, and here it is {lora.scale:g}: use "
+            f"trainer.lora.rank={written.rank} trainer.lora.alpha={written.alpha:g}."
+        )
+    return Merged(entries, [layer for layer in layers if layer not in here], written.scale)
 
 
 def _check_hash(path: Path) -> None:
@@ -101,7 +122,8 @@ def _check_hash(path: Path) -> None:
 
 
 def _may_be_missing(name: str) -> bool:
-    return name.endswith("num_batches_tracked")  # which old versions of torch did not have
+    """Return whether a tensor may stay as it was built: an adapter, or what old versions of torch did not have."""
+    return is_factor(name) or name.endswith("num_batches_tracked")
 
 
 def _different_ties(found: Match, tied: Mapping[str, str], source: Source) -> str | None:

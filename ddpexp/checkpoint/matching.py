@@ -71,8 +71,11 @@ class Match:
         parts = [f"{len(self.taken)} of {total} tensors taken"]
         if self.prefix:
             parts.append(f"without the prefix {self.prefix} of all its names")
-        if self.kept:
-            parts.append(f"left as built: {first_few(self.kept)}")
+        kept = [name for name in self.kept if ".lora_" not in name]
+        if kept:
+            parts.append(f"left as built: {first_few(kept)}")
+        if len(kept) < len(self.kept):
+            parts.append(f"{len(self.kept) - len(kept)} of adapters are new")
         if self.left_out:
             parts.append(f"left in the file: {first_few(self.left_out)}")
         return "; ".join(parts)

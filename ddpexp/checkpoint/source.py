@@ -49,7 +49,9 @@ class Source:
         Raises:
             RefusedError: the file cannot be read.
         """
-        entry = self.entries[name]
+        return self._read(self.entries[name], first_row, num_rows)
+
+    def _read(self, entry: Entry, first_row: int | None, num_rows: int) -> Tensor:
         try:
             file = self._file(entry.file)
             if first_row is None:

@@ -32,6 +32,32 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters on linear layers."""
+
+    match: str | tuple[str, ...]  # globs on names of layers
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    train: str | tuple[str, ...] = ()  # globs on names of parameters that are trained as a whole
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Return the globs on names of layers."""
+        return (self.match,) if isinstance(self.match, str) else self.match
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Return the globs on names of parameters that are trained as a whole."""
+        return (self.train,) if isinstance(self.train, str) else self.train
+
+    @property
+    def scale(self) -> float:
+        """Return what the product of the two matrices is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class Trainer:
     """How it is trained; every field is explained in conf/trainer/default.yaml."""
 
@@ -77,6 +103,7 @@ class Trainer:
     eval_at_start: bool = False
     keep_best_k: int = 1
     keep_every: int | None = None
+    lora: LoRA | None = None
 
     @property
     def averages(self) -> bool:

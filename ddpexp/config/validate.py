@@ -11,7 +11,7 @@ from ddpexp.config.build import nearest, shown, unknown_key
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.instantiate import Node
 from ddpexp.config.registry import key_of
-from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
+from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, LoRA, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout, Timeout
@@ -128,8 +128,23 @@ def _check_trainer(trainer: Trainer) -> None:
         raise RefusedError(f"trainer.clip_grad_value={trainer.clip_grad_value}: use a number above 0, or null.")
     _check_limits(trainer)
     _check_speed(trainer)
+    _check_lora(trainer.lora)
     if not 0 <= trainer.seed < 2**63:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
+
+
+def _check_lora(lora: LoRA | None) -> None:
+    """Check trainer.lora by itself."""
+    if lora is None:
+        return
+    if not lora.patterns:
+        raise RefusedError("trainer.lora.match=[] names no layers: give it patterns such as blocks.*.")
+    if lora.rank < 1:
+        raise RefusedError(f"trainer.lora.rank={lora.rank}: use 1 or more, such as 8.")
+    if not 0 < lora.alpha < math.inf:
+        raise RefusedError(f"trainer.lora.alpha={lora.alpha:g}: use a number above 0, such as twice the rank.")
+    if not 0 <= lora.dropout < 1:
+        raise RefusedError(f"trainer.lora.dropout={lora.dropout:g}: use a share from 0 to below 1, such as 0.1.")
 
 
 def _check_limits(trainer: Trainer) -> None:

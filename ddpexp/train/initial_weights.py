@@ -43,8 +43,9 @@ class InitialWeights:
             return
         override = initial.override(run)
         found = load_weights(
-            models, self._path, override, run.init_weights == "ema", initial.selection(run), local_rows
-        )
+            models, self._path, override, run.init_weights == "ema", initial.selection(run), local_rows,
+            self._context.experiment.trainer.lora,
+        )  # fmt: skip
         shown = Path(run.init_from or "") if self._is_converted else self._path
         log.info(f"{override}: the weights of {relative(shown)}")
         facts = {}

@@ -47,6 +47,7 @@ from ddpexp.train.build import (
     build_evals,
     build_logger,
     build_loop,
+    build_model,
     build_strategy,
     check_held_out,
     count_steps,
@@ -67,7 +68,7 @@ from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import MetricError
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
-from ddpexp.train.recipe_checks import check_model, check_task
+from ddpexp.train.recipe_checks import check_task
 from ddpexp.train.report import Report
 from ddpexp.train.run_state import RunState, restore_checkpoint, truncate_records
 from ddpexp.train.same_data import check_same_data, inputs_of
@@ -266,7 +267,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     splits, data = open_data(experiment, evaluation["data"], world), DataRank(world.rank, world.world_size)
     sets = chosen_sets(splits.evals, evaluation["split"])
     evals = build_evals(experiment, replace(splits, evals=sets), data, world.device, evaluation["batch_size"])
-    model = check_model(instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=False)
+    model = build_model(experiment, trains=False)
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
         module.to(world.device).eval()
