@@ -36,7 +36,11 @@ def test_a_checkpoint_of_a_run_is_chosen() -> None:
     assert found(init_checkpoint=int(newest.name.removeprefix("step-"))) == newest
     assert "there is no intact checkpoint of that step. There are those of " in refused(init_checkpoint=999)
     assert "that run keeps no best checkpoint, which needs trainer.keep_best" in refused(init_checkpoint="best")
-    assert "holds no average of the weights. Use run.init_weights=raw." in refused(init_weights="ema")
+    assert found(init_weights="ema") == newest
+    without = str(ROOT / "tests/kept/mnist")
+    assert "holds no average of the weights. Use run.init_weights=raw." in refused(
+        init_from=without, init_weights="ema"
+    )
     assert refused(init_from=str(newest), init_checkpoint=3).endswith(
         f"{newest.name} is a single checkpoint. Leave it out."
     )
