@@ -27,11 +27,12 @@ from tests.points import Recipe
 from tests.test_interruptions import CODE, DEEP, has_steps, kill_everything, same, wait_for
 
 LORA = LoRA(match=("body.*",), rank=2, alpha=6.0, train=("head.bias",))
-TRAINER = parse(compose(["recipe=mnist"]).values).trainer
 
 
 def trainer(lora: LoRA | None = LORA, seed: int = 0) -> Trainer:
-    return replace(TRAINER, lora=lora, seed=seed)
+    composed = compose(["recipe=mnist"])
+    assert composed is not None
+    return replace(parse(composed.values).trainer, lora=lora, seed=seed)
 
 
 def net() -> nn.ModuleDict:
