@@ -36,7 +36,7 @@ _POLL_SECONDS = 1.0
 _LOCK_SECONDS = 5.0  # for the process of an earlier start to end
 _ENDS = ("done", "failed", "interrupted")
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")  # rank zero decides when this ends
-_NICENESS = 10
+_NICENESS = 5
 
 
 def check_usable(experiment: Experiment) -> None:

@@ -83,7 +83,7 @@ class WandB(Remote):
 
     def send(self, row: Row) -> None:
         """Log the step; what was interrupted within a step, and comes after it, joins the next number."""
-        values: dict[str, Any] = dict(row.scalars)
+        values: dict[str, Any] = {"_timestamp": row.time, **row.scalars}
         if row.scalars:
             values["epoch"] = row.epoch
         values |= {medium.name: _medium(medium) for medium in row.media}

@@ -26,9 +26,9 @@ def last_steps(paths: Iterable[Path]) -> dict[str, int]:
                 record.ParseFromString(data)
             except Exception:  # protobuf's DecodeError: the file ends here
                 break
-            names = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-            for name in names:
-                last[name] = max(last.get(name, -1), int(names["_step"]) if "_step" in names else -1)
+            values = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+            for name in values:  # of an image, which has several keys inside one
+                last[name] = max(last.get(name, -1), int(values["_step"]) if "_step" in values else -1)
     return last
 
 
