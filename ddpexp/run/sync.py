@@ -54,9 +54,11 @@ def check_usable(experiment: Experiment) -> None:
 
 
 def is_remote(experiment: Experiment, name: str) -> bool:
-    """Return whether a logger is fed by a process of its own; imports its class."""
-    where = f"logger.{name}"
-    kind = locate(experiment.logger[name].target, experiment.trust, where)
+    """Return whether a logger is fed by a process of its own; imports its class if it is not ddpexp's."""
+    where, target = f"logger.{name}", experiment.logger[name].target
+    if (key := key_of(where, target)) is not None:
+        return key in REMOTE_LOGGERS
+    kind = locate(target, experiment.trust, where)
     return isinstance(kind, type) and issubclass(kind, Remote)
 
 

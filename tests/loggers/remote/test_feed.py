@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddpexp.loggers.jsonl import JsonLines
-from ddpexp.loggers.remote.base import NotReadyError, Remote, Row
+from ddpexp.loggers.remote.base import Medium, NotReadyError, Remote, Row
 from ddpexp.loggers.remote.feed import Feed, Mark
 from ddpexp.loggers.remote.media import MediaFile
 from ddpexp.loggers.remote.source import Records
@@ -39,9 +39,8 @@ class Server(Remote):
             raise NotReadyError("log in first.")
 
     def arrived(self, sent: Mapping[str, int], sending: Mapping[str, int]) -> Mapping[str, int]:
-        names = {
-            name: [step for other, step in self.values if other == name] for name in sending if name[-4:] == "loss"
-        }
+        scalars = [name for name in sending if not Medium.is_key(name)]
+        names = {name: [step for other, step in self.values if other == name] for name in scalars}
         return {name: max(steps, default=-1) for name, steps in names.items()} if self.answers else {}
 
     def send(self, row: Row) -> None:
