@@ -35,6 +35,7 @@ from ddpexp.system.yaml_text import load_yaml
 _POLL_SECONDS = 1.0
 _LOCK_SECONDS = 5.0  # for the process of an earlier start to end
 _ENDS = ("done", "failed", "interrupted")
+_OUR_KEYS = ("end_seconds", "checkpoint")  # of every remote logger; its class does not get them
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")  # rank zero decides when this ends
 _NICENESS = 5
 
@@ -78,16 +79,17 @@ def follow(parent: int, reports: int, path: str, name: str) -> int:
     os.nice(_NICENESS)  # the ranks come first
     end = _end_of_run()
 
-    def tell(**message: Any) -> None:
+    def notify(**message: Any) -> None:
         os.write(reports, json.dumps(message).encode() + b"\n")
 
     run = RunDir(Path(path))
     try:
         with _only_sender(run, name):
-            feed = _feed(run, load(run.config.read_text()), name, lambda text: tell(report=text))
-            tell(left=not _until_the_end(feed, end, partial(_checkpoint, run, name)))
+            experiment = load(run.config.read_text())
+            feed = _feed(run, experiment, name, lambda text: notify(report=text))
+            notify(left=not _until_the_end(feed, end, partial(_checkpoint, run, experiment, name)))
     except Exception as error:
-        tell(report=f"cannot be used: {reason_of(error)}")
+        notify(report=f"cannot be used: {reason_of(error)}")
     return 0
 
 
@@ -101,7 +103,7 @@ def _until_the_end(feed: Feed, end: queue.Queue[bool], checkpoint: Callable[[], 
             feed.push()
     feed.retry_now()
     while not feed.push(final=True) or not feed.end(done, checkpoint() if done else None):
-        if feed.hopeless:
+        if feed.gave_up:
             return False
         time.sleep(_POLL_SECONDS / 5)  # rank zero ends this process when its patience is over
     return True
@@ -156,7 +158,7 @@ def _send(run: RunDir, experiment: Experiment, name: str) -> Sent:
             if not feed.look() and feed.mark.ended and done:
                 return Sent(0, 0, None)
             if feed.push(final=True):
-                feed.end(done, _checkpoint(run, name) if done else None)
+                feed.end(done, _checkpoint(run, experiment, name) if done else None)
             return Sent(feed.num_sent, feed.num_left, feed.problem)
     except (OSError, ValueError) as error:
         raise RefusedError(f"{run.path} cannot be sent to logger.{name}: {reason_of(error)}.") from None
@@ -166,7 +168,8 @@ def _feed(run: RunDir, experiment: Experiment, name: str, report: Callable[[str]
     experiment.trust.make_importable()
     mark = Mark.of(run.path, name)
     config = masked_tree(load_yaml(run.config.read_text()))
-    node, where = experiment.logger[name], f"logger.{name}"
+    chosen, where = experiment.logger[name], f"logger.{name}"
+    node = Node(chosen.target, {key: value for key, value in chosen.kwargs.items() if key not in _OUR_KEYS})
 
     def connect(identity: str) -> Remote:
         info = RunInfo(run.path.resolve(), experiment.recipe.name, identity, config)
@@ -176,9 +179,8 @@ def _feed(run: RunDir, experiment: Experiment, name: str, report: Callable[[str]
     return Feed(Records(run.path), mark, connect, report)
 
 
-def _checkpoint(run: RunDir, name: str) -> tuple[Path, int] | None:
+def _checkpoint(run: RunDir, experiment: Experiment, name: str) -> tuple[Path, int] | None:
     """Return the checkpoint that a logger is to get, and its step."""
-    experiment = load(run.config.read_text())
     wanted = experiment.logger[name].kwargs.get("checkpoint")
     checkpoints = scan(run.checkpoints).complete if wanted else []  # the newest first
     if wanted == "best" and experiment.trainer.keep_best is not None:

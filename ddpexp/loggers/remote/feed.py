@@ -82,7 +82,7 @@ class Feed:
         self.mark = mark
         self.num_sent = 0  # rows
         self.problem: str | None = None  # why the last attempt failed
-        self.hopeless = False  # no later attempt will help
+        self.gave_up = False  # a later attempt cannot succeed
         self._records, self._connect, self._report = records, connect, report
         self._pending: list[Row] = []
         self._remote: Remote | None = None
@@ -103,7 +103,7 @@ class Feed:
     def push(self, final: bool = False) -> bool:
         """Send what is complete, or with `final` everything; return whether nothing of that is left."""
         self._pending += self._records.take(final)
-        if self.hopeless or time.monotonic() < self._retry_at:
+        if self.gave_up or time.monotonic() < self._retry_at:
             return False
         if not self._pending and self._remote is not None:
             return True
@@ -163,9 +163,9 @@ class Feed:
     def _fail(self, error: Exception) -> None:
         self._remote = None
         self._retry_at, self._pause = time.monotonic() + self._pause, min(2 * self._pause, _LONGEST_PAUSE)
-        self.hopeless = isinstance(error, NotReadyError)
+        self.gave_up = isinstance(error, NotReadyError)
         first, self.problem = self.problem is None, reason_of(error)
-        if self.hopeless:
+        if self.gave_up:
             self._report(f"records nothing: {self.problem}")
         elif first:
             self._report(f"waits ({self.problem}): what it lacks stays in metrics.jsonl, and is sent later")

@@ -19,7 +19,7 @@ from ddpexp.loggers.remote.source import Records
 
 
 class Server(Remote):
-    """A tracker: what has arrived, by name and step; it fails when told to, before or after a row has arrived."""
+    """A tracker: what has arrived, by name and step; it fails on request, before or after a row has arrived."""
 
     def __init__(self, answers: bool = True) -> None:
         self.values: dict[tuple[str, int], list[float]] = {}
@@ -222,7 +222,7 @@ def test_a_missing_login_is_reported_once_and_not_tried_again(run: Run) -> None:
     assert not run.feed.push()
     run.feed._retry_at = 0.0
     assert not run.feed.push(final=True)
-    assert run.feed.hopeless
+    assert run.feed.gave_up
     assert run.reports == ["records nothing: log in first."]
     assert run.server.opened == 1
 
