@@ -122,6 +122,7 @@ def _plan(argv: list[str], _server: Server | None) -> int:
 def _sync(argv: list[str], _server: Server | None) -> int:
     from ddpexp.cli.sync import sync
 
+    outcome.stop_on_signals()
     return sync(argv[1:], sys.argv)
 
 

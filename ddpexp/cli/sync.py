@@ -10,7 +10,6 @@ from ddpexp.cli.subcommands import stored_run
 from ddpexp.config import commands
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError
 from ddpexp.run import lock
-from ddpexp.run.outcome import stop_on_signals
 from ddpexp.run.sync import Sent, check_usable, send
 from ddpexp.system import files
 from ddpexp.system.terminal import print_json
@@ -39,7 +38,6 @@ def sync(argv: list[str], command: Sequence[str]) -> int:
     words = [word for word in argv if word != "--json"]
     run, experiment, _ = stored_run("sync", words, command)
     check_usable(experiment)
-    stop_on_signals()
     held = lock.take(run.path, run.ranks, f"sync {files.typed(run.path)}")
     try:
         sent = send(run, experiment)

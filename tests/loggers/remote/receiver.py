@@ -1,4 +1,4 @@
-"""A server of this machine that keeps what is posted to it."""
+"""A server of this machine that keeps what is posted to it, and answers which steps of a run it has."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ class Receiver:
                     receiver.posts.append(body)
                 self.send_response(receiver.status)
                 self.end_headers()
+
+            def do_GET(self) -> None:
+                run = self.path.partition("?run=")[2]
+                posts = [post for post in receiver.posts if post.get("run") == run and "step" in post]
+                last = {name: post["step"] for post in sorted(posts, key=lambda post: post["step"]) for name in post}
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(last).encode())
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
