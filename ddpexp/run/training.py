@@ -86,8 +86,6 @@ class Training(Job):
     def check(self, layout: Layout) -> None:
         """Check that the batch splits, that the device supports the options, and that initial weights exist."""
         check_layout(self.experiment, layout)
-        alerts.check(self._text)
-        sync.check_usable(self.experiment)
         source = self.experiment.run.init_from
         if source is not None and not resume.has_checkpoint(self._existing(())):
             weights.check_usable(Path(source), f"run.init_from={source}")
@@ -103,6 +101,7 @@ class Training(Job):
 
     def create(self) -> Path:
         """Create the run directory, or resume the run in it, for a later command."""
+        alerts.check(self._text)
         self._warn_of_deprecated_overrides()
         run, previous = self._claim(())
         self._notes = [*previous.notes, *list_changes(previous.changes)] if previous else []
@@ -148,6 +147,8 @@ class Training(Job):
 
     def begin(self, layout: Layout, participants: Participants) -> None:
         """Prepare the data, create the run directory or resume the run in it, and record what will run."""
+        alerts.check(self._text)
+        sync.check_usable(self.experiment)
         self._warn_of_deprecated_overrides()
         if self.vacant is not None:
             self.vacant()

@@ -118,7 +118,7 @@ def _has_login(environ: Mapping[str, str]) -> bool:
     """Return whether wandb will find a key: in the environment, or for its server in a netrc file."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    host = urlsplit(environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
     return any(_names(path, host) for path in _netrc_files(environ))
 
 
