@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 from ddpexp.checkpoint.adapters import Merged, is_factor, layers_with_adapters, lora_of
 from ddpexp.checkpoint.headers import INDEX, SINGLE, read_header
@@ -33,25 +31,25 @@ def export_weights(weights: Path, folder: Path, max_file_bytes: int) -> list[Pat
     entries = read_header(weights)
     layers = layers_with_adapters(entries)
     merged = set(layers)
-    with Merged(entries, layers, lora_of(weights).scale) if layers else Source(entries) as source:
-        tied = {  # not those of which only one name is merged
-            name: entry.stored_as
-            for name, entry in source.entries.items()
-            if name != entry.stored_as
-            and not {name.removesuffix(".weight"), entry.stored_as.removesuffix(".weight")} & merged
-        }
-        stored = [name for name in source.entries if name not in tied]
-        groups = list(_grouped({name: _num_bytes(source, name) for name in stored}, max_file_bytes))
-        names = [
-            SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
-            for number in range(1, len(groups) + 1)
-        ]
-        total = 0
-        for file, group in zip(names, groups, strict=True):
-            tensors = {name: source.read(name) for name in group}
-            total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-            aliases = {name: first for name, first in tied.items() if first in tensors}
-            save_file(tensors, folder / file, metadata={**aliases, "format": "pt"})
+    source = Merged(entries, layers, lora_of(weights).scale) if layers else Source(entries)
+    tied = {  # not those of which only one name is merged
+        name: entry.stored_as
+        for name, entry in source.entries.items()
+        if name != entry.stored_as
+        and not {name.removesuffix(".weight"), entry.stored_as.removesuffix(".weight")} & merged
+    }
+    stored = [name for name in source.entries if name not in tied]
+    groups = list(_grouped({name: _num_bytes(source, name) for name in stored}, max_file_bytes))
+    names = [
+        SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        for number in range(1, len(groups) + 1)
+    ]
+    total = 0
+    for file, group in zip(names, groups, strict=True):
+        tensors = {name: source.read(name) for name in group}
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        aliases = {name: first for name, first in tied.items() if first in tensors}
+        save_file(tensors, folder / file, metadata={**aliases, "format": "pt"})
     if len(groups) > 1:
         places = {name: file for file, group in zip(names, groups, strict=True) for name in group}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
@@ -73,11 +71,9 @@ def export_adapters(weights: Path, folder: Path) -> list[Path]:
     lora = lora_of(weights)
     _make(folder)
     others = [name for name in entries if not is_factor(name) and any(fnmatchcase(name, p) for p in lora.trained)]
-    with Source(entries) as source:
-        tensors: Mapping[str, Tensor] = {
-            f"{_PREFIX}{name}": source.read(name).clone() for name in entries if is_factor(name) or name in others
-        }
-    save_file(dict(tensors), folder / _ADAPTER_FILE, metadata={"format": "pt"})
+    source = Source(entries)
+    tensors = {f"{_PREFIX}{name}": source.read(name) for name in entries if is_factor(name) or name in others}
+    save_file(tensors, folder / _ADAPTER_FILE, metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
         "base_model_name_or_path": None,
@@ -95,7 +91,7 @@ def export_adapters(weights: Path, folder: Path) -> list[Path]:
 
 
 def _make(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(os.scandir(folder))):
+    if folder.exists() and (not folder.is_dir() or list(folder.iterdir())):
         raise RefusedError(f"{folder} is no empty folder: export into a new one.")
     folder.mkdir(parents=True, exist_ok=True)
 

@@ -62,12 +62,12 @@ def _load(
     tied = _ties(module, {name: rows(value)[0] for name, value in target.items() if not is_lazy(value)})
     shapes = {name: None if is_lazy(value) else tuple(value.shape) for name, value in target.items()}
     try:
-        with _open(path, target, lora) as source:
-            entries = {name: entry.shape for name, entry in source.entries.items()}
-            found = match(entries, shapes, selection or Selection(), tied, _may_be_missing)
-            problem = _different_ties(found, tied, source) if found.fits() else found.problem()
-            if problem is None:
-                _fill(module, target, found, source, rows)
+        source = _open(path, target, lora)
+        entries = {name: entry.shape for name, entry in source.entries.items()}
+        found = match(entries, shapes, selection or Selection(), tied, _may_be_missing)
+        problem = _different_ties(found, tied, source) if found.fits() else found.problem()
+        if problem is None:
+            _fill(module, target, found, source, rows)
     except RefusedError as error:
         raise RefusedError(f"{description}: {error}") from None
     if problem is not None:

@@ -24,7 +24,7 @@ from ddpexp.train.lora import LoRALinear, add_adapters
 from tests.checkpoint.test_writer import ALONE
 from tests.conftest import Ddpexp
 from tests.points import Recipe
-from tests.test_interruptions import CODE, DEEP, has_steps, kill_everything, same, wait_for
+from tests.test_interruptions import CODE, has_steps, kill_everything, same, wait_for
 
 LORA = LoRA(match=("body.*",), rank=2, alpha=6.0, train=("head.bias",))
 
@@ -187,7 +187,7 @@ def test_the_fast_path_of_evaluation_does_not_pass_over_adapters() -> None:
 
 
 RUN = (
-    *DEEP, "task._target_=points.Drawing", "trainer.gpus=2", "trainer.epochs=null", "trainer.max_steps=40",
+    "model._target_=points.Deep", "model.dropout=0.2", "task._target_=points.Drawing", "trainer.gpus=2", "trainer.epochs=null", "trainer.max_steps=40",
     "trainer.checkpoint_every=5", "trainer.ema_decay=0.9", "trainer.lora={match:['*'],rank:2,dropout:0.1}",
 )  # fmt: skip
 
