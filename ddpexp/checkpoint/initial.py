@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ddpexp.checkpoint import weights
@@ -73,6 +73,20 @@ def converted(run: Run, path: Path, folder: Path) -> tuple[Path, str | None]:
     target = folder.resolve() / _CONVERTED
     part = convert(path, target, override(run), run.init_weights == "ema")
     return target, part
+
+
+def as_safetensors(run: Run, found: Mapping[str, str], folder: Path, notes: list[str]) -> Mapping[str, str]:
+    """Return what workers are passed of `found`, the weights that the command has found: `converted` ones.
+
+    Adds a note on the part of the file that is taken. Without weights it removes the copy of a start that was killed.
+    """
+    if not found:
+        remove_converted(folder)
+        return found
+    path, part = converted(run, Path(found["init_from"]), folder)
+    if part is not None:
+        notes.append(f"{override(run)}: the part {part} of the file is taken")
+    return {"init_from": str(path)}
 
 
 def remove_converted(folder: Path) -> None:

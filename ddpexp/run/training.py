@@ -164,7 +164,7 @@ class Training(Job):
             data_notes = check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
             layout, notes = resume.resolve_layout(previous, layout, self.request.threads)
             notes += data_notes
-        initial_weights = self._converted(initial_weights, run, notes)
+        initial_weights = initial.as_safetensors(self.experiment.run, initial_weights, run.path, notes)
         self._layout = layout
         before = previous.manifest if previous else None
         code = code_of(self.identity)
@@ -189,16 +189,6 @@ class Training(Job):
             return {}
         path = initial.find(self.experiment.run, lambda text: print_message(f"ddpexp: warning: {text}"))
         return {"init_from": str(path.resolve())}
-
-    def _converted(self, initial_weights: Mapping[str, str], run: RunDir, notes: list[str]) -> Mapping[str, str]:
-        """Convert initial weights that are a file of torch.save to one in the run directory."""
-        if not initial_weights:
-            initial.remove_converted(run.path)  # of a start that was killed
-            return initial_weights
-        path, part = initial.converted(self.experiment.run, Path(initial_weights["init_from"]), run.path)
-        if part is not None:
-            notes.append(f"{initial.override(self.experiment.run)}: the part {part} of the file is taken")
-        return {"init_from": str(path)}
 
     def shared(self) -> dict[str, Any]:
         """Return the path of the run directory, and hashes that prove that another host sees the same one."""
