@@ -187,7 +187,7 @@ def compare(name, case, world, num_leaves):
     _, expected = trained(case, ALONE, num_leaves)
     for through, kind in (("shared_memory", OverMemory), ("backend", OverBackend)):
         model, found = trained(case, world, num_leaves, reduce_through=through)
-        assert type(model._exchange) is kind and (model.memory is not None) == (kind is OverMemory)
+        assert type(model.round.exchange) is kind and (model.memory is not None) == (kind is OverMemory)
         assert len(found) == len(expected)
         for place, (one, other) in enumerate(zip(found, expected)):
             assert (one is None) == (other is None) and (one is None or same(one, other)), (name, through, place, one, other)
