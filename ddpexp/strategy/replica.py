@@ -306,9 +306,9 @@ class Gradients:
                 setattr(gradient, _SEEN, gradient._version)
 
 
-def unused(names: Sequence[str]) -> DdpexpError:
-    """Return the error for parameters that got no gradient while others did."""
+def unused(names: Sequence[str], remedy: str = "strategy.find_unused_parameters=true") -> DdpexpError:
+    """Return the error for parameters that got no gradient while others did; `remedy` allows that."""
     return DdpexpError(
         f"{first_few(names)} got no gradient in a micro-batch, because its loss does not depend on it. If that is "
-        "intended, use strategy.find_unused_parameters=true."
+        f"intended, use {remedy}."
     )

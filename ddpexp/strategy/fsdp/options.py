@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -22,6 +22,8 @@ _GATHERED = 2  # blocks whose parameters a rank has whole: the one that computes
 @dataclass(frozen=True)
 class FSDPOptions(Options):
     """Options of sharded data parallelism; conf/strategy/fsdp.yaml explains every field."""
+
+    supports_exact: ClassVar[bool] = True
 
     kind: Literal["fsdp"]
     blocks: tuple[str, ...] | None
@@ -46,6 +48,11 @@ class FSDPOptions(Options):
             raise RefusedError(f"strategy.min_block_mb={self.min_block_mb}: use a number above 0.")
         if self.dp_replicate_size < 1:
             raise RefusedError(f"strategy.dp_replicate_size={self.dp_replicate_size}: use 1 or more.")
+        if trainer.reduction == "exact" and not self.broadcast_buffers:
+            raise RefusedError(
+                "trainer.reduction=exact combines the buffers of all micro-batches, so strategy.broadcast_buffers must "
+                "stay true."
+            )
         if trainer.compile:
             raise RefusedError(
                 f"trainer.compile={str(trainer.compile).lower()} is incompatible with strategy=fsdp, whose parameters "
@@ -111,6 +118,10 @@ class FSDPOptions(Options):
         prepare: Callable[[Any], None],
     ) -> Strategy:
         """Build the model and shard it."""
+        from ddpexp.strategy.fsdp.exact import ExactFSDP
         from ddpexp.strategy.fsdp.strategy import FSDP
 
-        return FSDP(self, world, factory, channels_last=trainer.channels_last, prepare=prepare)
+        common: dict[str, Any] = {"channels_last": trainer.channels_last, "prepare": prepare}
+        if trainer.reduction == "exact":
+            return ExactFSDP(self, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)
+        return FSDP(self, world, factory, **common)

@@ -14,15 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.launch import Layout
-from ddpexp.launch.workers.control import Control
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.strategy import FSDP
 from ddpexp.strategy.replica import Replicas
-from ddpexp.train import lazy_dynamo
 from ddpexp.train.precision import Precision
-from ddpexp.train.process import run_rank
 from tests.fitting import STRATEGY
 from tests.strategy.sharded import CUT, Make
 
@@ -67,19 +63,6 @@ class Net(nn.Module):
             rows = block(rows)
         result: Tensor = self.head(self.last(rows))
         return result
-
-
-def main(case: str, size: str) -> int:
-    """Run one of the functions below on every rank."""
-
-    def work(control: Control) -> None:
-        lazy_dynamo.defer()
-        torch.set_num_threads(1)
-        world = World.join(Layout(1, int(size), "cpu", "gloo", 1))
-        globals()[case](world)
-        world.barrier()
-
-    return run_rank(work)
 
 
 def seeded(factory: Callable[[], Any]) -> Callable[[], Any]:

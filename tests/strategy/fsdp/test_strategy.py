@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from ddpexp.errors import DdpexpError, RefusedError, WorkerError
-from ddpexp.launch import Layout, WorkerRequest
-from ddpexp.launch.launchers.local import Spawn
+from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.launch import Layout
 from ddpexp.strategy.fsdp.blocks import blocks_of
 from ddpexp.strategy.fsdp.strategy import FSDP
 from ddpexp.strategy.memory import Facts, Parameter
-from tests.conftest import Call, Ddpexp
+from tests.conftest import Ddpexp
 from tests.fitting import ALONE, TRAINER
 from tests.points import Recipe
 from tests.strategy.fsdp.ranks import OPTIONS, Block, Net
+from tests.strategy.on_ranks import works
 from tests.strategy.test_sharded_optimizer import files
 
 
@@ -39,18 +39,11 @@ from tests.strategy.test_sharded_optimizer import files
     ],
 )
 def test_the_numbers_are_those_of_replicas(case: str, size: int, tmp_path: Path, forked_servers: None) -> None:
-    works(case, size, tmp_path / "logs")
+    works("tests.strategy.fsdp.ranks", case, size, tmp_path / "logs")
 
 
 def test_what_cannot_be_sharded_is_refused_by_name(tmp_path: Path, forked_servers: None) -> None:
-    works("cannot", 2, tmp_path / "logs")
-
-
-def works(case: str, size: int, logs: Path) -> None:
-    try:
-        Spawn().launch(Call("tests.strategy.fsdp.ranks:main", [case, str(size)], logs, WorkerRequest(gpus=size)))
-    except WorkerError as error:
-        pytest.fail(f"{error.failure.message}\n{error.failure.traceback}")
+    works("tests.strategy.fsdp.ranks", "cannot", 2, tmp_path / "logs")
 
 
 def test_blocks_are_the_smallest_modules_of_a_size_or_those_of_a_class() -> None:

@@ -1,0 +1,29 @@
+"""Every strategy trains to the same bits: promise 8, for each pair of options, and in a long run for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.strategy.equality import AXES, every_case, pairs_of, pairwise, possible_pairs
+from tests.strategy.on_ranks import works
+
+
+def test_few_cases_have_every_pair_of_options() -> None:
+    cases = pairwise()
+    assert set().union(*(pairs_of(vars(case)) for case in cases)) == possible_pairs()
+    assert len(cases) < 70 < len(every_case(AXES["workers"]))
+
+
+@pytest.mark.parametrize("size", AXES["workers"])
+def test_each_pair_of_options_gives_the_weights_of_replicas_or_of_one_process(
+    size: int, tmp_path: Path, forked_servers: None
+) -> None:
+    works("tests.strategy.equality", "few", size, tmp_path / "logs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_all_options_give_them(size: int, tmp_path: Path, forked_servers: None) -> None:
+    works("tests.strategy.equality", "every", size, tmp_path / "logs")
