@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -96,6 +96,17 @@ class FSDPOptions(Options):
         block = min(max(int(self.min_block_mb * _MIB), largest), parts[0].num_bytes or 0)
         note = "parameters and gradients of the blocks that compute"
         return [*shares, Part("gathered blocks", 2 * _GATHERED * block, note)]
+
+    def reserved_bytes(
+        self, trained: Sequence[Any], buffers: Sequence[Any], trainer: TrainerOptions, layout: Layout, num_leaves: int
+    ) -> tuple[int, int]:
+        """Return the memory of exact sums: of one micro-batch a rank keeps none, of several those of all its rows."""
+        from ddpexp.strategy.reserved import sums_bytes
+
+        if trainer.reduction != "exact":
+            return 0, 0
+        summed = [*trained, *buffers] if num_leaves > 1 or layout.world_size == 1 else buffers
+        return sums_bytes(summed, num_leaves), 0
 
     def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
         """Return what the ranks send one another in a step: parameters twice, gradients once."""

@@ -54,6 +54,7 @@ class Sharding:
             sharded = {name: module for name, module in models.items() if name not in options.whole}
             check_classes(sharded, options.blocks or (), BLOCKS)
             return
+        dtype = sum_dtype(models)
         models = self._models_to_shard(models)
         _check_can_be_cut(models)
         replicas = options.dp_replicate_size
@@ -68,10 +69,10 @@ class Sharding:
         for block in blocks:
             self.blocks.append(fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward))
         if ordered:
-            self._use_own_collectives(models, sizes[-1])
+            self._use_own_collectives(models, sizes[-1], dtype)
 
-    def _use_own_collectives(self, models: Models, num_shards: int) -> None:
-        """Have the blocks sum in an order of ours. Ranks: all; communicates."""
+    def _use_own_collectives(self, models: Models, num_shards: int, dtype: torch.dtype) -> None:
+        """Have the blocks sum in an order of ours, exact sums in `dtype`. Ranks: all; communicates."""
         from ddpexp.strategy.fsdp import collectives
 
         world, steps = self._world, self._gradient_accumulation_steps
@@ -86,7 +87,7 @@ class Sharding:
             if steps is None:
                 reduce: Any = collectives.MeanReduceScatter(transport, world, num_shards)
             else:
-                reduce = collectives.TreeReduceScatter(transport, world, num_shards, steps, sum_dtype(models))
+                reduce = collectives.TreeReduceScatter(transport, world, num_shards, steps, dtype)
                 self.trees.append(reduce)
             collectives.use_collectives(block, reduce, self.memory, world, num_shards)
 

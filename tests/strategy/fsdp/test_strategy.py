@@ -64,15 +64,17 @@ def test_one_worker_refuses_a_class_that_the_model_lacks_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("options", "trainer", "sentence"),
     [
-        ({"compile": True}, "trainer.compile=true is incompatible with strategy=fsdp"),
-        ({"reduction": "exact"}, "trainer.reduction=exact is incompatible with strategy=fsdp"),
+        ({}, {"compile": True}, "trainer.compile=true is incompatible with strategy=fsdp"),
+        ({"broadcast_buffers": False}, {"reduction": "exact"}, "so strategy.broadcast_buffers must stay true."),
     ],
 )
-def test_what_the_trainer_cannot_combine_with_it_is_refused(changes: dict[str, Any], sentence: str) -> None:
+def test_what_the_trainer_cannot_combine_with_it_is_refused(
+    options: dict[str, Any], trainer: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(RefusedError) as caught:
-        OPTIONS.check(replace(TRAINER, **changes))
+        replace(OPTIONS, **options).check(replace(TRAINER, **trainer))
     assert sentence in str(caught.value)
 
 
