@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ddpexp.distributed.world import World
 from ddpexp.strategy.ddp import DDP
@@ -23,8 +24,8 @@ from tests.strategy.sharded import CUT
 
 STEPS = 3
 AXES: Mapping[str, Sequence[Any]] = {
-    "workers": (2, 3, 4),
-    "strategy": ("ddp", "shard_optimizer", "fsdp", "fsdp, one block", "fsdp, replayed", "hybrid"),
+    "strategy": ("shard_optimizer", "fsdp", "hybrid"),
+    "blocks": ("by size", "by class", "one, replayed"),
     "reduction": ("fast", "exact"),
     "optimizer": tuple(CUT),
     "micro_batches": (1, 2, 3),  # of each rank
@@ -42,6 +43,7 @@ class Case:
 
     workers: int
     strategy: str
+    blocks: str  # of a sharded model, and how it is built
     reduction: str
     optimizer: str
     micro_batches: int
@@ -50,16 +52,21 @@ class Case:
     through: str
 
 
-def every_case(workers: Sequence[int]) -> list[Case]:
-    """Return all cases with these numbers of workers."""
-    axes = {**AXES, "workers": workers}
+def every_case(workers: int) -> list[Case]:
+    """Return all cases with this number of workers; cuts and transports take turns."""
+    in_turn = {axis: cycle(AXES[axis]) for axis in ("blocks", "through")}
+    axes = {axis: values for axis, values in AXES.items() if axis not in in_turn}
     combined = (dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
-    return [Case(**values) for values in combined if is_possible(values)]
+    return [
+        Case(workers, **values, **{axis: next(turn) for axis, turn in in_turn.items()})
+        for values in combined
+        if is_possible(values, workers)
+    ]
 
 
-def is_possible(values: Mapping[str, Any]) -> bool:
-    """Return whether two replicas of two or four ranks each divide the workers, as far as they are chosen."""
-    return values.get("strategy") != "hybrid" or values.get("workers", 4) in (4, 8)
+def is_possible(values: Mapping[str, Any], workers: int) -> bool:
+    """Return whether two replicas of several ranks divide the workers, as far as the values are chosen."""
+    return values.get("strategy") != "hybrid" or workers in (4, 8)
 
 
 def pairs_of(values: Mapping[str, Any]) -> set[Pair]:
@@ -67,44 +74,45 @@ def pairs_of(values: Mapping[str, Any]) -> set[Pair]:
     return set(combinations(((axis, values[axis]) for axis in AXES if axis in values), 2))
 
 
-def possible_pairs() -> set[Pair]:
+def possible_pairs(workers: int) -> set[Pair]:
     """Return every pair of values of two axes that a case can have."""
     choices = combinations(AXES, 2)
     pairs = {((one, a), (other, b)) for one, other in choices for a, b in product(AXES[one], AXES[other])}
-    return {pair for pair in pairs if is_possible(dict(pair))}
+    return {pair for pair in pairs if is_possible(dict(pair), workers)}
 
 
-def pairwise() -> list[Case]:
+def pairwise(workers: int) -> list[Case]:
     """Return few cases in which every possible pair of values occurs."""
-    missing = possible_pairs()
+    missing = possible_pairs(workers)
     cases = []
     for pair in sorted(missing, key=str):
         if pair not in missing:
             continue
         values = dict(pair)
         for axis in [name for name in AXES if name not in values]:
-            choices = [values | {axis: value} for value in AXES[axis]]
-            values = max(filter(is_possible, choices), key=lambda choice: len(pairs_of(choice) & missing))
-        cases.append(Case(**values))
+            choices = [choice for value in AXES[axis] if is_possible(choice := values | {axis: value}, workers)]
+            values = max(choices, key=lambda choice: len(pairs_of(choice) & missing))
+        cases.append(Case(workers, **values))
         missing -= pairs_of(values)
     return cases
 
 
 def build(case: Case, world: World) -> Replicas:
     """Return the strategy of a case."""
-    exact = {"gradient_accumulation_steps": case.micro_batches * case.workers // world.world_size}
+    exact: dict[str, Any] = {"gradient_accumulation_steps": case.micro_batches * case.workers // world.world_size}
     through: Any = case.through
     if case.strategy in ("ddp", "shard_optimizer"):
         options = replace(STRATEGY, reduce_through=through, shard_optimizer=case.strategy == "shard_optimizer")
         if case.reduction == "exact":
             return Exact(options, world, seeded(Net), **exact)
         return DDP(options, world, seeded(Net))
-    ways: dict[str, dict[str, Any]] = {
-        "fsdp, one block": {"min_block_mb": 25, "reshard_after_forward": False},
-        "fsdp, replayed": {"init": "replay"},
-        "hybrid": {"dp_replicate_size": 2},
+    blocks: dict[str, dict[str, Any]] = {
+        "by size": {},
+        "by class": {"blocks": ("Block",), "reshard_after_forward": False},
+        "one, replayed": {"min_block_mb": 25, "init": "replay"},
     }
-    sharded = replace(OPTIONS, reduce_through=through, **ways.get(case.strategy, {}))
+    replicas = 2 if case.strategy == "hybrid" else 1
+    sharded = replace(OPTIONS, reduce_through=through, dp_replicate_size=replicas, **blocks[case.blocks])
     if case.reduction == "exact":
         return ExactFSDP(sharded, world, seeded(Net), **exact)
     return FSDP(sharded, world, seeded(Net))
@@ -143,7 +151,7 @@ def check(cases: Sequence[Case], world: World) -> None:
     """Compare each case with replicas of as many workers, and exact ones with one process. Ranks: all."""
     expected: dict[Case, tuple[dict[str, Tensor], list[float]]] = {}
     for case in cases:
-        plain = replace(case, strategy="ddp", through="shared_memory")
+        plain = replace(case, strategy="ddp", through="shared_memory", blocks="")
         if plain not in expected and (case.reduction == "fast" or world.is_rank_zero):
             strategy, norms = train(plain, ALONE if case.reduction == "exact" else world)
             expected[plain] = strategy.modules["model"].state_dict(), norms
@@ -154,13 +162,16 @@ def check(cases: Sequence[Case], world: World) -> None:
             assert str(norms) == str(expected_norms), (case, norms, expected_norms)
             for name, value in weights.items():
                 assert torch.equal(state[name], value), f"{case}: {name} differs"
+        if case.strategy == "fsdp":
+            held = sum(p.to_local().numel() for p in strategy.parameters() if isinstance(p, DTensor))
+            assert held < sum(p.numel() for p in strategy.parameters()) / world.world_size + 60  # a row of each tensor
 
 
 def few(world: World) -> None:
     """Compare a case for each pair of values."""
-    check([case for case in pairwise() if case.workers == world.world_size], world)
+    check(pairwise(world.world_size), world)
 
 
 def every(world: World) -> None:
-    """Compare all cases of so many workers."""
-    check(every_case([world.world_size]), world)
+    """Compare all cases."""
+    check(every_case(world.world_size), world)

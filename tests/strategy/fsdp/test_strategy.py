@@ -25,17 +25,14 @@ from tests.strategy.on_ranks import works
 from tests.strategy.test_sharded_optimizer import files
 
 
-@pytest.mark.variants(5)
+@pytest.mark.variants(3)
 @pytest.mark.parametrize(
     ("case", "size"),
     [
-        ("equal", 3),
-        ("hybrid", 4),
         ("clipped_and_skipped", 2),
         ("evaluated", 3),
         ("teacher", 2),
-        ("equal", 2),
-        ("equal", 4),
+        ("rows_of_replicas", 4),
     ],
 )
 def test_the_numbers_are_those_of_replicas(case: str, size: int, tmp_path: Path, forked_servers: None) -> None:
