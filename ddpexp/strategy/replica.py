@@ -162,7 +162,7 @@ class Replicas:
         norm = self.gradient_norm(parameters)
         with torch.no_grad():  # as `nn.utils.clip_grads_with_norm_`, which supports only dense gradients
             if values := self.gradient_values(parameters):
-                torch._foreach_mul_(values, torch.clamp(limit / (norm + 1e-6), max=1.0))
+                torch._foreach_mul_(values, torch.clamp(limit / (norm + 1e-6), max=1.0).to(values[0].device))
         return norm
 
     def clear_gradient(self) -> None:

@@ -35,6 +35,8 @@ class FSDPOptions(Options):
     dp_replicate_size: int
     gather_in_evaluation: bool
     init: Literal["whole", "replay"]
+    reduce_each_micro_batch: bool = False  # older runs do not have these
+    offload: bool = False
 
     @property
     def builds_whole(self) -> bool:
@@ -53,11 +55,27 @@ class FSDPOptions(Options):
                 "trainer.reduction=exact combines the buffers of all micro-batches, so strategy.broadcast_buffers must "
                 "stay true."
             )
+        if self.offload:
+            self._check_offload(trainer)
         if trainer.compile:
             raise RefusedError(
                 f"trainer.compile={str(trainer.compile).lower()} is incompatible with strategy=fsdp, whose parameters "
                 "are gathered by hooks between the modules. Use trainer.compile=false or strategy=ddp."
             )
+
+    def _check_offload(self, trainer: TrainerOptions) -> None:
+        """Refuse what needs all parameters or gradients on the GPU."""
+        for clashes, key, instead in (
+            (trainer.reduction == "exact", "trainer.reduction=exact", "trainer.reduction=fast"),
+            (trainer.precision == "fp16", "trainer.precision=fp16", "trainer.precision=bf16"),
+            (trainer.nonfinite == "skip", "trainer.nonfinite=skip", "trainer.nonfinite=stop"),
+            (self.init == "replay", "strategy.init=replay", "strategy.init=whole"),
+        ):
+            if clashes:
+                raise RefusedError(
+                    f"strategy.offload=true is incompatible with {key}, which works on the GPU with what is in the "
+                    f"memory of the CPU then. Use {instead} or strategy.offload=false."
+                )
 
     def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the workers; see `Options.check_layout`."""
@@ -71,6 +89,16 @@ class FSDPOptions(Options):
             raise RefusedError(
                 f"strategy.dp_replicate_size={replicas} leaves one worker to each replica, so nothing is sharded: use "
                 "strategy=ddp."
+            )
+        if self.offload and layout.device == "cpu":
+            raise RefusedError(
+                "strategy.offload=true keeps what a GPU does not need at the moment in the memory of the CPU, and these "
+                "are CPU workers: use strategy.offload=false."
+            )
+        if self.offload and size == 1:
+            raise RefusedError(
+                "strategy.offload=true is for two or more workers: one alone has nothing to gather. Use "
+                "strategy.offload=false."
             )
         if self.reduce_through == "shared_memory" and (layout.device == "cuda" or layout.nodes > 1):
             where = "workers have GPUs" if layout.device == "cuda" else f"workers are on {layout.nodes} nodes"
@@ -91,7 +119,7 @@ class FSDPOptions(Options):
         if layout.world_size == 1:
             return parts
         ranks = layout.world_size // self.dp_replicate_size
-        shares = [replace(part, num_bytes=-(-(part.num_bytes or 0) // ranks)) for part in parts]
+        shares = [replace(p, num_bytes=-(-(p.num_bytes or 0) // ranks), on_host=self.offload) for p in parts]
         largest = max((parameter.num_bytes for parameter in facts.parameters), default=0)
         block = min(max(int(self.min_block_mb * _MIB), largest), parts[0].num_bytes or 0)
         note = "parameters and gradients of the blocks that compute"

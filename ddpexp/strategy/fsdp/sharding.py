@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -67,7 +67,12 @@ class Sharding:
         if ordered and replicas > 1:
             mesh = mesh["shard"]  # the replicas, too, are summed by our reduce-scatter
         for block in blocks:
-            self.blocks.append(fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward))
+            self.blocks.append(
+                fully_shard(
+                    block, mesh=mesh, reshard_after_forward=options.reshard_after_forward,
+                    offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+                )
+            )  # fmt: skip
         if ordered:
             self._use_own_collectives(models, sizes[-1], dtype)
 

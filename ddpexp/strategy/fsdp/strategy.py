@@ -90,9 +90,9 @@ class FSDP(Replicas):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Reduce gradients in the backward pass of the last micro-batch."""
+        """Reduce gradients in the backward pass of the last micro-batch, or of each."""
         for module in self._sharded:
-            module.set_requires_gradient_sync(last, recurse=False)
+            module.set_requires_gradient_sync(last or self._options.reduce_each_micro_batch, recurse=False)
         yield
         if last:
             self._buffers_due = True
@@ -126,9 +126,10 @@ class FSDP(Replicas):
             return super().gradient_norm(parameters)
         dtype = norm_dtype(parameters)
         norms = [self._all_row_norms(parameter.grad, dtype) for parameter in parameters if parameter.grad is not None]
+        device = self._world.device
         if not norms:
-            return torch.zeros((), device=self._world.device)
-        everything = torch.cat([values.view(-1) for values in norms])  # each row is zero on all ranks but one
+            return torch.zeros((), device=device)
+        everything = torch.cat([values.view(-1).to(device) for values in norms])  # a row is zero on all ranks but one
         return norm_of_rows([replace(self._world, memory=self.memory).sum(everything)])
 
     def _all_row_norms(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -192,7 +193,13 @@ class FSDP(Replicas):
         like = self._names.get(name)
         if not isinstance(like, DTensor) or like.shape != tensor.shape:
             return tensor
-        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+        if not self._options.offload:
+            return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+        local, first = like.to_local(), first_row(like)
+        rows = tensor[first : first + len(local)].to(local.device)
+        return DTensor.from_local(
+            rows, like.device_mesh, like.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
 
 
 def _channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
