@@ -137,7 +137,7 @@ class Loop:
                 f"{', '.join(self.optimizers)}."
             )
         for name, optimizer in self.optimizers.items():
-            restore_optimizer(optimizer, optimizers[name], self._parameter_names, name, self.strategy.from_whole)
+            restore_optimizer(optimizer, optimizers[name], self._parameter_names, name, self.strategy)
         self.precision.restore(precision)
 
     def _start(self) -> None:

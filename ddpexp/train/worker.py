@@ -194,6 +194,8 @@ def restore(context: RunContext, built: Built) -> None:
     else:
         restore_checkpoint(built.newest, loop, built.checkpointer)
         log.info(f"resumed after step {built.newest.step} of {num_steps}, from {relative(built.newest.folder)}")
+        if other_bits := experiment.strategy.other_bits(trainer, plan.gradient_accumulation_steps):
+            log.info(other_bits)
         if missing := experiment.strategy.missing_in_checkpoints():
             log.warning(missing)
     set_aside(built.damaged)  # now that nothing can refuse this start any more

@@ -92,8 +92,8 @@ class FSDPOptions(Options):
             )
         if self.offload and layout.device == "cpu":
             raise RefusedError(
-                "strategy.offload=true keeps what a GPU does not need at the moment in the memory of the CPU, and these "
-                "are CPU workers: use strategy.offload=false."
+                "strategy.offload=true keeps what a GPU does not need at the moment in the memory of the CPU, and "
+                "these are CPU workers: use strategy.offload=false."
             )
         if self.offload and size == 1:
             raise RefusedError(
@@ -110,6 +110,15 @@ class FSDPOptions(Options):
     def import_modules(self) -> None:
         """Import FSDP2."""
         import torch.distributed.fsdp  # noqa: F401
+
+    def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
+        """Return that gradients are summed in another order."""
+        if not self.reduce_each_micro_batch or trainer.reduction == "exact" or gradient_accumulation_steps == 1:
+            return ""
+        return (
+            "strategy.reduce_each_micro_batch=true sums gradients over the workers first, then over the micro-batches: "
+            "the last bits of the weights will differ from those of strategy=ddp"
+        )
 
     def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
         """Return a rank's share of everything that is sharded, and the blocks that it has whole for a moment."""

@@ -119,6 +119,12 @@ def clipped_and_skipped(world: World) -> None:
             train(world, strategy, CUT["adamw"], limit, bad_step)
         check_equal(found, expected, f"limit {limit}, bad step {bad_step}")
 
+    one_reduction, each = (
+        FSDP(replace(OPTIONS, reduce_each_micro_batch=value), world, seeded(Net)) for value in (False, True)
+    )
+    norms = [train(world, strategy, CUT["nesterov"]) for strategy in (one_reduction, each)]
+    assert all(abs(one - other) < 1e-4 * one for one, other in zip(*norms, strict=True)), norms
+
 
 def rows_of_replicas(world: World) -> None:
     """With hybrid sharding each rank knows which rows it holds, and of which replica."""

@@ -65,6 +65,9 @@ def test_one_worker_refuses_a_class_that_the_model_lacks_too() -> None:
     [
         ({}, {"compile": True}, "trainer.compile=true is incompatible with strategy=fsdp"),
         ({"broadcast_buffers": False}, {"reduction": "exact"}, "so strategy.broadcast_buffers must stay true."),
+        ({"offload": True}, {"precision": "fp16"}, "strategy.offload=true is incompatible with trainer.precision=fp16"),
+        ({"offload": True}, {"nonfinite": "skip"}, "Use trainer.nonfinite=stop or strategy.offload=false."),
+        ({"offload": True, "init": "replay"}, {}, "strategy.offload=true is incompatible with strategy.init=replay"),
     ],
 )
 def test_what_the_trainer_cannot_combine_with_it_is_refused(
@@ -83,6 +86,22 @@ def test_replicas_must_divide_the_workers() -> None:
         with pytest.raises(RefusedError) as caught:
             replace(OPTIONS, dp_replicate_size=size).check_layout(TRAINER, Layout(1, 4, "cpu", "gloo", 1), 1)
         assert str(caught.value) == sentence
+
+
+def test_offload_needs_gpus_and_something_to_gather() -> None:
+    for size, device, sentence in ((2, "cpu", "these are CPU workers"), (1, "cuda", "is for two or more workers")):
+        with pytest.raises(RefusedError, match=sentence):
+            replace(OPTIONS, offload=True).check_layout(TRAINER, Layout(1, size, device, "gloo", 1), 1)  # type: ignore[arg-type]
+    replace(OPTIONS, offload=True).check_layout(TRAINER, Layout(1, 2, "cuda", "nccl", 1), 1)
+
+
+def test_a_sum_in_another_order_is_logged() -> None:
+    each = replace(OPTIONS, reduce_each_micro_batch=True)
+    assert each.other_bits(TRAINER, 2).startswith(
+        "strategy.reduce_each_micro_batch=true sums gradients over the workers"
+    )
+    exact = replace(TRAINER, reduction="exact")
+    assert [OPTIONS.other_bits(TRAINER, 2), each.other_bits(TRAINER, 1), each.other_bits(exact, 2)] == ["", "", ""]
 
 
 def test_the_plan_counts_shares_and_the_blocks_that_are_gathered() -> None:
