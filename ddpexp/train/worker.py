@@ -177,6 +177,8 @@ def build(context: RunContext) -> Built:
         num_steps,
     )  # fmt: skip
     log.info(report.headline())
+    if other_bits := experiment.strategy.other_bits(trainer, plan.gradient_accumulation_steps):
+        log.info(other_bits)
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
     return Built(loop, checkpointer, report, newest, damaged, compilations)
@@ -194,8 +196,6 @@ def restore(context: RunContext, built: Built) -> None:
     else:
         restore_checkpoint(built.newest, loop, built.checkpointer)
         log.info(f"resumed after step {built.newest.step} of {num_steps}, from {relative(built.newest.folder)}")
-        if other_bits := experiment.strategy.other_bits(trainer, plan.gradient_accumulation_steps):
-            log.info(other_bits)
         if missing := experiment.strategy.missing_in_checkpoints():
             log.warning(missing)
     set_aside(built.damaged)  # now that nothing can refuse this start any more

@@ -91,7 +91,7 @@ def test_replicas_must_divide_the_workers() -> None:
 def test_offload_needs_gpus_and_something_to_gather() -> None:
     for size, device, sentence in ((2, "cpu", "these are CPU workers"), (1, "cuda", "is for two or more workers")):
         with pytest.raises(RefusedError, match=sentence):
-            replace(OPTIONS, offload=True).check_layout(TRAINER, Layout(1, size, device, "gloo", 1), 1)  # type: ignore[arg-type]
+            replace(OPTIONS, offload=True).check_layout(TRAINER, Layout(1, size, device, "gloo", 1), 1)
     replace(OPTIONS, offload=True).check_layout(TRAINER, Layout(1, 2, "cuda", "nccl", 1), 1)
 
 
