@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ddpexp.checkpoint import weights
+from ddpexp.checkpoint import initial
 from ddpexp.config.compare import list_changes
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.registry import deprecation_warnings
@@ -22,7 +23,7 @@ from ddpexp.config.validate import check_batches, check_layout
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.launch.rendezvous import started_by
-from ddpexp.run import directory, lock, manifest, repository, resume
+from ddpexp.run import alerts, directory, lock, manifest, repository, resume, sync
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare
 from ddpexp.run.resume_arguments import config_options, trust_arguments
@@ -85,9 +86,8 @@ class Training(Job):
     def check(self, layout: Layout) -> None:
         """Check that the batch splits, that the device supports the options, and that initial weights exist."""
         check_layout(self.experiment, layout)
-        source = self.experiment.run.init_from
-        if source is not None and not resume.has_checkpoint(self._existing(())):
-            weights.check_usable(Path(source), f"run.init_from={source}")
+        if not resume.has_checkpoint(self._existing(())):
+            initial.check_exists(self.experiment.run)
 
     def check_range(self, layouts: Sequence[Layout]) -> None:
         """Check every layout of a range; the batch first, over all of them."""
@@ -100,6 +100,7 @@ class Training(Job):
 
     def create(self) -> Path:
         """Create the run directory, or resume the run in it, for a later command."""
+        alerts.check(self._text)
         self._warn_of_deprecated_overrides()
         run, previous = self._claim(())
         self._notes = [*previous.notes, *list_changes(previous.changes)] if previous else []
@@ -145,6 +146,8 @@ class Training(Job):
 
     def begin(self, layout: Layout, participants: Participants) -> None:
         """Prepare the data, create the run directory or resume the run in it, and record what will run."""
+        alerts.check(self._text)
+        sync.check_usable(self.experiment)
         self._warn_of_deprecated_overrides()
         if self.vacant is not None:
             self.vacant()
@@ -161,6 +164,7 @@ class Training(Job):
             data_notes = check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
             layout, notes = resume.resolve_layout(previous, layout, self.request.threads)
             notes += data_notes
+        initial_weights = initial.as_safetensors(self.experiment.run, initial_weights, run.path, notes)
         self._layout = layout
         before = previous.manifest if previous else None
         code = code_of(self.identity)
@@ -179,14 +183,11 @@ class Training(Job):
         for warning in deprecation_warnings(self.identity, self._new_overrides):
             print_message(f"ddpexp: warning: {warning}")
 
-    def _initial_weights(self, owners: Sequence[str]) -> dict[str, str]:
+    def _initial_weights(self, owners: Sequence[str]) -> Mapping[str, str]:
         """Return the resolved path of run.init_from for the first start, the same for all workers."""
-        source = self.experiment.run.init_from
-        if source is None or resume.has_checkpoint(self._existing(owners)):
+        if self.experiment.run.init_from is None or resume.has_checkpoint(self._existing(owners)):
             return {}
-        path = weights.find(
-            Path(source), f"run.init_from={source}", lambda text: print_message(f"ddpexp: warning: {text}")
-        )
+        path = initial.find(self.experiment.run, lambda text: print_message(f"ddpexp: warning: {text}"))
         return {"init_from": str(path.resolve())}
 
     def shared(self) -> dict[str, Any]:
@@ -227,6 +228,8 @@ class Training(Job):
             return
         if self.run is None or (not self._began and self.run.status() in ("done", None)):
             return
+        if self._trained_here:
+            self._alert(alerts.text_of_failure(failure))
         with self._warn_if_unwritable(self.run):
             if refused and self._files.can_be_undone:
                 self._files.undo(self.run)
@@ -240,6 +243,8 @@ class Training(Job):
         with self._warn_if_unwritable(self.run):
             self.run.interrupt(step)
         folder = files.relative(self.run.path)
+        if self.leads and self._trained_here and self.run.status() != "done":
+            self._alert(f"was interrupted{f' after step {step}' if step is not None else ''}, and can be resumed")
         if self.run.status() == "done":
             return f"the run was finished by then, see {folder}"
         left = (
@@ -248,6 +253,20 @@ class Training(Job):
         if step is not None and not saved:
             left = f"not everything up to step {step} could be saved in time, {left}"
         return f"{left}; resume it{self._how_to_resume(self.run)}"
+
+    def done(self) -> None:
+        """Send the alert on the end of the run."""
+        if self.leads and self._trained_here and self.run is not None and self.run.status() == "done":
+            self._alert(alerts.text_of(self.run.read(self.run.result)))
+
+    @property
+    def _trained_here(self) -> bool:
+        """Return whether this command ran the workers, and did not only submit them or refuse."""
+        return self._layout is not None
+
+    def _alert(self, what: str) -> None:
+        assert self.run is not None
+        alerts.send(self._text, f"{self.name} {what} ({self.run.path.absolute()} on {platform.node()})")
 
     def close(self) -> None:
         """Release the lock."""

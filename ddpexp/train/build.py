@@ -27,7 +27,9 @@ from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger, Many, Null
 from ddpexp.loggers.jsonl import JsonLines
 from ddpexp.loggers.progress import Progress
+from ddpexp.loggers.remote.follower import Followers
 from ddpexp.run.directory import RunDir
+from ddpexp.run.sync import end_seconds, is_remote
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
@@ -37,6 +39,7 @@ from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
+from ddpexp.train.lora import add_adapters
 from ddpexp.train.precision import Precision
 from ddpexp.train.recipe_checks import (
     check_callback,
@@ -185,8 +188,11 @@ def build_model(experiment: Experiment, trains: bool = True) -> Any:
     """
     seed_everything(experiment.trainer.seed)
     torch.manual_seed(experiment.trainer.seed)  # generators of GPUs, too
-    model = instantiate(experiment.model, experiment.trust, "model")
-    return check_model(model, experiment.model.target, trains=trains)
+    model = check_model(
+        instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=trains
+    )
+    add_adapters(model, experiment.trainer)
+    return model
 
 
 def build_strategy(
@@ -279,7 +285,13 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
         return Null()
     run = context.run
     loggers: list[Logger] = [JsonLines(run.metrics), Progress(context.control, context.log, num_steps)]
+    remote = [name for name in context.experiment.logger if is_remote(context.experiment, name)]
+    if remote:
+        limits = {name: end_seconds(context.experiment.logger[name]) for name in remote}
+        loggers.append(Followers(run.path, limits, context.log))
     for name, node in context.experiment.logger.items():
+        if name in remote:
+            continue
         where = f"logger.{name}"
         target = f"{where}._target_={node.target}"
         check_takes_directory(locate(node.target, context.experiment.trust, where), node.kwargs, target)
@@ -355,7 +367,10 @@ def build_loop(
                 task.optimizers(model, make), task.optimizers
             )
             return optimizers
-        return {"optimizer": make(strategy.parameters())}
+        parameters = strategy.parameters()
+        if trainer.lora is not None:
+            parameters = (parameter for parameter in parameters if parameter.requires_grad)
+        return {"optimizer": make(parameters)}
 
     return Loop(
         task=task,
