@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -37,6 +37,16 @@ class Group:
     settings: Mapping[str, Any]  # that differ from the section `optimizer`
     members: tuple[int, ...]  # positions of the parameters
     sources: tuple[str, ...]  # the keys that these settings come from
+    conditions: tuple[str, ...]  # by which these chose the parameters
+
+
+class _Setting(NamedTuple):
+    """A setting of a parameter, and where it comes from."""
+
+    value: Any
+    label: str
+    source: str
+    conditions: str
 
 
 def describe(models: Mapping[str, nn.Module], single: bool) -> dict[int, Described]:
@@ -74,16 +84,17 @@ def groups_of(experiment: Experiment, parameters: Sequence[Described]) -> list[G
     if not trainer.param_groups and trainer.layer_decay is None:
         return None
     lr = float(optimizer.kwargs["lr"])
-    settings: list[dict[str, tuple[Any, str, str]]] = [{} for _ in parameters]  # value, label, source
+    settings: list[dict[str, _Setting]] = [{} for _ in parameters]
     if trainer.layer_decay is not None:
         for own, (label, scale) in zip(settings, layer_scales(parameters, trainer.layer_decay), strict=True):
             if scale != 1:
-                own["lr"] = (lr * scale, label, "trainer.layer_decay")
+                own["lr"] = _Setting(lr * scale, label, "trainer.layer_decay", f"layer {label}")
     for index, entry in enumerate(trainer.param_groups or ()):
         where = f"trainer.param_groups[{index}]"
         chosen, label = matches(entry, parameters, where, lr), label_of(entry, index)
         for position in chosen:
-            settings[position] |= {key: (v, label, where) for key, v in entry.settings_for(lr).items()}
+            for key, value in entry.settings_for(lr).items():
+                settings[position][key] = _Setting(value, label, where, entry.conditions())
     return _collected(settings)
 
 
@@ -103,22 +114,21 @@ def _rounded(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in settings.items()}
 
 
-def _collected(settings: Sequence[Mapping[str, tuple[Any, str, str]]]) -> list[Group]:
+def _collected(settings: Sequence[Mapping[str, _Setting]]) -> list[Group]:
     """Put parameters with equal settings together, in the order in which the model has the first of each group."""
     members: dict[str, list[int]] = {}
     for position, own in enumerate(settings):
-        members.setdefault(repr(sorted((key, value[0]) for key, value in own.items())), []).append(position)
+        members.setdefault(repr(sorted((key, one.value) for key, one in own.items())), []).append(position)
     groups: list[Group] = []
     counts: dict[str, int] = {}
     for positions in members.values():
-        own = settings[positions[0]]
-        labels = dict.fromkeys(label for p in positions for _, label, _ in settings[p].values())
-        sources = dict.fromkeys(source for p in positions for _, _, source in settings[p].values())
-        name = "-".join(list(labels)[:4]) or OTHER
+        values = {key: one.value for key, one in settings[positions[0]].items()}
+        origins = dict.fromkeys(one[1:] for position in positions for one in settings[position].values())
+        labels, sources, conditions = (tuple(dict.fromkeys(origin[i] for origin in origins)) for i in range(3))
+        name = "-".join(labels[:4]) or OTHER
         counts[name] = counts.get(name, 0) + 1
-        values = {key: value[0] for key, value in own.items()}
         numbered = f"{name}_{counts[name]}" if counts[name] > 1 else name
-        groups.append(Group(numbered, values, tuple(positions), tuple(sources)))
+        groups.append(Group(numbered, values, tuple(positions), sources, conditions))
     return groups
 
 
