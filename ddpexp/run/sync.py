@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import queue
 import signal
@@ -49,6 +50,7 @@ def check_usable(experiment: Experiment) -> None:
     for name, node in experiment.logger.items():
         where = f"logger.{name}"
         if key_of(where, node.target) in REMOTE_LOGGERS:
+            end_seconds(node, name)
             problem = locate(node.target, experiment.trust, where).problem(where, node.kwargs, os.environ)
             if problem is not None:
                 raise RefusedError(problem)
@@ -63,9 +65,16 @@ def is_remote(experiment: Experiment, name: str) -> bool:
     return isinstance(kind, type) and issubclass(kind, Remote)
 
 
-def end_seconds(node: Node) -> float:
-    """Return how long the end of the run waits for a remote logger."""
-    return float(node.kwargs.get("end_seconds", END_SECONDS))
+def end_seconds(node: Node, name: str) -> float:
+    """Return how long the end of the run waits for the remote logger of this name.
+
+    Raises:
+        RefusedError: its `end_seconds` is no such time.
+    """
+    value = node.kwargs.get("end_seconds", END_SECONDS)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise RefusedError(f"logger.{name}.end_seconds={value} is not a time: use seconds, 0 or more, such as 10.")
+    return float(value)
 
 
 def follow(parent: int, reports: int, path: str, name: str) -> int:
