@@ -26,7 +26,7 @@ _FREE = (
         "limit_eval_batches",
     )),
     *(f"strategy.{name}" for name in ("reduce_through", "bucket_cap_mb", "gradient_as_bucket_view",
-        "find_unused_parameters", "shard_optimizer")),
+        "find_unused_parameters", "shard_optimizer", "offload")),
 )  # fmt: skip
 # What the steps so far were made of, and why it stays.
 _FIXED = {
@@ -36,6 +36,7 @@ _FIXED = {
     "trainer.limit_train_samples": "the steps to come would see other samples than the order of this run says",
     "data": "the steps to come would see other samples than the order of this run says",
     "optimizer._target_": "what the checkpoint holds of the optimizer belongs to the old one",
+    "trainer.lora": "the adapters in the checkpoint belong to the old one",
     "model._target_": "the weights in the checkpoint belong to the old one",
 }
 _STEPS = ("trainer.epochs", "trainer.max_steps")

@@ -107,11 +107,6 @@ class Options:
     kind: str
     supports_exact: ClassVar[bool] = False  # trainer.reduction=exact: the same bits at every number of workers
 
-    @property
-    def builds_whole(self) -> bool:
-        """Return whether every rank builds the whole model, into which weights of run.init_from can be loaded."""
-        return True
-
     def data_rank(self, rank: int, world_size: int) -> DataRank:
         """Return which share of the global batch a rank computes."""
         return DataRank(rank, world_size)
@@ -140,6 +135,10 @@ class Options:
 
     def missing_in_checkpoints(self) -> str:
         """Return what a checkpoint does not hold and what follows from it, as a sentence; empty if it holds all."""
+        return ""
+
+    def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
+        """Return which option makes the last bits others than those of strategy=ddp, as a sentence; empty if none."""
         return ""
 
     def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
