@@ -31,6 +31,7 @@ from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Null
 from ddpexp.strategy.options import Options
+from ddpexp.strategy.replica import Replicas
 from ddpexp.task import Sums
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.loop import Loop
@@ -49,11 +50,12 @@ WAYS: dict[str, tuple[Options, str]] = {
     "exact": (replace(STRATEGY, shard_optimizer=True), "exact"),
     "fsdp": (OPTIONS, "fast"),
     "replayed": (replace(OPTIONS, init="replay"), "fast"),
+    "reset": (replace(OPTIONS, init="reset_parameters"), "fast"),
     "hybrid": (replace(OPTIONS, dp_replicate_size=2), "fast"),
 }
 CHAIN = [
     ("ddp", 1), ("fsdp", 3), ("exact", 4), ("replayed", 4), ("sharded optimizer", 3), ("hybrid", 4), ("ddp", 2),
-    ("replayed", 2), ("sharded optimizer", 2), ("fsdp", 1), ("exact", 1), ("hybrid", 4), ("exact", 3), ("fsdp", 4),
+    ("reset", 3), ("replayed", 2), ("sharded optimizer", 2), ("fsdp", 1), ("exact", 1), ("hybrid", 4), ("exact", 3), ("fsdp", 4),
     ("ddp", 3),
 ]  # fmt: skip
 SECONDS = 60
@@ -72,7 +74,7 @@ def build(world: World, way: str, folder: Path) -> Loop:
     options, reduction = WAYS[way]
     trainer = replace(TRAINER, global_batch_size=12, micro_batch_size=1, reduction=reduction, ema_decay=0.9)  # type: ignore[arg-type]
     plan = plan_batches(12, 1, world.world_size)
-    strategy = options.build(
+    strategy = (options if way == "ddp" else options.to_be_loaded()).build(
         world, seeded(Net), trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps,
         prepare=lambda models: None,
     )  # fmt: skip
@@ -95,6 +97,7 @@ def link(world: World, way: str, source: Path | None, folder: Path) -> tuple[str
     state = loop.checkpointer
     assert isinstance(state, RunState)
     if source is None:
+        assert isinstance(loop.strategy, Replicas)
         train(world, loop.strategy, lambda parameters: loop.optimizers["optimizer"])
         loop.state.step = 6
     else:
@@ -153,14 +156,28 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
+def sharded(size: int, replicas: int = 1, init: str = "whole", gather: str = "true") -> tuple[str, ...]:
+    return (
+        "strategy=fsdp", f"strategy.dp_replicate_size={replicas}", f"strategy.init={init}", "trainer.reduction=fast",
+        f"strategy.gather_in_evaluation={gather}", f"trainer.gpus={size}",
+    )  # fmt: skip
+
+
+def replicated(size: int, reduction: str = "fast", optimizer: str = "false") -> tuple[str, ...]:
+    return (
+        "strategy=ddp", f"strategy.shard_optimizer={optimizer}", f"trainer.reduction={reduction}",
+        f"trainer.gpus={size}",
+    )  # fmt: skip
+
+
 COMMANDS = {
-    "ddp": ("strategy=ddp", "trainer.gpus=2"),
-    "sharded optimizer": ("strategy.shard_optimizer=true", "trainer.gpus=3"),
-    "exact": ("trainer.reduction=exact", "trainer.gpus=4"),
-    "fsdp": ("strategy=fsdp", "trainer.gpus=3"),
-    "replayed": ("strategy=fsdp", "strategy.init=replay", "strategy.gather_in_evaluation=false", "trainer.gpus=2"),
-    "hybrid": ("strategy=fsdp", "strategy.dp_replicate_size=2", "trainer.gpus=4"),
-    "alone": ("strategy=ddp", "trainer.gpus=1"),
+    "ddp": replicated(2),
+    "sharded optimizer": replicated(3, optimizer="true"),
+    "exact": replicated(4, "exact"),
+    "fsdp": sharded(3),
+    "replayed": sharded(2, init="replay", gather="false"),
+    "hybrid": sharded(4, replicas=2),
+    "alone": replicated(1),
 }
 
 

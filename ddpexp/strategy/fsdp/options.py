@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -32,7 +32,8 @@ class FSDPOptions(Options):
     whole: tuple[str, ...]
     dp_replicate_size: int
     gather_in_evaluation: bool
-    init: Literal["whole", "replay"]
+    init: Literal["whole", "replay", "reset_parameters"]
+    draws_values: ClassVar[bool] = True  # whether initial weights are needed
 
     @property
     def builds_whole(self) -> bool:
@@ -71,6 +72,10 @@ class FSDPOptions(Options):
                 f"strategy.reduce_through=shared_memory is for CPU workers of one host, and these {where}. "
                 "Use strategy.reduce_through=auto."
             )
+
+    def to_be_loaded(self) -> FSDPOptions:
+        """Return options that leave out the initial weights."""
+        return _ToBeLoaded(**vars(self))
 
     def import_modules(self) -> None:
         """Import FSDP2."""
@@ -114,3 +119,8 @@ class FSDPOptions(Options):
         from ddpexp.strategy.fsdp.strategy import FSDP
 
         return FSDP(self, world, factory, channels_last=trainer.channels_last, prepare=prepare)
+
+
+@dataclass(frozen=True)
+class _ToBeLoaded(FSDPOptions):
+    draws_values: ClassVar[bool] = False
