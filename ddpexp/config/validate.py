@@ -10,7 +10,7 @@ from pathlib import Path
 from ddpexp.config.build import nearest, shown, unknown_key
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.instantiate import Node
-from ddpexp.config.registry import key_of
+from ddpexp.config.registry import REMOTE_LOGGERS, key_of
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
@@ -300,6 +300,7 @@ def _check_together(experiment: Experiment) -> None:
             "there are none. Use strategy.init=whole."
         )
     _check_callbacks(experiment)
+    _check_loggers(experiment)
     if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
         raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
     if trainer.reduction == "exact" and trainer.micro_batch_size == "auto":
@@ -307,6 +308,32 @@ def _check_together(experiment: Experiment) -> None:
             f"trainer.reduction=exact sums over micro-batches that are the same at every number of workers: "
             f"type their size, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}."
         )
+
+
+ALERT_URL = "alert_url"  # the key of the section `logger` that is no logger
+
+
+def check_alert_url(url: object) -> None:
+    """Check the address of the webhook, which is never printed.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    if url is not None and not (isinstance(url, str) and re.fullmatch(r"https?://[^\s/]+\S*", url)):
+        raise RefusedError(
+            f"logger.{ALERT_URL} is not an address that begins with https:// or http://. Name the variable that holds "
+            f"it: logger.{ALERT_URL}='${{oc.env:SLACK_WEBHOOK}}'."
+        )
+
+
+def _check_loggers(experiment: Experiment) -> None:
+    for name, node in experiment.logger.items():
+        wants_best = key_of(f"logger.{name}", node.target) in REMOTE_LOGGERS and node.kwargs.get("checkpoint") == "best"
+        if wants_best and experiment.trainer.keep_best is None:
+            raise RefusedError(
+                f"logger.{name}.checkpoint=best needs to know which is the best: type trainer.keep_best, for example "
+                f"trainer.keep_best=min:eval/loss, or logger.{name}.checkpoint=last."
+            )
 
 
 def _check_callbacks(experiment: Experiment) -> None:

@@ -156,7 +156,7 @@ def build(context: RunContext) -> Built:
     )  # fmt: skip
 
     newest, damaged = choose(run, world, experiment.run.resume == "require")
-    strategy = build_strategy(experiment, world, plan, _initial_weights(context, newest))
+    strategy = build_strategy(experiment, world, plan, _initial_weights(context, newest), newest is not None)
     if newest is not None and world.is_rank_zero:
         inputs |= check_same_data(context, newest, inputs["data"], batches.steps_per_epoch)
     num_steps = count_steps(trainer, batches.steps_per_epoch)
@@ -177,6 +177,8 @@ def build(context: RunContext) -> Built:
         num_steps,
     )  # fmt: skip
     log.info(report.headline())
+    if other_bits := experiment.strategy.other_bits(trainer, plan.gradient_accumulation_steps):
+        log.info(other_bits)
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
     return Built(loop, checkpointer, report, newest, damaged, compilations)

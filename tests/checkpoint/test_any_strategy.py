@@ -52,11 +52,12 @@ WAYS: dict[str, tuple[Options, str]] = {
     "replayed": (replace(OPTIONS, init="replay"), "fast"),
     "reset": (replace(OPTIONS, init="reset_parameters"), "fast"),
     "hybrid": (replace(OPTIONS, dp_replicate_size=2), "fast"),
+    "exact fsdp": (OPTIONS, "exact"),
 }
 CHAIN = [
     ("ddp", 1), ("fsdp", 3), ("exact", 4), ("replayed", 4), ("sharded optimizer", 3), ("hybrid", 4), ("ddp", 2),
-    ("reset", 3), ("replayed", 2), ("sharded optimizer", 2), ("fsdp", 1), ("exact", 1), ("hybrid", 4), ("exact", 3), ("fsdp", 4),
-    ("ddp", 3),
+    ("reset", 3), ("replayed", 2), ("sharded optimizer", 2), ("fsdp", 1), ("exact", 1), ("hybrid", 4), ("exact", 3),
+    ("fsdp", 4), ("exact fsdp", 2), ("ddp", 3),
 ]  # fmt: skip
 SECONDS = 60
 
@@ -156,9 +157,12 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
-def sharded(size: int, replicas: int = 1, init: str = "whole", gather: str = "true") -> tuple[str, ...]:
+def sharded(
+    size: int, replicas: int = 1, init: str = "whole", gather: str = "true", reduction: str = "fast"
+) -> tuple[str, ...]:
     return (
-        "strategy=fsdp", f"strategy.dp_replicate_size={replicas}", f"strategy.init={init}", "trainer.reduction=fast",
+        "strategy=fsdp", f"strategy.dp_replicate_size={replicas}", f"strategy.init={init}",
+        f"trainer.reduction={reduction}",
         f"strategy.gather_in_evaluation={gather}", f"trainer.gpus={size}",
     )  # fmt: skip
 
@@ -177,6 +181,7 @@ COMMANDS = {
     "fsdp": sharded(3),
     "replayed": sharded(2, init="replay", gather="false"),
     "hybrid": sharded(4, replicas=2),
+    "exact fsdp": sharded(2, reduction="exact"),
     "alone": replicated(1),
 }
 
