@@ -39,11 +39,6 @@ class FSDPOptions(Options):
     offload: bool = False
     draws_values: ClassVar[bool] = True  # whether initial weights are needed
 
-    @property
-    def builds_whole(self) -> bool:
-        """Return whether every rank builds the whole model before it is sharded."""
-        return self.init == "whole"
-
     def check(self, trainer: TrainerOptions) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
         super().check(trainer)
