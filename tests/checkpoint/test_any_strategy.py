@@ -21,7 +21,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import ddpexp
 from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
-from ddpexp.checkpoint.reader import load_weights, weights_sha256
+from ddpexp.checkpoint.loading import load_weights
+from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.checkpoint.writer import Writer
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
