@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ddpexp.checkpoint.loading import load_weights
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.fsdp.empty import Resets, build_empty
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.strategy import FSDP, RESET
+from ddpexp.train.initial_weights import local_rows
 from tests.fitting import ALONE
 from tests.ranks import on_ranks
 from tests.strategy.fsdp.ranks import OPTIONS, Block, seeded
@@ -107,3 +111,22 @@ def test_what_is_loaded_anyway_gets_no_values(init: str, tmp_path: Path) -> None
 
     assert on_ranks(tmp_path, 2, missing)[0] == [name for name, _ in Block(3, 4).named_parameters()]
     assert isinstance(options, FSDPOptions)
+
+
+def test_a_model_that_cannot_be_replayed_starts_from_weights(tmp_path: Path) -> None:
+    given = Reads()
+    save_model(given, str(tmp_path / "weights.safetensors"))
+    given_state = given.state_dict()
+    options = replace(OPTIONS, init="replay").to_be_loaded()
+
+    def loaded(world: World) -> bool:
+        path = tmp_path / "weights.safetensors"
+        prepare = partial(load_weights, source=path, description="run.init_from=weights.safetensors", rows=local_rows)
+        model = FSDP(options, world, seeded(Reads), prepare=prepare).modules["model"]  # type: ignore[arg-type]
+        return all(
+            (value.full_tensor() if isinstance(value, DTensor) else value).equal(given_state[name])
+            for name, value in model.state_dict().items()
+        )
+
+    (tmp_path / "ranks").mkdir()
+    assert on_ranks(tmp_path / "ranks", 2, loaded) == [True, True]
