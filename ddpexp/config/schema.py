@@ -63,6 +63,8 @@ class Trainer:
     grace_seconds: float
     timeout: Timeout
     # Older runs do not have these.
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    master_weights: bool = True
     compile_blocks: str | None = None
     activation_checkpointing: tuple[str, ...] | None = None
     matmul_precision: Literal["highest", "high", "medium"] = "highest"

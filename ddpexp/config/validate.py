@@ -44,6 +44,14 @@ def check_layout(experiment: Experiment, layout: Layout) -> None:
             "trainer.compile=reduce-overhead records CUDA graphs, and the workers have no GPU. Use "
             "trainer.compile=true."
         )
+    copies = trainer.param_dtype == "bf16" and trainer.master_weights
+    if copies and trainer.activation_checkpointing and not experiment.strategy.makes_copies(layout.world_size):
+        raise RefusedError(
+            f"trainer.activation_checkpointing=[{','.join(trainer.activation_checkpointing)}] computes again in "
+            "backward, when the copies in bf16 that trainer.master_weights=true makes are gone. Use strategy=fsdp with "
+            "two or more workers, trainer.master_weights=false, or trainer.precision=bf16 instead of "
+            "trainer.param_dtype=bf16."
+        )
     experiment.strategy.check_layout(trainer, layout, batch.gradient_accumulation_steps)
 
 
@@ -127,6 +135,7 @@ def _check_trainer(trainer: Trainer) -> None:
     if trainer.clip_grad_value is not None and not trainer.clip_grad_value > 0:
         raise RefusedError(f"trainer.clip_grad_value={trainer.clip_grad_value}: use a number above 0, or null.")
     _check_limits(trainer)
+    _check_param_dtype(trainer)
     _check_speed(trainer)
     if not 0 <= trainer.seed < 2**63:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
@@ -170,6 +179,27 @@ def _check_average(trainer: Trainer) -> None:
             f"trainer.average_batch_norm={trainer.average_batch_norm} is for averaged weights, and there are none: set "
             "trainer.ema_decay or trainer.swa_start, too."
         )
+
+
+def _check_param_dtype(trainer: Trainer) -> None:
+    """Check that models in bf16 are not combined with what gives a forward pass other numbers."""
+    if trainer.param_dtype == "fp32":
+        if not trainer.master_weights:
+            raise RefusedError(
+                "trainer.master_weights=false stores weights in the numbers of trainer.param_dtype, which are fp32 "
+                "already: type trainer.param_dtype=bf16, too, or leave it true."
+            )
+        return
+    for clashes, key, instead in (
+        (trainer.precision != "fp32", f"trainer.precision={trainer.precision}", "trainer.precision=fp32"),
+        (trainer.reduction == "exact", "trainer.reduction=exact", "trainer.reduction=fast"),
+        (trainer.compile is not False, f"trainer.compile={str(trainer.compile).lower()}", "trainer.compile=false"),
+    ):
+        if clashes:
+            raise RefusedError(
+                f"trainer.param_dtype=bf16 computes everything in bf16, which is incompatible with {key}. Use "
+                f"{instead}, or trainer.param_dtype=fp32."
+            )
 
 
 def _check_speed(trainer: Trainer) -> None:

@@ -32,6 +32,7 @@ from ddpexp.run.directory import RunDir
 from ddpexp.run.sync import end_seconds, is_remote
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.param_dtype import lower
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
 from ddpexp.train.activation_checkpointing import checkpoint_activations
@@ -180,7 +181,7 @@ def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
         )
 
 
-def build_model(experiment: Experiment, trains: bool = True) -> Any:
+def build_model(experiment: Experiment, trains: bool = True, sharded: bool = False) -> Any:
     """Build the model, or the mapping of models, with the weights that a new run starts with.
 
     They depend on trainer.seed alone, whichever generator draws them and whatever was drawn before.
@@ -188,7 +189,14 @@ def build_model(experiment: Experiment, trains: bool = True) -> Any:
     seed_everything(experiment.trainer.seed)
     torch.manual_seed(experiment.trainer.seed)  # generators of GPUs, too
     model = instantiate(experiment.model, experiment.trust, "model")
-    return check_model(model, experiment.model.target, trains=trains)
+    return lowered(check_model(model, experiment.model.target, trains=trains), experiment.trainer, sharded)
+
+
+def lowered(model: Any, trainer: Trainer, sharded: bool = False) -> Any:
+    """Return the model as it computes with trainer.param_dtype; a sharded one gets its copies from the strategy."""
+    if trainer.param_dtype == "fp32":
+        return model
+    return lower(model, copies=not sharded, stays_fp32=trainer.master_weights)
 
 
 def build_strategy(
@@ -203,7 +211,7 @@ def build_strategy(
             checkpoint_activations(models, trainer.activation_checkpointing)
 
     return experiment.strategy.build(
-        world, partial(build_model, experiment),
+        world, partial(build_model, experiment, sharded=experiment.strategy.makes_copies(world.world_size)),
         trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare_all,
     )  # fmt: skip
 

@@ -52,6 +52,7 @@ from ddpexp.train.build import (
     count_steps,
     import_all,
     load_data,
+    lowered,
     max_eval_samples,
     open_data,
 )
@@ -177,6 +178,8 @@ def build(context: RunContext) -> Built:
         num_steps,
     )  # fmt: skip
     log.info(report.headline())
+    if trainer.param_dtype != "fp32":
+        log.info("trainer.param_dtype=bf16: the weights are not promised to be the same with every strategy")
     if other_bits := experiment.strategy.other_bits(trainer, plan.gradient_accumulation_steps):
         log.info(other_bits)
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
@@ -266,6 +269,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     sets = chosen_sets(splits.evals, evaluation["split"])
     evals = build_evals(experiment, replace(splits, evals=sets), data, world.device, evaluation["batch_size"])
     model = check_model(instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=False)
+    model = lowered(model, experiment.trainer)
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
         module.to(world.device).eval()

@@ -57,6 +57,11 @@ class FSDPOptions(Options):
             )
         if self.offload:
             self._check_offload(trainer)
+        if self.init == "replay" and trainer.param_dtype == "bf16" and not trainer.master_weights:
+            raise RefusedError(
+                "strategy.init=replay builds weights in fp32, and trainer.master_weights=false keeps none. Use "
+                "trainer.master_weights=true or strategy.init=whole."
+            )
         if trainer.compile:
             raise RefusedError(
                 f"trainer.compile={str(trainer.compile).lower()} is incompatible with strategy=fsdp, whose parameters "
@@ -76,6 +81,10 @@ class FSDPOptions(Options):
                     f"strategy.offload=true is incompatible with {key}, which works on the GPU with what is in the "
                     f"memory of the CPU then. Use {instead} or strategy.offload=false."
                 )
+
+    def makes_copies(self, world_size: int) -> bool:
+        """Return whether blocks are gathered in bf16, which are the copies."""
+        return world_size > 1
 
     def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the workers; see `Options.check_layout`."""
@@ -170,6 +179,7 @@ class FSDPOptions(Options):
         from ddpexp.strategy.fsdp.strategy import FSDP
 
         common: dict[str, Any] = {"channels_last": trainer.channels_last, "prepare": prepare}
+        lowers = trainer.param_dtype == "bf16" and trainer.master_weights
         if trainer.reduction == "exact":
             return ExactFSDP(self, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)
-        return FSDP(self, world, factory, **common)
+        return FSDP(self, world, factory, gathers_bf16=lowers, **common)

@@ -29,7 +29,7 @@ from tests.strategy.test_sharded_optimizer import files
 @pytest.mark.parametrize(
     ("case", "size"),
     [
-        ("clipped_and_skipped", 2),
+        ("two_workers", 2),
         ("evaluated", 3),
         ("teacher", 2),
         ("rows_of_replicas", 4),
