@@ -81,6 +81,11 @@ class Trainer:
     keep_every: int | None = None
 
     @property
+    def computes_in(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Return the numbers in which a forward pass computes what can be computed in fewer bits."""
+        return self.precision if self.param_dtype == "fp32" else self.param_dtype
+
+    @property
     def averages(self) -> bool:
         """Return whether an average of the weights is evaluated in their place."""
         return self.ema_decay is not None or self.swa_start is not None

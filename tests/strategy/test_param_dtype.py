@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from ddpexp.config.validate import _check_param_dtype
+from ddpexp.errors import RefusedError
 from ddpexp.strategy.param_dtype import lower
+from tests.fitting import TRAINER
 
 
 class Tied(nn.Module):
@@ -58,3 +64,19 @@ def test_whole_numbers_stay_as_they_are() -> None:
     models = {"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)}
     assert lower(models, copies=True, stays_fp32=False) is models
     assert all(p.dtype == torch.bfloat16 for module in models.values() for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"precision": "bf16"}, "incompatible with trainer.precision=bf16. Use trainer.precision=fp32"),
+        ({"reduction": "exact"}, "incompatible with trainer.reduction=exact. Use trainer.reduction=fast"),
+        ({"compile": True}, "incompatible with trainer.compile=true. Use trainer.compile=false"),
+        ({"param_dtype": "fp32", "master_weights": False}, "trainer.master_weights=false stores weights"),
+    ],
+)
+def test_what_would_compute_in_other_numbers_is_refused(keys: dict[str, Any], sentence: str) -> None:
+    _check_param_dtype(replace(TRAINER, param_dtype="bf16", master_weights=False))
+    with pytest.raises(RefusedError) as caught:
+        _check_param_dtype(replace(TRAINER, **{"param_dtype": "bf16"} | keys))
+    assert sentence in str(caught.value)
