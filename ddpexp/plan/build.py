@@ -31,12 +31,14 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.strategy.memory import Facts, Parameter
+from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
 from ddpexp.system.limits import reason
 from ddpexp.system.oom import memory_left
 from ddpexp.system.process import die_with_parent
 from ddpexp.task import HasOptimizers, HasTrainStep, Task
-from ddpexp.train.build import count_steps, lowered, open_data
+from ddpexp.train.build import count_steps, open_data
+from ddpexp.train.lora import add_adapters
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it
@@ -146,6 +148,7 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
         device = _CPU
         _bound_memory()
         built = instantiate(experiment.model, experiment.trust, "model")
+    add_adapters(built, experiment.trainer)
     built = lowered(built, experiment.trainer)
     single = isinstance(built, nn.Module)
     models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)

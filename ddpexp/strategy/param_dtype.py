@@ -9,6 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ddpexp.strategy.options import TrainerOptions
+
+
+def lowered(built: Any, trainer: TrainerOptions, sharded: bool = False) -> Any:
+    """Return modules as they compute with trainer.param_dtype; sharded ones get their copies from the strategy."""
+    if trainer.param_dtype == "fp32":
+        return built
+    return lower(built, copies=not sharded, stays_fp32=trainer.master_weights)
+
 
 def lower(built: Any, copies: bool, stays_fp32: bool) -> Any:
     """Have modules compute in bf16, and return them: inputs are cast to it, outputs to fp32.

@@ -32,7 +32,7 @@ from ddpexp.run.directory import RunDir
 from ddpexp.run.sync import end_seconds, is_remote
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
-from ddpexp.strategy.param_dtype import lower
+from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
 from ddpexp.train.activation_checkpointing import checkpoint_activations
@@ -40,6 +40,7 @@ from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
+from ddpexp.train.lora import add_adapters
 from ddpexp.train.precision import Precision
 from ddpexp.train.recipe_checks import (
     check_callback,
@@ -188,15 +189,11 @@ def build_model(experiment: Experiment, trains: bool = True, sharded: bool = Fal
     """
     seed_everything(experiment.trainer.seed)
     torch.manual_seed(experiment.trainer.seed)  # generators of GPUs, too
-    model = instantiate(experiment.model, experiment.trust, "model")
-    return lowered(check_model(model, experiment.model.target, trains=trains), experiment.trainer, sharded)
-
-
-def lowered(model: Any, trainer: Trainer, sharded: bool = False) -> Any:
-    """Return the model as it computes with trainer.param_dtype; a sharded one gets its copies from the strategy."""
-    if trainer.param_dtype == "fp32":
-        return model
-    return lower(model, copies=not sharded, stays_fp32=trainer.master_weights)
+    model = check_model(
+        instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=trains
+    )
+    add_adapters(model, experiment.trainer)
+    return lowered(model, experiment.trainer, sharded)
 
 
 def build_strategy(
@@ -371,7 +368,10 @@ def build_loop(
                 task.optimizers(model, make), task.optimizers
             )
             return optimizers
-        return {"optimizer": make(strategy.parameters())}
+        parameters = strategy.parameters()
+        if trainer.lora is not None:
+            parameters = (parameter for parameter in parameters if parameter.requires_grad)
+        return {"optimizer": make(parameters)}
 
     return Loop(
         task=task,
