@@ -10,6 +10,7 @@ from pathlib import Path
 from ddpexp.config.build import nearest, shown, unknown_key
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.instantiate import Node
+from ddpexp.config.numerics import check_param_dtype, check_speed
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, LoRA, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
@@ -135,8 +136,8 @@ def _check_trainer(trainer: Trainer) -> None:
     if trainer.clip_grad_value is not None and not trainer.clip_grad_value > 0:
         raise RefusedError(f"trainer.clip_grad_value={trainer.clip_grad_value}: use a number above 0, or null.")
     _check_limits(trainer)
-    _check_param_dtype(trainer)
-    _check_speed(trainer)
+    check_param_dtype(trainer)
+    check_speed(trainer)
     _check_lora(trainer.lora)
     if not 0 <= trainer.seed < 2**63:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
@@ -193,62 +194,6 @@ def _check_average(trainer: Trainer) -> None:
         raise RefusedError(
             f"trainer.average_batch_norm={trainer.average_batch_norm} is for averaged weights, and there are none: set "
             "trainer.ema_decay or trainer.swa_start, too."
-        )
-
-
-def _check_param_dtype(trainer: Trainer) -> None:
-    """Check that models in bf16 are not combined with what gives a forward pass other numbers."""
-    if trainer.param_dtype == "fp32":
-        if not trainer.master_weights:
-            raise RefusedError(
-                "trainer.master_weights=false stores weights in the numbers of trainer.param_dtype, which are fp32 "
-                "already: type trainer.param_dtype=bf16, too, or leave it true."
-            )
-        return
-    for clashes, key, instead in (
-        (trainer.precision != "fp32", f"trainer.precision={trainer.precision}", "trainer.precision=fp32"),
-        (trainer.reduction == "exact", "trainer.reduction=exact", "trainer.reduction=fast"),
-        (trainer.compile is not False, f"trainer.compile={str(trainer.compile).lower()}", "trainer.compile=false"),
-    ):
-        if clashes:
-            raise RefusedError(
-                f"trainer.param_dtype=bf16 computes everything in bf16, which is incompatible with {key}. Use "
-                f"{instead}, or trainer.param_dtype=fp32."
-            )
-
-
-def _check_speed(trainer: Trainer) -> None:
-    """Check what makes steps faster, alone and against the promise of equal bits."""
-    if trainer.compile_blocks is not None and not trainer.compile:
-        raise RefusedError(
-            f"trainer.compile_blocks={trainer.compile_blocks} names what is compiled, and trainer.compile=false "
-            "compiles nothing: type trainer.compile=true, or trainer.compile_blocks=null."
-        )
-    if trainer.activation_checkpointing and trainer.compile:
-        names = ",".join(trainer.activation_checkpointing)
-        raise RefusedError(
-            f"trainer.activation_checkpointing=[{names}] is incompatible with trainer.compile="
-            f"{str(trainer.compile).lower()}: torch does not compile blocks that are computed again. Leave one of them "
-            "out."
-        )
-    if trainer.compile_blocks is not None and not trainer.compile_blocks.isidentifier():
-        raise RefusedError(
-            f"trainer.compile_blocks={trainer.compile_blocks}: use the name of a class without its module, such as "
-            "TransformerEncoderLayer, or null."
-        )
-    exact = trainer.reduction == "exact"
-    promise = "trainer.reduction=exact" if exact else "trainer.deterministic=true"
-    if not (exact or trainer.deterministic):
-        return
-    if trainer.cudnn_benchmark:
-        raise RefusedError(
-            f"trainer.cudnn_benchmark=true is incompatible with {promise}: cuDNN chooses algorithms by the time that "
-            "they take, so another start may choose others, with other bits. Use trainer.cudnn_benchmark=false."
-        )
-    if str(trainer.compile).startswith("max-autotune"):
-        raise RefusedError(
-            f"trainer.compile={trainer.compile} is incompatible with {promise}: kernels are chosen by the time that "
-            "they take, so another start may choose others, with other bits. Use trainer.compile=true."
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpexp.config.validate import _check_param_dtype
+from ddpexp.config.numerics import check_param_dtype
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.param_dtype import lower
 from tests.fitting import TRAINER
@@ -76,7 +76,7 @@ def test_whole_numbers_stay_as_they_are() -> None:
     ],
 )
 def test_what_would_compute_in_other_numbers_is_refused(keys: dict[str, Any], sentence: str) -> None:
-    _check_param_dtype(replace(TRAINER, param_dtype="bf16", master_weights=False))
+    check_param_dtype(replace(TRAINER, param_dtype="bf16", master_weights=False))
     with pytest.raises(RefusedError) as caught:
-        _check_param_dtype(replace(TRAINER, **{"param_dtype": "bf16"} | keys))
+        check_param_dtype(replace(TRAINER, **{"param_dtype": "bf16"} | keys))
     assert sentence in str(caught.value)
