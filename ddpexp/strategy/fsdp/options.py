@@ -34,9 +34,10 @@ class FSDPOptions(Options):
     whole: tuple[str, ...]
     dp_replicate_size: int
     gather_in_evaluation: bool
-    init: Literal["whole", "replay"]
+    init: Literal["whole", "replay", "reset_parameters"]
     reduce_each_micro_batch: bool = False  # older runs do not have these
     offload: bool = False
+    draws_values: ClassVar[bool] = True  # whether initial weights are needed
 
     def check(self, trainer: TrainerOptions) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
@@ -52,9 +53,9 @@ class FSDPOptions(Options):
             )
         if self.offload:
             self._check_offload(trainer)
-        if self.init == "replay" and trainer.param_dtype == "bf16" and not trainer.master_weights:
+        if self.init != "whole" and trainer.param_dtype == "bf16" and not trainer.master_weights:
             raise RefusedError(
-                "strategy.init=replay builds weights in fp32, and trainer.master_weights=false keeps none. Use "
+                f"strategy.init={self.init} builds weights in fp32, and trainer.master_weights=false keeps none. Use "
                 "trainer.master_weights=true or strategy.init=whole."
             )
         if trainer.compile:
@@ -69,7 +70,7 @@ class FSDPOptions(Options):
             (trainer.reduction == "exact", "trainer.reduction=exact", "trainer.reduction=fast"),
             (trainer.precision == "fp16", "trainer.precision=fp16", "trainer.precision=bf16"),
             (trainer.nonfinite == "skip", "trainer.nonfinite=skip", "trainer.nonfinite=stop"),
-            (self.init == "replay", "strategy.init=replay", "strategy.init=whole"),
+            (self.init != "whole", f"strategy.init={self.init}", "strategy.init=whole"),
         ):
             if clashes:
                 raise RefusedError(
@@ -110,6 +111,10 @@ class FSDPOptions(Options):
                 f"strategy.reduce_through=shared_memory is for CPU workers of one host, and these {where}. "
                 "Use strategy.reduce_through=auto."
             )
+
+    def to_be_loaded(self) -> FSDPOptions:
+        """Return options that leave out the initial weights."""
+        return _ToBeLoaded(**vars(self))
 
     def import_modules(self) -> None:
         """Import FSDP2."""
@@ -178,3 +183,8 @@ class FSDPOptions(Options):
         if trainer.reduction == "exact":
             return ExactFSDP(self, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)
         return FSDP(self, world, factory, gathers_bf16=lowers, **common)
+
+
+@dataclass(frozen=True)
+class _ToBeLoaded(FSDPOptions):
+    draws_values: ClassVar[bool] = False
