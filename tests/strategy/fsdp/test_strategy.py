@@ -115,7 +115,8 @@ def test_the_plan_counts_shares_and_the_blocks_that_are_gathered() -> None:
 def test_torchmetrics_and_finished_metrics_are_those_of_one_process(
     warm_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    ddpexp, records = Ddpexp(tmp_path, warm_environ), []
+    ddpexp = Ddpexp(tmp_path, warm_environ)
+    records: list[list[dict[str, object]]] = []
     example = ("--config-dir", str(ROOT / "examples/metrics/conf"), "recipe=metrics")
     keys = ("trainer.reduction=exact", "trainer.global_batch_size=48", "trainer.micro_batch_size=8")
     for size, options in (
