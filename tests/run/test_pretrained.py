@@ -25,7 +25,7 @@ from tests.conftest import Ddpexp
 from tests.points import Recipe
 
 CODE = """
-def zoo(pretrained=False):
+def zoo(pretrained=False, **options):
     model = nn.Linear(4, 2)
     if pretrained:
         state = torch.hub.load_state_dict_from_url(os.environ["ZOO"] + "/w.pth", progress=False, weights_only=True)
@@ -95,13 +95,13 @@ def test_two_workers_download_once_and_a_resumed_run_never(
     address, requests = served
     environ = {**warm_environ, "ZOO": address, "TORCH_HOME": str(tmp_path / "cache")}
     recipe = Recipe(Ddpexp(tmp_path, environ), CODE)
-    zoo = ("model={_target_:points.zoo,pretrained:true}", "trainer.gpus=2", "trainer.max_steps=2", "optimizer.lr=0")
-    done = recipe(*zoo)
+    zoo = ("model._target_=points.zoo", "+model.pretrained=true", "trainer.gpus=2", "optimizer.lr=0")
+    done = recipe(*zoo, "trainer.max_steps=2")
     assert done.code == 0, done.err
     assert len(requests) == 1
     assert re.search(r'"GET /w\.pth', requests[0])
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
-    resumed = recipe(*zoo[:2], "trainer.max_steps=3", "optimizer.lr=0", run=done.run)
+    resumed = recipe(*zoo, "trainer.max_steps=3", run=done.run)
     assert resumed.code == 2, resumed.err
     assert "/w.pth is not in the cache of this host" in resumed.err
     assert len(requests) == 1
