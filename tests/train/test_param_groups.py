@@ -336,6 +336,17 @@ def test_an_optimizer_has_the_groups_and_their_rates_are_recorded_by_name() -> N
     ]  # fmt: skip
 
 
+def test_parameters_that_no_model_has_keep_the_settings_of_the_optimizer() -> None:
+    model, temperature = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+    override = "trainer.param_groups=[{ndim: 1, weight_decay: 0}]"
+    [optimizer] = build_optimizers(
+        experiment_of(override), Plain(), {"model": model}, True, lambda: [*model.parameters(), temperature]
+    ).values()
+    groups = {group["name"]: group["params"] for group in optimizer.param_groups}
+    assert [len(groups["other"]), len(groups["ndim1"])] == [2, 1]
+    assert groups["other"][1] is temperature
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
