@@ -10,6 +10,7 @@ from pathlib import Path
 from ddpexp.config.build import nearest, shown, unknown_key
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.instantiate import Node
+from ddpexp.config.optimizer_arguments import check_arguments
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
@@ -87,6 +88,7 @@ def check(experiment: Experiment) -> None:
     _check_recipe(experiment.recipe)
     _check_run(experiment.run)
     _check_data(experiment.data)
+    check_arguments(experiment.optimizer)
     experiment.strategy.check(experiment.trainer)
     _check_together(experiment)
 
