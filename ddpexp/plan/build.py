@@ -37,6 +37,7 @@ from ddpexp.system.oom import memory_left
 from ddpexp.system.process import die_with_parent
 from ddpexp.task import HasOptimizers, HasTrainStep, Task
 from ddpexp.train.build import count_steps, open_data
+from ddpexp.train.lora import add_adapters
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it
@@ -146,6 +147,7 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
         device = _CPU
         _bound_memory()
         built = instantiate(experiment.model, experiment.trust, "model")
+    add_adapters(built, experiment.trainer)
     single = isinstance(built, nn.Module)
     models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
     for name, module in models.items():

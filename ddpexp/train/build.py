@@ -39,6 +39,7 @@ from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
+from ddpexp.train.lora import add_adapters
 from ddpexp.train.precision import Precision
 from ddpexp.train.recipe_checks import (
     check_callback,
@@ -187,8 +188,11 @@ def build_model(experiment: Experiment, trains: bool = True) -> Any:
     """
     seed_everything(experiment.trainer.seed)
     torch.manual_seed(experiment.trainer.seed)  # generators of GPUs, too
-    model = instantiate(experiment.model, experiment.trust, "model")
-    return check_model(model, experiment.model.target, trains=trains)
+    model = check_model(
+        instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=trains
+    )
+    add_adapters(model, experiment.trainer)
+    return model
 
 
 def build_strategy(
@@ -363,7 +367,10 @@ def build_loop(
                 task.optimizers(model, make), task.optimizers
             )
             return optimizers
-        return {"optimizer": make(strategy.parameters())}
+        parameters = strategy.parameters()
+        if trainer.lora is not None:
+            parameters = (parameter for parameter in parameters if parameter.requires_grad)
+        return {"optimizer": make(parameters)}
 
     return Loop(
         task=task,
