@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ddpexp.config.build import shown
 from ddpexp.config.instantiate import Node
 from ddpexp.errors import RefusedError
 
@@ -39,10 +38,9 @@ def check_arguments(optimizer: Node) -> None:
     accepted = _ARGUMENTS.get(optimizer.target.removeprefix("torch.optim."))
     if accepted is None or not optimizer.target.startswith("torch.optim."):
         return
-    for key, value in optimizer.kwargs.items():
+    for key in optimizer.kwargs:
         if key in _ALL and key not in accepted:
-            typed = shown(list(value) if isinstance(value, tuple) else value)
             raise RefusedError(
-                f"optimizer.{key}={typed} is not an argument of {optimizer.target}. If the recipe sets it for "
+                f"optimizer.{key} is not an argument of {optimizer.target}. If the recipe sets it for "
                 f"another optimizer, remove it with ~optimizer.{key}. Arguments: {', '.join(sorted(accepted))}."
             )

@@ -148,7 +148,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"optimizer__lr": -0.1}, "optimizer.lr=-0.1: use a number from 0, such as 0.05."),
         ({"optimizer__lr": float("nan")}, "optimizer.lr=nan: use a number from 0, such as 0.05."),
         ({"optimizer__betas": [0.5, 0.9]}, (
-            "optimizer.betas=[0.5,0.9] is not an argument of torch.optim.SGD. If the recipe sets it for another "
+            "optimizer.betas is not an argument of torch.optim.SGD. If the recipe sets it for another "
             "optimizer, remove it with ~optimizer.betas. Arguments: dampening, differentiable, foreach, fused, lr, "
         )),
         ({"optimizer": {"lr": 0.1}}, "optimizer._target_ is missing: it names the class or function to call."),
