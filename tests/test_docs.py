@@ -250,6 +250,7 @@ def test_every_command_is_accepted_as_it_stands(typed: Typed, kept: Path, monkey
 @pytest.mark.parametrize("typed", OVERRIDES, ids=str)
 def test_every_override_is_accepted_as_it_stands(typed: Typed, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(kept)
+    monkeypatch.setenv("SLACK_WEBHOOK", "https://hooks.slack.com/services/a/b/c")
     words = [*shlex.split(filled(typed.text)), *ONLY_WITH.get(typed.text, [])]
     if any(re.match(r"sweep\.|hydra|[^=]+=([^\[]*,|range\()", word) for word in words):
         words.append("-m")
