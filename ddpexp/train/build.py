@@ -291,7 +291,7 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
     loggers: list[Logger] = [JsonLines(run.metrics), Progress(context.control, context.log, num_steps)]
     remote = [name for name in context.experiment.logger if is_remote(context.experiment, name)]
     if remote:
-        limits = {name: end_seconds(context.experiment.logger[name]) for name in remote}
+        limits = {name: end_seconds(context.experiment.logger[name], name) for name in remote}
         loggers.append(Followers(run.path, limits, context.log))
     for name, node in context.experiment.logger.items():
         if name in remote:

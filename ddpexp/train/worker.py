@@ -66,6 +66,7 @@ from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import MetricError
+from ddpexp.train.offline import forbid_downloads
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.recipe_checks import check_task
@@ -141,6 +142,7 @@ def build(context: RunContext) -> Built:
     trainer = experiment.trainer
     context.control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
+    forbid_downloads(experiment)
     import_all(experiment, world)
     compilations = _watch_compilations(world) if trainer.compile else None
     if compilations is None:
@@ -267,6 +269,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     log = open_log(world, control, None)
     control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
+    forbid_downloads(experiment)
     splits, data = open_data(experiment, evaluation["data"], world), DataRank(world.rank, world.world_size)
     sets = chosen_sets(splits.evals, evaluation["split"])
     evals = build_evals(experiment, replace(splits, evals=sets), data, world.device, evaluation["batch_size"])
