@@ -183,6 +183,8 @@ def build(context: RunContext) -> Built:
         num_steps,
     )  # fmt: skip
     log.info(report.headline())
+    if trainer.param_dtype != "fp32":
+        log.info("trainer.param_dtype=bf16: the weights are not promised to be the same with every strategy")
     if other_bits := experiment.strategy.other_bits(trainer, plan.gradient_accumulation_steps):
         log.info(other_bits)
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
