@@ -64,6 +64,9 @@ NOT_TYPED = {
     "data.path=FILE": "a key of examples/gpt",
     "data.token=$TOKEN": "a user's own key",
     "scheduler._target_=mine.Stable": "a user's own class",
+    "model.pretrained=true": "a key of others' models",
+    "model.pretrained=false": "a key of others' models",
+    "model.weights=DEFAULT": "a key of others' models",
     "+callbacks.mine._target_=mine.Mine": "a user's own class",
     "model=deep": "a user's own model",
     "ddpexp resume RUN_DIR [key=value ...]": "a heading",
@@ -94,6 +97,7 @@ ONLY_WITH = {
     "trainer.average_batch_norm=100": ["trainer.ema_decay=0.999"],
     "trainer.nodes=1:4": ["launcher=elastic"],
     "run.init_weights=ema": ["run.init_from=mnist"],
+    "strategy.dp_replicate_size=2": ["strategy=fsdp"],
     "sweep.early_stop=median": ["sweep.objective=eval/loss"],
     "sweep.early_stop=halving sweep.early_stop_after=500 sweep.early_stop_factor=3": ["sweep.objective=eval/loss"],
 }
@@ -249,6 +253,7 @@ def test_every_command_is_accepted_as_it_stands(typed: Typed, kept: Path, monkey
 @pytest.mark.parametrize("typed", OVERRIDES, ids=str)
 def test_every_override_is_accepted_as_it_stands(typed: Typed, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(kept)
+    monkeypatch.setenv("SLACK_WEBHOOK", "https://hooks.slack.com/services/a/b/c")
     words = [*shlex.split(filled(typed.text)), *ONLY_WITH.get(typed.text, [])]
     if any(re.match(r"sweep\.|hydra|[^=]+=([^\[]*,|range\()", word) for word in words):
         words.append("-m")

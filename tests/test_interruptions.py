@@ -113,6 +113,11 @@ LONG = (
 SHARDED = ("model._target_=points.Deep", "model.dropout=0.2", "strategy=fsdp", "strategy.min_block_mb=0.001")
 ROWS = (*DEEP, "strategy.shard_optimizer=true")
 SGD, ADAMW = (("optimizer=sgd", "optimizer.momentum=0.9"), ("optimizer=adamw",))
+FROZEN = (
+    "trainer.freeze=['4.*']",
+    "trainer.freeze_until={step: 20, match: ['0.*', '1.*', '13.*']}",
+    "trainer.param_groups=[{match: ['17.*'], lr_scale: 0.5}, {ndim: 1, weight_decay: 0.1}]",
+)
 
 
 @pytest.fixture(scope="session")
@@ -199,7 +204,7 @@ def has_steps(run: Path, count: int) -> Callable[[], bool]:
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
-        (2, (*SGD, "task._target_=points.Drawing")),
+        (2, (*SGD, *FROZEN, "task._target_=points.Drawing")),
         pytest.param(2, (*ADAMW, "trainer.precision=bf16", "trainer.ema_decay=0.9"), marks=pytest.mark.slow),
         (3, (*ADAMW, "data._target_=points.load_noisy", "data.num_workers=1")),
         pytest.param(3, (*SGD, "strategy.comm_hook=fp16"), marks=pytest.mark.slow),
@@ -321,7 +326,7 @@ def test_killed_at_a_random_moment(recipe: Recipe, undisturbed: Callable[..., Do
 
 
 SOAKED = [
-    (2, (*DEEP, *SGD, "task._target_=points.Drawing"), 70),
+    (2, (*DEEP, *SGD, *FROZEN, "task._target_=points.Drawing"), 70),
     (
         3,
         (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpexp.config.instantiate import Node, Trust
+from ddpexp.config.param_groups import FreezeUntil, LayerDecay, ParamGroup, Patterns
 from ddpexp.launch import Timeout
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.strategy.ddp_options import DDPOptions
@@ -89,6 +90,8 @@ class Trainer:
     grace_seconds: float
     timeout: Timeout
     # Older runs do not have these.
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    master_weights: bool = True
     compile_blocks: str | None = None
     activation_checkpointing: tuple[str, ...] | None = None
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
@@ -103,7 +106,16 @@ class Trainer:
     eval_at_start: bool = False
     keep_best_k: int = 1
     keep_every: int | None = None
+    param_groups: tuple[ParamGroup, ...] | None = None
+    layer_decay: LayerDecay | None = None
+    freeze: Patterns | None = None
+    freeze_until: FreezeUntil | tuple[FreezeUntil, ...] | None = None
     lora: LoRA | None = None
+
+    @property
+    def computes_in(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Return the numbers in which a forward pass computes what can be computed in fewer bits."""
+        return self.precision if self.param_dtype == "fp32" else self.param_dtype
 
     @property
     def averages(self) -> bool:

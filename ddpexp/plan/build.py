@@ -12,13 +12,14 @@ import json
 import resource
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
@@ -31,14 +32,17 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.plan.activations import measure
-from ddpexp.strategy.memory import Facts, Parameter
+from ddpexp.strategy.memory import Facts, Parameter, ParamGroup
+from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
 from ddpexp.system.limits import reason
 from ddpexp.system.oom import memory_left
 from ddpexp.system.process import die_with_parent
-from ddpexp.task import HasOptimizers
 from ddpexp.train.build import count_steps, open_data
+from ddpexp.train.build_optimizers import build_optimizers
+from ddpexp.train.freezing import LateStarts, freeze
 from ddpexp.train.lora import add_adapters
+from ddpexp.train.param_groups import describe, groups_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it
@@ -94,19 +98,11 @@ def collect(
     }
     models, single, device = _models(experiment, notes)
     named = _named(models)
-    optimizer_bytes = _optimizer_bytes(experiment, models, single, notes)
-    batch_bytes = activations = None
-    temporary = again = 0
+    optimizers = _optimizers(experiment, models, single)
     if num_samples is None:
-        samples = min(plan.micro_batch_size, len(train), _MOST_SAMPLES)
-        batch = to_device(EvalBatches(train, samples, 0, 1, _CPU, on_device=there).first(), device)
-        scale = plan.micro_batch_size / samples
-        batch_bytes = round(scale * sum(t.numel() * t.element_size() for t in tensors_of(batch)))
-        measured = measure(experiment, models, single, batch, notes)
-        if measured is not None:
-            activations, again = round(scale * measured.kept_bytes), round(scale * measured.again_bytes)
-            temporary = round(scale * measured.temporary_bytes)
+        of_a_pass = _of_a_pass(experiment, models, single, train, plan.micro_batch_size, device, notes)
     else:
+        of_a_pass = {"activations_bytes": None, "batch_bytes": None}
         notes["activations"] = "left out: --num_samples gives no samples to measure them with"
     sums_bytes, shared_bytes = experiment.strategy.reserved_bytes(
         [p for _, p in named if p.requires_grad],
@@ -122,21 +118,41 @@ def collect(
         ],
         buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
         state_bytes={name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()},
-        optimizer_bytes=optimizer_bytes,
-        activations_bytes=activations,
-        batch_bytes=batch_bytes,
+        optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
         data_bytes=data_bytes,
         device_data_bytes=device_bytes(splits) if there else 0,
         num_samples=len(train),
         sums_bytes=sums_bytes,
         shared_bytes=shared_bytes,
-        recomputed_bytes=again,
-        temporary_bytes=temporary,
+        **of_a_pass,
         num_passes=plan.gradient_accumulation_steps,
         blocks_bytes=experiment.strategy.blocks_bytes(models) if layout.world_size > 1 else [],
         notes=notes,
+        groups=list(_groups(experiment, models, single, optimizers)),
+        late_starts=LateStarts.of(trainer, models, single).texts(),
     )
     return facts, steps
+
+
+def _of_a_pass(
+    experiment: Experiment, models: Models, single: bool, train: Any, num_samples: int, device: torch.device,
+    notes: dict[str, str],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the facts about a pass, by the fields of `Facts`: its batch, and what is kept for backward."""
+    samples = min(num_samples, len(train), _MOST_SAMPLES)
+    on_device = experiment.data.on_device
+    batch = to_device(EvalBatches(train, samples, 0, 1, _CPU, on_device=on_device).first(), device)
+    scale = num_samples / samples
+    found: dict[str, Any] = {
+        "batch_bytes": round(scale * sum(t.numel() * t.element_size() for t in tensors_of(batch))),
+        "activations_bytes": None,
+    }
+    measured = measure(experiment, models, single, batch, notes)
+    if measured is not None:
+        found["activations_bytes"] = round(scale * measured.kept_bytes)
+        found["recomputed_bytes"] = round(scale * measured.again_bytes)
+        found["temporary_bytes"] = round(scale * measured.temporary_bytes)
+    return found
 
 
 def _placeholder(trainer: Trainer, num_samples: int) -> Splits:
@@ -161,6 +177,8 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
         _bound_memory()
         built = instantiate(experiment.model, experiment.trust, "model")
     add_adapters(built, experiment.trainer)
+    freeze(built, experiment.trainer)
+    built = lowered(built, experiment.trainer)
     single = isinstance(built, nn.Module)
     models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
     for name, module in models.items():
@@ -173,19 +191,30 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
     return models, single, device
 
 
-def _optimizer_bytes(experiment: Experiment, models: Models, single: bool, notes: dict[str, str]) -> int:
-    """Make the optimizers and have each take a step, after which they hold what they keep."""
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = instantiate(experiment.optimizer, experiment.trust, "optimizer", parameters)
-        return optimizer
-
-    parameters = [p for module in models.values() for p in module.parameters()]
+def _optimizers(experiment: Experiment, models: Models, single: bool) -> Mapping[str, Optimizer]:
     task = instantiate(experiment.task, experiment.trust, "task")
-    model = models["model"] if single else models
-    optimizers = (
-        task.optimizers(model, make) if isinstance(task, HasOptimizers) else {"optimizer": make(iter(parameters))}
-    )
+    parameters = [p for module in models.values() for p in module.parameters()]
+    return build_optimizers(experiment, task, models, single, lambda: parameters)
+
+
+def _groups(
+    experiment: Experiment, models: Models, single: bool, optimizers: Mapping[str, Optimizer]
+) -> Iterator[ParamGroup]:
+    """Yield the parameter groups of the optimizers."""
+    described = list(describe(models, single).values())
+    conditions = {group.name: "; ".join(group.conditions) for group in groups_of(experiment, described) or ()}
+    for optimizer, one in optimizers.items():
+        for number, group in enumerate(one.param_groups):
+            parameters, name = group["params"], str(group.get("name", number))
+            yield ParamGroup(
+                optimizer, name, conditions.get(name, ""), len(parameters), sum(p.numel() for p in parameters),
+                sum(p.numel() for p in parameters if p.requires_grad), float(group["lr"]), group.get("weight_decay"),
+            )  # fmt: skip
+
+
+def _optimizer_bytes(optimizers: Mapping[str, Optimizer], models: Models, notes: dict[str, str]) -> int:
+    """Have each optimizer take a step, after which it holds what it keeps."""
+    parameters = [p for module in models.values() for p in module.parameters()]
     for p in parameters:
         p.grad = torch.empty_like(p) if p.requires_grad else None
     try:

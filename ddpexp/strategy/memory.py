@@ -19,6 +19,20 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class ParamGroup:
+    """A parameter group of an optimizer."""
+
+    optimizer: str
+    name: str
+    conditions: str  # by which the configuration has chosen its parameters; empty: it has not
+    num_parameters: int  # tensors
+    num_elements: int
+    num_trained: int  # elements that are not frozen
+    lr: float
+    weight_decay: float | None  # None: the optimizer has no such setting
+
+
+@dataclass(frozen=True)
 class Facts:
     """What was learnt from building the model, its optimizers and the data; see `ddpexp.plan.build`."""
 
@@ -38,6 +52,8 @@ class Facts:
     num_passes: int = 1  # micro-batches of a rank in a step
     blocks_bytes: Sequence[int] = ()  # of the parameters that are gathered together
     notes: Mapping[str, str] = field(default_factory=dict)  # by what they are about
+    groups: Sequence[ParamGroup] = ()
+    late_starts: Sequence[str] = ()  # what trainer.freeze_until freezes at first
 
 
 @dataclass(frozen=True)

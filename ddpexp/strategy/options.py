@@ -41,6 +41,16 @@ class TrainerOptions(Protocol):
         ...
 
     @property
+    def param_dtype(self) -> str:
+        """Return the numbers in which models compute as a whole: `fp32` or `bf16`."""
+        ...
+
+    @property
+    def master_weights(self) -> bool:
+        """Return whether the optimizer updates weights in fp32 where models compute in bf16."""
+        ...
+
+    @property
     def nonfinite(self) -> str:
         """Return `stop` or `skip`."""
         ...
@@ -123,12 +133,20 @@ class Options:
                 "of workers. Use trainer.reduction=fast or strategy=ddp."
             )
 
+    def makes_copies(self, world_size: int) -> bool:
+        """Return whether the strategy makes the copies in bf16 that `trainer.master_weights` needs."""
+        return False
+
     def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the number of workers and their device.
 
         Raises:
             RefusedError: the workers lack what an option needs.
         """
+
+    def to_be_loaded(self) -> Options:
+        """Return options for models whose values do not matter, because all of them are read from a checkpoint."""
+        return self
 
     def import_modules(self) -> None:
         """Import what `build` and training will need: see `ddpexp.train.lazy_dynamo`."""

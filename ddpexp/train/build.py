@@ -32,11 +32,14 @@ from ddpexp.run.directory import RunDir
 from ddpexp.run.sync import end_seconds, is_remote
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
-from ddpexp.task import HasOptimizers, Schedule
+from ddpexp.task import Schedule
 from ddpexp.train.activation_checkpointing import checkpoint_activations
 from ddpexp.train.average import WeightAverage
+from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.callbacks.hooks import Callbacks
+from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
 from ddpexp.train.lora import add_adapters
@@ -45,7 +48,6 @@ from ddpexp.train.recipe_checks import (
     check_callback,
     check_logger,
     check_model,
-    check_optimizers,
     check_signature,
     check_splits,
     check_takes_directory,
@@ -67,11 +69,6 @@ class RunContext:
     control: Control
     log: logging.Logger
 
-
-NO_PARAMETERS = (
-    "an optimizer was built for no parameters: the model has none, or layers in a plain Python list, which torch does "
-    "not find. Put them into a torch.nn.ModuleList."
-)
 
 _DATA_SEED = seed_of(0, DATA, 0, 0)
 
@@ -181,7 +178,7 @@ def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
         )
 
 
-def build_model(experiment: Experiment, trains: bool = True) -> Any:
+def build_model(experiment: Experiment, trains: bool = True, sharded: bool = False) -> Any:
     """Build the model, or the mapping of models, with the weights that a new run starts with.
 
     They depend on trainer.seed alone, whichever generator draws them and whatever was drawn before.
@@ -192,22 +189,28 @@ def build_model(experiment: Experiment, trains: bool = True) -> Any:
         instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=trains
     )
     add_adapters(model, experiment.trainer)
-    return model
+    freeze(model, experiment.trainer)
+    return lowered(model, experiment.trainer, sharded)
 
 
 def build_strategy(
-    experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None]
+    experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None], loaded: bool = False
 ) -> Strategy:
-    """Build the model inside its strategy; `prepare` may change the initial weights. Ranks: all; communicates."""
+    """Build the model inside its strategy; `prepare` may change the initial weights. Ranks: all; communicates.
+
+    All values will be `loaded`, by `prepare` or afterwards: a strategy need not draw them.
+    """
     trainer = experiment.trainer
+    strategy = experiment.strategy.to_be_loaded() if loaded else experiment.strategy
 
     def prepare_all(models: Models) -> None:
         prepare(models)
         if trainer.activation_checkpointing:
             checkpoint_activations(models, trainer.activation_checkpointing)
 
-    return experiment.strategy.build(
-        world, partial(build_model, experiment),
+    sharded = strategy.makes_copies(world.world_size)
+    return strategy.build(
+        world, partial(build_model, experiment, sharded=sharded),
         trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare_all,
     )  # fmt: skip
 
@@ -287,7 +290,7 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
     loggers: list[Logger] = [JsonLines(run.metrics), Progress(context.control, context.log, num_steps)]
     remote = [name for name in context.experiment.logger if is_remote(context.experiment, name)]
     if remote:
-        limits = {name: end_seconds(context.experiment.logger[name]) for name in remote}
+        limits = {name: end_seconds(context.experiment.logger[name], name) for name in remote}
         loggers.append(Followers(run.path, limits, context.log))
     for name, node in context.experiment.logger.items():
         if name in remote:
@@ -353,24 +356,8 @@ def build_loop(
     evaluates = bool(evals) and (trainer.eval_every != 0 or trainer.eval_at_start)
     check_task(task, experiment.task.target, evaluates)
 
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        if not isinstance(parameters, Mapping | torch.Tensor):
-            parameters = list(parameters)
-            if not parameters:
-                raise RefusedError(NO_PARAMETERS)
-        optimizer: torch.optim.Optimizer = instantiate(experiment.optimizer, trust, "optimizer", parameters)
-        return optimizer
-
-    def make_all(model: Any) -> Mapping[str, torch.optim.Optimizer]:
-        if isinstance(task, HasOptimizers):
-            optimizers: Mapping[str, torch.optim.Optimizer] = check_optimizers(
-                task.optimizers(model, make), task.optimizers
-            )
-            return optimizers
-        parameters = strategy.parameters()
-        if trainer.lora is not None:
-            parameters = (parameter for parameter in parameters if parameter.requires_grad)
-        return {"optimizer": make(parameters)}
+    def make_all(_model: Any) -> Mapping[str, torch.optim.Optimizer]:
+        return build_optimizers(experiment, task, strategy.modules, strategy.single, strategy.parameters)
 
     return Loop(
         task=task,

@@ -66,6 +66,7 @@ from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import MetricError
+from ddpexp.train.offline import forbid_downloads
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.recipe_checks import check_task
@@ -141,6 +142,7 @@ def build(context: RunContext) -> Built:
     trainer = experiment.trainer
     context.control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
+    forbid_downloads(experiment)
     import_all(experiment, world)
     compilations = _watch_compilations(world) if trainer.compile else None
     if compilations is None:
@@ -159,7 +161,8 @@ def build(context: RunContext) -> Built:
 
     newest, damaged = choose(run, world, experiment.run.resume == "require")
     initial_weights = InitialWeights(context, newest)
-    strategy = build_strategy(experiment, world, plan, initial_weights.load)
+    loaded = newest is not None or initial_weights.are_complete
+    strategy = build_strategy(experiment, world, plan, initial_weights.load, loaded)
     if newest is not None and world.is_rank_zero:
         inputs |= check_same_data(context, newest, inputs["data"], batches.steps_per_epoch)
     num_steps = count_steps(trainer, batches.steps_per_epoch)
@@ -176,16 +179,23 @@ def build(context: RunContext) -> Built:
     checkpointer.recorded, checkpointer.inputs = recorded, inputs
     checkpointer.callbacks = build_callbacks(experiment, replace(world, memory=strategy.memory), num_steps)
     report = Report(
-        experiment, run, context.layout, context.prepared, strategy.modules, strategy.memory is not None, batches,
-        num_steps,
+        experiment, run, context.layout, context.prepared, strategy.modules, strategy.single,
+        strategy.memory is not None, batches, num_steps,
     )  # fmt: skip
     log.info(report.headline())
-    if other_bits := experiment.strategy.other_bits(trainer, plan.gradient_accumulation_steps):
-        log.info(other_bits)
+    _log_other_bits(experiment, plan.gradient_accumulation_steps, log)
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
     initial_weights.finish()
     return Built(loop, checkpointer, report, newest, damaged, compilations)
+
+
+def _log_other_bits(experiment: Experiment, gradient_accumulation_steps: int, log: logging.Logger) -> None:
+    """Log which options change the last bits of the weights."""
+    if experiment.trainer.param_dtype != "fp32":
+        log.info("trainer.param_dtype=bf16: the weights are not promised to be the same with every strategy")
+    if other_bits := experiment.strategy.other_bits(experiment.trainer, gradient_accumulation_steps):
+        log.info(other_bits)
 
 
 def restore(context: RunContext, built: Built) -> None:
@@ -266,6 +276,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     log = open_log(world, control, None)
     control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
+    forbid_downloads(experiment)
     splits, data = open_data(experiment, evaluation["data"], world), DataRank(world.rank, world.world_size)
     sets = chosen_sets(splits.evals, evaluation["split"])
     evals = build_evals(experiment, replace(splits, evals=sets), data, world.device, evaluation["batch_size"])

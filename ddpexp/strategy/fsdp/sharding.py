@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -19,6 +20,7 @@ from ddpexp.strategy.comm.reduce import ALIGNED, common_memory
 from ddpexp.strategy.comm.shared_memory import SharedMemory
 from ddpexp.strategy.exact.round import sum_dtype
 from ddpexp.strategy.fsdp.blocks import BLOCKS, blocks_of
+from ddpexp.strategy.fsdp.empty import Resets, build_empty
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.replay import record
 from ddpexp.strategy.module_classes import check_classes
@@ -33,10 +35,19 @@ _LEAST_BYTES = 4096  # of shared memory, in which the partial sums of small buff
 class Sharding:
     """Shards the models of a recipe over the ranks."""
 
-    def __init__(self, options: FSDPOptions, world: World, gradient_accumulation_steps: int | None = None) -> None:
-        """Shard nothing yet. `gradient_accumulation_steps` is for sums in the tree of `trainer.reduction=exact`."""
+    def __init__(
+        self,
+        options: FSDPOptions,
+        world: World,
+        gradient_accumulation_steps: int | None = None,
+        gathers_bf16: bool = False,
+    ) -> None:
+        """Shard nothing yet; see `FSDP`."""
         self._options, self._world = options, world
         self._gradient_accumulation_steps = gradient_accumulation_steps
+        self._precision = MixedPrecisionPolicy()
+        if gathers_bf16:
+            self._precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         self.blocks: list[FSDPModule] = []  # that are gathered while they compute
         self.memory: SharedMemory | None = None  # through which the ranks communicate
         self.trees: list[TreeReduceScatter] = []  # those of the blocks, with trainer.reduction=exact
@@ -51,8 +62,7 @@ class Sharding:
         """
         world, options = self._world, self._options
         if world.world_size == 1:
-            sharded = {name: module for name, module in models.items() if name not in options.whole}
-            check_classes(sharded, options.blocks or (), BLOCKS)
+            check_classes(self._models_to_shard(models), options.blocks or (), BLOCKS)
             return
         dtype = sum_dtype(models)
         models = self._models_to_shard(models)
@@ -70,6 +80,7 @@ class Sharding:
             self.blocks.append(
                 fully_shard(
                     block, mesh=mesh, reshard_after_forward=options.reshard_after_forward,
+                    mp_policy=self._precision,
                     offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
                 )
             )  # fmt: skip
@@ -99,13 +110,21 @@ class Sharding:
     def construct(self, factory: Callable[[], Any]) -> Any:
         """Return what the factory builds, sharded; no rank ever holds more of it than its share and a few tensors.
 
+        Its parameters have the values that strategy.init says, or are NaN if a checkpoint is loaded into them anyway.
+
         Ranks: all; communicates.
 
         Raises:
             RefusedError: the construction depends on values of tensors; or as in `shard`.
         """
-        built, recording = record(factory)
+        init, draws = self._options.init, self._options.draws_values
+        recording = None
+        if init == "replay" and draws:
+            built, recording = record(factory)
+        else:
+            built = build_empty(factory, f"strategy.init={init}")
         models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
+        resets = Resets(models) if init == "reset_parameters" and draws else None
         recorded = dict(_tensors(models))
         given = {name: tensor for name, tensor in recorded.items() if tensor.device.type != "meta"}
         for module in models.values():
@@ -125,8 +144,13 @@ class Sharding:
             else:
                 tensor.copy_(values)
 
-        to_replay = {name: tensor for name, tensor in recorded.items() if name not in given}
-        recording.replay(to_replay, torch.device("cpu"), take)
+        if recording is not None:
+            to_replay = {name: tensor for name, tensor in recorded.items() if name not in given}
+            recording.replay(to_replay, torch.device("cpu"), take)
+        elif resets is not None:
+            resets.draw(lambda name, values: take(name, values) if name in held else None)  # a tied one by one name
+        else:
+            _fill_with_nan(tensor for name, tensor in held.items() if name not in given)
         for name, tensor in given.items():
             take(name, tensor)
         return built
@@ -143,6 +167,14 @@ class Sharding:
                     "requires_grad_(False) on it where it is built, or leave it out."
                 )
         return {name: module for name, module in models.items() if name not in self._options.whole}
+
+
+@torch.no_grad()
+def _fill_with_nan(tensors: Iterable[Tensor]) -> None:
+    """Mark values that are to be loaded: what is forgotten ends the run at its first step."""
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local.fill_(math.nan if local.is_floating_point() or local.is_complex() else 0)
 
 
 def first_row(tensor: DTensor) -> int:
