@@ -103,6 +103,8 @@ def unknown_key(
     """
     known, keys = [name for name in known if not name.startswith("_")], list(keys)
     typed = f"{where}.{key}" if where else key
+    if where.startswith(("trainer.", "run.")) and not known:
+        return RefusedError(f"{where} is null and has no keys: set it as a whole, as in '{where}={{{key}:...}}'.")
     if not where and _VARIABLE.fullmatch(key):
         return RefusedError(
             f"{key} is a variable of the environment, not a key: type it before the command, as in {key}=... python -m "
@@ -244,6 +246,8 @@ def spoken(hint: Any) -> str:
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
     if origin is tuple:
         return f"a list, each item {spoken(typing.get_args(hint)[0])}"
+    if dataclasses.is_dataclass(hint):
+        return f"a section with the keys {_listed(_names(hint))}"
     if origin is Mapping:
         return f"keys, each with {spoken(typing.get_args(hint)[1])}"
     return _SPOKEN.get(hint, getattr(hint, "__name__", str(hint)))
