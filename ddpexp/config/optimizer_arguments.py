@@ -29,14 +29,19 @@ _ARGUMENTS = {
 _ALL = {name for names in _ARGUMENTS.values() for name in names}
 
 
+def arguments_of(target: str) -> tuple[str, ...] | None:
+    """Return the arguments of an optimizer of torch; None if it is another one."""
+    return _ARGUMENTS.get(target.removeprefix("torch.optim.")) if target.startswith("torch.optim.") else None
+
+
 def check_arguments(optimizer: Node) -> None:
     """Refuse an argument that torch has for other optimizers alone; one that none here has is for the workers to see.
 
     Raises:
         RefusedError: there is one, such as betas that a recipe sets for Adam, under optimizer=sgd.
     """
-    accepted = _ARGUMENTS.get(optimizer.target.removeprefix("torch.optim."))
-    if accepted is None or not optimizer.target.startswith("torch.optim."):
+    accepted = arguments_of(optimizer.target)
+    if accepted is None:
         return
     for key in optimizer.kwargs:
         if key in _ALL and key not in accepted:
