@@ -14,7 +14,7 @@ from ddpexp.config.numerics import check_param_dtype, check_speed
 from ddpexp.config.optimizer_arguments import arguments_of, check_arguments
 from ddpexp.config.param_groups import check_freeze_until, check_layer_decay, check_param_groups, late_starts
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
-from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, LoRA, Recipe, Run, Trainer
+from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout, Timeout
@@ -144,15 +144,21 @@ def _check_trainer(trainer: Trainer) -> None:
     _check_limits(trainer)
     check_param_dtype(trainer)
     check_speed(trainer)
-    _check_lora(trainer.lora)
+    _check_lora(trainer)
     if not 0 <= trainer.seed < 2**63:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
 
 
-def _check_lora(lora: LoRA | None) -> None:
-    """Check trainer.lora by itself."""
+def _check_lora(trainer: Trainer) -> None:
+    """Check trainer.lora by itself, and with trainer.freeze."""
+    lora = trainer.lora
     if lora is None:
         return
+    if trainer.freeze:
+        raise RefusedError(
+            "trainer.freeze is incompatible with trainer.lora, which freezes everything but its adapters and what "
+            "trainer.lora.train names. Leave out trainer.freeze."
+        )
     if not lora.patterns:
         raise RefusedError("trainer.lora.match=[] names no layers: give it patterns such as blocks.*.")
     if lora.rank < 1:
