@@ -94,6 +94,10 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_keys_that_cannot_be_are_refused_before_anything_starts(override: str, sentence: str) -> None:
     with pytest.raises(RefusedError, match=f"^{sentence}"):
-        composed = compose(["recipe=mnist", override])
-        assert composed is not None
-        parse(composed.values)
+        _parsed(override)
+
+
+def _parsed(override: str) -> None:
+    composed = compose(["recipe=mnist", override])
+    assert composed is not None
+    parse(composed.values)
