@@ -22,6 +22,10 @@ from ddpexp.errors import RefusedError
 _RECIPES = "ddpexp.recipes."  # beside them a configuration names parts of ours by their keys
 
 _OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
+_SCHEDULES = (
+    "ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LambdaLR "
+    "LinearLR MultiStepLR MultiplicativeLR OneCycleLR PolynomialLR ReduceLROnPlateau SequentialLR StepLR"
+).split()
 _MODULES = (
     "AdaptiveAvgPool1d AdaptiveAvgPool2d AvgPool1d AvgPool2d BCEWithLogitsLoss BatchNorm1d BatchNorm2d Conv1d Conv2d "
     "Conv3d "
@@ -30,7 +34,11 @@ _MODULES = (
     "RMSNorm RNN ReLU Sequential SiLU Sigmoid SmoothL1Loss Softmax Softplus SyncBatchNorm Tanh TransformerEncoder "
     "TransformerEncoderLayer Upsample"
 ).split()
-TORCH = frozenset([f"torch.optim.{name}" for name in _OPTIMIZERS] + [f"torch.nn.{name}" for name in _MODULES])
+TORCH = frozenset(
+    [f"torch.optim.{name}" for name in _OPTIMIZERS]
+    + [f"torch.optim.lr_scheduler.{name}" for name in _SCHEDULES]
+    + [f"torch.nn.{name}" for name in _MODULES]
+)
 
 _SPECIAL = ("_target_", "_partial_", "_args_")
 
@@ -147,7 +155,11 @@ def _advice(target: str, trust: Trust, key: str) -> str:
         return f" Did you mean {re.sub(r'[.]py(?=[.:]|$)', '', target).replace(':', '.').replace('/', '.').strip('.')}?"
     if not head or root in ("torch", "nn", "optim"):
         kind = "torch.optim." if where == "optimizer" else f"{head}." if head.startswith("torch.") else ""
-        classes = {known.rpartition(".")[2].lower(): known for known in sorted(TORCH) if known.startswith(kind)}
+        classes = {
+            known.rpartition(".")[2].lower(): known
+            for known in sorted(TORCH)
+            if known.startswith(kind) and (not kind or "." not in known.removeprefix(kind))
+        }
         near = difflib.get_close_matches(name.lower(), classes, n=1, cutoff=0.7)
         advice = "" if head else " A name stands behind its module, as in mine.Net."
         return f" Did you mean {classes[near[0]]}?" if near else advice

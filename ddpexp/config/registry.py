@@ -21,7 +21,14 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
     "scheduler": {
         "constant": "ddpexp.train.schedule.Constant",
         "cosine": "ddpexp.train.schedule.Cosine",
+        "exponential": "ddpexp.train.schedule.Exponential",
+        "linear": "ddpexp.train.schedule.Linear",
+        "multi_step": "ddpexp.train.schedule.MultiStep",
         "onecycle": "ddpexp.train.schedule.OneCycle",
+        "plateau": "ddpexp.train.plateau.Plateau",
+        "polynomial": "ddpexp.train.schedule.Polynomial",
+        "torch": "ddpexp.train.torch_schedule.TorchSchedule",
+        "wsd": "ddpexp.train.schedule.WSD",
     },
     "logger": {"tensorboard": "ddpexp.loggers.tensorboard.TensorBoard"},
     "callbacks": {

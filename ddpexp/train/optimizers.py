@@ -30,20 +30,23 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def rates_by_name(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
-    """Return the learning rates by the suffix that each gets in records, after `lr`.
+def group_suffixes(optimizers: Mapping[str, Optimizer], all_groups: bool = False) -> dict[str, int]:
+    """Return the number of the parameter group whose rate is recorded under each suffix of `lr`.
 
     The suffix is empty for a single optimizer, `/head` for the optimizer `head` of several, and `/head/1` for its group
-    1 if its groups have different rates.
+    1 if its groups have different rates, or a schedule may make them so (`all_groups`). Groups are counted over all
+    optimizers.
     """
-    by_suffix: dict[str, float] = {}
+    by_suffix: dict[str, int] = {}
+    first = 0
     for name, optimizer in optimizers.items():
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         prefix = f"/{name}" if len(optimizers) > 1 else ""
-        if len(set(rates)) > 1:
-            by_suffix |= {f"{prefix}/{number}": rate for number, rate in enumerate(rates)}
+        if len(set(rates)) > 1 or (all_groups and len(rates) > 1):
+            by_suffix |= {f"{prefix}/{number}": first + number for number in range(len(rates))}
         else:
-            by_suffix[prefix] = rates[0]
+            by_suffix[prefix] = first
+        first += len(rates)
     return by_suffix
 
 

@@ -165,15 +165,31 @@ def test_what_a_recipe_sets_of_callbacks_and_loggers_that_are_not_chosen_is_left
 # Nothing is composed wrongly
 
 
+def check_choice(recipe: str, choice: Mapping[str, str]) -> None:
+    made = composed(f"recipe={recipe}", *(f"{group}={option}" for group, option in choice.items()))
+    for group, option in choice.items():
+        assert made.values[group] == yaml.safe_load((conf_folder() / group / f"{option}.yaml").read_text()), choice
+    assert parse(made.values).recipe.name == recipe
+
+
 @pytest.mark.parametrize("recipe", options("recipe"))
 def test_every_shipped_recipe_composes_with_every_option_of_every_group(recipe: str) -> None:
-    together, alone = ["optimizer", "scheduler", "model"], ["strategy", "logger", "launcher"]
-    choices = [dict(zip(together, choice, strict=True)) for choice in itertools.product(*map(options, together))]
-    for choice in [*choices, *({group: option} for group in alone for option in options(group))]:
-        made = composed(f"recipe={recipe}", *(f"{group}={option}" for group, option in choice.items()))
-        for group, option in choice.items():
-            assert made.values[group] == yaml.safe_load((conf_folder() / group / f"{option}.yaml").read_text()), choice
-        assert parse(made.values).recipe.name == recipe
+    optimizers, schedulers, models = map(options, ("optimizer", "scheduler", "model"))
+    for number in range(max(len(optimizers), len(schedulers), len(models))):
+        together = {"optimizer": optimizers, "scheduler": schedulers, "model": models}
+        check_choice(recipe, {group: names[number % len(names)] for group, names in together.items()})
+    for group in ("strategy", "logger", "launcher"):
+        for option in options(group):
+            check_choice(recipe, {group: option})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("recipe", options("recipe"))
+def test_every_shipped_recipe_composes_with_every_optimizer_schedule_and_model(recipe: str) -> None:
+    together = ["optimizer", "scheduler", "model"]
+    for choice in itertools.product(*map(options, together)):
+        check_choice(recipe, dict(zip(together, choice, strict=True)))
 
 
 def test_every_shipped_data_option_composes() -> None:
