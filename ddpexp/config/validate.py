@@ -10,6 +10,7 @@ from pathlib import Path
 from ddpexp.config.build import nearest, shown, unknown_key
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.instantiate import Node
+from ddpexp.config.param_groups import check_freeze_until, check_layer_decay, check_param_groups, late_starts
 from ddpexp.config.registry import key_of
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
@@ -84,6 +85,9 @@ def check(experiment: Experiment) -> None:
     """
     _check_trainer(experiment.trainer)
     _check_optimizer(experiment.optimizer)
+    check_param_groups(experiment.trainer.param_groups or (), experiment.optimizer.target, _OF_OPTIMIZERS)
+    check_layer_decay(experiment.trainer.layer_decay)
+    check_freeze_until(late_starts(experiment.trainer.freeze_until))
     _check_recipe(experiment.recipe)
     _check_run(experiment.run)
     _check_data(experiment.data)

@@ -12,13 +12,14 @@ import json
 import resource
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
@@ -30,13 +31,16 @@ from ddpexp.data.samples import tensors_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.memory import Facts, Parameter
+from ddpexp.strategy.memory import Facts, Parameter, ParamGroup
 from ddpexp.strategy.replica import Models
 from ddpexp.system.limits import reason
 from ddpexp.system.oom import memory_left
 from ddpexp.system.process import die_with_parent
-from ddpexp.task import HasOptimizers, HasTrainStep, Task
+from ddpexp.task import HasTrainStep, Task
 from ddpexp.train.build import count_steps, open_data
+from ddpexp.train.build_optimizers import build_optimizers
+from ddpexp.train.freezing import LateStarts, freeze
+from ddpexp.train.param_groups import describe, groups_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it
@@ -87,7 +91,11 @@ def collect(
     }
     models, single, device = _models(experiment, notes)
     named = _named(models)
-    optimizer_bytes = _optimizer_bytes(experiment, models, single, notes)
+    optimizers = build_optimizers(
+        experiment, instantiate(experiment.task, experiment.trust, "task"), models, single,
+        lambda: [p for module in models.values() for p in module.parameters()],
+    )  # fmt: skip
+    optimizer_bytes = _optimizer_bytes(optimizers, models, notes)
     batch_bytes = activations = None
     if num_samples is None:
         samples = min(plan.micro_batch_size, len(train), _MOST_SAMPLES)
@@ -121,6 +129,10 @@ def collect(
         sums_bytes=sums_bytes,
         shared_bytes=shared_bytes,
         notes=notes,
+        groups=list(_groups(experiment, models, single, optimizers)),
+        late_starts=[
+            f"{', '.join(entry.patterns)}: {entry}" for entry in LateStarts.of(trainer, models, single).entries
+        ],
     )
     return facts, steps
 
@@ -148,6 +160,7 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
         built = instantiate(experiment.model, experiment.trust, "model")
     single = isinstance(built, nn.Module)
     models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
+    freeze(built, experiment.trainer)
     for name, module in models.items():
         if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
             raise RefusedError(
@@ -158,19 +171,24 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
     return models, single, device
 
 
-def _optimizer_bytes(experiment: Experiment, models: Models, single: bool, notes: dict[str, str]) -> int:
-    """Make the optimizers and have each take a step, after which they hold what they keep."""
+def _groups(
+    experiment: Experiment, models: Models, single: bool, optimizers: Mapping[str, Optimizer]
+) -> Iterator[ParamGroup]:
+    """Yield the parameter groups of the optimizers."""
+    described = list(describe(models, single).values())
+    conditions = {group.name: "; ".join(group.conditions) for group in groups_of(experiment, described) or ()}
+    for optimizer, one in optimizers.items():
+        for number, group in enumerate(one.param_groups):
+            parameters, name = group["params"], str(group.get("name", number))
+            yield ParamGroup(
+                optimizer, name, conditions.get(name, ""), len(parameters), sum(p.numel() for p in parameters),
+                sum(p.numel() for p in parameters if p.requires_grad), float(group["lr"]), group.get("weight_decay"),
+            )  # fmt: skip
 
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = instantiate(experiment.optimizer, experiment.trust, "optimizer", parameters)
-        return optimizer
 
+def _optimizer_bytes(optimizers: Mapping[str, Optimizer], models: Models, notes: dict[str, str]) -> int:
+    """Have each optimizer take a step, after which it holds what it keeps."""
     parameters = [p for module in models.values() for p in module.parameters()]
-    task = instantiate(experiment.task, experiment.trust, "task")
-    model = models["model"] if single else models
-    optimizers = (
-        task.optimizers(model, make) if isinstance(task, HasOptimizers) else {"optimizer": make(iter(parameters))}
-    )
     for p in parameters:
         p.grad = torch.empty_like(p) if p.requires_grad else None
     try:

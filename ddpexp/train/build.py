@@ -31,10 +31,12 @@ from ddpexp.run.directory import RunDir
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
-from ddpexp.task import HasOptimizers, Schedule
+from ddpexp.task import Schedule
 from ddpexp.train.activation_checkpointing import checkpoint_activations
 from ddpexp.train.average import WeightAverage
+from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.callbacks.hooks import Callbacks
+from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
 from ddpexp.train.plateau import Plateau, PlateauProgress
@@ -43,7 +45,6 @@ from ddpexp.train.recipe_checks import (
     check_callback,
     check_logger,
     check_model,
-    check_optimizers,
     check_signature,
     check_splits,
     check_takes_directory,
@@ -67,11 +68,6 @@ class RunContext:
     control: Control
     log: logging.Logger
 
-
-NO_PARAMETERS = (
-    "an optimizer was built for no parameters: the model has none, or layers in a plain Python list, which torch does "
-    "not find. Put them into a torch.nn.ModuleList."
-)
 
 _DATA_SEED = seed_of(0, DATA, 0, 0)
 
@@ -192,7 +188,9 @@ def build_model(experiment: Experiment, trains: bool = True) -> Any:
     seed_everything(experiment.trainer.seed)
     torch.manual_seed(experiment.trainer.seed)  # generators of GPUs, too
     model = instantiate(experiment.model, experiment.trust, "model")
-    return check_model(model, experiment.model.target, trains=trains)
+    check_model(model, experiment.model.target, trains=trains)
+    freeze(model, experiment.trainer)
+    return model
 
 
 def build_strategy(
@@ -351,21 +349,8 @@ def build_loop(
     evaluates = bool(evals) and (trainer.eval_every != 0 or trainer.eval_at_start)
     check_task(task, experiment.task.target, evaluates)
 
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        if not isinstance(parameters, Mapping | torch.Tensor):
-            parameters = list(parameters)
-            if not parameters:
-                raise RefusedError(NO_PARAMETERS)
-        optimizer: torch.optim.Optimizer = instantiate(experiment.optimizer, trust, "optimizer", parameters)
-        return optimizer
-
-    def make_all(model: Any) -> Mapping[str, torch.optim.Optimizer]:
-        if isinstance(task, HasOptimizers):
-            optimizers: Mapping[str, torch.optim.Optimizer] = check_optimizers(
-                task.optimizers(model, make), task.optimizers
-            )
-            return optimizers
-        return {"optimizer": make(strategy.parameters())}
+    def make_all(_model: Any) -> Mapping[str, torch.optim.Optimizer]:
+        return build_optimizers(experiment, task, strategy.modules, strategy.single, strategy.parameters)
 
     return Loop(
         task=task,

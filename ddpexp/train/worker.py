@@ -173,8 +173,8 @@ def build(context: RunContext) -> Built:
     checkpointer.recorded, checkpointer.inputs = recorded, inputs
     checkpointer.callbacks = build_callbacks(experiment, replace(world, memory=strategy.memory), num_steps)
     report = Report(
-        experiment, run, context.layout, context.prepared, strategy.modules, strategy.memory is not None, batches,
-        num_steps,
+        experiment, run, context.layout, context.prepared, strategy.modules, strategy.single,
+        strategy.memory is not None, batches, num_steps,
     )  # fmt: skip
     log.info(report.headline())
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
