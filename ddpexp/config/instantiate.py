@@ -21,7 +21,9 @@ from ddpexp.errors import RefusedError
 
 _RECIPES = "ddpexp.recipes."  # beside them a configuration names parts of ours by their keys
 
-_OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
+_OPTIMIZERS = (
+    "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD SparseAdam"
+).split()
 _SCHEDULES = (
     "ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LambdaLR "
     "LinearLR MultiStepLR MultiplicativeLR OneCycleLR PolynomialLR ReduceLROnPlateau SequentialLR StepLR"

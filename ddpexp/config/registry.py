@@ -30,6 +30,10 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "torch": "ddpexp.train.torch_schedule.TorchSchedule",
         "wsd": "ddpexp.train.schedule.WSD",
     },
+    "optimizer": {
+        "muon": "ddpexp.train.combined_optimizer.muon",
+        "sparse_adam": "ddpexp.train.combined_optimizer.sparse_adam",
+    },
     "logger": {"tensorboard": "ddpexp.loggers.tensorboard.TensorBoard"},
     "callbacks": {
         "early_stopping": "ddpexp.train.callbacks.early_stopping.EarlyStopping",
