@@ -15,6 +15,7 @@ from typing import Any
 
 import ddpexp
 from ddpexp.config.build import did_you_mean
+from ddpexp.config.foreign import NO_LBFGS
 from ddpexp.config.plugins import GROUPS, full_name, installed
 from ddpexp.config.registry import key_of, keys_of, path_of, section_of
 from ddpexp.errors import RefusedError
@@ -124,6 +125,8 @@ def check_target(target: Any, trust: Trust, key: str) -> None:
     Raises:
         RefusedError: it is outside the allowlist, or it is one of ours that does not exist.
     """
+    if target == "torch.optim.LBFGS":
+        raise RefusedError(f"{key}={target}: {NO_LBFGS}")
     if not isinstance(target, str) or not trust.allows(target, key.removesuffix("._target_")):
         raise RefusedError(
             f"{key}={target} is not allowed: a configuration may name ddpexp's recipes, a closed set of torch classes, "

@@ -23,8 +23,16 @@ TEST_SET = "test"
 _OF_OPTIMIZERS = (  # the arguments of torch's optimizers, of every version
     "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused",
     "betas", "eps", "amsgrad", "capturable", "decoupled_weight_decay", "rho", "lr_decay", "initial_accumulator_value",
-    "alpha", "centered", "momentum_decay",
+    "alpha", "centered", "momentum_decay", "etas", "step_sizes", "lambd", "t0", "beta2_decay", "d", "ns_steps",
+    "ns_coefficients", "adjust_lr_fn",
 )  # fmt: skip
+
+
+_WHOLE_GRADIENTS = {  # optimizers that fsdp cannot give what they look at
+    "torch.optim.Adafactor": "looks at the columns of whole gradients",
+    "torch.optim.SparseAdam": "is for sparse gradients",
+    "sparse_adam": "is for sparse gradients",
+}
 
 
 def check_layout(experiment: Experiment, layout: Layout) -> None:
@@ -304,12 +312,31 @@ def _check_together(experiment: Experiment) -> None:
             "there are none. Use strategy.init=whole."
         )
     _check_callbacks(experiment)
+    _check_schedule(experiment)
+    if experiment.strategy.kind == "fsdp" and experiment.optimizer.target in _WHOLE_GRADIENTS:
+        raise RefusedError(
+            f"optimizer._target_={experiment.optimizer.target} {_WHOLE_GRADIENTS[experiment.optimizer.target]}, and "
+            "strategy=fsdp gives each worker some rows of it. Use another optimizer, or strategy=ddp."
+        )
     if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
         raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
     if trainer.reduction == "exact" and trainer.micro_batch_size == "auto":
         raise RefusedError(
             f"trainer.reduction=exact sums over micro-batches that are the same at every number of workers: "
             f"type their size, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}."
+        )
+
+
+def _check_schedule(experiment: Experiment) -> None:
+    """Check a metric that the schedule follows; whether the evaluations have it is checked by the workers."""
+    monitor = getattr(experiment.scheduler, "monitor", None)
+    if isinstance(experiment.scheduler, Node) or not isinstance(monitor, str):
+        return
+    check_not_test(f"scheduler.monitor={monitor}", monitor)
+    if experiment.trainer.eval_every == 0:
+        raise RefusedError(
+            f"scheduler.monitor={monitor} needs evaluations, and trainer.eval_every=0 makes none: choose another "
+            "scheduler, or trainer.eval_every=epoch."
         )
 
 
