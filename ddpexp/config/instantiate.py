@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ddpexp
+from ddpexp.config import trusted
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.foreign import NO_LBFGS
 from ddpexp.config.plugins import GROUPS, full_name, installed
@@ -177,7 +178,9 @@ def _advice(target: str, trust: Trust, key: str) -> str:
     near = difflib.get_close_matches(root, beside, n=1, cutoff=0.6)
     if near:
         return f" Did you mean {near[0]}.{rest}?"
-    return "" if root in sys.stdlib_module_names else f" If this code is yours, add run.trust=[{root}]."
+    if root in sys.stdlib_module_names:
+        return ""
+    return f" If this code is yours, add run.trust=[{root}].{trusted.advice(target)}"
 
 
 def _inside_config_folder(module: str, trust: Trust) -> Path | None:
