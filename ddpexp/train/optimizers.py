@@ -166,7 +166,7 @@ def _other_groups(
     for now, positions in zip(settings(optimizer), _positions(optimizer), strict=True):
         sources = [kept for then, kept in zip(saved, changed, strict=True) if set(then["params"]) & set(positions)]
         if any(kept != sources[0] for kept in sources):
-            key = next(key for kept in sources for key in kept if kept != sources[0])
+            key = next(key for kept in sources for key in kept)
             raise RefusedError(
                 f"the checkpoint's {name} has other parameter groups, and {type(optimizer).__name__} keeps {key} for "
                 "each of them, so they cannot be regrouped. Resume with the groups that the run was started with."

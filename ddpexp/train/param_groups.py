@@ -223,11 +223,11 @@ def _check_dimensions(dimensions: Sequence[int], parameters: Sequence[Described]
             "layer its sizes, or choose by match."
         )
     there = sorted({parameter.ndim for parameter in parameters if parameter.ndim is not None})
-    for number in dimensions:
-        if number not in there:
-            raise RefusedError(
-                f"{where}=[{number}]: no parameter of the model has that many dimensions. They have {first_few(there)}."
-            )
+    if dimensions and not set(dimensions) & set(there):
+        raise RefusedError(
+            f"{where}=[{','.join(map(str, dimensions))}]: no parameter of the model has that many dimensions. They "
+            f"have {first_few(there)}."
+        )
 
 
 def layer_scales(parameters: Sequence[Described], layer_decay: LayerDecay) -> list[tuple[str, float]]:

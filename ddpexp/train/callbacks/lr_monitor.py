@@ -55,7 +55,7 @@ def _values(optimizers: Mapping[str, Optimizer], settings: tuple[str, ...]) -> I
         for number, group in enumerate(optimizer.param_groups):
             for key in settings:
                 for suffix, value in _numbers(key, group.get(key)).items():
-                    yield f"{key}/{optimizer_name}/{number}{suffix}", value
+                    yield f"{key}/{optimizer_name}/{group.get('name', number)}{suffix}", value
 
 
 def _numbers(key: str, value: Any) -> dict[str, float]:
