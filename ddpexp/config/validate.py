@@ -177,11 +177,6 @@ def _check_average(trainer: Trainer) -> None:
             f"trainer.average_batch_norm={trainer.average_batch_norm}: use a number of training batches from 1, or "
             "null."
         )
-    if not trainer.averages:
-        raise RefusedError(
-            f"trainer.average_batch_norm={trainer.average_batch_norm} is for averaged weights, and there are none: set "
-            "trainer.ema_decay or trainer.swa_start, too."
-        )
 
 
 def _check_speed(trainer: Trainer) -> None:
@@ -313,9 +308,13 @@ def _check_together(experiment: Experiment) -> None:
         )
     _check_callbacks(experiment)
     _check_schedule(experiment)
-    if experiment.strategy.kind == "fsdp" and experiment.optimizer.target in _WHOLE_GRADIENTS:
+    target = experiment.optimizer.target  # others may average the weights themselves, which the workers see
+    ours = target.startswith("torch.optim.") or key_of("optimizer", target) is not None
+    if trainer.average_batch_norm is not None and not trainer.averages and ours:
+        raise RefusedError(no_average(trainer))
+    if experiment.strategy.kind == "fsdp" and target in _WHOLE_GRADIENTS:
         raise RefusedError(
-            f"optimizer._target_={experiment.optimizer.target} {_WHOLE_GRADIENTS[experiment.optimizer.target]}, and "
+            f"optimizer._target_={target} {_WHOLE_GRADIENTS[target]}, and "
             "strategy=fsdp gives each worker some rows of it. Use another optimizer, or strategy=ddp."
         )
     if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
@@ -325,6 +324,14 @@ def _check_together(experiment: Experiment) -> None:
             f"trainer.reduction=exact sums over micro-batches that are the same at every number of workers: "
             f"type their size, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}."
         )
+
+
+def no_average(trainer: Trainer) -> str:
+    """Return why trainer.average_batch_norm is refused where there are no averaged weights."""
+    return (
+        f"trainer.average_batch_norm={trainer.average_batch_norm} is for averaged weights, and there are none: set "
+        "trainer.ema_decay or trainer.swa_start, too."
+    )
 
 
 def _check_schedule(experiment: Experiment) -> None:

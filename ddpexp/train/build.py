@@ -39,6 +39,7 @@ from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
+from ddpexp.train.optimizer_average import average_of
 from ddpexp.train.plateau import Plateau, PlateauProgress
 from ddpexp.train.precision import Precision
 from ddpexp.train.recipe_checks import (
@@ -352,10 +353,12 @@ def build_loop(
     def make_all(_model: Any) -> Mapping[str, torch.optim.Optimizer]:
         return build_optimizers(experiment, task, strategy.modules, strategy.single, strategy.parameters)
 
+    optimizers = strategy.build_optimizers(make_all)
+    checkpointer.average = average_of(checkpointer.average, strategy.modules, optimizers, trainer)
     return Loop(
         task=task,
         strategy=strategy,
-        optimizers=strategy.build_optimizers(make_all),
+        optimizers=optimizers,
         schedule=build_schedule(experiment, num_steps),
         precision=Precision(
             trainer.precision, world.device, trainer.nonfinite == "skip", strategy.gradient_weight, strategy

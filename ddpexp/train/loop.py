@@ -327,8 +327,7 @@ class Loop:
         with self._clock.paused():
             self._step.check()
             self._check_finite()
-            if not interrupted:  # else the time is limited
-                self._evaluation.refresh_average()
+            self._evaluation.refresh_average(estimate=not interrupted)  # else the time is limited
             self.state.schedule = self._rates.state()
             self.state.window = self._metrics.pending(self._clock.since_record())
             self.state.train_seconds, self.state.elapsed_seconds = self._clock.total(), self._clock.elapsed()

@@ -22,7 +22,7 @@ from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.freezing import LateStarts, count_text, freeze
-from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
+from ddpexp.train.optimizers import group_suffixes, optimizer_state, parameter_names, restore_optimizer, settings
 from ddpexp.train.param_groups import describe, group_texts, groups_of
 from examples.param_groups.frozen_statistics import Classifier
 from examples.param_groups.param_groups import VisionTransformer
@@ -327,8 +327,8 @@ def test_an_optimizer_has_the_groups_and_their_rates_are_recorded_by_name() -> N
         ("ndim0-ndim1", 0.01, 0, 2), ("other", 0.01, 0.1, 1), ("backbone", 0.001, 0.1, 2),
         ("backbone-ndim0-ndim1", 0.001, 0, 4),
     ]  # fmt: skip
-    assert rates_by_name(optimizers) == {
-        "/ndim0-ndim1": 0.01, "/other": 0.01, "/backbone": 0.001, "/backbone-ndim0-ndim1": 0.001,
+    assert group_suffixes(optimizers) == {
+        "/ndim0-ndim1": 0, "/other": 1, "/backbone": 2, "/backbone-ndim0-ndim1": 3,
     }  # fmt: skip
     assert group_texts(experiment_of(override), {"model": model}, True) == [
         "ndim0-ndim1 7 (weight_decay=0)", "other 24", "backbone 32 (lr=0.001)",
