@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,6 +97,15 @@ def test_without_the_processes_a_command_fails_and_does_not_start_slowly(ddpexp:
         ddpexp(*SMALL, environ={COMMANDS: str(tmp_path / "nothing")})
 
 
+def test_a_command_that_does_not_wait_for_its_server_leaves_the_others_theirs(warm_environ: dict[str, str]) -> None:
+    for waits in (False, True):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(warm_environ[SOCKET])
+            connection.settimeout(PATIENCE)
+            connection.send(b'{"state": "another"}')
+            assert not waits or connection.recv(100) == b"null"
+
+
 @pytest.mark.parametrize(
     "name", ["PYTHONHASHSEED", "LD_PRELOAD", "OMP_NUM_THREADS", "TORCH_LOGS", "CUDA_VISIBLE_DEVICES"]
 )
@@ -123,6 +135,31 @@ def test_a_command_that_torchrun_starts_gets_a_fork(warm_single_environ: dict[st
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert not has_its_own_rank(process, run, reached)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a namespace of its own takes root")
+def test_a_command_on_another_host_gets_a_fork_that_is_on_that_host(
+    warm_environ: dict[str, str], tmp_path: Path
+) -> None:
+    run, reached = tmp_path / "run", tmp_path / "reached"
+    command = shlex.join([sys.executable, "-m", "ddpexp", *SMALL, "trainer.device=cpu", f"run.dir={run}"])
+    process = subprocess.Popen(
+        ["unshare", "--net", "--uts", "sh", "-c", f"hostname elsewhere; ip link set lo up; exec {command}"],
+        env={**warm_environ, "DDPEXP_FAULT": f"joined:pause={reached}"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + PATIENCE
+    while not reached.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    [rank] = set(living(run)) - {process.pid}
+    assert process.pid not in ancestors(rank)
+    for kind in ("net", "uts"):
+        assert os.readlink(f"/proc/{rank}/ns/{kind}") == os.readlink(f"/proc/{process.pid}/ns/{kind}")
+    os.kill(rank, signal.SIGKILL)
+    process.communicate(timeout=PATIENCE)
+    assert json.loads((run / "manifest.json").read_text())["hosts"] == ["elsewhere"]
 
 
 def test_an_ignored_signal_is_a_difference() -> None:

@@ -49,8 +49,8 @@ def encode(value: Any, tensors: dict[str, Any], where: str = "") -> Any:
     )
 
 
-def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Invert `encode`; `tensor` returns a tensor by its name.
+def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+    """Invert `encode`; `tensor` returns a tensor, or what stands for it, by its name.
 
     Raises:
         RefusedError: it was not made by `encode`.

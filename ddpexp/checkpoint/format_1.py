@@ -6,7 +6,8 @@ same; averages had the dtype of their parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +19,10 @@ from ddpexp.errors import RefusedError
 from ddpexp.system.files import read_json
 
 
-def read_part(checkpoint: Checkpoint, name: str) -> Any:
+def read_part(checkpoint: Checkpoint, name: str, load: Callable[[Path], Mapping[str, Any]]) -> Any:
     """Return a part of the state by its name in the current format, None if there is none.
+
+    `load` returns the tensors of a file.
 
     Raises:
         RefusedError: it cannot be read.
@@ -28,7 +31,7 @@ def read_part(checkpoint: Checkpoint, name: str) -> Any:
         return {"world_size": int(checkpoint.manifest["world_size"])}
     if name.startswith("rank-"):
         return _own(checkpoint, f"{name}.safetensors")
-    state = _state(checkpoint)
+    state = _state(checkpoint, load)
     position = dict(state["position"])
     if name == "clock":
         since = sum(float(entry["seconds"]) for entry in position.get("window", []))
@@ -48,10 +51,10 @@ def read_part(checkpoint: Checkpoint, name: str) -> Any:
     return None
 
 
-def _state(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    tensors = read_tensors(checkpoint.folder / "state.safetensors")
+def _state(checkpoint: Checkpoint, load: Callable[[Path], Mapping[str, Any]]) -> Mapping[str, Any]:
+    tensors = load(checkpoint.folder / "state.safetensors")
 
-    def known(name: str) -> Tensor:
+    def known(name: str) -> Any:
         if name not in tensors:
             raise ValueError(f"state.safetensors holds no {name}")
         return tensors[name]

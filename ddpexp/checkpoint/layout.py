@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Shard
 
 _BLOCK = 1 << 20  # bytes; ranks write multiples of it, so that no two hosts write to the same page of a file
+_SPAN_BYTES = 64 << 20  # at most: a span becomes a piece with a hash, and the ranks of a start divide the pieces
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -123,11 +125,21 @@ def share(files: Iterable[TensorFile], rank: int, world_size: int) -> list[Span]
     ]
     spans: list[Span] = []
     for span in blocks[rank * len(blocks) // world_size : (rank + 1) * len(blocks) // world_size]:
-        if spans and spans[-1].file == span.file and spans[-1].offset + spans[-1].num_bytes == span.offset:
-            spans[-1] = Span(span.file, spans[-1].offset, spans[-1].num_bytes + span.num_bytes)
+        last = spans[-1] if spans else None
+        if (
+            last is not None
+            and (last.file, last.offset + last.num_bytes) == (span.file, span.offset)
+            and (last.num_bytes < _SPAN_BYTES)
+        ):
+            spans[-1] = Span(span.file, last.offset, last.num_bytes + span.num_bytes)
         else:
             spans.append(span)
-    return spans + [Span(file.name, begin, end - begin) for file in files for begin, end in file.owned]
+    return spans + [
+        Span(file.name, offset, min(_SPAN_BYTES, end - offset))
+        for file in files
+        for begin, end in file.owned
+        for offset in range(begin, end, _SPAN_BYTES)
+    ]
 
 
 def copy_span(file: TensorFile, shards: Mapping[str, Shard], span: Span, out: Tensor) -> None:
@@ -136,9 +148,9 @@ def copy_span(file: TensorFile, shards: Mapping[str, Shard], span: Span, out: Te
     if first < len(file.header):
         head = file.header[first:last]
         out[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-    for begin, end, key in file.positions:
-        if begin >= last or end <= first:
-            continue
+    for begin, _, key in file.positions[bisect_right(file.positions, first, key=lambda position: position[1]) :]:
+        if begin >= last:
+            break
         begin, end = _held(shards[key], begin)
         low, high = max(begin, first), min(end, last)
         if low < high:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,21 @@ from ddpexp.checkpoint import format_1
 from ddpexp.checkpoint.codec import decode
 from ddpexp.checkpoint.format import OLDER, Checkpoint, is_checkpoint, is_named_so, open_checkpoint
 from ddpexp.checkpoint.layout import ties
-from ddpexp.checkpoint.tensors import check_plain_file, read_tensors
+from ddpexp.checkpoint.tensors import StoredTensor, check_plain_file, open_tensors, read_tensors
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.base import Shard
 from ddpexp.system.files import read_json
 from ddpexp.system.text import first_few
 
 Models = Mapping[str, nn.Module]
 
 
-def weights_sha256(models: Models, whole: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> str:
+def weights_sha256(
+    models: Models, parts: Callable[[str, Tensor], Iterable[Tensor]] = lambda name, tensor: (tensor,)
+) -> str:
     """Hash parameters and buffers, sorted by name, each as name, dtype, shape and bytes.
 
-    `whole` returns the whole tensor of one of which the ranks hold different rows.
+    `parts` returns the rows of a tensor of which the ranks hold different ones, in order.
     """
     digest = hashlib.sha256()
     named = {
@@ -36,20 +39,22 @@ def weights_sha256(models: Models, whole: Callable[[str, Tensor], Tensor] = lamb
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
     for name in sorted(named):
-        tensor = whole(*named[name]).detach().cpu().contiguous()
+        key, tensor = named[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        for part in parts(key, tensor):
+            array: Any = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest.update(array)
     return digest.hexdigest()
 
 
-def read_model(checkpoint: Checkpoint, name: str, average: bool = False) -> dict[str, Tensor] | None:
-    """Return the tensors of a model or of its average, or None; tied tensors appear under each of their names.
+def open_model(checkpoint: Checkpoint, name: str, average: bool = False) -> dict[str, StoredTensor] | None:
+    """Return the tensors of a model or of its average, not read yet, or None; tied ones under each of their names.
 
     Raises:
-        RefusedError: they cannot be read.
+        RefusedError: their file cannot be read.
     """
     file = f"{name}.ema.safetensors" if average else f"{name}.safetensors"
-    return read_tensors(checkpoint.folder / file) if file in checkpoint.files else None
+    return open_tensors(checkpoint.folder / file) if file in checkpoint.files else None
 
 
 def read_part(checkpoint: Checkpoint, name: str) -> Any:
@@ -58,12 +63,21 @@ def read_part(checkpoint: Checkpoint, name: str) -> Any:
     Raises:
         RefusedError: it cannot be read.
     """
+    return _part(checkpoint, name, read_tensors)
+
+
+def open_part(checkpoint: Checkpoint, name: str) -> Any:
+    """Return a part of the state as `read_part` does, with a `StoredTensor` for each tensor. Raises RefusedError."""
+    return _part(checkpoint, name, open_tensors)
+
+
+def _part(checkpoint: Checkpoint, name: str, load: Callable[[Path], Mapping[str, Any]]) -> Any:
     if checkpoint.version == 1:
-        return format_1.read_part(checkpoint, name)
+        return format_1.read_part(checkpoint, name, load)
     text, file = f"state.{name}.json", f"state.{name}.safetensors"
     if text not in checkpoint.files:
         return None
-    tensors = read_tensors(checkpoint.folder / file) if file in checkpoint.files else {}
+    tensors = load(checkpoint.folder / file) if file in checkpoint.files else {}
     try:
         return decode(read_json(checkpoint.folder / text), lambda key: tensors[key])
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -76,27 +90,25 @@ def read_rank_state(checkpoint: Checkpoint, rank: int) -> Any:
 
 
 def copy_into(
-    target: Mapping[str, Tensor],
-    source: Mapping[str, Tensor],
+    target: Mapping[str, Shard],
+    source: Mapping[str, StoredTensor] | Mapping[str, Tensor],
     where: str,
-    local: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+    casts: bool = False,
 ) -> None:
-    """Copy tensors by name into tensors of the same shapes and dtypes.
+    """Copy tensors by name into tensors of the same shapes and dtypes, which may differ with `casts`.
 
-    `local` returns what this rank holds of a whole tensor.
+    Of a tensor in a file no more than the rows of the shard are read; those in memory are copied whole.
 
     Raises:
-        RefusedError: a name, shape or dtype differs; lists the first ones.
+        RefusedError: a name, shape or dtype differs, and which are the first; or they cannot be read.
     """
-
-    def form(tensor: Tensor) -> str:
-        return f"{tuple(tensor.shape)} of {tensor.dtype}"
-
     missing, extra = [name for name in target if name not in source], [name for name in source if name not in target]
     shapes = [
-        f"{name} is {form(source[name])} there and {form(tensor)} here"
-        for name, tensor in target.items()
-        if name in source and (source[name].shape, source[name].dtype) != (tensor.shape, tensor.dtype)
+        f"{name} is {tuple(source[name].shape)} of {source[name].dtype} there and {shard.shape} of "
+        f"{shard.tensor.dtype} here"
+        for name, shard in target.items()
+        if name in source
+        and (tuple(source[name].shape) != shard.shape or (source[name].dtype != shard.tensor.dtype and not casts))
     ]
     if missing or extra or shapes:
         parts = [
@@ -105,9 +117,12 @@ def copy_into(
             *([f"it also has {first_few(extra, 3)}"] if extra else []),
         ]
         raise RefusedError(f"{where} holds the weights of another model: {first_few(parts, 3, '; ')}.")
-    with torch.no_grad():
-        for name, tensor in target.items():
-            tensor.copy_(local(name, source[name]))
+    for name, shard in target.items():
+        value = source[name]
+        if isinstance(value, StoredTensor):
+            value.read_into(shard.tensor, shard.first_row or 0)
+        else:
+            shard.tensor.detach().copy_(value)
 
 
 def load_weights(models: Models, source: Path, description: str, averaged: bool = False) -> None:

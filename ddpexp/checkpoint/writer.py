@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -260,15 +260,17 @@ class Writer:
         written: dict[str, list[dict[str, Any]]] = {}
         copied: Any = job.copied.numpy().data
         begin = 0
+        by_file: dict[str, list[tuple[int, memoryview]]] = {}
         for span in job.spans:
-            data = copied[begin : begin + span.num_bytes]
+            by_file.setdefault(span.file, []).append((span.offset, copied[begin : begin + span.num_bytes]))
             begin += span.num_bytes
-            _write_at(folder / span.file, span.offset, data)
+        for file, parts in by_file.items():
+            _write_at(folder / file, parts)
+            written[file] = [_piece(offset, data) for offset, data in parts]
             fault_point("checkpoint.written")
-            written.setdefault(span.file, []).append(_piece(span.offset, data))
         for file, content in job.own_files.items():
             (folder / file).unlink(missing_ok=True)  # of an earlier attempt
-            _write_at(folder / file, 0, memoryview(content))
+            _write_at(folder / file, [(0, memoryview(content))])
             written[file] = [_piece(0, memoryview(content))]
         _sync(folder)
         fault_point("checkpoint.share")
@@ -369,12 +371,14 @@ def _retried(work: Callable[[], Any]) -> Any:
     return work()
 
 
-def _write_at(path: Path, offset: int, data: memoryview) -> None:
+def _write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
+    """Write data at offsets of a file, to disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        while data:
-            written = os.pwrite(descriptor, data[: 1 << 26], offset)
-            data, offset = data[written:], offset + written
+        for offset, data in parts:
+            while data:
+                written = os.pwrite(descriptor, data[: 1 << 26], offset)
+                data, offset = data[written:], offset + written
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

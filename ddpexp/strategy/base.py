@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,6 +33,20 @@ class Shard:
     def of(cls, value: Tensor | Shard) -> Shard:
         """Return a shard as it is, and a tensor as one that every rank holds."""
         return value if isinstance(value, Shard) else cls.whole(value)
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """A tensor in a checkpoint, which is not read yet."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return its shape."""
+        ...
+
+    def read(self, first_row: int = 0, num_rows: int | None = None) -> Tensor:
+        """Read rows, by default all, into new memory of the CPU."""
+        ...
 
 
 class Strategy(Protocol):
@@ -132,6 +146,9 @@ class Strategy(Protocol):
         """
         ...
 
-    def from_whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a whole tensor from a checkpoint in the form in which this rank holds it: the inverse of `shard`."""
+    def from_local(self, name: str, local: Tensor) -> Tensor:
+        """Return this rank's rows of an optimizer's state in the form in which the optimizer holds them.
+
+        `local` has the rows that `shard` gives of the parameter `name`, of whose shape the state is.
+        """
         ...

@@ -199,9 +199,9 @@ class Replicas:
         """Return the tensor, which every rank holds."""
         return Shard.whole(tensor)
 
-    def from_whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the tensor as it is."""
-        return tensor
+    def from_local(self, name: str, local: Tensor) -> Tensor:
+        """Return the rows as they are."""
+        return local
 
 
 def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:

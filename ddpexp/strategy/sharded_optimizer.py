@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
-from ddpexp.strategy.base import Shard
+from ddpexp.strategy.base import Shard, Stored
 from ddpexp.strategy.comm.gather import RowGather
 from ddpexp.strategy.norm import has_contiguous_rows
 from ddpexp.strategy.optimizer_state import load_optimizer
@@ -182,17 +182,17 @@ class ShardedOptimizer(Optimizer):
         return {**saved, "state": dict(sorted(states.items(), key=lambda item: str(item[0]))), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of whole parameters, of which this rank keeps its rows."""
+        """Load the state of whole parameters, of which this rank keeps its rows; of `Stored` tensors it reads these."""
         states = {}
         for index, values in state_dict["state"].items():
             whole = self._whole[index]
             rows = self._rows.get(whole)
-            if rows is None:
-                states[index] = values
+            if rows is None or (rows.count and not self.by_rows):
+                states[index] = {
+                    key: value.read() if isinstance(value, Stored) else value for key, value in values.items()
+                }
             elif self.by_rows:
                 states[index] = {key: _rows_of(value, whole, rows) for key, value in values.items()}
-            elif rows.count:
-                states[index] = values
         load_optimizer(self._inner, {**state_dict, "state": states})
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params"})
@@ -271,6 +271,8 @@ def _flat(parameter: Tensor, rows: Rows) -> Tensor:
 
 def _rows_of(value: Any, whole: Tensor, rows: Rows) -> Any:
     """Return this rank's rows of a part of a parameter's state; what has another shape stays whole."""
+    if isinstance(value, Stored):
+        return value.read(rows.first, rows.count) if value.shape == tuple(whole.shape) else value.read()
     if not isinstance(value, Tensor) or value.shape != whole.shape:
         return value
     return value[rows.first : rows.first + rows.count].clone()

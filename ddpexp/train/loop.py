@@ -131,7 +131,7 @@ class Loop:
         Raises:
             RefusedError: the state is of other optimizers.
         """
-        notes = restore_optimizers(self.optimizers, optimizers, self._parameter_names, self.strategy.from_whole)
+        notes = restore_optimizers(self.optimizers, optimizers, self._parameter_names, self.strategy)
         for note in notes:
             logging.getLogger("ddpexp").info(note)
         self.precision.restore(precision)

@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 
 from ddpexp.data.batch_plan import counted
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.base import Stored, Strategy
 from ddpexp.strategy.optimizer_state import load_optimizer
+from ddpexp.strategy.sharded_optimizer import ShardedOptimizer
 
 _SET_ANEW = ("params", "lr", "name")  # what a group has in each start anew
 
@@ -78,7 +80,7 @@ def restore_optimizers(
     optimizers: Mapping[str, Optimizer],
     saved: Mapping[str, Mapping[str, Any]],
     names: Mapping[str, Tensor],
-    from_whole: Callable[[str, Tensor], Tensor],
+    strategy: Strategy | None = None,
 ) -> list[str]:
     """Load saved state into newly built optimizers; return what the user should know, a sentence each.
 
@@ -89,7 +91,7 @@ def restore_optimizers(
         raise RefusedError(
             f"the checkpoint holds the optimizers {', '.join(saved)}, and the run has {', '.join(optimizers)}."
         )
-    notes = [restore_optimizer(one, saved[name], names, name, from_whole) for name, one in optimizers.items()]
+    notes = [restore_optimizer(one, saved[name], names, name, strategy) for name, one in optimizers.items()]
     return [note for note in notes if note]
 
 
@@ -98,9 +100,11 @@ def restore_optimizer(
     saved: Mapping[str, Any],
     names: Mapping[str, Tensor],
     name: str,
-    from_whole: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+    strategy: Strategy | None = None,
 ) -> str:
-    """Load saved state into a newly built optimizer; `from_whole` is the strategy's.
+    """Load saved state into a newly built optimizer; of the state of a parameter no more than this rank holds is read.
+
+    Without a `strategy` every rank holds all.
 
     Settings such as betas are restored too, except those that the user has changed since: these were built with a
     different value than the one that the checkpoint records as built. If the same parameters are grouped in another
@@ -111,10 +115,16 @@ def restore_optimizer(
     """
     state = dict(saved["by_position"] if "by_position" in saved else _by_position(optimizer, saved, names, name))
     by_position = _names_in_order(optimizer, names)
-    state["state"] = {
-        key: _mapped(value, from_whole, by_position[key]) if isinstance(key, int) and key < len(by_position) else value
-        for key, value in state.get("state", {}).items()
-    }
+    states = state.pop("state", {})
+    if not isinstance(optimizer, ShardedOptimizer):  # which reads its rows itself
+        states = {
+            key: _rows_read(values, by_position[key], names, strategy)
+            if isinstance(key, int) and key < len(by_position)
+            else values
+            for key, values in states.items()
+        }
+        states = _all_read(states)
+    state = {**_all_read(state), "state": states}
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group["params"]) for group in state["param_groups"]]
     members = [set(group["params"]) for group in state["param_groups"]]
@@ -125,14 +135,14 @@ def restore_optimizer(
             f"the checkpoint's {name} holds groups of {saved_sizes} parameters, and this run's has {sizes}: it is of "
             "another model."
         )
-    note = ""
+    note, start = "", _all_read(saved["built"])
     if members == positions:
         groups = [
             _same_group(now, then, built)
-            for now, then, built in zip(settings(optimizer), state["param_groups"], saved["built"], strict=True)
+            for now, then, built in zip(settings(optimizer), state["param_groups"], start, strict=True)
         ]
     else:
-        groups = _other_groups(optimizer, state["param_groups"], saved["built"], name)
+        groups = _other_groups(optimizer, state["param_groups"], start, name)
         note = (
             f"the checkpoint's {name} has {counted(len(members), 'parameter group')}, and this run's "
             f"{len(positions)}, of the same parameters: their state is kept, with the settings of the new groups"
@@ -208,6 +218,30 @@ def _mapped(values: Any, function: Callable[[str, Tensor], Any], name: str) -> A
     if not isinstance(values, Mapping):
         return values
     return {key: function(name, value) if isinstance(value, Tensor) else value for key, value in values.items()}
+
+
+def _rows_read(values: Any, name: str, names: Mapping[str, Tensor], strategy: Strategy | None) -> Any:
+    """Return the state of a parameter with what has its shape read, if this rank holds only some rows of it."""
+    held = strategy.shard(name, names[name]) if strategy is not None and name in names else None
+    if strategy is None or held is None or held.first_row is None or not isinstance(values, Mapping):
+        return values
+    return {
+        key: strategy.from_local(name, value.read(held.first_row, len(held.tensor)))
+        if isinstance(value, Stored) and value.shape == held.shape
+        else value
+        for key, value in values.items()
+    }
+
+
+def _all_read(tree: Any) -> Any:
+    """Return a tree of values with all of its tensors read."""
+    if isinstance(tree, Stored):
+        return tree.read()
+    if isinstance(tree, Mapping):
+        return {key: _all_read(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_all_read(value) for value in tree)
+    return tree
 
 
 def _names_in_order(optimizer: Optimizer, names: Mapping[str, Tensor]) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ddpexp.checkpoint.format import CONFIG, OLDER, Checkpoint
 from ddpexp.checkpoint.layout import lay_out
-from ddpexp.checkpoint.reader import copy_into, read_model, read_part, read_rank_state, weights_sha256
+from ddpexp.checkpoint.reader import copy_into, open_model, open_part, read_part, read_rank_state, weights_sha256
 from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.config.schema import Trainer
 from ddpexp.distributed.rng import HostRandom
@@ -31,6 +32,7 @@ from ddpexp.train.loop import Loop
 from ddpexp.train.state import TrainState
 
 _MODEL_NAME = re.compile(r"[\w-]+")
+_PART_BYTES = 16 << 20  # of a sharded tensor on rank zero while the weights are hashed
 
 
 @dataclass
@@ -85,7 +87,7 @@ class RunState:
             if state.step == self.resumed_from:  # this checkpoint exists already
                 return digest
             states = {name: module.state_dict() for name, module in self.strategy.modules.items()}
-            models: dict[str, Any] = {name: self._shards(name, values) for name, values in states.items()}
+            models: dict[str, Any] = {name: _shards(self.strategy, name, values) for name, values in states.items()}
             non_persistent = {
                 name: _non_persistent_buffers(module, models[name]) for name, module in self.strategy.modules.items()
             }
@@ -93,7 +95,7 @@ class RunState:
                 name: _non_empty({"buffers": non_persistent[name], "extra": _others(states[name])}) for name in states
             }
             if self.average is not None:
-                models |= {f"{name}.ema": self._shards(name, self.average.tensors(name)) for name in states}
+                models |= {f"{name}.ema": _shards(self.strategy, name, self.average.tensors(name)) for name in states}
                 state.averaged = self.average.count
             progress, clock = _split(state)
             parts = {
@@ -115,22 +117,17 @@ class RunState:
             self.writer.save(state.step, Content(models, parts, local or None, texts, facts, records, files))
         return digest
 
-    def _shards(self, model: str, values: Mapping[str, Any]) -> dict[str, Shard]:
-        """Return what this rank holds of the tensors of a model."""
-        return {name: self.strategy.shard(f"{model}.{name}", tensor) for name, tensor in _tensors(values).items()}
-
     def _weights_sha256(self) -> str | None:
         """Return the hash of the weights. Ranks: rank zero, the others None; communicates if tensors are sharded."""
-        tensors = {
-            f"{model}.{name}": tensor
-            for model, module in sorted(self.strategy.modules.items())
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-        }
-        shards = {name: self.strategy.shard(name, tensor) for name, tensor in tensors.items()}
-        gathered = {name: _gather(shard, self.world) for name, shard in shards.items() if shard.first_row is not None}
-        if not self.world.is_rank_zero:
-            return None
-        return weights_sha256(self.strategy.modules, lambda name, tensor: gathered.get(name, tensor))
+
+        def parts(name: str, tensor: Tensor) -> Iterable[Tensor]:
+            shard = self.strategy.shard(name, tensor)
+            if shard.first_row is not None:
+                return _gathered(shard, self.world)
+            return (shard.tensor,) if self.world.is_rank_zero else ()
+
+        digest = weights_sha256(self.strategy.modules, parts)
+        return digest if self.world.is_rank_zero else None
 
     def check(self) -> None:
         """Re-raise a background write error, if there was one."""
@@ -160,7 +157,8 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
     where = f"the checkpoint of step {checkpoint.step}"
     if checkpoint.version == 1 and loop.world.is_rank_zero:
         logging.getLogger("ddpexp").warning(OLDER, where)
-    parts = {name: read_part(checkpoint, name) for name in ("modules", "optimizers", "progress", "clock", "world")}
+    parts = {name: read_part(checkpoint, name) for name in ("modules", "progress", "clock", "world")}
+    parts["optimizers"] = open_part(checkpoint, "optimizers")  # each rank reads its share
     missing = next((name for name, part in parts.items() if not isinstance(part, Mapping)), None)
     if missing is not None:
         raise RefusedError(f"{where} holds no {missing}: it is not that of a run.")
@@ -168,13 +166,14 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
     for name, module in loop.strategy.modules.items():
         current = module.state_dict()
         saved = modules.get(name) or {}
-        local = _prefixed(loop.strategy.from_whole, name)
-        copy_into(_tensors(current), read_model(checkpoint, name) or {}, f"{where} ({name}.safetensors)", local)
-        copy_into(_non_persistent_buffers(module, current), saved.get("buffers") or {}, f"{where} (buffers)")
+        held = _shards(loop.strategy, name, current)
+        copy_into(held, open_model(checkpoint, name) or {}, f"{where} ({name}.safetensors)")
+        buffers = _wholes(_non_persistent_buffers(module, current))
+        copy_into(buffers, saved.get("buffers") or {}, f"{where} (buffers)")
         if saved.get("extra"):
             module.load_state_dict({**module.state_dict(), **saved["extra"]})
         if checkpointer.average is not None:
-            _restore_average(checkpoint, checkpointer.average, name, where, local, loop.world)
+            _restore_average(checkpoint, checkpointer.average, name, where, loop)
     try:
         loop.restore(parts["optimizers"], progress.pop("precision"))
         loop.state = _join(progress, clock)
@@ -188,25 +187,17 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
     _restore_local(checkpoint, world_size, loop.strategy, checkpointer, loop.world)
 
 
-def _restore_average(
-    checkpoint: Checkpoint,
-    average: WeightAverage,
-    name: str,
-    where: str,
-    local: Callable[[str, Tensor], Tensor],
-    world: World,
-) -> None:
+def _restore_average(checkpoint: Checkpoint, average: WeightAverage, name: str, where: str, loop: Loop) -> None:
     """Restore the average of a model; without one in the checkpoint it starts from the restored weights."""
-    target = _tensors(average.tensors(name))
-    saved = read_model(checkpoint, name, average=True)
+    target = _shards(loop.strategy, name, average.tensors(name))
+    saved = open_model(checkpoint, name, average=True)
     if saved is None:
         average.reset()
-        if world.is_rank_zero:
+        if loop.world.is_rank_zero:
             logging.getLogger("ddpexp").warning("%s holds no average of the weights: it starts from the weights", where)
         return
-    if checkpoint.version == 1:  # averages had the type of their parameters
-        saved = {key: tensor.to(target[key].dtype) if key in target else tensor for key, tensor in saved.items()}
-    copy_into(target, saved, f"{where} ({name}.ema.safetensors)", local)
+    casts = checkpoint.version == 1  # averages had the type of their parameters
+    copy_into(target, saved, f"{where} ({name}.ema.safetensors)", casts)
 
 
 def _restore_callbacks(checkpoint: Checkpoint, callbacks: Callbacks, world: World) -> None:
@@ -249,7 +240,7 @@ def _restore_local(
     checkpointer.random.restore(local.get("random") or {})
     if buffers:
         where = f"rank {world.rank}'s part of the checkpoint of step {checkpoint.step}"
-        copy_into(buffers, local.get("buffers") or {}, where)
+        copy_into(_wholes(buffers), local.get("buffers") or {}, where)
 
 
 def _split(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -296,18 +287,28 @@ def _check_models(strategy: Strategy) -> None:
             raise RefusedError(f"the model cannot be saved: {error}") from None
 
 
-def _prefixed(function: Callable[[str, Tensor], Tensor], model: str) -> Callable[[str, Tensor], Tensor]:
-    return lambda name, tensor: function(f"{model}.{name}", tensor)
+def _shards(strategy: Strategy, model: str, values: Mapping[str, Any]) -> dict[str, Shard]:
+    """Return what this rank holds of the tensors of a model."""
+    return {name: strategy.shard(f"{model}.{name}", tensor) for name, tensor in _tensors(values).items()}
 
 
-def _gather(shard: Shard, world: World) -> Tensor:
-    """Return the whole tensor, on every rank. Ranks: all; communicates."""
-    whole = torch.zeros(shard.shape, dtype=shard.tensor.dtype, device=shard.tensor.device)
-    if shard.replica == 0 and shard.tensor.numel():
-        first = shard.first_row or 0
-        whole[first : first + len(shard.tensor)] = shard.tensor
-    world.sum(whole.view(-1).view(torch.uint8))  # exact: of each byte all summands but one are zero
-    return whole
+def _wholes(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
+    return {name: Shard.whole(tensor) for name, tensor in tensors.items()}
+
+
+def _gathered(shard: Shard, world: World) -> Iterator[Tensor]:
+    """Yield the whole tensor on rank zero, some rows at a time; nothing on the others. Ranks: all; communicates."""
+    first, held, num_rows = shard.first_row or 0, shard.tensor, shard.shape[0]
+    row_bytes = math.prod(shard.shape[1:]) * held.element_size()
+    for begin in range(0, num_rows, step := max(1, _PART_BYTES // max(row_bytes, 1))):
+        end = min(begin + step, num_rows)
+        part = torch.zeros((end - begin, *shard.shape[1:]), dtype=held.dtype, device=held.device)
+        low, high = max(begin, first), min(end, first + len(held))
+        if shard.replica == 0 and low < high:
+            part[low - begin : high - begin] = held[low - first : high - first]
+        world.sum(part.view(-1).view(torch.uint8))  # exact: of each byte all summands but one are zero
+        if world.is_rank_zero:
+            yield part
 
 
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load
 
+from ddpexp.checkpoint import format as on_disk
+from ddpexp.checkpoint import tensors as on_file
+from ddpexp.checkpoint.format import Checkpoint, File, Piece
 from ddpexp.checkpoint.layout import copy_span, lay_out, share
-from ddpexp.errors import DdpexpError
+from ddpexp.checkpoint.reader import copy_into
+from ddpexp.checkpoint.tensors import open_tensors, read_tensors
+from ddpexp.distributed.world import World
+from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.strategy.base import Shard
+from ddpexp.train import run_state
+from tests.ranks import on_ranks
 
 TENSORS = {
     "whole": torch.arange(700_000, dtype=torch.float32),
@@ -65,3 +76,114 @@ def test_the_ranks_write_the_file_of_one(num_shards: int, num_replicas: int) -> 
 def test_a_type_that_the_format_lacks_is_named() -> None:
     with pytest.raises(DdpexpError, match=r"rows is of torch\.complex128"):
         lay_out("model", {"rows": Shard(torch.zeros(2, 2, dtype=torch.complex128), (4, 2), 0)})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file as the ranks write it."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(written([{name: Shard.whole(tensor) for name, tensor in TENSORS.items()}]))
+    return path
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
+def test_a_rank_reads_its_rows_and_no_other_byte(file: Path, num_shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        read.append((offset, num_bytes := preadv(descriptor, buffers, offset)))
+        return num_bytes
+
+    monkeypatch.setattr(os, "preadv", counted)
+    for rank in range(num_shards):
+        expected = held(rank, num_shards, 0)
+        target = {
+            name: Shard(torch.zeros_like(shard.tensor), shard.shape, shard.first_row)
+            for name, shard in expected.items()
+        }
+        read.clear()
+        copy_into(target, open_tensors(file), "the checkpoint")
+        assert all(target[name].tensor.equal(shard.tensor) for name, shard in expected.items())
+        num_bytes = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in expected.values())
+        assert sum(count for _, count in read) == num_bytes
+
+
+def test_rows_are_read_into_tensors_of_other_dtypes_and_strides(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_file, "_BUFFER_BYTES", 5000)  # several parts
+    stored = open_tensors(file)
+    out = torch.zeros(100, 4000, dtype=torch.float32).t()
+    stored["rows"].read_into(out, 1000)
+    assert out.equal(TENSORS["rows"][1000:5000].float())
+    single = torch.zeros((), dtype=torch.float64)
+    stored["scalar"].read_into(single)
+    assert single == 3
+    assert stored["few"].read(1, 1).equal(TENSORS["few"][1:])
+    assert stored["few"].read(2, 0).shape == (0, 3)
+    assert all(tensor.read().equal(TENSORS[name]) for name, tensor in stored.items())
+    assert all(tensor.equal(TENSORS[name]) for name, tensor in read_tensors(file).items())
+
+
+def test_another_model_and_a_file_that_has_changed_are_refused(file: Path) -> None:
+    stored = open_tensors(file)
+    target = {name: Shard.whole(torch.zeros_like(tensor)) for name, tensor in TENSORS.items()}
+    with pytest.raises(
+        RefusedError, match=r"of another model: half is \(100, 10\) of torch\.float16 there and \(100, 10\)"
+    ):
+        copy_into({**target, "half": Shard.whole(torch.zeros(100, 10))}, stored, "the checkpoint")
+    copy_into({**target, "half": Shard.whole(torch.zeros(100, 10))}, stored, "the checkpoint", casts=True)
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(RefusedError, match=r"cannot be read: it ends too early"):
+        stored["half"].read()
+    with pytest.raises(RefusedError, match=r"cannot be read as safetensors"):
+        open_tensors(file)
+
+
+def test_long_files_are_written_in_pieces_of_which_each_rank_of_a_start_hashes_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = 1_000_000_000
+    file = lay_out("model", {"w": Shard.whole(torch.empty(size, dtype=torch.uint8, device="meta"))})
+    spans = share([file], 0, 1)
+    assert max(span.num_bytes for span in spans) <= 65 << 20
+    assert sum(span.num_bytes for span in spans) == file.num_bytes
+    rows = lay_out("model", {"w": Shard(torch.empty(size, dtype=torch.uint8, device="meta"), (2 * size,), size)})
+    assert max(span.num_bytes for span in share([rows], 1, 2)) <= 65 << 20
+    pieces = [Piece(span.offset, span.num_bytes, "") for span in spans]
+    hashed: list[int] = []
+
+    def hash_of(path: Path, piece: Piece) -> str:
+        hashed.append(piece.num_bytes)
+        return ""
+
+    monkeypatch.setattr(on_disk, "_sha256", hash_of)
+    small = {"state.json": File(10, [Piece(0, 10, "")]), "empty": File(0, [Piece(0, 0, "")])}
+    checkpoint = Checkpoint(Path(), {}, {"model.safetensors": File(file.num_bytes, pieces), **small})
+    monkeypatch.setattr(Checkpoint, "wrong_size", lambda self, files: None)
+    for world_size in (1, 2, 3, 4, 7):
+        counts = []
+        for rank in range(world_size):
+            hashed.clear()
+            assert checkpoint.problem(rank, world_size) is None
+            counts.append((len(hashed), sum(hashed)))
+        assert sum(number for number, _ in counts) == len(pieces) + 2
+        assert max(num_bytes for _, num_bytes in counts) < size / world_size + (66 << 20)
+
+
+def test_a_sharded_tensor_is_gathered_on_rank_zero_some_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_state, "_PART_BYTES", 50_000)
+
+    def gathered(world: World) -> list[list[int]]:
+        sizes = []
+        for name, shard in held(world.rank % 2, 2, world.rank // 2).items():
+            if name in SHARDED:
+                parts = list(run_state._gathered(shard, world))
+                assert not parts or torch.cat(parts).equal(TENSORS[name])
+                sizes.append([len(part) for part in parts])
+        return sizes
+
+    for size in (2, 4):
+        by_rank = on_ranks(tmp_path, size, gathered)
+        assert by_rank == [[[62] * 96 + [48], [2], [100]], *[[[], [], []]] * (size - 1)]

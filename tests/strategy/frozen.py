@@ -205,7 +205,7 @@ def resumed(world: World) -> None:
                 }
             after.strategy.modules["model"].load_state_dict(before.weights())
             names = parameter_names(after.strategy.modules)
-            assert restore_optimizers(after.optimizers, saved, names, after.strategy.from_whole) == []
+            assert restore_optimizers(after.optimizers, saved, names, after.strategy) == []
             after.train(range(stop, STEPS))
             for name, value in after.weights().items():
                 assert torch.equal(value, undisturbed.weights()[name]), (kind, stop, name)

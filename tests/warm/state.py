@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SOCKET = "DDPEXP_TESTS_ZYGOTE"
@@ -30,7 +30,11 @@ _VARIABLES = (
 _TAKEN_OVER = ("PYTHONWARNINGS", "PYTHONPATH")  # the fork applies them
 _OF_AGENTS = ("TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # read when ranks meet, or by NCCL
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, resource.RLIMIT_CORE)  # likewise
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+_NAMESPACES = ("cgroup", "ipc", "mnt", "pid", "user")
+_ENTERED = (
+    "net",
+    "uts",
+)  # namespaces that a fork enters: a host of the cluster is a network and a host name of its own
 
 
 def ignored_signals() -> list[int]:
@@ -55,7 +59,7 @@ def state(ignored: list[int], environ: Mapping[str, str] = os.environ) -> list[A
         ignored,
         sorted([number, *limit] for number, limit in limits.items()),
         sorted([name, value] for name, value in variables.items()),
-        [os.readlink(f"/proc/self/ns/{kind}") for kind in _NAMESPACES],
+        _namespaces(_NAMESPACES),
         sorted(os.sched_getaffinity(0)),
         [*os.getresuid(), *os.getresgid(), os.getpriority(os.PRIO_PROCESS, 0)],
         [_text("/proc/self/cgroup"), _text("/proc/self/oom_score_adj")],
@@ -66,7 +70,12 @@ def surroundings() -> dict[str, Any]:
     """Return what a fork takes over from the process that asks for it."""
     umask = os.umask(0o77)
     os.umask(umask)
-    return {"umask": umask, "limits": [resource.getrlimit(number) for number in _LIMITS]}
+    return {
+        "umask": umask,
+        "limits": [resource.getrlimit(number) for number in _LIMITS],
+        "pid": os.getpid(),
+        "namespaces": _namespaces(_ENTERED),
+    }
 
 
 def take_over(request: dict[str, Any], streams: list[int]) -> None:
@@ -78,6 +87,7 @@ def take_over(request: dict[str, Any], streams: list[int]) -> None:
     os.umask(request["umask"])
     for number, limit in zip(_LIMITS, request["limits"], strict=True):
         resource.setrlimit(number, limit)
+    _enter(request["pid"], request["namespaces"])
     os.environ.clear()
     os.environ.update(request["environ"])
     sys.warnoptions[:] = filter(None, os.environ.get("PYTHONWARNINGS", "").split(","))
@@ -85,6 +95,25 @@ def take_over(request: dict[str, Any], streams: list[int]) -> None:
     faults: Any = sys.modules.get("ddpexp.system.fault_injection")
     if faults is not None:
         faults._SPECIFICATION = os.environ.get(faults.VARIABLE, "")
+
+
+def _namespaces(kinds: Sequence[str]) -> list[str]:
+    return [os.readlink(f"/proc/self/ns/{kind}") for kind in kinds]
+
+
+def _enter(pid: int, namespaces: list[str]) -> None:
+    """Enter those of a living process that are not this process's own, which takes root."""
+    import ctypes  # here, as commands import this module first
+    import platform
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind, theirs, own in zip(_ENTERED, namespaces, _namespaces(_ENTERED), strict=True):
+        if theirs == own:
+            continue
+        with open(f"/proc/{pid}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns to {theirs}")
+        platform._uname_cache = None  # type: ignore[attr-defined]
 
 
 def reap() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from ddpexp.launch.workers import server
@@ -42,7 +43,8 @@ def main(listener: int, parent: int) -> None:
                     if pid == 0:
                         listening.close()
                         _serve(request, fds)
-                connection.send(json.dumps(pid).encode())
+                with suppress(ConnectionError):  # the command is gone; its server finds the channel closed
+                    connection.send(json.dumps(pid).encode())
             for number in fds:
                 os.close(number)
             reap()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ddpexp.distributed.world import World
 from ddpexp.strategy.base import Shard
@@ -181,12 +181,15 @@ class FSDP(Replicas):
             return Shard.whole(tensor)
         return Shard(tensor.to_local(), tuple(tensor.shape), first_row(tensor), self._replica)
 
-    def from_whole(self, name: str, tensor: Tensor) -> Tensor:
+    def from_local(self, name: str, local: Tensor) -> Tensor:
         """Return this rank's rows of a tensor that has the shape of its parameter."""
         like = self._names.get(name)
-        if not isinstance(like, DTensor) or like.shape != tensor.shape:
-            return tensor
-        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+        if not isinstance(like, DTensor):
+            return local
+        local = local.to(like.device)
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
 
 
 def _channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -11,9 +11,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pexpect
@@ -24,7 +25,7 @@ from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.launchers.slurm_follow import follow_job
 from ddpexp.launch.launchers.slurm_text import log_name
 from ddpexp.system.job_schedulers.slurm import SLURM
-from tests.conftest import PATIENCE, Ddpexp, Done, ddpexp_processes, finish
+from tests.conftest import OWN_SERVER, PATIENCE, ZYGOTES, Ddpexp, Done, ddpexp_processes, finish
 from tests.points import Recipe, wait_for
 
 pytestmark = pytest.mark.slurm
@@ -105,6 +106,12 @@ TWO_BY_TWO = ("trainer.nodes=2", "trainer.gpus=2")
 
 
 @pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """The environment of jobs whose fork servers are forks: no processes of a step's, so signals need OWN_SERVER."""
+    return warm_environ
+
+
+@pytest.fixture(scope="module")
 def cluster() -> str:
     """The file in which Slurm's commands find the cluster."""
     conf = os.environ.get("SLURM_CONF")
@@ -129,7 +136,8 @@ def spawned(recipe: Recipe) -> Callable[[int], Done]:
 
     def run(size: int) -> Done:
         if size not in known:
-            known[size] = recipe(f"trainer.gpus={size}", "trainer.threads=1")
+            environ = OWN_SERVER if size == 4 else None  # another seed of Python's hashes than the jobs have
+            known[size] = recipe(f"trainer.gpus={size}", "trainer.threads=1", environ=environ)
             assert known[size].code == 0, known[size].err
         return known[size]
 
@@ -142,12 +150,14 @@ def typed(recipe: Recipe, program: Sequence[str], *overrides: str, timeout: floa
     return finish(process, run, timeout)
 
 
-def start(recipe: Recipe, program: Sequence[str], *overrides: str) -> tuple[subprocess.Popen[str], Path]:
+def start(
+    recipe: Recipe, program: Sequence[str], *overrides: str, environ: Mapping[str, str] = MappingProxyType({})
+) -> tuple[subprocess.Popen[str], Path]:
     ours, run = recipe.words("launcher=slurm", "trainer.threads=1", *overrides)
     process = subprocess.Popen(
         [*program, sys.executable, "-m", "ddpexp", *ours],
-        cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        cwd=recipe.ddpexp.folder, env={**recipe.ddpexp.environ, **environ}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     return process, run
 
@@ -184,7 +194,7 @@ def error_of(run: Path) -> dict[str, Any]:
 
 
 def quiet() -> bool:
-    return not ddpexp_processes()
+    return not ddpexp_processes(but=ZYGOTES)
 
 
 # The login node.
@@ -483,7 +493,7 @@ def begun(folder: Path, size: int) -> bool:
 def test_a_running_job_listens_on_its_hosts_own_addresses_alone_and_scancel_leaves_nothing(
     recipe: Recipe, tmp_path: Path
 ) -> None:
-    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
+    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path), environ=OWN_SERVER)
     wait_for(lambda: begun(tmp_path, 4))
     found = listening()
     assert found  # the store, and gloo's connections
@@ -523,7 +533,7 @@ def listening() -> set[str]:
 
 
 def test_ctrl_c_while_waiting_leaves_the_job_alone(recipe: Recipe, tmp_path: Path) -> None:
-    process, run = recipe.start(*WAIT, *slow(tmp_path), "trainer.gpus=2")
+    process, run = recipe.start(*WAIT, *slow(tmp_path), "trainer.gpus=2", environ=OWN_SERVER)
     wait_for(lambda: begun(tmp_path, 2))
     process.send_signal(signal.SIGINT)
     done = finish(process, run)
@@ -538,7 +548,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_alone(recipe: Recipe, tmp_path: Pat
 
 
 def test_a_second_job_in_the_run_directory_of_a_running_one_is_refused(recipe: Recipe, tmp_path: Path) -> None:
-    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
+    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path), environ=OWN_SERVER)
     wait_for(lambda: begun(tmp_path, 4))
     again = slurm_output("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
     assert state_of(again) == ("FAILED", "2:0")
@@ -592,7 +602,7 @@ def test_a_failed_step_gives_an_allocation_its_exit_code(recipe: Recipe) -> None
 
 
 def test_ctrl_c_in_an_allocation_ends_the_step_and_is_written_down(recipe: Recipe, tmp_path: Path) -> None:
-    process, run = start(recipe, TWO_HOSTS, "trainer.gpus=1", *slow(tmp_path))
+    process, run = start(recipe, TWO_HOSTS, "trainer.gpus=1", *slow(tmp_path), environ=OWN_SERVER)
     wait_for(lambda: begun(tmp_path, 2))
     [ours] = [pid for pid in ddpexp_processes() if parent(pid) == process.pid]
     os.kill(ours, signal.SIGINT)
@@ -789,7 +799,7 @@ def steps(run: Path) -> list[int]:
 
 def test_a_preempted_job_saves_is_requeued_once_and_ends_as_if_undisturbed(recipe: Recipe, tmp_path: Path) -> None:
     overrides = (*TWO_BY_TWO, *slow(tmp_path), "trainer.threads=1", "trainer.epochs=15")
-    done = recipe("launcher=slurm", *overrides)
+    done = recipe("launcher=slurm", *overrides, environ=OWN_SERVER)
     job_id = job_of(done)
     wait_for(lambda: begun(tmp_path, 4))
     slurm_output("scancel", "--signal=USR2", job_id)
@@ -809,7 +819,9 @@ def test_a_preempted_job_saves_is_requeued_once_and_ends_as_if_undisturbed(recip
 
 
 def test_a_job_that_has_made_no_step_is_not_requeued(recipe: Recipe, tmp_path: Path) -> None:
-    done = recipe("launcher=slurm", *TWO_BY_TWO, "data._target_=points.load_never", f"+data.folder={tmp_path}")
+    done = recipe(
+        "launcher=slurm", *TWO_BY_TWO, "data._target_=points.load_never", f"+data.folder={tmp_path}", environ=OWN_SERVER
+    )
     job_id = job_of(done)
     wait_for(lambda: begun(tmp_path, 4))
     slurm_output("scancel", "--signal=USR2", job_id)
@@ -823,7 +835,7 @@ def test_a_job_that_has_made_no_step_is_not_requeued(recipe: Recipe, tmp_path: P
 
 
 def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_path: Path) -> None:
-    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
+    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path), environ=OWN_SERVER)
     job_id = job_of(done)
     wait_for(lambda: begun(tmp_path, 4))
     slurm_output("scancel", job_id)
@@ -834,7 +846,14 @@ def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_p
 
 
 def test_a_job_may_save_and_continue(recipe: Recipe, tmp_path: Path) -> None:
-    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path), "trainer.checkpoint_every=0", "trainer.epochs=20")
+    done = recipe(
+        "launcher=slurm",
+        *TWO_BY_TWO,
+        *slow(tmp_path),
+        "trainer.checkpoint_every=0",
+        "trainer.epochs=20",
+        environ=OWN_SERVER,
+    )
     wait_for(lambda: begun(tmp_path, 4))
     slurm_output("scancel", "--signal=USR1", job_of(done))
     wait_for(lambda: any((done.run / "checkpoints").glob("step-*/checkpoint.json")))
@@ -853,7 +872,7 @@ def test_the_users_own_srun_resumes_in_its_directory(recipe: Recipe, tmp_path: P
     )
     submitted = subprocess.run(
         ["sbatch", "--parsable", f"--output={log}", str(script)],
-        cwd=tmp_path, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE,
+        cwd=tmp_path, env={**recipe.ddpexp.environ, **OWN_SERVER}, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     job_id = submitted.stdout.strip()
     wait_for(lambda: begun(tmp_path, 2))
@@ -875,7 +894,7 @@ def test_the_time_limit_is_no_end(recipe: Recipe, tmp_path: Path) -> None:
         *slow(tmp_path),
         "trainer.epochs=100000",
     )
-    done = recipe("launcher=slurm", *overrides)
+    done = recipe("launcher=slurm", *overrides, environ=OWN_SERVER)
     job_id = job_of(done)
     wait_for(lambda: "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1, 2 * PATIENCE)
     assert done.result()["status"] == "interrupted"

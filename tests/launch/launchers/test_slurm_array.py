@@ -23,7 +23,7 @@ from ddpexp.launch.launchers.base import Submitter
 from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.launchers.slurm_array import Kind, by_kind, cut, follow, submit
 from ddpexp.system.job_schedulers.slurm import SLURM, array_size
-from tests.conftest import PATIENCE, Call, Ddpexp, Done, finish
+from tests.conftest import OWN_SERVER, PATIENCE, Call, Ddpexp, Done, finish
 from tests.launch.launchers.test_slurm import begun, requeue_now, slurm_output, state_of, steps
 from tests.points import Recipe, wait_for
 
@@ -389,6 +389,12 @@ def test_without_slurm_a_sweep_is_refused_before_anything_is_written(offline: Sw
 HOSTILE = 'it\'s "a" $(touch pwned);`touch pwned` 100% %A %a b\\s ünï☃'
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """Jobs whose fork servers are forks."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     conf = os.environ.get("SLURM_CONF")
@@ -418,7 +424,12 @@ def test_jobs_of_an_array_end_with_the_weights_of_jobs_alone(recipe: Recipe, tmp
     assert said(done, "end") == dict.fromkeys(ids, "COMPLETED 0")
     shown = os.path.relpath(sweep.folder, recipe.ddpexp.folder)
     assert f"submitted array {array} of 4 jobs  sweep directory {shown}\n" in done.out
-    alone = [recipe.start("trainer.gpus=1", "trainer.threads=1", *seed) for seed in seeds]
+    # One of them has another seed of Python's hashes than the jobs.
+    own = [OWN_SERVER, None, None, None]
+    alone = [
+        recipe.start("trainer.gpus=1", "trainer.threads=1", *seed, environ=environ)
+        for seed, environ in zip(seeds, own, strict=True)
+    ]
     for number, (process, run) in enumerate(alone):
         expected = finish(process, run).result()["weights_sha256"]
         assert (sweep.result(number)["status"], sweep.result(number)["weights_sha256"]) == ("done", expected)

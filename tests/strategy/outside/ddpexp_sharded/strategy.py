@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ddpexp.distributed.world import World
@@ -78,12 +78,13 @@ class Sharded(Replicas):
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return Shard(tensor.to_local(), tuple(tensor.shape), offset[0])
 
-    def from_whole(self, name: str, tensor: Tensor) -> Tensor:
+    def from_local(self, name: str, local: Tensor) -> Tensor:
         """Return this rank's rows of a tensor that has the shape of its parameter."""
-        like = self._names.get(name)
-        if not isinstance(like, DTensor) or like.shape != tensor.shape:
-            return tensor
-        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+        like = self._names[name]
+        assert isinstance(like, DTensor)
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
 
     def _sharded(self) -> Iterator[FSDPModule]:
         for root in self.modules.values():
