@@ -19,7 +19,7 @@ import yaml
 from ddpexp.cli.check import run_arguments
 from ddpexp.cli.help import answer
 from ddpexp.cli.shells import SCRIPTS
-from ddpexp.cli.subcommands import evaluate, resume
+from ddpexp.cli.subcommands import evaluate, resume, stored_run
 from ddpexp.config import commands
 from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import conf_folder, groups
@@ -65,8 +65,6 @@ NOT_TYPED = {
     "data.token=$TOKEN": "a user's own key",
     "scheduler._target_=mine.Stable": "a user's own class",
     "+callbacks.mine._target_=mine.Mine": "a user's own class",
-    "logger=[tensorboard,mine]": "a user's own logger",
-    "logger.mine.file=rows.csv": "a key of it",
     "model=deep": "a user's own model",
     "ddpexp resume RUN_DIR [key=value ...]": "a heading",
     "python -m ddpexp -m ...": "any sweep",
@@ -89,6 +87,10 @@ ONLY_WITH = {
     "trainer.reduction=exact trainer.deterministic=true trainer.log_every=1": ["trainer.micro_batch_size=16"],
     "trainer.backend=mpi": ["launcher=mpi"],
     "callbacks.early_stopping.patience=5": ["callbacks=early_stopping"],
+    "logger.wandb.project=digits": ["logger=wandb"],
+    "logger.wandb.mode=offline": ["logger=wandb"],
+    "logger.wandb.checkpoint=best": ["logger=wandb", "trainer.keep_best=min:eval/loss"],
+    "logger.mlflow.checkpoint=best": ["logger=mlflow", "trainer.keep_best=min:eval/loss"],
     "trainer.average_batch_norm=100": ["trainer.ema_decay=0.999"],
     "trainer.nodes=1:4": ["launcher=elastic"],
     "sweep.early_stop=median": ["sweep.objective=eval/loss"],
@@ -97,7 +99,7 @@ ONLY_WITH = {
 # Other programs' lines in blocks.
 OTHERS = re.compile(
     r"pip install |python -m (venv|benchmarks|tests\.(mutate|matrix|requirements))\b|ruff format |tensorboard --logdir "
-    r"|pytest -"
+    r"|pytest -|wandb login|export "
 )
 
 
@@ -191,6 +193,8 @@ def accept(words: Sequence[str]) -> None:
         assert evaluate(list(words[1:]), ["ddpexp", *words]) is not None
     elif words[:1] in (["table"], ["status"]):
         Arguments.of(words[0], words[1:])
+    elif words[:1] == ["sync"]:
+        stored_run("sync", [word for word in words[1:] if word != "--json"], ["ddpexp", *words])
     elif words[:1] == ["help"]:
         assert answer(words[1:], by_name=True)
     elif words[:1] == ["completion"]:
@@ -233,6 +237,7 @@ def accept_composed(made: Composed) -> None:
 @pytest.mark.parametrize("typed", COMMAND_LINES, ids=str)
 def test_every_command_is_accepted_as_it_stands(typed: Typed, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(kept)
+    monkeypatch.setenv("SLACK_WEBHOOK", "https://hooks.slack.com/services/a/b/c")
     words = command_of(filled(typed.text))
     assert words is not None
     if len(words) == 1 and words[0] in commands.NAMES:

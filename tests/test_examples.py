@@ -35,6 +35,7 @@ OTHERS = {
     "python": "cli/api/test_notebook.py",
     "rows": "test_packages.py",
     "strategy": "strategy/test_outside.py",
+    "tracker": "loggers/remote/test_runs.py",
 }
 # Blocks that are of no example, by their first line.
 FRAGMENTS = {

@@ -119,6 +119,13 @@ def _plan(argv: list[str], _server: Server | None) -> int:
     return plan(argv[1:])
 
 
+def _sync(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.cli.sync import sync
+
+    outcome.stop_on_signals()
+    return sync(argv[1:], sys.argv)
+
+
 def _doctor(argv: list[str], server: Server | None) -> int:
     from ddpexp.doctor import verb
 
@@ -244,6 +251,7 @@ _COMMANDS = {
     "evaluate": _evaluate,
     "status": _look,
     "table": _look,
+    "sync": _sync,
     "plan": _plan,
     "doctor": _doctor,
     "check": _check,
@@ -279,7 +287,7 @@ def _will_fork(argv: list[str]) -> bool:
         return True
     if (
         not argv
-        or argv[0] in ("table", "status", "plan", "trust", "help", "completion")
+        or argv[0] in ("table", "status", "sync", "plan", "trust", "help", "completion")
         or commands.unknown(argv[0]) is not None
     ):
         return False

@@ -110,16 +110,8 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
         print(_RESUME)
         return None
     source, words = _source(argv, "resume")
-    _check_options(words)
-    run = RunDir(Path(source))
-    if not run.path.exists():
-        raise RefusedError(f"resume {source}: there is no such directory.")
-    check_config_exists(run, f"resume {source}")
-    if not run.config.is_file() or not directory.is_ours(run.path):
-        home = next((folder for folder in run.path.resolve().parents if weights.is_run(folder)), None)
-        advice = f" Did you mean {files.typed(home)}?" if home is not None else runs_below(run.path)
-        raise RefusedError(f"resume {source}: it is no run directory.{advice}")
-    directory.check_no_links(run, f"resume {source}")
+    _check_options(words, "resume")
+    run = _run_at(source, "resume")
     if "run.resume=never" in words:
         raise RefusedError("resume continues a run, and run.resume=never forbids that: leave it out.")
     moved = next((word for word in words if word.startswith("run.dir=")), None)
@@ -140,12 +132,45 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     )
 
 
-def _check_options(words: Sequence[str]) -> None:
+def stored_run(name: str, argv: list[str], command: Sequence[str]) -> tuple[RunDir, Experiment, str]:
+    """Return the run that the arguments of the command `name` name, and its experiment with their overrides.
+
+    Raises:
+        RefusedError: no such run, one whose code is not trusted, or words that do not fit.
+    """
+    source, words = _source(argv, name)
+    _check_options(words, name)
+    run = _run_at(source, name)
+    check_config(run, f"{name} {source}")
+    values, text = override_file(run.config, words, resumes=True)
+    _check_code_is_typed(run, values, command)
+    return run, parse(values), text
+
+
+def _run_at(source: str, name: str) -> RunDir:
+    """Return the run directory that the command `name` is given.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    run = RunDir(Path(source))
+    if not run.path.exists():
+        raise RefusedError(f"{name} {source}: there is no such directory.")
+    check_config_exists(run, f"{name} {source}")
+    if not run.config.is_file() or not directory.is_ours(run.path):
+        home = next((folder for folder in run.path.resolve().parents if weights.is_run(folder)), None)
+        advice = f" Did you mean {files.typed(home)}?" if home is not None else runs_below(run.path)
+        raise RefusedError(f"{name} {source}: it is no run directory.{advice}")
+    directory.check_no_links(run, f"{name} {source}")
+    return run
+
+
+def _check_options(words: Sequence[str], name: str) -> None:
     for place, word in enumerate(words):
         known = word in _OPTIONS or word.startswith("--config-dir=") or (place and words[place - 1] in _OPTIONS)
         if word.startswith("-") and not known:
             raise RefusedError(
-                f"resume {word}: it takes a run directory, key=value and --config-dir DIR, and nothing else."
+                f"{name} {word}: it takes a run directory, key=value and --config-dir DIR, and nothing else."
             )
 
 

@@ -36,6 +36,10 @@ COMMANDS = (
         "status", "DIR [--json]", "how far a run or a sweep is, and what to type next", ("info", "show", "state", "ps"),
     ),
     Command(
+        "sync", "RUN_DIR [key=value ...] [--json]", "send what the remote loggers of a run have not got",
+        ("upload", "push", "wandb"),
+    ),
+    Command(
         "table", "DIR... [sweep.objective=METRIC] [options]", "compare sweeps and runs in a table",
         ("compare", "list", "ls", "runs", "results"),
     ),

@@ -103,7 +103,12 @@ _VALUES = {
         "ddp": "dp dataparallel data_parallel distributeddataparallel ddp_find_unused_parameters_true ddp_notebook",
         "fsdp": "fsdp2 fsdp1 fully_sharded fully_shard zero3 zero_3 deepspeed_stage_3 sharded hsdp",
     },
-    "logger": {"tensorboard": "tb", "none": "false no disabled"},
+    "logger": {
+        "tensorboard": "tb",
+        "wandb": "weights_and_biases WandbLogger",
+        "csv": "CSVLogger",
+        "none": "false no disabled",
+    },
     "callbacks": {
         "none": "null false no disabled",
         "early_stopping": "earlystopping early_stop EarlyStopping",

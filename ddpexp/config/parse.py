@@ -9,7 +9,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
 from ddpexp.config.plugins import full_name, installed
 from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Recipe, Run, Trainer
-from ddpexp.config.validate import check
+from ddpexp.config.validate import ALERT_URL, check, check_alert_url
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.strategy.options import Options
@@ -88,7 +88,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         scheduler=_schedule(values["scheduler"]),
         strategy=_strategy(values["strategy"]),
         launcher=_call(values["launcher"], "launcher", Launcher),
-        logger=_listed(values["logger"], "logger", "logger"),
+        logger=_loggers(values["logger"]),
         callbacks=_callbacks(values["callbacks"]),
         trainer=trainer,
         run=run,
@@ -150,6 +150,17 @@ def _listed(values: Mapping[str, Any], section: str, called: str) -> Mapping[str
     return types.MappingProxyType(
         {str(name): _node(value, f"{section}.{name}") for name, value in values.items() if value is not None}
     )
+
+
+def _loggers(values: Mapping[str, Any]) -> Mapping[str, Node]:
+    """Return the loggers by their keys; the arguments of ours that are free of torch are checked."""
+    check_alert_url(values.get(ALERT_URL))
+    nodes = _listed({name: value for name, value in values.items() if name != ALERT_URL}, "logger", "logger")
+    for name, node in nodes.items():
+        where = f"logger.{name}"
+        if registry.key_of(where, node.target) in registry.REMOTE_LOGGERS:
+            _typed_arguments(locate(node.target, Trust(), where), node.kwargs, where, given=("info",))
+    return nodes
 
 
 def _callbacks(values: Mapping[str, Any]) -> Mapping[str, Node]:
@@ -259,10 +270,14 @@ def _as_launcher(found: Any) -> Any:
     return type(found.__name__, (found, Launcher), names)
 
 
-def _typed_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _typed_arguments(
+    function: Any, kwargs: Mapping[str, Any], where: str, given: Collection[str] = ()
+) -> dict[str, Any]:
+    """Check the arguments of a call; those that are `given` come from code."""
     parameters = {
         name: one
         for name, one in inspect.signature(function).parameters.items()
+        if name not in given
         if isinstance(function, type)
         or one.kind is not one.KEYWORD_ONLY  # of a function those are for code, not for a config
     }

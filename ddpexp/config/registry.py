@@ -34,7 +34,12 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "muon": "ddpexp.train.combined_optimizer.muon",
         "sparse_adam": "ddpexp.train.combined_optimizer.sparse_adam",
     },
-    "logger": {"tensorboard": "ddpexp.loggers.tensorboard.TensorBoard"},
+    "logger": {
+        "tensorboard": "ddpexp.loggers.tensorboard.TensorBoard",
+        "csv": "ddpexp.loggers.csv_files.CsvFiles",
+        "wandb": "ddpexp.loggers.remote.wandb.WandB",
+        "mlflow": "ddpexp.loggers.remote.mlflow.MLflow",
+    },
     "callbacks": {
         "early_stopping": "ddpexp.train.callbacks.early_stopping.EarlyStopping",
         "find_nonfinite": "ddpexp.train.callbacks.find_nonfinite.FindNonFinite",
@@ -67,6 +72,9 @@ _FORMER: Mapping[str, Mapping[str, str]] = {
     "data.prepare": {"ddpexp.data.mnist_files.prepare": "mnist", "ddpexp.data.image_files.prepare": "images"},
 }
 
+
+REMOTE_LOGGERS = ("wandb", "mlflow")
+"""Our loggers on other machines, whose classes are free of torch."""
 
 _LISTED = re.compile(r"(logger|callbacks)\.[^.\[]+")  # the place of a logger or a callback, whose key is any name
 

@@ -27,6 +27,7 @@ from ddpexp.config.registry import names_the_same
 from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.config.sentences import first_line, sentence, unknown_key_of
 from ddpexp.config.typed_targets import is_former, is_in, keys_of_target, typed_targets
+from ddpexp.config.validate import ALERT_URL
 from ddpexp.config.values import offered_by_packages, plain, trust_of
 from ddpexp.config.versions import get_yaml_loader
 from ddpexp.errors import RefusedError
@@ -66,7 +67,10 @@ def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[M
     if not resumes:
         chosen.setdefault("launcher", "spawn")  # whatever the run itself was started with
     for group, name in chosen.items():
-        cfg[group] = _listed(group, name, added) if group in LISTED else _option(group, name, added)
+        option = _listed(group, name, added) if group in LISTED else _option(group, name, added)
+        if group == "logger" and isinstance(loggers := cfg.get(group), DictConfig):
+            option[ALERT_URL] = OmegaConf.to_container(loggers, resolve=False).get(ALERT_URL)  # type: ignore[union-attr]
+        cfg[group] = option
     cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
     cfg.run.allow_changes = []
     nodes = _remove_inherited(cfg, typed_targets(arguments.overrides))
@@ -129,6 +133,8 @@ def _remove_inherited(cfg: DictConfig, typed: Mapping[str, str]) -> list[str]:
 def _is_field(override: str) -> bool:
     """Return whether the key is a field of every run, which the file of an older version may lack."""
     section, _, name = override.partition("=")[0].partition(".")
+    if (section, name) == ("logger", ALERT_URL):
+        return True
     return section in ("trainer", "run") and name in TYPED_SECTIONS[section].__dataclass_fields__
 
 

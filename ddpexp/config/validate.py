@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpexp.config.build import nearest, shown, unknown_key
-from ddpexp.config.foreign import advice_on_key
+from ddpexp.config.build import shown
+from ddpexp.config.check_optimizer import ARGUMENTS, check_optimizer, check_strategy_and_average
 from ddpexp.config.instantiate import Node
 from ddpexp.config.param_groups import check_freeze_until, check_layer_decay, check_param_groups, late_starts
-from ddpexp.config.registry import key_of
+from ddpexp.config.registry import REMOTE_LOGGERS, key_of
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
@@ -19,20 +19,6 @@ from ddpexp.launch import Layout, Timeout
 
 TEST_SET = "test"
 """The evaluation set that is evaluated at the end only, and by which nothing is chosen."""
-
-_OF_OPTIMIZERS = (  # the arguments of torch's optimizers, of every version
-    "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused",
-    "betas", "eps", "amsgrad", "capturable", "decoupled_weight_decay", "rho", "lr_decay", "initial_accumulator_value",
-    "alpha", "centered", "momentum_decay", "etas", "step_sizes", "lambd", "t0", "beta2_decay", "d", "ns_steps",
-    "ns_coefficients", "adjust_lr_fn",
-)  # fmt: skip
-
-
-_WHOLE_GRADIENTS = {  # optimizers that fsdp cannot give what they look at
-    "torch.optim.Adafactor": "looks at the columns of whole gradients",
-    "torch.optim.SparseAdam": "is for sparse gradients",
-    "sparse_adam": "is for sparse gradients",
-}
 
 
 def check_layout(experiment: Experiment, layout: Layout) -> None:
@@ -92,8 +78,8 @@ def check(experiment: Experiment) -> None:
         RefusedError: a value that means nothing, or two that contradict each other; the sentence names the keys.
     """
     _check_trainer(experiment.trainer)
-    _check_optimizer(experiment.optimizer)
-    check_param_groups(experiment.trainer.param_groups or (), experiment.optimizer.target, _OF_OPTIMIZERS)
+    check_optimizer(experiment.optimizer)
+    check_param_groups(experiment.trainer.param_groups or (), experiment.optimizer.target, ARGUMENTS)
     check_layer_decay(experiment.trainer.layer_decay)
     check_freeze_until(late_starts(experiment.trainer.freeze_until))
     _check_recipe(experiment.recipe)
@@ -246,30 +232,6 @@ def _check_saving(trainer: Trainer) -> None:
         )
 
 
-def _check_optimizer(optimizer: Node) -> None:
-    _check_optimizer_keys(optimizer)
-    rate = optimizer.kwargs.get("lr")
-    if rate is None:
-        raise RefusedError(
-            "optimizer.lr is missing: schedules multiply it, so every optimizer needs one. Type it, for example "
-            "optimizer.lr=0.01."
-        )
-    if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < math.inf:
-        raise RefusedError(f"optimizer.lr={shown(rate)}: use a number from 0, such as 0.05.")
-
-
-def _check_optimizer_keys(optimizer: Node) -> None:
-    """Refuse a key that is another name for one that torch's optimizers take; the rest is for the workers to see."""
-    if not optimizer.target.startswith("torch.optim."):
-        return
-    for key in optimizer.kwargs:
-        if key in ("beta1", "beta2"):
-            raise RefusedError(f"optimizer.{key} is not a known key. Did you mean optimizer.betas=[0.9,0.999]?")
-        misspelt = key not in _OF_OPTIMIZERS and nearest(key, _OF_OPTIMIZERS, 0.8) is not None
-        if misspelt or (key not in _OF_OPTIMIZERS and advice_on_key(key)):
-            raise unknown_key(key, _OF_OPTIMIZERS, "optimizer")
-
-
 def _check_recipe(recipe: Recipe) -> None:
     if Path(recipe.name).name != recipe.name:
         raise RefusedError(f"recipe.name={recipe.name}: use a plain name, for it names the folder of the runs.")
@@ -308,15 +270,8 @@ def _check_together(experiment: Experiment) -> None:
         )
     _check_callbacks(experiment)
     _check_schedule(experiment)
-    target = experiment.optimizer.target  # others may average the weights themselves, which the workers see
-    ours = target.startswith("torch.optim.") or key_of("optimizer", target) is not None
-    if trainer.average_batch_norm is not None and not trainer.averages and ours:
-        raise RefusedError(no_average(trainer))
-    if experiment.strategy.kind == "fsdp" and target in _WHOLE_GRADIENTS:
-        raise RefusedError(
-            f"optimizer._target_={target} {_WHOLE_GRADIENTS[target]}, and "
-            "strategy=fsdp gives each worker some rows of it. Use another optimizer, or strategy=ddp."
-        )
+    check_strategy_and_average(experiment)
+    _check_loggers(experiment)
     if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
         raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
     if trainer.reduction == "exact" and trainer.micro_batch_size == "auto":
@@ -324,14 +279,6 @@ def _check_together(experiment: Experiment) -> None:
             f"trainer.reduction=exact sums over micro-batches that are the same at every number of workers: "
             f"type their size, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}."
         )
-
-
-def no_average(trainer: Trainer) -> str:
-    """Return why trainer.average_batch_norm is refused where there are no averaged weights."""
-    return (
-        f"trainer.average_batch_norm={trainer.average_batch_norm} is for averaged weights, and there are none: set "
-        "trainer.ema_decay or trainer.swa_start, too."
-    )
 
 
 def _check_schedule(experiment: Experiment) -> None:
@@ -345,6 +292,32 @@ def _check_schedule(experiment: Experiment) -> None:
             f"scheduler.monitor={monitor} needs evaluations, and trainer.eval_every=0 makes none: choose another "
             "scheduler, or trainer.eval_every=epoch."
         )
+
+
+ALERT_URL = "alert_url"  # the key of the section `logger` that is no logger
+
+
+def check_alert_url(url: object) -> None:
+    """Check the address of the webhook, which is never printed.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    if url is not None and not (isinstance(url, str) and re.fullmatch(r"https?://[^\s/]+\S*", url)):
+        raise RefusedError(
+            f"logger.{ALERT_URL} is not an address that begins with https:// or http://. Name the variable that holds "
+            f"it: logger.{ALERT_URL}='${{oc.env:SLACK_WEBHOOK}}'."
+        )
+
+
+def _check_loggers(experiment: Experiment) -> None:
+    for name, node in experiment.logger.items():
+        wants_best = key_of(f"logger.{name}", node.target) in REMOTE_LOGGERS and node.kwargs.get("checkpoint") == "best"
+        if wants_best and experiment.trainer.keep_best is None:
+            raise RefusedError(
+                f"logger.{name}.checkpoint=best needs to know which is the best: type trainer.keep_best, for example "
+                f"trainer.keep_best=min:eval/loss, or logger.{name}.checkpoint=last."
+            )
 
 
 def _check_callbacks(experiment: Experiment) -> None:

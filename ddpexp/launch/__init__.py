@@ -149,5 +149,8 @@ class Job:
         """
         return "nothing was started"
 
+    def done(self) -> None:
+        """Note that the launcher has returned without an error. Called by every command."""
+
     def close(self) -> None:
         """Release what the job holds. Called at the end of every command."""

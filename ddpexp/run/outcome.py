@@ -58,6 +58,7 @@ def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool 
         run = launcher.member if as_member else launcher.launch  # type: ignore[attr-defined]
         code: int = run(job, server)
         ignore_signals()
+        job.done()
         return code
     except (WorkerError, RefusedError) as error:
         _record(job, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from ddpexp.config.validate import check_batches, check_layout
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.launch.rendezvous import started_by
-from ddpexp.run import directory, lock, manifest, repository, resume
+from ddpexp.run import alerts, directory, lock, manifest, repository, resume, sync
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare
 from ddpexp.run.resume_arguments import config_options, trust_arguments
@@ -100,6 +101,7 @@ class Training(Job):
 
     def create(self) -> Path:
         """Create the run directory, or resume the run in it, for a later command."""
+        alerts.check(self._text)
         self._warn_of_deprecated_overrides()
         run, previous = self._claim(())
         self._notes = [*previous.notes, *list_changes(previous.changes)] if previous else []
@@ -145,6 +147,8 @@ class Training(Job):
 
     def begin(self, layout: Layout, participants: Participants) -> None:
         """Prepare the data, create the run directory or resume the run in it, and record what will run."""
+        alerts.check(self._text)
+        sync.check_usable(self.experiment)
         self._warn_of_deprecated_overrides()
         if self.vacant is not None:
             self.vacant()
@@ -227,6 +231,8 @@ class Training(Job):
             return
         if self.run is None or (not self._began and self.run.status() in ("done", None)):
             return
+        if self._trained_here:
+            self._alert(alerts.text_of_failure(failure))
         with self._warn_if_unwritable(self.run):
             if refused and self._files.can_be_undone:
                 self._files.undo(self.run)
@@ -240,6 +246,8 @@ class Training(Job):
         with self._warn_if_unwritable(self.run):
             self.run.interrupt(step)
         folder = files.relative(self.run.path)
+        if self.leads and self._trained_here and self.run.status() != "done":
+            self._alert(f"was interrupted{f' after step {step}' if step is not None else ''}, and can be resumed")
         if self.run.status() == "done":
             return f"the run was finished by then, see {folder}"
         left = (
@@ -248,6 +256,20 @@ class Training(Job):
         if step is not None and not saved:
             left = f"not everything up to step {step} could be saved in time, {left}"
         return f"{left}; resume it{self._how_to_resume(self.run)}"
+
+    def done(self) -> None:
+        """Send the alert on the end of the run."""
+        if self.leads and self._trained_here and self.run is not None and self.run.status() == "done":
+            self._alert(alerts.text_of(self.run.read(self.run.result)))
+
+    @property
+    def _trained_here(self) -> bool:
+        """Return whether this command ran the workers, and did not only submit them or refuse."""
+        return self._layout is not None
+
+    def _alert(self, what: str) -> None:
+        assert self.run is not None
+        alerts.send(self._text, f"{self.name} {what} ({self.run.path.absolute()} on {platform.node()})")
 
     def close(self) -> None:
         """Release the lock."""

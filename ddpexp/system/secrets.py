@@ -38,7 +38,8 @@ _SHAPES = re.compile(
     r"sk-[\w-]{20,}|[srp]k_(?:live|test|prod)_\w{16,}|xox[a-z](?:\.[a-z]+)?-[\w-]{10,}|xapp-[\w-]{10,}|npm_\w{30,}|pypi-[\w-]{50,}|"
     r"do[a-z]_v1_[0-9a-f]{60,}|AIza[\w-]{35}|ya29\.[\w.-]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|SG\.[\w-]{16,}\.[\w-]{16,}|"
     r"shp[a-z]{2}_[0-9a-fA-F]{32}|dapi[0-9a-f]{32}(?:-\d+)?|hv[sbr]\.[\w-]{24,}|r8_\w{30,}|nvapi-[\w-]{40,}|lsv2_[a-z]{2}_\w{30,}|"
-    r"wandb_v\d_\w{30,}|AGE-SECRET-KEY-1\w{50,}|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*|"
+    r"wandb_v\d_\w{30,}|https://(?:hooks\.slack\.com/(?:services|workflows|triggers)|(?:\w+\.)?discord(?:app)?\.com/api/webhooks|[\w.-]+\.webhook\.office\.com)/\S+|"
+    r"AGE-SECRET-KEY-1\w{50,}|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*|"
     r"(?:[\s\S]*;)?(?:AccountKey|SharedAccessKey|SharedAccessSignature|Password|Pwd)=[^;]{8,}[\s\S]*"
 )
 _HEXADECIMAL = re.compile(r"[0-9a-f]{40}")  # a wandb key, unless the variable's name is that of a hash

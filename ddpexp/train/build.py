@@ -27,7 +27,9 @@ from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger, Many, Null
 from ddpexp.loggers.jsonl import JsonLines
 from ddpexp.loggers.progress import Progress
+from ddpexp.loggers.remote.follower import Followers
 from ddpexp.run.directory import RunDir
+from ddpexp.run.sync import end_seconds, is_remote
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
@@ -288,7 +290,13 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
         return Null()
     run = context.run
     loggers: list[Logger] = [JsonLines(run.metrics), Progress(context.control, context.log, num_steps)]
+    remote = [name for name in context.experiment.logger if is_remote(context.experiment, name)]
+    if remote:
+        limits = {name: end_seconds(context.experiment.logger[name]) for name in remote}
+        loggers.append(Followers(run.path, limits, context.log))
     for name, node in context.experiment.logger.items():
+        if name in remote:
+            continue
         where = f"logger.{name}"
         target = f"{where}._target_={node.target}"
         check_takes_directory(locate(node.target, context.experiment.trust, where), node.kwargs, target)

@@ -9,10 +9,10 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 from torch.optim import Optimizer
 
+from ddpexp.config.check_optimizer import no_average
 from ddpexp.config.instantiate import locate
 from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Experiment, Trainer
-from ddpexp.config.validate import no_average
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.sharded_optimizer import ShardedOptimizer
 from ddpexp.train.average import WeightAverage, assign

@@ -156,7 +156,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"logger__kind": "tensorbord"}, (
             "logger.kind=tensorbord is not a logger, which is a section with a _target_. Did you mean "
             "logger=tensorboard?")),
-        ({"logger__csv": {"path": "a"}}, "logger.csv._target_ is missing: it names the class or function to call."),
+        ({"logger__table": {"path": "a"}}, "logger.table._target_ is missing: it names the class or function to call."),
         ({"strategy__sync_batchnorm": True}, "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised"),
         ({"strategy__comm_hook": "fp61"}, (
             "strategy.comm_hook=fp61 is not one of none, fp16, bf16, powersgd. Did you "

@@ -188,10 +188,10 @@ model is chosen already: leave the + out, model=linear; in a config's defaults w
 data.rot is not a known key. Did you mean data.root?
 > model=[lenet,linear]
 model=[lenet,linear] chooses several options, and a run has one: -m model=lenet,linear makes a run with each.
-> logger=[tensorboard,csv]
-logger=csv is not a known option. Available: none, tensorboard.
+> logger=[tensorboard,neptune]
+logger=neptune is not a known option. Available: csv, mlflow, none, tensorboard, wandb.
 > logger=[tensorboard,3]
-logger=3 is not a known option. Available: none, tensorboard.
+logger=3 is not a known option. Available: csv, mlflow, none, tensorboard, wandb.
 > logger=null
 logger=null: to record nothing beside metrics.jsonl, write logger=none.
 > ~logger
@@ -498,7 +498,7 @@ def test_for_another_frameworks_value_ours_is_suggested(word: str, advice: str) 
 
 
 @pytest.mark.parametrize(
-    "word", ["model=resnet18", "strategy=quantum", "scheduler=linear", "logger=wandb", "data=cifar10"]
+    "word", ["model=resnet18", "strategy=quantum", "scheduler=linear", "logger=neptune", "data=cifar10"]
 )
 def test_where_nothing_is_near_nothing_is_suggested(word: str) -> None:
     said = refusal(word)

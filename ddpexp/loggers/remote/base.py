@@ -1,0 +1,111 @@
+"""The interface of a remote logger, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+END_SECONDS = 10.0
+"""How long the end of a run waits for a remote logger that has no `end_seconds` of its own."""
+
+
+class NotReadyError(Exception):
+    """A remote logger cannot be used at all: its package or a login is missing. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run that is recorded."""
+
+    path: Path  # the run directory
+    recipe: str
+    id: str  # made once for each logger of a run; the same at every start
+    config: Mapping[str, Any]  # config.yaml: secrets are references such as ${oc.env:TOKEN}
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A text, an image or a histogram."""
+
+    kind: Literal["text", "image", "histogram"]
+    name: str
+    text: str = ""
+    png: bytes = b""
+    counts: Sequence[int] = ()
+    edges: Sequence[float] = ()  # one more than there are counts
+
+    @property
+    def key(self) -> str:
+        """Return the name under which it is marked as sent, which differs from that of a scalar."""
+        return f"{self.kind}:{self.name}"
+
+    @staticmethod
+    def is_key(name: str) -> bool:
+        """Return whether a name that is marked as sent is that of a medium."""
+        return name.startswith(("text:", "image:", "histogram:"))
+
+    @staticmethod
+    def name_of(key: str) -> str:
+        """Return the name in a key, or that of a scalar."""
+        return key.partition(":")[2] if Medium.is_key(key) else key
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was recorded at a step; a step's records come in one row, unless it was interrupted between them."""
+
+    step: int
+    epoch: float
+    time: float  # seconds since 1970
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    media: Sequence[Medium] = ()
+
+    def after(self, sent: Mapping[str, int]) -> Row:
+        """Return what of this row has not been sent; `sent` is the last step that was, by name."""
+        scalars = {name: value for name, value in self.scalars.items() if self.step > sent.get(name, -1)}
+        media = [medium for medium in self.media if self.step > sent.get(medium.key, -1)]
+        return Row(self.step, self.epoch, self.time, scalars, media)
+
+    @property
+    def names(self) -> list[str]:
+        """Return what it records, as it is marked as sent."""
+        return [*self.scalars, *(medium.key for medium in self.media)]
+
+
+class Remote:
+    """A logger on another machine, such as a tracker's server: the base class.
+
+    The class that `_target_` of a logger names is called with a `RunInfo` and the keys beside `_target_`, in a process
+    of its own that does not import torch. Where a method raises, the object is discarded and a new one is made a while
+    later, so that an outage delays this logger and nothing else.
+    """
+
+    def place(self) -> str:
+        """Return where this sends to, without opening it: what was sent to another place is sent again to this one."""
+        return ""
+
+    def open(self) -> None:
+        """Create the remote run of this run's `id`, or continue it.
+
+        Raises:
+            NotReadyError: that is useless to try again.
+        """
+
+    def arrived(self, sent: Mapping[str, int], sending: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the last step that has arrived, by name, of names for which the remote side can answer that; -1: none.
+
+        `sent` is what this process knows to have arrived, and `sending` what it may have sent beyond that when it was
+        last interrupted. Without an answer for a name `sent` counts, and what was on its way is sent again.
+        """
+        return {}
+
+    def send(self, row: Row) -> None:
+        """Send a row, and return when it has arrived or `arrived` would report that it has not. Rows come in order."""
+
+    def send_checkpoint(self, folder: Path, step: int) -> None:
+        """Send the folder of a checkpoint as an artifact; called where a key `checkpoint` asks for one."""
+
+    def close(self, done: bool) -> None:
+        """Send what is left, and end the remote run; `done`: training is complete, and was not interrupted."""

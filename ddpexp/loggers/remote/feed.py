@@ -1,0 +1,183 @@
+"""Feeding a remote logger: what it has is marked in the run directory, so that no step is sent twice and none lost."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpexp.loggers.remote.base import NotReadyError, Remote, Row
+from ddpexp.loggers.remote.source import Records
+from ddpexp.system.files import read_json, sha256, write
+from ddpexp.system.text import one_line
+
+FOLDER = "remote"  # of the marks, in the run directory
+_BATCH = 100  # rows between two marks
+_LONGEST = 300  # characters of a library's error
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # between two attempts to reach a logger. Units: seconds
+
+
+@dataclass
+class Mark:
+    """What a remote logger has of a run: the last step of each name."""
+
+    path: Path
+    id: str
+    sent: dict[str, int] = field(default_factory=dict)
+    sending: dict[str, int] = field(default_factory=dict)  # at least `sent`; between the two it may have arrived
+    checkpoint: int | None = None  # the step of the checkpoint that was sent
+    ended: bool = False  # the remote run has ended as done
+    place: str = ""  # a hash of where that is
+
+    @classmethod
+    def of(cls, run_dir: Path, name: str) -> Mark:
+        """Read the mark of the logger `name`, or make a new one.
+
+        Raises OSError and ValueError.
+        """
+        path = run_dir / FOLDER / f"{name}.json"
+        for temporary in path.parent.glob(f".{path.name}.*"):  # of a process that was killed while it wrote
+            temporary.unlink(missing_ok=True)
+        try:
+            values = read_json(path)
+            sent, sending = (
+                {str(key): int(step) for key, step in values[part].items()} for part in ("sent", "sending")
+            )
+            return cls(
+                path, str(values["id"]), sent, sending, values.get("checkpoint"), bool(values["ended"]), values["place"]
+            )
+        except FileNotFoundError:
+            mark = cls(path, secrets.token_hex(4))
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path} is damaged: remove it, and everything is sent again") from None
+        path.parent.mkdir(exist_ok=True)
+        mark.write()
+        return mark
+
+    def write(self) -> None:
+        """Replace the file. Raises OSError."""
+        values: dict[str, Any] = {"id": self.id, "sent": self.sent, "sending": self.sending}
+        values |= {"checkpoint": self.checkpoint, "ended": self.ended, "place": self.place}
+        write(self.path, json.dumps(values) + "\n")
+
+    def move_to(self, place: str) -> None:
+        """Forget what was sent if that was to another place."""
+        place = sha256(place)[:16]
+        if self.place not in ("", place):
+            self.sent, self.sending, self.checkpoint, self.ended = {}, {}, None, False
+        self.place = place
+
+
+class Feed:
+    """What of a run's records a remote logger lacks, and how it gets there."""
+
+    def __init__(
+        self, records: Records, mark: Mark, connect: Callable[[str], Remote], report: Callable[[str], None]
+    ) -> None:
+        """`connect` makes the remote logger of an id; `report` is called with what the user should know."""
+        self.mark = mark
+        self.num_sent = 0  # rows
+        self.problem: str | None = None  # why the last attempt failed
+        self.gave_up = False  # a later attempt cannot succeed
+        self._records, self._connect, self._report = records, connect, report
+        self._pending: list[Row] = []
+        self._remote: Remote | None = None
+        self._at: Mapping[str, int] = {}
+        self._retry_at, self._pause = 0.0, _FIRST_PAUSE
+
+    def look(self) -> int:
+        """Return how many rows are not sent, without sending any; everything that is recorded counts."""
+        self.mark.move_to(self._connect(self.mark.id).place())
+        self._pending += self._records.take(final=True)
+        return self.num_left
+
+    @property
+    def num_left(self) -> int:
+        """Return how many rows that were read are not sent."""
+        return sum(bool(row.after(self.mark.sent).names) for row in self._pending)
+
+    def push(self, final: bool = False) -> bool:
+        """Send what is complete, or with `final` everything; return whether nothing of that is left."""
+        self._pending += self._records.take(final)
+        if self.gave_up or time.monotonic() < self._retry_at:
+            return False
+        if not self._pending and self._remote is not None:
+            return True
+        try:
+            self._send()
+        except Exception as error:
+            self._fail(error)
+            return False
+        if self.problem is not None:
+            self.problem, self._pause = None, _FIRST_PAUSE
+            self._report("has everything again")
+        return True
+
+    def end(self, done: bool, checkpoint: tuple[Path, int] | None) -> bool:
+        """End the remote run, with the checkpoint that is to be sent; return whether that succeeded."""
+        try:
+            remote = self._open()
+            if checkpoint is not None and self.mark.checkpoint != checkpoint[1]:
+                remote.send_checkpoint(*checkpoint)
+                self.mark.checkpoint = checkpoint[1]
+            remote.close(done)
+            self.mark.ended = done
+            self.mark.write()
+        except Exception as error:
+            self._fail(error)
+            return False
+        self._remote = None
+        return True
+
+    def _open(self) -> Remote:
+        if self._remote is None:
+            remote = self._connect(self.mark.id)
+            self.mark.move_to(remote.place())
+            remote.open()
+            sent, sending = self.mark.sent, self.mark.sending
+            self._at = {**sent, **remote.arrived(sent, sending)}
+            self._remote = remote
+        return self._remote
+
+    def _send(self) -> None:
+        remote = self._open()
+        while self._pending:
+            batch = self._pending[:_BATCH]
+            rows = [row for row in (row.after(self._at) for row in batch) if row.names]
+            at = {**self._at, **{name: row.step for row in rows for name in row.names}}
+            if rows:
+                self.mark.sending = {**self.mark.sending, **at}
+                self.mark.write()
+            for row in rows:
+                remote.send(row)
+            self._at = self.mark.sent = self.mark.sending = at
+            if rows:
+                self.mark.write()
+            self.num_sent += len(rows)
+            del self._pending[: len(batch)]
+
+    def _fail(self, error: Exception) -> None:
+        self._remote = None
+        self._retry_at, self._pause = time.monotonic() + self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        self.gave_up = isinstance(error, NotReadyError)
+        first, self.problem = self.problem is None, reason_of(error)
+        if self.gave_up:
+            self._report(f"records nothing: {self.problem}")
+        elif first:
+            self._report(f"waits ({self.problem}): what it lacks stays in metrics.jsonl, and is sent later")
+
+    def retry_now(self) -> None:
+        """Do not wait any longer before the next attempt than a moment."""
+        self._pause = _FIRST_PAUSE
+        self._retry_at = min(self._retry_at, time.monotonic() + _FIRST_PAUSE)
+
+
+def reason_of(error: Any) -> str:
+    """Return an error as one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = one_line(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+    return text if isinstance(error, NotReadyError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,212 @@
+"""Sending a run's records to its remote loggers: the process that follows a run, and `ddpexp sync`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ddpexp.checkpoint.format import best_first, scan
+from ddpexp.config.instantiate import Node, instantiate, locate
+from ddpexp.config.parse import load
+from ddpexp.config.registry import REMOTE_LOGGERS, key_of
+from ddpexp.config.schema import Experiment
+from ddpexp.errors import RefusedError
+from ddpexp.loggers.remote.base import END_SECONDS, Remote, RunInfo
+from ddpexp.loggers.remote.feed import FOLDER, Feed, Mark, reason_of
+from ddpexp.loggers.remote.source import Records
+from ddpexp.run.directory import RunDir
+from ddpexp.system.process import die_with_parent
+from ddpexp.system.secrets import masked_tree
+from ddpexp.system.yaml_text import load_yaml
+
+_POLL_SECONDS = 1.0
+_LOCK_SECONDS = 5.0  # for the process of an earlier start to end
+_ENDS = ("done", "failed", "interrupted")
+_OUR_KEYS = ("end_seconds", "checkpoint")  # of every remote logger; its class does not get them
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")  # rank zero decides when this ends
+_NICENESS = 5
+
+
+def check_usable(experiment: Experiment) -> None:
+    """Check that the packages and logins of our remote loggers are there.
+
+    Raises:
+        RefusedError: one is not.
+    """
+    for name, node in experiment.logger.items():
+        where = f"logger.{name}"
+        if key_of(where, node.target) in REMOTE_LOGGERS:
+            problem = locate(node.target, experiment.trust, where).problem(where, node.kwargs, os.environ)
+            if problem is not None:
+                raise RefusedError(problem)
+
+
+def is_remote(experiment: Experiment, name: str) -> bool:
+    """Return whether a logger is fed by a process of its own; imports its class if it is not ddpexp's."""
+    where, target = f"logger.{name}", experiment.logger[name].target
+    if (key := key_of(where, target)) is not None:
+        return key in REMOTE_LOGGERS
+    kind = locate(target, experiment.trust, where)
+    return isinstance(kind, type) and issubclass(kind, Remote)
+
+
+def end_seconds(node: Node) -> float:
+    """Return how long the end of the run waits for a remote logger."""
+    return float(node.kwargs.get("end_seconds", END_SECONDS))
+
+
+def follow(parent: int, reports: int, path: str, name: str) -> int:
+    """Subprocess entry point: send the records of a run while they are written, until rank zero ends.
+
+    `parent` is rank zero's process, and `reports` the descriptor for lines of JSON that rank zero logs.
+    """
+    die_with_parent(parent)
+    for number in _IGNORED:
+        signal.signal(getattr(signal, number), signal.SIG_IGN)
+    os.nice(_NICENESS)  # the ranks come first
+    end = _end_of_run()
+
+    def notify(**message: Any) -> None:
+        os.write(reports, json.dumps(message).encode() + b"\n")
+
+    run = RunDir(Path(path))
+    try:
+        with _only_sender(run, name):
+            experiment = load(run.config.read_text())
+            feed = _feed(run, experiment, name, lambda text: notify(report=text))
+            notify(left=not _until_the_end(feed, end, partial(_checkpoint, run, experiment, name)))
+    except Exception as error:
+        notify(report=f"cannot be used: {reason_of(error)}")
+    return 0
+
+
+def _until_the_end(feed: Feed, end: queue.Queue[bool], checkpoint: Callable[[], tuple[Path, int] | None]) -> bool:
+    """Send until the run ends, and then what is left; return whether everything was sent."""
+    while True:
+        try:
+            done = end.get(timeout=_POLL_SECONDS)
+            break
+        except queue.Empty:
+            feed.push()
+    feed.retry_now()
+    while not feed.push(final=True) or not feed.end(done, checkpoint() if done else None):
+        if feed.gave_up:
+            return False
+        time.sleep(_POLL_SECONDS / 5)  # rank zero ends this process when its patience is over
+    return True
+
+
+def _end_of_run() -> queue.Queue[bool]:
+    """Return a queue that gets whether the run is done when rank zero says so; without rank zero this process ends."""
+    end: queue.Queue[bool] = queue.Queue()
+
+    def listen() -> None:
+        line = sys.stdin.readline()
+        if line:
+            end.put(bool(json.loads(line)["done"]))
+            line = sys.stdin.readline()  # rank zero closes it when it ends
+        os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+    return end
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What `ddpexp sync` did for a logger."""
+
+    sent: int  # steps
+    left: int
+    problem: str | None
+
+
+def send(run: RunDir, experiment: Experiment) -> dict[str, Sent]:
+    """Send what the run's remote loggers have not got. The run must not be running.
+
+    Raises:
+        RefusedError: it has no remote logger, or its records cannot be read.
+    """
+    experiment.trust.make_importable()
+    names = [name for name in experiment.logger if is_remote(experiment, name)]
+    if not names:
+        raise RefusedError(
+            f"{run.path} has no remote logger: its loggers are {', '.join(experiment.logger) or 'none'}, which write "
+            "files. Nothing is to be sent."
+        )
+    return {name: _send(run, experiment, name) for name in names}
+
+
+def _send(run: RunDir, experiment: Experiment, name: str) -> Sent:
+    reported: list[str] = []
+    done = run.status() == "done"
+    try:
+        with _only_sender(run, name), contextlib.redirect_stdout(sys.stderr):
+            feed = _feed(run, experiment, name, reported.append)
+            if not feed.look() and feed.mark.ended and done:
+                return Sent(0, 0, None)
+            if feed.push(final=True):
+                feed.end(done, _checkpoint(run, experiment, name) if done else None)
+            return Sent(feed.num_sent, feed.num_left, feed.problem)
+    except (OSError, ValueError) as error:
+        raise RefusedError(f"{run.path} cannot be sent to logger.{name}: {reason_of(error)}.") from None
+
+
+def _feed(run: RunDir, experiment: Experiment, name: str, report: Callable[[str], None]) -> Feed:
+    experiment.trust.make_importable()
+    mark = Mark.of(run.path, name)
+    config = masked_tree(load_yaml(run.config.read_text()))
+    chosen, where = experiment.logger[name], f"logger.{name}"
+    node = Node(chosen.target, {key: value for key, value in chosen.kwargs.items() if key not in _OUR_KEYS})
+
+    def connect(identity: str) -> Remote:
+        info = RunInfo(run.path.resolve(), experiment.recipe.name, identity, config)
+        remote: Remote = instantiate(node, experiment.trust, where, info)
+        return remote
+
+    return Feed(Records(run.path), mark, connect, report)
+
+
+def _checkpoint(run: RunDir, experiment: Experiment, name: str) -> tuple[Path, int] | None:
+    """Return the checkpoint that a logger is to get, and its step."""
+    wanted = experiment.logger[name].kwargs.get("checkpoint")
+    checkpoints = scan(run.checkpoints).complete if wanted else []  # the newest first
+    if wanted == "best" and experiment.trainer.keep_best is not None:
+        checkpoints = best_first(checkpoints, experiment.trainer.keep_best)
+    return (checkpoints[0].folder, checkpoints[0].step) if checkpoints else None
+
+
+@contextmanager
+def _only_sender(run: RunDir, name: str) -> Iterator[None]:
+    """Hold a lock, so that a logger is fed by one process."""
+    folder = run.path / FOLDER
+    folder.mkdir(exist_ok=True)
+    descriptor = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RefusedError(f"another process sends this run to logger.{name}") from None
+                time.sleep(0.1)
+            except OSError:
+                break  # a file system without locks: the lock of the run directory must do
+        yield
+    finally:
+        with suppress(OSError):
+            os.close(descriptor)

@@ -1,0 +1,101 @@
+"""Runs with a logger on another machine: the example of docs/loggers.md, and a server that is not always there."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from ddpexp.cli.sync import sync
+from ddpexp.errors import RefusedError
+from tests.conftest import ROOT, Ddpexp, finish
+from tests.loggers.remote.receiver import receiver
+from tests.points import wait_for
+
+CONF = str(ROOT / "examples/tracker/conf")
+RUN = (
+    "--config-dir", CONF, "recipe=mnist", "data.source=embedded", "data.embedded_train=640", "data.embedded_test=100",
+    "trainer.global_batch_size=64", "trainer.log_every=2", "trainer.max_steps=8", "logger=tracker",
+)  # fmt: skip
+PATIENT = "+logger.tracker.end_seconds=60"
+
+
+@pytest.fixture
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    return warm_environ
+
+
+def test_a_run_sends_each_step_and_keeps_the_address_of_the_hook_to_itself(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    with receiver() as server:
+        hook = ("logger.alert_url=${oc.env:SLACK_WEBHOOK}", f"logger.tracker.url={server.url.rpartition('/')[0]}")
+        run = tmp_path / "run"
+        done = ddpexp(*RUN, *hook, PATIENT, f"run.dir={run}", environ={"SLACK_WEBHOOK": server.url})
+        assert done.code == 0, done.err
+        assert server.steps("train/loss") == [2, 4, 6, 8]
+        assert server.steps("eval/loss") == [8]
+        (config,) = (post["config"] for post in server.posts if "config" in post)
+        assert config["logger"]["alert_url"] == "${oc.env:SLACK_WEBHOOK}"
+        assert [post["done"] for post in server.posts if "done" in post] == [True]
+        (text,) = server.texts()
+        assert text.startswith("mnist is done after step 8 in ")
+    assert not [path for path in run.rglob("*") if path.is_file() and b"secret-of-the-hook" in path.read_bytes()]
+    assert "secret-of-the-hook" not in done.out + done.err
+
+
+def test_a_server_that_is_down_costs_a_warning_and_sync_sends_the_rest_once(
+    ddpexp: Ddpexp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"logger.tracker.url=http://127.0.0.1:{port}"
+    done = ddpexp(*RUN, address, "+logger.tracker.end_seconds=1", f"run.dir={run}")
+    assert done.code == 0, done.err
+    assert "To send the rest: python -m ddpexp sync run" in done.out + done.err
+    with receiver() as server:
+        words = [str(run), "--config-dir", CONF, f"logger.tracker.url={server.url}", "--json"]
+        for sent in (4, 0):
+            capsys.readouterr()
+            assert sync(words, ["ddpexp", "sync", *words]) == 0
+            answer = json.loads(capsys.readouterr().out)
+            assert answer["loggers"] == {"tracker": {"sent": sent, "left": 0, "problem": None}}
+        assert server.steps("train/loss") == [2, 4, 6, 8]
+    assert sync(words, ["ddpexp", "sync", *words]) == 0, "nothing is left to send"
+
+
+def test_nothing_survives_a_killed_command_and_a_resumed_run_sends_no_step_twice(
+    ddpexp: Ddpexp, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with receiver() as server:
+        words = [word for word in RUN if not word.startswith("trainer.max_steps")]
+        options = (f"logger.tracker.url={server.url}", "trainer.epochs=9999", "trainer.checkpoint_every=10")
+        process, _ = ddpexp.start(*words, *options, PATIENT, f"run.dir={run}")
+        wait_for(lambda: len(server.steps("train/loss")) > 2 and any((run / "checkpoints").glob("step-*")))
+        process.send_signal(signal.SIGKILL)  # what is left of it is found by the fixture of every test
+        finish(process, run)
+        steps = max(json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines())
+        ended = steps // 10 * 10 + 20
+        done = ddpexp("resume", str(run), "--config-dir", CONF, f"trainer.epochs={ended // 10}")
+        assert done.code == 0, done.err
+        assert server.steps("train/loss") == list(range(2, ended + 1, 2))
+        assert len({post["run"] for post in server.posts}) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ([], "sync what?"),
+        (["nowhere"], "sync nowhere: there is no such directory"),
+        (["."], "it is no run directory"),
+    ],
+)
+def test_sync_names_what_it_cannot_send(
+    argv: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RefusedError, match=sentence):
+        sync(argv, ["ddpexp", "sync", *argv])

@@ -1,0 +1,75 @@
+"""What a webhook is sent, and that its address is nowhere else."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from ddpexp.errors import Failure, RefusedError
+from ddpexp.run import alerts
+from tests.loggers.remote.receiver import receiver
+
+CONFIG = "logger:\n  alert_url: ${oc.env:SLACK_WEBHOOK}\n"
+
+
+def test_a_message_is_posted_once_as_slack_reads_it() -> None:
+    with receiver() as hook:
+        alerts.send(CONFIG, "mnist is done", {"SLACK_WEBHOOK": hook.url})
+        assert hook.posts == [{"text": "mnist is done"}]
+        alerts.send("logger:\n  alert_url: null\n", "no", {"SLACK_WEBHOOK": hook.url})
+        alerts.send("logger: {}\n", "no", {"SLACK_WEBHOOK": hook.url})
+        alerts.send(CONFIG, "no", {})
+        assert len(hook.posts) == 1
+
+
+def test_a_hook_that_refuses_is_a_warning_without_its_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with receiver() as hook:
+        hook.status = 404
+        alerts.send(CONFIG, "mnist is done", {"SLACK_WEBHOOK": hook.url})
+    alerts.send(CONFIG, "mnist is done", {"SLACK_WEBHOOK": hook.url})
+    shown = capsys.readouterr().err
+    assert "it answered 404" in shown
+    assert "Connection refused" in shown
+    assert "127.0.0.1" not in shown
+    assert "secret" not in shown
+
+
+def test_a_hook_that_never_answers_costs_a_bounded_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alerts, "_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        begin = time.monotonic()
+        alerts.send(CONFIG, "x", {"SLACK_WEBHOOK": f"http://127.0.0.1:{silent.getsockname()[1]}"})
+        assert time.monotonic() - begin < 10
+    assert "did not get the message" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "environ", "sentence"),
+    [
+        ("https://hooks.example.com/T0/B0/key", {}, "is a secret, which would stand in config.yaml"),
+        ("https://evil.example/${oc.env:AWS_SECRET_ACCESS_KEY}", {}, "is a secret, which would stand in config.yaml"),
+        ("${oc.env:PLACE}", {"PLACE": "https://hooks.example.com/x"}, "cannot see that PLACE holds a secret"),
+    ],
+)
+def test_an_address_that_would_be_printed_is_refused(value: str, environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(RefusedError, match=sentence):
+        alerts.check(f"logger:\n  alert_url: {value}\n", environ)
+
+
+def test_variables_that_are_masked_may_hold_the_address() -> None:
+    url = "https://hooks.example.com/services/abc"
+    alerts.check(CONFIG, {"SLACK_WEBHOOK": url})
+    alerts.check(CONFIG.replace("SLACK_WEBHOOK", "PLACE"), {"PLACE": url, "DDPEXP_SECRETS": "PLACE"})
+    slack = "https://hooks.slack.com/services/T000/B000/abcdefgh"
+    alerts.check(CONFIG.replace("SLACK_WEBHOOK", "PLACE"), {"PLACE": slack})
+
+
+def test_the_text_of_a_message() -> None:
+    result = {"step": 60, "seconds": 12.3, "metrics": {"eval/loss": 0.25, "eval/accuracy": 0.5}}
+    assert alerts.text_of(result) == "is done after step 60 in 12 s: eval/loss 0.25  eval/accuracy 50.00%"
+    failure = Failure(rank=1, host="a", kind="ValueError", message="no", step=7, exit_code=1)
+    assert alerts.text_of_failure(failure) == "failed at step 7: rank 1 on a: ValueError: no"
