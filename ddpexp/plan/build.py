@@ -41,6 +41,7 @@ from ddpexp.train.build import count_steps, open_data
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.freezing import LateStarts, freeze
 from ddpexp.train.param_groups import describe, groups_of
+from ddpexp.train.rate_curves import curves_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it
@@ -57,8 +58,9 @@ def answer(parent: int, answers: int) -> None:
     try:
         experiment, layout = load(request["config"]), Layout(**request["layout"])
         experiment.trust.make_importable()
-        facts, steps = collect(experiment, layout, request["data"], request["num_samples"])
-        result: dict[str, Any] = {"facts": asdict(facts), "steps": steps}
+        facts, steps, optimizers = collect(experiment, layout, request["data"], request["num_samples"])
+        curves = curves_of(experiment, optimizers, **steps) if request["curves"] else {}
+        result: dict[str, Any] = {"facts": asdict(facts), "steps": steps, "curves": curves}
     except RefusedError as error:
         result = {"refused": str(error)}
     except Exception as error:  # of the user's own code, as it would end a run
@@ -71,8 +73,10 @@ def answer(parent: int, answers: int) -> None:
 
 def collect(
     experiment: Experiment, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None
-) -> tuple[Facts, dict[str, int]]:
-    """Return what the run holds, and how many steps it takes; `num_samples` stands in for the data where it is given.
+) -> tuple[Facts, dict[str, int], Mapping[str, Optimizer]]:
+    """Return what the run holds, how many steps it takes, and its optimizers.
+
+    `num_samples` stands in for the data where it is given.
 
     Raises:
         RefusedError: as a run would.
@@ -98,12 +102,8 @@ def collect(
     optimizer_bytes = _optimizer_bytes(optimizers, models, notes)
     batch_bytes = activations = None
     if num_samples is None:
-        samples = min(plan.micro_batch_size, len(train), _MOST_SAMPLES)
-        batch = to_device(EvalBatches(train, samples, 0, 1, _CPU, on_device=there).first(), device)
-        scale = plan.micro_batch_size / samples
-        batch_bytes = round(scale * sum(t.numel() * t.element_size() for t in tensors_of(batch)))
-        measured = _activations(experiment, models, single, batch, notes)
-        activations = None if measured is None else round(scale * measured)
+        size = plan.micro_batch_size
+        batch_bytes, activations = _of_a_batch(experiment, train, size, there, models, single, device, notes)
     else:
         notes["activations"] = "left out: --num_samples gives no samples to measure them with"
     sums_bytes, shared_bytes = experiment.strategy.reserved_bytes(
@@ -134,7 +134,20 @@ def collect(
             f"{', '.join(entry.patterns)}: {entry}" for entry in LateStarts.of(trainer, models, single).entries
         ],
     )
-    return facts, steps
+    return facts, steps, optimizers
+
+
+def _of_a_batch(
+    experiment: Experiment, train: Any, size: int, there: bool, models: Models, single: bool, device: torch.device,
+    notes: dict[str, str],
+) -> tuple[int, int | None]:  # fmt: skip
+    """Return the memory of a batch of this size, and of its activations if they can be measured. Units: bytes."""
+    samples = min(size, len(train), _MOST_SAMPLES)
+    batch = to_device(EvalBatches(train, samples, 0, 1, _CPU, on_device=there).first(), device)
+    scale = size / samples
+    batch_bytes = round(scale * sum(t.numel() * t.element_size() for t in tensors_of(batch)))
+    measured = _activations(experiment, models, single, batch, notes)
+    return batch_bytes, None if measured is None else round(scale * measured)
 
 
 def _placeholder(trainer: Trainer, num_samples: int) -> Splits:
