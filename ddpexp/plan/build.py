@@ -102,8 +102,12 @@ def collect(
     optimizer_bytes = _optimizer_bytes(optimizers, models, notes)
     batch_bytes = activations = None
     if num_samples is None:
-        size = plan.micro_batch_size
-        batch_bytes, activations = _of_a_batch(experiment, train, size, there, models, single, device, notes)
+        samples = min(plan.micro_batch_size, len(train), _MOST_SAMPLES)
+        batch = to_device(EvalBatches(train, samples, 0, 1, _CPU, on_device=there).first(), device)
+        scale = plan.micro_batch_size / samples
+        batch_bytes = round(scale * sum(t.numel() * t.element_size() for t in tensors_of(batch)))
+        measured = _activations(experiment, models, single, batch, notes)
+        activations = None if measured is None else round(scale * measured)
     else:
         notes["activations"] = "left out: --num_samples gives no samples to measure them with"
     sums_bytes, shared_bytes = experiment.strategy.reserved_bytes(
@@ -135,19 +139,6 @@ def collect(
         ],
     )
     return facts, steps, optimizers
-
-
-def _of_a_batch(
-    experiment: Experiment, train: Any, size: int, there: bool, models: Models, single: bool, device: torch.device,
-    notes: dict[str, str],
-) -> tuple[int, int | None]:  # fmt: skip
-    """Return the memory of a batch of this size, and of its activations if they can be measured. Units: bytes."""
-    samples = min(size, len(train), _MOST_SAMPLES)
-    batch = to_device(EvalBatches(train, samples, 0, 1, _CPU, on_device=there).first(), device)
-    scale = size / samples
-    batch_bytes = round(scale * sum(t.numel() * t.element_size() for t in tensors_of(batch)))
-    measured = _activations(experiment, models, single, batch, notes)
-    return batch_bytes, None if measured is None else round(scale * measured)
 
 
 def _placeholder(trainer: Trainer, num_samples: int) -> Splits:
