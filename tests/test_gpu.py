@@ -496,6 +496,19 @@ def test_nccl_and_the_watchdog_wait_for_a_rank_at_a_breakpoint(ddpexp: Ddpexp) -
     assert json.loads((run / "result.json").read_text())["status"] == "done"
 
 
+@pytest.mark.skipif(count_gpus() < 2, reason="one GPU has nothing to gather")
+def test_offloaded_shards_train_as_those_on_the_gpus(ddpexp: Ddpexp) -> None:
+    recipe, losses = Recipe(ddpexp, ""), []
+    for offload in ("false", "true"):
+        done = recipe(
+            "trainer.gpus=2", "strategy=fsdp", f"strategy.offload={offload}", "trainer.clip_grad_norm=0.1",
+            "trainer.ema_decay=0.9", timeout=PATIENCE,
+        )  # fmt: skip
+        assert done.code == 0, done.err
+        losses.append([record["train/loss"] for record in done.metrics() if "train/loss" in record])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_gan_trains_on_a_gpu_in_half_precision(ddpexp: Ddpexp, precision: str) -> None:
     few = ("data.source=embedded", "data.embedded_train=640", "data.embedded_test=100", "trainer.log_every=1")

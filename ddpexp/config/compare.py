@@ -26,7 +26,7 @@ _FREE = (
         "limit_eval_batches",
     )),
     *(f"strategy.{name}" for name in ("reduce_through", "bucket_cap_mb", "gradient_as_bucket_view",
-        "find_unused_parameters", "shard_optimizer")),
+        "find_unused_parameters", "shard_optimizer", "offload")),
 )  # fmt: skip
 # What the steps so far were made of, and why it stays.
 _FIXED = {

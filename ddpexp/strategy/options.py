@@ -142,6 +142,10 @@ class Options:
         """Return what a checkpoint does not hold and what follows from it, as a sentence; empty if it holds all."""
         return ""
 
+    def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
+        """Return which option makes the last bits others than those of strategy=ddp, as a sentence; empty if none."""
+        return ""
+
     def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
         """Return what a rank holds of the model, its gradients and its optimizers, for `ddpexp plan`."""
         from ddpexp.strategy.memory import Part

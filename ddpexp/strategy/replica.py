@@ -162,7 +162,7 @@ class Replicas:
         norm = self.gradient_norm(parameters)
         with torch.no_grad():  # as `nn.utils.clip_grads_with_norm_`, which supports only dense gradients
             if values := self.gradient_values(parameters):
-                torch._foreach_mul_(values, torch.clamp(limit / (norm + 1e-6), max=1.0))
+                torch._foreach_mul_(values, torch.clamp(limit / (norm + 1e-6), max=1.0).to(values[0].device))
         return norm
 
     def clear_gradient(self) -> None:
@@ -306,9 +306,9 @@ class Gradients:
                 setattr(gradient, _SEEN, gradient._version)
 
 
-def unused(names: Sequence[str]) -> DdpexpError:
-    """Return the error for parameters that got no gradient while others did."""
+def unused(names: Sequence[str], remedy: str = "strategy.find_unused_parameters=true") -> DdpexpError:
+    """Return the error for parameters that got no gradient while others did; `remedy` allows that."""
     return DdpexpError(
         f"{first_few(names)} got no gradient in a micro-batch, because its loss does not depend on it. If that is "
-        "intended, use strategy.find_unused_parameters=true."
+        f"intended, use {remedy}."
     )

@@ -178,6 +178,8 @@ def build(context: RunContext) -> Built:
         strategy.memory is not None, batches, num_steps,
     )  # fmt: skip
     log.info(report.headline())
+    if other_bits := experiment.strategy.other_bits(trainer, plan.gradient_accumulation_steps):
+        log.info(other_bits)
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
     return Built(loop, checkpointer, report, newest, damaged, compilations)

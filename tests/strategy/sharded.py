@@ -12,16 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpexp.distributed.world import World
-from ddpexp.launch import Layout
-from ddpexp.launch.workers.control import Control
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.replica import Replicas
 from ddpexp.strategy.sharded_optimizer import ShardedOptimizer
-from ddpexp.train import lazy_dynamo
 from ddpexp.train.combined_optimizer import ALGORITHM, muon
-from ddpexp.train.process import run_rank
 from tests.fitting import STRATEGY
 
 Make = Callable[[Any], Optimizer]
@@ -70,19 +66,6 @@ class Net(nn.Module):
         hidden = torch.tanh(self.hidden(features)) @ self.transposed.t() * self.scale
         result: Tensor = self.head(hidden)
         return result
-
-
-def main(case: str, size: str) -> int:
-    """Run one of the functions below on every rank."""
-
-    def work(control: Control) -> None:
-        lazy_dynamo.defer()
-        torch.set_num_threads(1)
-        world = World.join(Layout(1, int(size), "cpu", "gloo", 1))
-        globals()[case](world)
-        world.barrier()
-
-    return run_rank(work)
 
 
 def build(world: World, sharded: bool, exact: bool = False, through: str = "auto") -> Replicas:

@@ -12,25 +12,14 @@ from torch import nn
 
 from ddpexp.checkpoint.format import newest_checkpoint
 from ddpexp.errors import WorkerError
-from ddpexp.launch import Layout, WorkerRequest
-from ddpexp.launch.launchers.local import Spawn
+from ddpexp.launch import Layout
 from ddpexp.strategy.memory import Facts, Parameter
 from ddpexp.strategy.sharded_optimizer import Rows, can_be_cut, divide
-from tests.conftest import Call, Ddpexp
+from tests.conftest import Ddpexp
 from tests.fitting import STRATEGY, TRAINER
 from tests.points import Recipe
+from tests.strategy.on_ranks import launch, works
 from tests.strategy.sharded import CUT, WHOLE
-
-
-def launch(case: str, size: int, logs: Path) -> None:
-    Spawn().launch(Call("tests.strategy.sharded:main", [case, str(size)], logs, WorkerRequest(gpus=size)))
-
-
-def works(case: str, size: int, logs: Path) -> None:
-    try:
-        launch(case, size, logs)
-    except WorkerError as error:
-        pytest.fail(f"{error.failure.message}\n{error.failure.traceback}")
 
 
 def test_parameters_are_divided_evenly_between_rows() -> None:
@@ -73,12 +62,12 @@ def test_an_average_of_a_part_rounds_as_that_of_the_whole() -> None:
 def test_weights_and_state_are_those_of_whole_optimizers(
     case: str, size: int, tmp_path: Path, forked_servers: None
 ) -> None:
-    works(case, size, tmp_path / "logs")
+    works("tests.strategy.sharded", case, size, tmp_path / "logs")
 
 
 def test_sparse_gradients_are_refused(tmp_path: Path, forked_servers: None) -> None:
     with pytest.raises(WorkerError) as caught:
-        launch("sparse", 2, tmp_path / "logs")
+        launch("tests.strategy.sharded", "sparse", 2, tmp_path / "logs")
     assert caught.value.failure.message == (
         "a gradient is sparse, and strategy.shard_optimizer=true divides the rows of dense ones among the workers. "
         "Build the layer with sparse=False, or use strategy.shard_optimizer=false."

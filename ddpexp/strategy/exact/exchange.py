@@ -13,7 +13,6 @@ from torch import Tensor
 from ddpexp.distributed.world import World
 from ddpexp.strategy.comm.reduce import ALIGNED, CHUNKED_BYTES, GATHERED_BYTES, as_bytes, common_memory
 from ddpexp.strategy.comm.shared_memory import SharedMemory
-from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.exact.tree import Node, add_up, blocks, order
 
 
@@ -51,11 +50,13 @@ class Exchange(Protocol):
         ...
 
 
-def exchange_for(num_leaves: int, num_bytes: int, options: DDPOptions, world: World) -> Exchange:
+def exchange_for(
+    num_leaves: int, num_bytes: int, reduce_through: str, world: World, memory: SharedMemory | None = None
+) -> Exchange:
     """Return the exchange for this world: through shared memory on one host, else through the backend.
 
-    Units: `num_bytes` is the size of one block.
-    Ranks: all; communicates.
+    `memory` is what the ranks share already. Units: `num_bytes` is the size of one block.
+    Ranks: all; communicates unless there is memory.
 
     Raises:
         RefusedError: `strategy.reduce_through=shared_memory`, but the workers cannot share memory.
@@ -63,9 +64,8 @@ def exchange_for(num_leaves: int, num_bytes: int, options: DDPOptions, world: Wo
     plan = Plan.of(num_leaves, world.world_size)
     if world.world_size == 1:
         return Alone(plan)
-    memory = None
-    if world.device.type == "cpu":
-        memory = common_memory((num_bytes + ALIGNED) * max(plan.num_blocks), options.reduce_through, world)
+    if world.device.type == "cpu" and memory is None:
+        memory = common_memory((num_bytes + ALIGNED) * max(plan.num_blocks), reduce_through, world)
     return OverBackend(plan, world) if memory is None else OverMemory(plan, memory, world)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -23,6 +23,8 @@ _GATHERED = 2  # blocks whose parameters a rank has whole: the one that computes
 class FSDPOptions(Options):
     """Options of sharded data parallelism; conf/strategy/fsdp.yaml explains every field."""
 
+    supports_exact: ClassVar[bool] = True
+
     kind: Literal["fsdp"]
     blocks: tuple[str, ...] | None
     min_block_mb: int | float
@@ -33,6 +35,8 @@ class FSDPOptions(Options):
     dp_replicate_size: int
     gather_in_evaluation: bool
     init: Literal["whole", "replay"]
+    reduce_each_micro_batch: bool = False  # older runs do not have these
+    offload: bool = False
 
     @property
     def builds_whole(self) -> bool:
@@ -46,11 +50,32 @@ class FSDPOptions(Options):
             raise RefusedError(f"strategy.min_block_mb={self.min_block_mb}: use a number above 0.")
         if self.dp_replicate_size < 1:
             raise RefusedError(f"strategy.dp_replicate_size={self.dp_replicate_size}: use 1 or more.")
+        if trainer.reduction == "exact" and not self.broadcast_buffers:
+            raise RefusedError(
+                "trainer.reduction=exact combines the buffers of all micro-batches, so strategy.broadcast_buffers must "
+                "stay true."
+            )
+        if self.offload:
+            self._check_offload(trainer)
         if trainer.compile:
             raise RefusedError(
                 f"trainer.compile={str(trainer.compile).lower()} is incompatible with strategy=fsdp, whose parameters "
                 "are gathered by hooks between the modules. Use trainer.compile=false or strategy=ddp."
             )
+
+    def _check_offload(self, trainer: TrainerOptions) -> None:
+        """Refuse what needs all parameters or gradients on the GPU."""
+        for clashes, key, instead in (
+            (trainer.reduction == "exact", "trainer.reduction=exact", "trainer.reduction=fast"),
+            (trainer.precision == "fp16", "trainer.precision=fp16", "trainer.precision=bf16"),
+            (trainer.nonfinite == "skip", "trainer.nonfinite=skip", "trainer.nonfinite=stop"),
+            (self.init == "replay", "strategy.init=replay", "strategy.init=whole"),
+        ):
+            if clashes:
+                raise RefusedError(
+                    f"strategy.offload=true is incompatible with {key}, which works on the GPU with what is in the "
+                    f"memory of the CPU then. Use {instead} or strategy.offload=false."
+                )
 
     def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the workers; see `Options.check_layout`."""
@@ -65,6 +90,16 @@ class FSDPOptions(Options):
                 f"strategy.dp_replicate_size={replicas} leaves one worker to each replica, so nothing is sharded: use "
                 "strategy=ddp."
             )
+        if self.offload and layout.device == "cpu":
+            raise RefusedError(
+                "strategy.offload=true keeps what a GPU does not need at the moment in the memory of the CPU, and "
+                "these are CPU workers: use strategy.offload=false."
+            )
+        if self.offload and size == 1:
+            raise RefusedError(
+                "strategy.offload=true is for two or more workers: one alone has nothing to gather. Use "
+                "strategy.offload=false."
+            )
         if self.reduce_through == "shared_memory" and (layout.device == "cuda" or layout.nodes > 1):
             where = "workers have GPUs" if layout.device == "cuda" else f"workers are on {layout.nodes} nodes"
             raise RefusedError(
@@ -76,6 +111,15 @@ class FSDPOptions(Options):
         """Import FSDP2."""
         import torch.distributed.fsdp  # noqa: F401
 
+    def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
+        """Return that gradients are summed in another order."""
+        if not self.reduce_each_micro_batch or trainer.reduction == "exact" or gradient_accumulation_steps == 1:
+            return ""
+        return (
+            "strategy.reduce_each_micro_batch=true sums gradients over the workers first, then over the micro-batches: "
+            "the last bits of the weights will differ from those of strategy=ddp"
+        )
+
     def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
         """Return a rank's share of everything that is sharded, and the blocks that it has whole for a moment."""
         from ddpexp.strategy.memory import Part
@@ -84,11 +128,22 @@ class FSDPOptions(Options):
         if layout.world_size == 1:
             return parts
         ranks = layout.world_size // self.dp_replicate_size
-        shares = [replace(part, num_bytes=-(-(part.num_bytes or 0) // ranks)) for part in parts]
+        shares = [replace(p, num_bytes=-(-(p.num_bytes or 0) // ranks), on_host=self.offload) for p in parts]
         largest = max((parameter.num_bytes for parameter in facts.parameters), default=0)
         block = min(max(int(self.min_block_mb * _MIB), largest), parts[0].num_bytes or 0)
         note = "parameters and gradients of the blocks that compute"
         return [*shares, Part("gathered blocks", 2 * _GATHERED * block, note)]
+
+    def reserved_bytes(
+        self, trained: Sequence[Any], buffers: Sequence[Any], trainer: TrainerOptions, layout: Layout, num_leaves: int
+    ) -> tuple[int, int]:
+        """Return the memory of exact sums: of one micro-batch a rank keeps none, of several those of all its rows."""
+        from ddpexp.strategy.reserved import sums_bytes
+
+        if trainer.reduction != "exact":
+            return 0, 0
+        summed = [*trained, *buffers] if num_leaves > 1 or layout.world_size == 1 else buffers
+        return sums_bytes(summed, num_leaves), 0
 
     def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
         """Return what the ranks send one another in a step: parameters twice, gradients once."""
@@ -111,6 +166,10 @@ class FSDPOptions(Options):
         prepare: Callable[[Any], None],
     ) -> Strategy:
         """Build the model and shard it."""
+        from ddpexp.strategy.fsdp.exact import ExactFSDP
         from ddpexp.strategy.fsdp.strategy import FSDP
 
-        return FSDP(self, world, factory, channels_last=trainer.channels_last, prepare=prepare)
+        common: dict[str, Any] = {"channels_last": trainer.channels_last, "prepare": prepare}
+        if trainer.reduction == "exact":
+            return ExactFSDP(self, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)
+        return FSDP(self, world, factory, **common)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -17,22 +17,29 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.comm.reduce import ALIGNED, common_memory
 from ddpexp.strategy.comm.shared_memory import SharedMemory
+from ddpexp.strategy.exact.round import sum_dtype
 from ddpexp.strategy.fsdp.blocks import BLOCKS, blocks_of
-from ddpexp.strategy.fsdp.collectives import use_ordered_collectives
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.replay import record
 from ddpexp.strategy.module_classes import check_classes
 from ddpexp.strategy.replica import Models
 
+if TYPE_CHECKING:
+    from ddpexp.strategy.fsdp.collectives import TreeReduceScatter
+
+_LEAST_BYTES = 4096  # of shared memory, in which the partial sums of small buffers have room, too
+
 
 class Sharding:
     """Shards the models of a recipe over the ranks."""
 
-    def __init__(self, options: FSDPOptions, world: World) -> None:
-        """Shard nothing yet."""
+    def __init__(self, options: FSDPOptions, world: World, gradient_accumulation_steps: int | None = None) -> None:
+        """Shard nothing yet. `gradient_accumulation_steps` is for sums in the tree of `trainer.reduction=exact`."""
         self._options, self._world = options, world
+        self._gradient_accumulation_steps = gradient_accumulation_steps
         self.blocks: list[FSDPModule] = []  # that are gathered while they compute
         self.memory: SharedMemory | None = None  # through which the ranks communicate
+        self.trees: list[TreeReduceScatter] = []  # those of the blocks, with trainer.reduction=exact
         self.replica = 0  # of hybrid sharding, which this rank belongs to
 
     def shard(self, models: Models) -> None:
@@ -47,6 +54,7 @@ class Sharding:
             sharded = {name: module for name, module in models.items() if name not in options.whole}
             check_classes(sharded, options.blocks or (), BLOCKS)
             return
+        dtype = sum_dtype(models)
         models = self._models_to_shard(models)
         _check_can_be_cut(models)
         replicas = options.dp_replicate_size
@@ -54,15 +62,39 @@ class Sharding:
         names = ("shard",) if replicas == 1 else ("replicate", "shard")
         mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
         self.replica = world.rank // sizes[-1]
-        ordered = world.device.type == "cpu" and replicas == 1
+        blocks = blocks_of(models, options.blocks, options.min_block_mb * 2**20)
+        ordered = world.device.type == "cpu" or self._gradient_accumulation_steps is not None
+        if ordered and replicas > 1:
+            mesh = mesh["shard"]  # the replicas, too, are summed by our reduce-scatter
+        for block in blocks:
+            self.blocks.append(
+                fully_shard(
+                    block, mesh=mesh, reshard_after_forward=options.reshard_after_forward,
+                    offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+                )
+            )  # fmt: skip
         if ordered:
+            self._use_own_collectives(models, sizes[-1], dtype)
+
+    def _use_own_collectives(self, models: Models, num_shards: int, dtype: torch.dtype) -> None:
+        """Have the blocks sum in an order of ours, exact sums in `dtype`. Ranks: all; communicates."""
+        from ddpexp.strategy.fsdp import collectives
+
+        world, steps = self._world, self._gradient_accumulation_steps
+        if world.device.type == "cpu":
             parameters = [parameter for module in models.values() for parameter in module.parameters()]
             num_bytes = sum(p.numel() * p.element_size() + ALIGNED * world.world_size for p in parameters)
-            self.memory = common_memory(num_bytes, options.reduce_through, world)
-        for block in blocks_of(models, options.blocks, options.min_block_mb * 2**20):
-            self.blocks.append(fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward))
-            if ordered:
-                use_ordered_collectives(self.blocks[-1], self.memory, world)
+            self.memory = common_memory(max(num_bytes, _LEAST_BYTES), self._options.reduce_through, world)
+        transport: collectives.Transport = collectives.BackendTransport(world, num_shards)
+        if self.memory is not None:
+            transport = collectives.MemoryTransport(self.memory, world, num_shards)
+        for block in self.blocks:
+            if steps is None:
+                reduce: Any = collectives.MeanReduceScatter(transport, world, num_shards)
+            else:
+                reduce = collectives.TreeReduceScatter(transport, world, num_shards, steps, dtype)
+                self.trees.append(reduce)
+            collectives.use_collectives(block, reduce, self.memory, world, num_shards)
 
     def construct(self, factory: Callable[[], Any]) -> Any:
         """Return what the factory builds, sharded; no rank ever holds more of it than its share and a few tensors.

@@ -34,17 +34,19 @@ class FSDP(Replicas):
         *,
         channels_last: bool = False,
         prepare: Callable[[Models], None] = lambda models: None,
+        gradient_accumulation_steps: int | None = None,
     ) -> None:
         """Build the model and keep this rank's share.
 
         With `channels_last` images come in that memory format; parameters stay in their ordinary one, to be cut.
+        `gradient_accumulation_steps` is for sums in the tree of `trainer.reduction=exact`.
 
         Ranks: all; broadcasts rank zero's weights, unless they are replayed on every rank.
 
         Raises:
             RefusedError: the model has a parameter that cannot be cut, or its construction cannot be replayed.
         """
-        sharding = Sharding(options, world)
+        sharding = Sharding(options, world, gradient_accumulation_steps)
         replays = options.init == "replay" and world.world_size > 1
         super().__init__(world, partial(sharding.construct, factory) if replays else factory, prepare=prepare)
         if replays:
@@ -56,23 +58,21 @@ class FSDP(Replicas):
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
         self._world, self._options = world, options
         self.evaluates_together = world.world_size > 1 and not options.gather_in_evaluation
-        self._sharded, self._replica = sharding.blocks, sharding.replica
+        self._sharding, self._sharded, self._replica = sharding, sharding.blocks, sharding.replica
         self._names = {
             f"{model}.{name}": parameter
             for model, module in self.modules.items()
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
         self._trained = {
-            name: parameter
+            model: {f"{model}.{key}": p for key, p in module.named_parameters() if p.requires_grad}
             for model, module in self.modules.items()
-            for key, parameter in module.named_parameters()
-            if (name := f"{model}.{key}") and parameter.requires_grad
         }
         if channels_last:
             for module in self.modules.values():
                 module.register_forward_pre_hook(_channels_last)
         self._buffers_due = True
-        if options.broadcast_buffers and world.world_size > 1:
+        if options.broadcast_buffers and world.world_size > 1 and gradient_accumulation_steps is None:
             for module in self.modules.values():
                 if next(module.buffers(), None) is not None:
                     module.register_forward_pre_hook(self._share_buffers, prepend=True)
@@ -90,20 +90,26 @@ class FSDP(Replicas):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Reduce gradients in the backward pass of the last micro-batch."""
+        """Reduce gradients in the backward pass of the last micro-batch, or of each."""
         for module in self._sharded:
-            module.set_requires_gradient_sync(last, recurse=False)
+            module.set_requires_gradient_sync(last or self._options.reduce_each_micro_batch, recurse=False)
         yield
         if last:
             self._buffers_due = True
             for model in self.modules:
-                self._check_gradients({name: p for name, p in self._trained.items() if name.startswith(f"{model}.")})
+                self._check_gradients(model)
 
-    def _check_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Check that all parameters of a model have a gradient, or none."""
+    def _check_gradients(self, model: str) -> bool:
+        """Return whether the parameters of a model have gradients: all or none of them.
+
+        Raises:
+            DdpexpError: some have, and others do not.
+        """
+        parameters = self._trained[model]
         missing = [name for name, parameter in parameters.items() if parameter.grad is None]
         if missing and len(missing) < len(parameters):
-            raise unused(missing)
+            raise unused(missing, "strategy=ddp strategy.find_unused_parameters=true")
+        return bool(parameters) and not missing
 
     def gradient_values(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return this rank's rows of the existing gradients."""
@@ -120,9 +126,10 @@ class FSDP(Replicas):
             return super().gradient_norm(parameters)
         dtype = norm_dtype(parameters)
         norms = [self._all_row_norms(parameter.grad, dtype) for parameter in parameters if parameter.grad is not None]
+        device = self._world.device
         if not norms:
-            return torch.zeros((), device=self._world.device)
-        everything = torch.cat([values.view(-1) for values in norms])  # each row is zero on all ranks but one
+            return torch.zeros((), device=device)
+        everything = torch.cat([values.view(-1).to(device) for values in norms])  # a row is zero on all ranks but one
         return norm_of_rows([replace(self._world, memory=self.memory).sum(everything)])
 
     def _all_row_norms(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -186,7 +193,7 @@ class FSDP(Replicas):
         like = self._names.get(name)
         if not isinstance(like, DTensor):
             return local
-        local = local.to(like.device)
+        local = local.to(like.to_local().device)
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )

@@ -187,7 +187,7 @@ def compare(name, case, world, num_leaves):
     _, expected = trained(case, ALONE, num_leaves)
     for through, kind in (("shared_memory", OverMemory), ("backend", OverBackend)):
         model, found = trained(case, world, num_leaves, reduce_through=through)
-        assert type(model._exchange) is kind and (model.memory is not None) == (kind is OverMemory)
+        assert type(model.round.exchange) is kind and (model.memory is not None) == (kind is OverMemory)
         assert len(found) == len(expected)
         for place, (one, other) in enumerate(zip(found, expected)):
             assert (one is None) == (other is None) and (one is None or same(one, other)), (name, through, place, one, other)
@@ -586,11 +586,31 @@ def test_the_backend_gives_them(recipe: Recipe, exact: dict[int, Numbers]) -> No
     assert numbers(recipe, 4, EXACT, "strategy.reduce_through=backend") == exact[1]
 
 
+@pytest.mark.variants(1)
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(4, ("strategy.dp_replicate_size=2",)), (3, ("strategy.gather_in_evaluation=false",)), (1, ())],
+)
+def test_sharded_models_give_them(
+    recipe: Recipe, exact: dict[int, Numbers], size: int, options: tuple[str, ...]
+) -> None:
+    assert numbers(recipe, size, EXACT, "strategy=fsdp", "strategy.min_block_mb=0.001", *options) == exact[1]
+
+
 WAYS = {
     "manual": ("task._target_=points.Pair", "model._target_=points.pair"),
     "counts of the data": ("task._target_=points.Masked",),
     "augmented items": (*ITEMS, "data._target_=points.load_noisy"),
 }
+
+
+@pytest.mark.slow
+def test_manual_optimization_of_sharded_models_has_them(recipe: Recipe) -> None:
+    alone, two = (
+        numbers(recipe, size, EXACT, *WAYS["manual"], f"strategy={strategy}")
+        for size, strategy in ((1, "ddp"), (2, "fsdp"))
+    )
+    assert two.weights_sha256 == alone.weights_sha256
 
 
 @pytest.mark.variants(2)

@@ -12,45 +12,35 @@ import pytest
 import torch
 from torch import nn
 
-from ddpexp.errors import DdpexpError, RefusedError, WorkerError
-from ddpexp.launch import Layout, WorkerRequest
-from ddpexp.launch.launchers.local import Spawn
+from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.launch import Layout
 from ddpexp.strategy.fsdp.blocks import blocks_of
 from ddpexp.strategy.fsdp.strategy import FSDP
 from ddpexp.strategy.memory import Facts, Parameter
-from tests.conftest import Call, Ddpexp
+from tests.conftest import Ddpexp
 from tests.fitting import ALONE, TRAINER
 from tests.points import Recipe
 from tests.strategy.fsdp.ranks import OPTIONS, Block, Net
+from tests.strategy.on_ranks import works
 from tests.strategy.test_sharded_optimizer import files
 
 
-@pytest.mark.variants(5)
+@pytest.mark.variants(3)
 @pytest.mark.parametrize(
     ("case", "size"),
     [
-        ("equal", 3),
-        ("hybrid", 4),
         ("clipped_and_skipped", 2),
         ("evaluated", 3),
         ("teacher", 2),
-        ("equal", 2),
-        ("equal", 4),
+        ("rows_of_replicas", 4),
     ],
 )
 def test_the_numbers_are_those_of_replicas(case: str, size: int, tmp_path: Path, forked_servers: None) -> None:
-    works(case, size, tmp_path / "logs")
+    works("tests.strategy.fsdp.ranks", case, size, tmp_path / "logs")
 
 
 def test_what_cannot_be_sharded_is_refused_by_name(tmp_path: Path, forked_servers: None) -> None:
-    works("cannot", 2, tmp_path / "logs")
-
-
-def works(case: str, size: int, logs: Path) -> None:
-    try:
-        Spawn().launch(Call("tests.strategy.fsdp.ranks:main", [case, str(size)], logs, WorkerRequest(gpus=size)))
-    except WorkerError as error:
-        pytest.fail(f"{error.failure.message}\n{error.failure.traceback}")
+    works("tests.strategy.fsdp.ranks", "cannot", 2, tmp_path / "logs")
 
 
 def test_blocks_are_the_smallest_modules_of_a_size_or_those_of_a_class() -> None:
@@ -71,15 +61,20 @@ def test_one_worker_refuses_a_class_that_the_model_lacks_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("options", "trainer", "sentence"),
     [
-        ({"compile": True}, "trainer.compile=true is incompatible with strategy=fsdp"),
-        ({"reduction": "exact"}, "trainer.reduction=exact is incompatible with strategy=fsdp"),
+        ({}, {"compile": True}, "trainer.compile=true is incompatible with strategy=fsdp"),
+        ({"broadcast_buffers": False}, {"reduction": "exact"}, "so strategy.broadcast_buffers must stay true."),
+        ({"offload": True}, {"precision": "fp16"}, "strategy.offload=true is incompatible with trainer.precision=fp16"),
+        ({"offload": True}, {"nonfinite": "skip"}, "Use trainer.nonfinite=stop or strategy.offload=false."),
+        ({"offload": True, "init": "replay"}, {}, "strategy.offload=true is incompatible with strategy.init=replay"),
     ],
 )
-def test_what_the_trainer_cannot_combine_with_it_is_refused(changes: dict[str, Any], sentence: str) -> None:
+def test_what_the_trainer_cannot_combine_with_it_is_refused(
+    options: dict[str, Any], trainer: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(RefusedError) as caught:
-        OPTIONS.check(replace(TRAINER, **changes))
+        replace(OPTIONS, **options).check(replace(TRAINER, **trainer))
     assert sentence in str(caught.value)
 
 
@@ -91,6 +86,22 @@ def test_replicas_must_divide_the_workers() -> None:
         with pytest.raises(RefusedError) as caught:
             replace(OPTIONS, dp_replicate_size=size).check_layout(TRAINER, Layout(1, 4, "cpu", "gloo", 1), 1)
         assert str(caught.value) == sentence
+
+
+def test_offload_needs_gpus_and_something_to_gather() -> None:
+    for size, device, sentence in ((2, "cpu", "these are CPU workers"), (1, "cuda", "is for two or more workers")):
+        with pytest.raises(RefusedError, match=sentence):
+            replace(OPTIONS, offload=True).check_layout(TRAINER, Layout(1, size, device, "gloo", 1), 1)
+    replace(OPTIONS, offload=True).check_layout(TRAINER, Layout(1, 2, "cuda", "nccl", 1), 1)
+
+
+def test_a_sum_in_another_order_is_logged() -> None:
+    each = replace(OPTIONS, reduce_each_micro_batch=True)
+    assert each.other_bits(TRAINER, 2).startswith(
+        "strategy.reduce_each_micro_batch=true sums gradients over the workers"
+    )
+    exact = replace(TRAINER, reduction="exact")
+    assert [OPTIONS.other_bits(TRAINER, 2), each.other_bits(TRAINER, 1), each.other_bits(exact, 2)] == ["", "", ""]
 
 
 def test_the_plan_counts_shares_and_the_blocks_that_are_gathered() -> None:
