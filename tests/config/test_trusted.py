@@ -83,6 +83,7 @@ def test_a_package_may_be_trusted_as_a_whole_and_named_twice(site: Path) -> None
     assert trusted.covered(["helpful.a", "helpfully.a", "helpful"]) == {"helpful.a", "helpful"}
 
 
+@pytest.mark.fault("S19")
 def test_a_module_of_that_name_in_another_place_is_not_trusted(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +137,7 @@ def test_what_cannot_be_trusted_is_refused(site: Path, name: str, sentence: str)
     assert not trusted.list_file().exists()
 
 
+@pytest.mark.fault("S19")
 def test_a_list_that_others_can_write_or_that_is_damaged_counts_for_nothing(site: Path) -> None:
     trust([CLASS])
     path = trusted.list_file()
