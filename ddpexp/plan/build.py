@@ -95,11 +95,7 @@ def collect(
     }
     models, single, device = _models(experiment, notes)
     named = _named(models)
-    optimizers = build_optimizers(
-        experiment, instantiate(experiment.task, experiment.trust, "task"), models, single,
-        lambda: [p for module in models.values() for p in module.parameters()],
-    )  # fmt: skip
-    optimizer_bytes = _optimizer_bytes(optimizers, models, notes)
+    optimizers = _optimizers(experiment, models, single)
     batch_bytes = activations = None
     if num_samples is None:
         samples = min(plan.micro_batch_size, len(train), _MOST_SAMPLES)
@@ -124,7 +120,7 @@ def collect(
         ],
         buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
         state_bytes={name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()},
-        optimizer_bytes=optimizer_bytes,
+        optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
         activations_bytes=activations,
         batch_bytes=batch_bytes,
         data_bytes=data_bytes,
@@ -134,9 +130,7 @@ def collect(
         shared_bytes=shared_bytes,
         notes=notes,
         groups=list(_groups(experiment, models, single, optimizers)),
-        late_starts=[
-            f"{', '.join(entry.patterns)}: {entry}" for entry in LateStarts.of(trainer, models, single).entries
-        ],
+        late_starts=LateStarts.of(trainer, models, single).texts(),
     )
     return facts, steps, optimizers
 
@@ -173,6 +167,12 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
             )
         module.to(device)
     return models, single, device
+
+
+def _optimizers(experiment: Experiment, models: Models, single: bool) -> Mapping[str, Optimizer]:
+    task = instantiate(experiment.task, experiment.trust, "task")
+    parameters = [p for module in models.values() for p in module.parameters()]
+    return build_optimizers(experiment, task, models, single, lambda: parameters)
 
 
 def _groups(

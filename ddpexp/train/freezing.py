@@ -87,6 +87,10 @@ class LateStarts:
         _check_some_trained(entries, trained)
         return cls(entries)
 
+    def texts(self) -> list[str]:
+        """Return what is frozen at first, an entry each."""
+        return [f"{', '.join(entry.patterns)}: {entry}" for entry in self.entries]
+
     def drop_gradients(self, step: int) -> None:
         """Drop the gradients that are not to be used in a step. Units: steps, from 0."""
         for entry in self.entries:
