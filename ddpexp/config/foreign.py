@@ -84,6 +84,7 @@ _VALUES = {
     "run.resume": {"auto": "true yes latest last newest", "require": "must always force", "never": "false no none off"},
     "scheduler": {
         "constant": "none false no off",
+        "constant_with_warmup": "warmup warmup_constant warmuplr",
         "cosine": "cosineannealing cosineannealinglr cosine_annealing cosine_with_restarts",
         "exponential": "exp exponentiallr",
         "linear": "linearlr",

@@ -74,9 +74,7 @@ def answer(parent: int, answers: int) -> None:
 def collect(
     experiment: Experiment, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None
 ) -> tuple[Facts, dict[str, int], Mapping[str, Optimizer]]:
-    """Return what the run holds, how many steps it takes, and its optimizers.
-
-    `num_samples` stands in for the data where it is given.
+    """Return what the run holds, its steps and its optimizers; `num_samples` stands in for the data where given.
 
     Raises:
         RefusedError: as a run would.

@@ -1,3 +1,4 @@
+import math
 from dataclasses import dataclass
 
 
@@ -8,4 +9,4 @@ class InverseSquareRoot:
     def factor(self, step: int, num_steps: int) -> float:
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        return ((self.warmup_steps + 1) / (step + 1)) ** 0.5
+        return math.sqrt((self.warmup_steps + 1) / (step + 1))
