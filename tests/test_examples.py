@@ -15,19 +15,21 @@ import sys
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import save_file
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.instantiate import Node
 from ddpexp.config.parse import parse
 from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
+from examples.finetune.finetune import Transformer
 from examples.gpt.gpt import load as load_text
 from examples.mine.mine import Stable
 from tests.conftest import PATIENCE, ROOT, Ddpexp, Done
 from tests.examples import DOCUMENTS, EXAMPLES
 from tests.terminals import Session
 
-RECIPES = sorted(path.stem for path in EXAMPLES.glob("*/conf/recipe/*.yaml"))
+RECIPES = {path.stem: path.parts[-4] for path in sorted(EXAMPLES.glob("*/conf/recipe/*.yaml"))}  # and their folders
 # Examples without a recipe of their own, and what runs them.
 OTHERS = {
     "launcher": "launch/test_plugins.py",
@@ -63,9 +65,9 @@ def blocks() -> list[tuple[str, str, str]]:
 
 def test_every_example_has_a_recipe_or_a_test_of_its_own() -> None:
     folders = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
-    assert sorted([*RECIPES, *OTHERS]) == folders
-    for name in RECIPES:
-        assert (EXAMPLES / name / f"{name}.py").is_file()
+    assert sorted({*RECIPES.values(), *OTHERS}) == folders
+    for folder in RECIPES.values():
+        assert (EXAMPLES / folder / f"{folder}.py").is_file()
     for name, test in OTHERS.items():
         assert re.search(rf"\b{name}\b", (ROOT / "tests" / test).read_text()), f"{test} does not run examples/{name}"
 
@@ -88,8 +90,11 @@ def test_every_example_is_in_a_document() -> None:
 
 
 def train(ddpexp: Ddpexp, name: str, *overrides: str) -> Done:
-    config, run = EXAMPLES / name / "conf", ddpexp.folder / "run"
-    few = FEW_DIGITS if "/data: mnist" in (config / f"recipe/{name}.yaml").read_text() else ()
+    config, run = EXAMPLES / RECIPES[name] / "conf", ddpexp.folder / "run"
+    few: tuple[str, ...] = FEW_DIGITS if "/data: mnist" in (config / f"recipe/{name}.yaml").read_text() else ()
+    if name == "finetune":  # from the weights of another run
+        save_file(Transformer(classes=8).state_dict(), ddpexp.folder / "pretrained.safetensors")
+        few = (f"run.init_from={ddpexp.folder}/pretrained.safetensors",)
     done = ddpexp("--config-dir", str(config), f"recipe={name}", f"run.dir={run}", *few, *overrides)
     assert (done.code, done.err) == (0, "")
     return replace(done, run=run)

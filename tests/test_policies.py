@@ -65,7 +65,10 @@ def problems(text: str) -> Iterator[str]:
 
 @pytest.mark.fault("S1", "S4", "S7", "S9")
 def test_nothing_that_runs_others_code_is_called() -> None:
-    assert {path: found for path in SOURCES if (found := list(problems(path.read_text())))} == {}
+    found = {path: problem for path in SOURCES if (problem := list(problems(path.read_text())))}
+    # With weights_only=True, which test_layering.py checks, in a process with limits.
+    assert found.pop(ROOT / "ddpexp/checkpoint/pickled.py") == ["torch.load"]
+    assert found == {}
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ PUBLIC = {
     "open_run": ["directory", "config_dir", "trust"],
     "open_sweep": ["directory", "config_dir", "trust"],
     "Run": [
-        "checkpoints", "config", "config_dir", "error", "evaluate", "experiment", "load_into", "metrics", "model",
-        "path", "result", "status", "trust",
+        "checkpoints", "config", "config_dir", "error", "evaluate", "experiment", "export", "load_into", "metrics",
+        "model", "path", "result", "status", "trust",
     ],
     "SavedCheckpoint": ["is_best", "is_complete", "metrics", "path", "step"],
     "Sweep": ["best", "config_dir", "path", "rows", "runs", "trust"],

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ddpexp.checkpoint import format_1
 from ddpexp.checkpoint.codec import decode
-from ddpexp.checkpoint.format import OLDER, Checkpoint, is_checkpoint, is_named_so, open_checkpoint
-from ddpexp.checkpoint.layout import ties
-from ddpexp.checkpoint.tensors import StoredTensor, check_plain_file, open_tensors, read_tensors
+from ddpexp.checkpoint.format import Checkpoint
+from ddpexp.checkpoint.tensors import StoredTensor, open_tensors, read_tensors
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.base import Shard
 from ddpexp.system.files import read_json
@@ -123,65 +120,3 @@ def copy_into(
             value.read_into(shard.tensor, shard.first_row or 0)
         else:
             shard.tensor.detach().copy_(value)
-
-
-def load_weights(models: Models, source: Path, description: str, averaged: bool = False) -> None:
-    """Load weights from a safetensors file, or from a checkpoint folder with checkpoint file per model.
-
-    Raises:
-        RefusedError: there is no such file, or it is damaged or of another model.
-    """
-    ending = ".ema.safetensors" if averaged else ".safetensors"
-    files = {name: source / f"{name}{ending}" for name in models} if source.is_dir() else dict.fromkeys(models, source)
-    if len(models) > 1 and not source.is_dir():
-        raise RefusedError(f"{description} is one file, but there are several models: name the checkpoint's folder.")
-    for name, path in files.items():
-        try:
-            check_plain_file(path)
-            _check_hash(path)
-            tensors = read_tensors(path)
-        except (OSError, ValueError) as error:
-            raise RefusedError(f"{description}: {path.name} cannot be read as safetensors ({error}).") from None
-        except RefusedError as error:
-            raise RefusedError(f"{description}: {error}") from None
-        problem = _load(models[name], tensors)
-        if problem is not None:
-            raise RefusedError(f"{description} holds the weights of another model: {problem}.")
-
-
-def _load(module: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
-    """Load weights by the names of the state_dict; return what does not fit, or None.
-
-    Tensors that the model has under several names (tied weights) may be saved under only checkpoint of them.
-    """
-    given = dict(tensors)
-    state = {
-        name: value for name, value in module.state_dict().items() if isinstance(value, Tensor) and not is_lazy(value)
-    }
-    tied = ties(state)
-    for first in set(tied.values()):
-        names = [first, *(name for name, other in tied.items() if other == first)]
-        there = [name for name in names if name in given]
-        for name in names if there else ():
-            if not torch.equal(given.setdefault(name, given[there[0]]), given[there[0]]):
-                return f"{there[0]} and {name} are one tensor here and two different ones there"
-    try:
-        result = module.load_state_dict(given, strict=False)
-    except RuntimeError as error:  # tensors have other sizes
-        return " ".join(str(error).split())[:300].rstrip(".")
-    missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]  # only those of tensors
-    parts = [f"it lacks {first_few(missing, 3)}"] if missing else []
-    parts += [f"it also has {first_few(result.unexpected_keys, 3)}"] if result.unexpected_keys else []
-    return "; ".join(parts) or None
-
-
-def _check_hash(path: Path) -> None:
-    """Raise OSError or ValueError if a file in a checkpoint is not the checkpoint that was written."""
-    folder = path.resolve().parent
-    if is_checkpoint(folder) or is_named_so(folder):  # without a manifest it is damaged
-        checkpoint = open_checkpoint(folder)
-        problem = checkpoint.problem(files=[path.name])
-        if problem is not None:
-            raise OSError(problem)
-        if checkpoint.version == 1:
-            logging.getLogger("ddpexp").warning(OLDER, path.parent.name)

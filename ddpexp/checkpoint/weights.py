@@ -1,17 +1,33 @@
-"""Resolving a path to weights: a file, the folder of a checkpoint, or a run directory, for its newest checkpoint."""
+"""Resolving a path to weights: a file, the folder of a checkpoint, or a run directory, for one of its checkpoints."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from ddpexp.checkpoint.format import newest_intact
+import yaml
+
+from ddpexp.checkpoint.format import Checkpoint, best_first, is_checkpoint, newest_intact, open_checkpoint, scan
+from ddpexp.checkpoint.headers import is_foreign_folder
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import relative
+from ddpexp.system.text import first_few
+from ddpexp.system.yaml_text import load_yaml
 
 _PICKLED = (".pth", ".pt", ".bin", ".ckpt")
 _MAGIC = (b"PK\x03\x04", b"\x80")  # a zip archive as torch.save writes it, and a bare pickle
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which weights of a path are meant, as `run.init_checkpoint` and `run.init_weights` say."""
+
+    checkpoint: Literal["best", "last"] | int = "last"
+    averaged: bool = False
+    converts: bool = False  # a file of torch.save is taken, too: the caller converts it
 
 
 def is_run(folder: Path) -> bool:
@@ -19,16 +35,16 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and (folder / "manifest.json").is_file()
 
 
-def check_usable(path: Path, description: str) -> None:
+def check_usable(path: Path, description: str, converts: bool = False) -> None:
     """Check a path without reading the weights; `description` is how the user named it.
 
     Raises:
-        RefusedError: it does not exist, or is a pickled file of other programs.
+        RefusedError: it does not exist or, unless the caller `converts` it, is a pickled file of other programs.
     """
     if not path.exists():
         download = " Download it first: ddpexp reads only local files." if "://" in description else ""
         raise RefusedError(f"{description}: there is no such file.{download}")
-    if path.is_file() and _is_pickled(path):
+    if not converts and is_pickled(path):
         target = path.with_suffix(".safetensors").name
         code = (
             f"import torch; from safetensors.torch import save_file; found = torch.load(open({path.name!r}, 'rb'), "
@@ -43,28 +59,31 @@ def check_usable(path: Path, description: str) -> None:
         )
 
 
-def find(path: Path, description: str, warn: Callable[[str], None]) -> Path:
+def find(path: Path, description: str, warn: Callable[[str], None], request: Request = Request()) -> Path:
     """Return the file, or the folder of a checkpoint; `warn` is called for damaged newer checkpoints of a run.
 
     Raises:
-        RefusedError: as `check_usable`, or the run has no complete checkpoint.
+        RefusedError: as `check_usable`, or there are no such weights.
     """
-    check_usable(path, description)
+    check_usable(path, description, request.converts)
     if is_run(path):
         path = path / "checkpoints"
     if path.name != "checkpoints" or not is_run(path.resolve().parent):
+        _check_single(path, description, request)
         return path
-    chosen, damaged = newest_intact(path, weights_only=True)
-    for entry in damaged:
-        warn(f"{relative(entry.folder)} is damaged and not used: {entry.problem}")
-    if chosen is None:
-        raise RefusedError(f"{description}: {path} holds no complete checkpoint.")
-    if damaged:
-        warn(f"the weights are those of step {chosen.step}; resume the run to train the steps after it again")
+    chosen = _newest(path, description, warn) if request.checkpoint == "last" else _named(path, description, request)
+    if request.averaged and not chosen.has_average:
+        raise RefusedError(
+            f"{description} run.init_weights=ema: the checkpoint of step {chosen.step} holds no average of the "
+            "weights. Use run.init_weights=raw."
+        )
     return chosen.folder
 
 
-def _is_pickled(path: Path) -> bool:
+def is_pickled(path: Path) -> bool:
+    """Return whether a file is one of torch.save."""
+    if not path.is_file():
+        return False
     try:
         with path.open("rb") as file:
             begin = file.read(9)
@@ -73,3 +92,74 @@ def _is_pickled(path: Path) -> bool:
     return begin[8:] != b"{" and (
         path.suffix in _PICKLED or begin.startswith(_MAGIC)
     )  # safetensors: a length, then JSON
+
+
+def _newest(folder: Path, description: str, warn: Callable[[str], None]) -> Checkpoint:
+    chosen, damaged = newest_intact(folder, weights_only=True)
+    for entry in damaged:
+        warn(f"{relative(entry.folder)} is damaged and not used: {entry.problem}")
+    if chosen is None:
+        raise RefusedError(f"{description}: {folder} holds no complete checkpoint.")
+    if damaged:
+        warn(f"the weights are those of step {chosen.step}; resume the run to train the steps after it again")
+    return chosen
+
+
+def _named(folder: Path, description: str, request: Request) -> Checkpoint:
+    """Return the best checkpoint, or that of a step."""
+    override, complete = f"{description} run.init_checkpoint={request.checkpoint}", scan(folder).complete
+    if request.checkpoint == "best":
+        keep_best = _keep_best(complete)
+        rated = best_first(complete, keep_best) if keep_best is not None else []
+        if not rated:
+            raise RefusedError(
+                f"{override}: that run keeps no best checkpoint, which needs trainer.keep_best, such as "
+                "trainer.keep_best=max:eval/accuracy. Use last, or a step."
+            )
+        chosen = rated[0]
+    else:
+        at = [checkpoint for checkpoint in complete if checkpoint.step == request.checkpoint]
+        if not at:
+            steps = first_few([str(checkpoint.step) for checkpoint in complete]) or "none"
+            raise RefusedError(f"{override}: there is no intact checkpoint of that step. There are those of {steps}.")
+        chosen = at[0]
+    problem = chosen.problem(files=chosen.weights)
+    if problem is not None:
+        raise RefusedError(f"{override}: {relative(chosen.folder)} is damaged: {problem}.")
+    return chosen
+
+
+def _keep_best(complete: list[Checkpoint]) -> str | None:
+    """Return trainer.keep_best of the run that wrote the checkpoints."""
+    try:
+        text = complete[0].config if complete else None
+        trainer = load_yaml(text)["trainer"] if text is not None else {}
+        value = trainer.get("keep_best")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _check_single(path: Path, description: str, request: Request) -> None:
+    """Check a request for a path that is no run directory."""
+    if request.checkpoint != "last":
+        raise RefusedError(
+            f"{description} run.init_checkpoint={request.checkpoint}: that chooses among the checkpoints of a run, and "
+            f"{path.name} is {'a single checkpoint' if is_checkpoint(path) else 'no run directory'}. Leave it out."
+        )
+    if not request.averaged or is_pickled(path):
+        return
+    if is_foreign_folder(path) or not path.is_dir():
+        raise RefusedError(
+            f"{description} run.init_weights=ema: that is for a run or a checkpoint, which holds weights and their "
+            "average. Leave it out, and name the file to read."
+        )
+    try:
+        has_average = open_checkpoint(path).has_average
+    except (OSError, ValueError) as error:
+        raise RefusedError(f"{description}: {path.name} is damaged: {error}.") from None
+    if not has_average:
+        raise RefusedError(
+            f"{description} run.init_weights=ema: that checkpoint holds no average of the weights. Use "
+            "run.init_weights=raw."
+        )

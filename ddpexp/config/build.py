@@ -159,6 +159,11 @@ def convert(value: Any, hint: Any, key: str) -> Any:
             keys = [f"{key}[{index}]" if isinstance(item, Mapping) else key for index, item in enumerate(value)]
             return tuple(convert(item, item_hint, item_key) for item, item_key in zip(value, keys, strict=True))
         raise _wrong(value, hint, key)
+    if origin is Mapping:
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            inner = typing.get_args(hint)[1]
+            return types.MappingProxyType({name: convert(one, inner, f"{key}.{name}") for name, one in value.items()})
+        raise _wrong(value, hint, key)
     if origin is Literal:
         if value in typing.get_args(hint) and not isinstance(value, bool):
             return value
@@ -270,4 +275,6 @@ def spoken(hint: Any) -> str:
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
     if origin is tuple:
         return f"a list, each item {spoken(typing.get_args(hint)[0])}"
+    if origin is Mapping:
+        return f"keys, each with {spoken(typing.get_args(hint)[1])}"
     return _SPOKEN.get(hint, getattr(hint, "__name__", str(hint)))

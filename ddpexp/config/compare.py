@@ -36,6 +36,7 @@ _FIXED = {
     "trainer.limit_train_samples": "the steps to come would see other samples than the order of this run says",
     "data": "the steps to come would see other samples than the order of this run says",
     "optimizer._target_": "what the checkpoint holds of the optimizer belongs to the old one",
+    "trainer.lora": "the adapters in the checkpoint belong to the old one",
     "model._target_": "the weights in the checkpoint belong to the old one",
 }
 _STEPS = ("trainer.epochs", "trainer.max_steps")

@@ -33,6 +33,32 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters on linear layers."""
+
+    match: str | tuple[str, ...]  # globs on names of layers
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    train: str | tuple[str, ...] = ()  # globs on names of parameters that are trained as a whole
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Return the globs on names of layers."""
+        return (self.match,) if isinstance(self.match, str) else self.match
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Return the globs on names of parameters that are trained as a whole."""
+        return (self.train,) if isinstance(self.train, str) else self.train
+
+    @property
+    def scale(self) -> float:
+        """Return what the product of the two matrices is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class Trainer:
     """How it is trained; every field is explained in conf/trainer/default.yaml."""
 
@@ -82,6 +108,7 @@ class Trainer:
     layer_decay: LayerDecay | None = None
     freeze: Patterns | None = None
     freeze_until: FreezeUntil | tuple[FreezeUntil, ...] | None = None
+    lora: LoRA | None = None
 
     @property
     def averages(self) -> bool:
@@ -98,7 +125,12 @@ class Run:
     init_from: str | None
     trust: tuple[str, ...]
     code: str | None
-    allow_changes: tuple[Literal["code", "data"], ...] = ()  # older runs do not have it
+    # Older runs do not have these.
+    allow_changes: tuple[Literal["code", "data"], ...] = ()
+    init_checkpoint: Literal["best", "last"] | int = "last"
+    init_weights: Literal["raw", "ema"] = "raw"
+    init_rename: Mapping[str, str] | None = None
+    init_skip: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

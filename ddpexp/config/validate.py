@@ -12,7 +12,7 @@ from ddpexp.config.check_optimizer import ARGUMENTS, check_optimizer, check_stra
 from ddpexp.config.instantiate import Node
 from ddpexp.config.param_groups import check_freeze_until, check_layer_decay, check_param_groups, late_starts
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
-from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
+from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, LoRA, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout, Timeout
@@ -126,8 +126,23 @@ def _check_trainer(trainer: Trainer) -> None:
         raise RefusedError(f"trainer.clip_grad_value={trainer.clip_grad_value}: use a number above 0, or null.")
     _check_limits(trainer)
     _check_speed(trainer)
+    _check_lora(trainer.lora)
     if not 0 <= trainer.seed < 2**63:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
+
+
+def _check_lora(lora: LoRA | None) -> None:
+    """Check trainer.lora by itself."""
+    if lora is None:
+        return
+    if not lora.patterns:
+        raise RefusedError("trainer.lora.match=[] names no layers: give it patterns such as blocks.*.")
+    if lora.rank < 1:
+        raise RefusedError(f"trainer.lora.rank={lora.rank}: use 1 or more, such as 8.")
+    if not 0 < lora.alpha < math.inf:
+        raise RefusedError(f"trainer.lora.alpha={lora.alpha:g}: use a number above 0, such as twice the rank.")
+    if not 0 <= lora.dropout < 1:
+        raise RefusedError(f"trainer.lora.dropout={lora.dropout:g}: use a share from 0 to below 1, such as 0.1.")
 
 
 def _check_limits(trainer: Trainer) -> None:
@@ -244,6 +259,23 @@ def _check_run(run: Run) -> None:
         raise RefusedError(
             f"run.dir has a line break or another control character, which no line can show: {run.dir!r}."
         )
+    _check_init(run)
+
+
+def _check_init(run: Run) -> None:
+    """Check the keys beside run.init_from."""
+    if isinstance(run.init_checkpoint, int) and run.init_checkpoint < 0:
+        raise RefusedError(f"run.init_checkpoint={run.init_checkpoint}: use last, best or the number of a step.")
+    if run.init_from is not None:
+        return
+    defaults = {"init_checkpoint": "last", "init_weights": "raw", "init_rename": None, "init_skip": ()}
+    for name, default in defaults.items():
+        value = getattr(run, name)
+        if value != default and value:
+            text = f"[{','.join(value)}]" if isinstance(value, tuple) else "..." if name == "init_rename" else value
+            raise RefusedError(
+                f"run.{name}={text} is for the weights of run.init_from, and there are none: type it, too."
+            )
 
 
 def _check_data(data: Data) -> None:
@@ -263,11 +295,6 @@ def _check_data(data: Data) -> None:
 def _check_together(experiment: Experiment) -> None:
     """Check keys of several sections against each other."""
     trainer = experiment.trainer
-    if experiment.run.init_from is not None and not experiment.strategy.builds_whole:
-        raise RefusedError(
-            f"run.init_from={experiment.run.init_from} loads weights into whole models, and with strategy.init=replay "
-            "there are none. Use strategy.init=whole."
-        )
     _check_callbacks(experiment)
     _check_schedule(experiment)
     check_strategy_and_average(experiment)

@@ -40,6 +40,7 @@ from ddpexp.task import HasTrainStep, Task
 from ddpexp.train.build import count_steps, open_data
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.freezing import LateStarts, freeze
+from ddpexp.train.lora import add_adapters
 from ddpexp.train.param_groups import describe, groups_of
 from ddpexp.train.rate_curves import curves_of
 
@@ -154,9 +155,10 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
         device = _CPU
         _bound_memory()
         built = instantiate(experiment.model, experiment.trust, "model")
+    add_adapters(built, experiment.trainer)
+    freeze(built, experiment.trainer)
     single = isinstance(built, nn.Module)
     models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
-    freeze(built, experiment.trainer)
     for name, module in models.items():
         if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
             raise RefusedError(

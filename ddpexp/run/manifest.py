@@ -21,7 +21,7 @@ from ddpexp.run.repository import Snapshot
 from ddpexp.system.files import first_free_name, sha256
 from ddpexp.system.job_schedulers import restart_count
 
-_OF_THE_RUN = ("data", "config", "earlier", "starts")  # keys of the whole run, not of a start
+_OF_THE_RUN = ("data", "config", "init_from", "earlier", "starts")  # keys of the whole run, not of a start
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ def describe(
         "changes": list(start.changes),
         "restart": restart_count(),
     }
-    return {**facts, "data": dict(data) if data else None, "earlier": _earlier(before, facts) if before else []}
+    of_the_run = {"init_from": before["init_from"]} if before and "init_from" in before else {}
+    earlier = _earlier(before, facts) if before else []
+    return {**facts, "data": dict(data) if data else None, **of_the_run, "earlier": earlier}
 
 
 def _earlier(before: Mapping[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ddpexp.checkpoint import weights
+from ddpexp.checkpoint import initial
 from ddpexp.config.compare import list_changes
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.registry import deprecation_warnings
@@ -86,9 +86,8 @@ class Training(Job):
     def check(self, layout: Layout) -> None:
         """Check that the batch splits, that the device supports the options, and that initial weights exist."""
         check_layout(self.experiment, layout)
-        source = self.experiment.run.init_from
-        if source is not None and not resume.has_checkpoint(self._existing(())):
-            weights.check_usable(Path(source), f"run.init_from={source}")
+        if not resume.has_checkpoint(self._existing(())):
+            initial.check_exists(self.experiment.run)
 
     def check_range(self, layouts: Sequence[Layout]) -> None:
         """Check every layout of a range; the batch first, over all of them."""
@@ -165,6 +164,7 @@ class Training(Job):
             data_notes = check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
             layout, notes = resume.resolve_layout(previous, layout, self.request.threads)
             notes += data_notes
+        initial_weights = initial.as_safetensors(self.experiment.run, initial_weights, run.path, notes)
         self._layout = layout
         before = previous.manifest if previous else None
         code = code_of(self.identity)
@@ -183,14 +183,11 @@ class Training(Job):
         for warning in deprecation_warnings(self.identity, self._new_overrides):
             print_message(f"ddpexp: warning: {warning}")
 
-    def _initial_weights(self, owners: Sequence[str]) -> dict[str, str]:
+    def _initial_weights(self, owners: Sequence[str]) -> Mapping[str, str]:
         """Return the resolved path of run.init_from for the first start, the same for all workers."""
-        source = self.experiment.run.init_from
-        if source is None or resume.has_checkpoint(self._existing(owners)):
+        if self.experiment.run.init_from is None or resume.has_checkpoint(self._existing(owners)):
             return {}
-        path = weights.find(
-            Path(source), f"run.init_from={source}", lambda text: print_message(f"ddpexp: warning: {text}")
-        )
+        path = initial.find(self.experiment.run, lambda text: print_message(f"ddpexp: warning: {text}"))
         return {"init_from": str(path.resolve())}
 
     def shared(self) -> dict[str, Any]:

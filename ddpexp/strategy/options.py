@@ -107,11 +107,6 @@ class Options:
     kind: str
     supports_exact: ClassVar[bool] = False  # trainer.reduction=exact: the same bits at every number of workers
 
-    @property
-    def builds_whole(self) -> bool:
-        """Return whether every rank builds the whole model, into which weights of run.init_from can be loaded."""
-        return True
-
     def data_rank(self, rank: int, world_size: int) -> DataRank:
         """Return which share of the global batch a rank computes."""
         return DataRank(rank, world_size)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ddpexp.checkpoint import weights
+from ddpexp.checkpoint import initial
 from ddpexp.config.parse import parse
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.schema import Experiment
@@ -95,9 +94,8 @@ class JobPlanner:
 
 
 def _check_weights_exist(experiment: Experiment, run: RunDir) -> None:
-    source = experiment.run.init_from
-    if source is not None and not resume.has_checkpoint(run):
-        weights.check_usable(Path(source), f"run.init_from={source}")
+    if not resume.has_checkpoint(run):
+        initial.check_exists(experiment.run)
 
 
 def _identity(overrides: Sequence[str]) -> str:

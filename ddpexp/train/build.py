@@ -41,6 +41,7 @@ from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
+from ddpexp.train.lora import add_adapters
 from ddpexp.train.optimizer_average import average_of
 from ddpexp.train.plateau import Plateau, PlateauProgress
 from ddpexp.train.precision import Precision
@@ -190,8 +191,10 @@ def build_model(experiment: Experiment, trains: bool = True) -> Any:
     """
     seed_everything(experiment.trainer.seed)
     torch.manual_seed(experiment.trainer.seed)  # generators of GPUs, too
-    model = instantiate(experiment.model, experiment.trust, "model")
-    check_model(model, experiment.model.target, trains=trains)
+    model = check_model(
+        instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=trains
+    )
+    add_adapters(model, experiment.trainer)
     freeze(model, experiment.trainer)
     return model
 

@@ -39,7 +39,8 @@ def build_optimizers(
     """
     maker = Maker(experiment, models, single)
     if not isinstance(task, HasOptimizers):
-        return {"optimizer": maker.make(parameters())}
+        adapts = experiment.trainer.lora is not None  # then the optimizer has what is trained only
+        return {"optimizer": maker.make(p for p in parameters() if p.requires_grad or not adapts)}
     model = models["model"] if single else models
     optimizers: Mapping[str, Optimizer] = check_optimizers(task.optimizers(model, maker.make), task.optimizers)
     maker.check_applied(optimizers, f"{type(task).__name__}.optimizers")

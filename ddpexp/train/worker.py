@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ import torch
 import ddpexp.strategy.ddp  # these three are named by the registry, and loaded before the fork
 import ddpexp.strategy.exact.strategy
 import ddpexp.train.schedule  # noqa: F401
-from ddpexp.checkpoint import weights
 from ddpexp.checkpoint.format import Checkpoint, Damaged, set_aside
-from ddpexp.checkpoint.reader import load_weights, weights_sha256
+from ddpexp.checkpoint.loading import load_weights
+from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment
@@ -47,6 +47,7 @@ from ddpexp.train.build import (
     build_evals,
     build_logger,
     build_loop,
+    build_model,
     build_strategy,
     check_held_out,
     count_steps,
@@ -60,6 +61,7 @@ from ddpexp.train.compilations import Compilations, end_processes, limit_process
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.evaluate import evaluate as compute_metrics
+from ddpexp.train.initial_weights import InitialWeights
 from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.loop import Loop
@@ -67,7 +69,7 @@ from ddpexp.train.metrics import MetricError
 from ddpexp.train.optimizer_average import averages_itself
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
-from ddpexp.train.recipe_checks import check_model, check_task
+from ddpexp.train.recipe_checks import check_task
 from ddpexp.train.report import Report
 from ddpexp.train.run_state import RunState, restore_checkpoint, truncate_records
 from ddpexp.train.same_data import check_same_data, inputs_of
@@ -157,7 +159,8 @@ def build(context: RunContext) -> Built:
     )  # fmt: skip
 
     newest, damaged = choose(run, world, experiment.run.resume == "require")
-    strategy = build_strategy(experiment, world, plan, _initial_weights(context, newest))
+    initial_weights = InitialWeights(context, newest)
+    strategy = build_strategy(experiment, world, plan, initial_weights.load)
     if newest is not None and world.is_rank_zero:
         inputs |= check_same_data(context, newest, inputs["data"], batches.steps_per_epoch)
     num_steps = count_steps(trainer, batches.steps_per_epoch)
@@ -182,6 +185,7 @@ def build(context: RunContext) -> Built:
         log.info(other_bits)
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
+    initial_weights.finish()
     return Built(loop, checkpointer, report, newest, damaged, compilations)
 
 
@@ -266,7 +270,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     splits, data = open_data(experiment, evaluation["data"], world), DataRank(world.rank, world.world_size)
     sets = chosen_sets(splits.evals, evaluation["split"])
     evals = build_evals(experiment, replace(splits, evals=sets), data, world.device, evaluation["batch_size"])
-    model = check_model(instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=False)
+    model = build_model(experiment, trains=False)
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
         module.to(world.device).eval()
@@ -325,15 +329,3 @@ def _warn_of_little_shared_memory(experiment: Experiment, log: logging.Logger) -
     warning = shared_memory_warning(experiment.data.num_workers)
     if warning is not None:
         log.warning(warning)  # on every rank; the command shows identical warnings once
-
-
-def _initial_weights(context: RunContext, newest: Checkpoint | None) -> Callable[[Models], None]:
-    """Return a function that loads the weights of run.init_from into new models; it does nothing on resume."""
-    source = context.experiment.run.init_from
-    if source is None or newest is not None:
-        return lambda models: None
-    override = f"run.init_from={source}"
-    # The command has found them already, unless it counted on checkpoints that turned out to be damaged.
-    path = weights.find(Path(context.init_from or source), override, context.log.warning)
-    context.log.info(f"{override}: the weights of {relative(path)}")
-    return lambda models: load_weights(models, path, override)

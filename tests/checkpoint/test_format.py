@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ddpexp.checkpoint.codec import decode, encode
 from ddpexp.checkpoint.format import MANIFEST, Damaged, clean, newest_intact, scan, seal, set_aside
-from ddpexp.checkpoint.reader import load_weights, read_part, read_rank_state
+from ddpexp.checkpoint.loading import load_weights
+from ddpexp.checkpoint.reader import read_part, read_rank_state
 from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import parse_json

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from ddpexp.checkpoint.format import newest_checkpoint, newest_intact, scan
-from ddpexp.checkpoint.reader import load_weights, read_part, weights_sha256
+from ddpexp.checkpoint.loading import load_weights
+from ddpexp.checkpoint.reader import read_part, weights_sha256
 from tests.conftest import ROOT, Ddpexp, Done, finish
 from tests.points import Recipe, wait_for
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from ddpexp.checkpoint.codec import decode, encode
 from ddpexp.checkpoint.format import FORMAT, MANIFEST, scan
 from ddpexp.checkpoint.layout import lay_out, share
-from ddpexp.checkpoint.reader import load_weights, weights_sha256
+from ddpexp.checkpoint.loading import load_weights
+from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.checkpoint.staging import Stage
 from ddpexp.checkpoint.tensors import read_tensors
 from ddpexp.checkpoint.writer import CheckpointError, Content, Writer
@@ -268,7 +269,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "word"),
     [
-        (nn.Linear(4, 4), "size mismatch for weight"),
+        (nn.Linear(4, 4), "weight is (3, 4) there and (4, 4) here"),
         (nn.Linear(4, 3, bias=False), "bias"),
         (nn.Sequential(nn.Linear(4, 3)), "0.weight"),
     ],

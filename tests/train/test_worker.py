@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
 from ddpexp.config.compose import compose
@@ -189,6 +191,20 @@ def test_a_warm_start_begins_with_the_given_weights(recipe: Recipe, done: Done) 
     assert other.code == 2
     assert other.err.startswith(f"ddpexp: run.init_from={folder} holds the weights of another model: ")
     assert other.err.count("\n") == 1
+
+
+def test_a_file_of_torch_save_starts_a_run_and_what_was_taken_is_recorded(recipe: Recipe, done: Done) -> None:
+    state = load_file(newest_checkpoint(done.run / "checkpoints") / "model.safetensors")
+    torch.save({"state_dict": {f"module.{name}": value for name, value in state.items()}}, recipe.folder / "w.pth")
+    source = f"run.init_from={recipe.folder}/w.pth"
+    warm = recipe("trainer.gpus=2", source, "optimizer.lr=0", "trainer.max_steps=1")
+    assert warm.code == 0, warm.err
+    assert warm.result()["weights_sha256"] == done.result()["weights_sha256"]
+    assert f"{len(state)} of {len(state)} tensors taken; without the prefix module. of all its names" in warm.out
+    facts = json.loads((warm.run / "manifest.json").read_text())["init_from"]
+    assert facts["weights"] == f"{recipe.folder}/w.pth"
+    assert facts["models"]["model"]["taken"] == len(state)
+    assert not list(warm.run.glob("*.safetensors"))
 
 
 def test_a_task_without_metrics_has_its_loss_alone(recipe: Recipe) -> None:

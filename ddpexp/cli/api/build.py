@@ -7,14 +7,17 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from ddpexp.checkpoint import weights
-from ddpexp.checkpoint.reader import load_weights
+from ddpexp.checkpoint import initial
+from ddpexp.checkpoint.export import export_adapters, export_weights
+from ddpexp.checkpoint.format import open_checkpoint
+from ddpexp.checkpoint.loading import load_weights
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.schema import Experiment
 from ddpexp.data.datasets import Splits
@@ -32,10 +35,18 @@ def new_model(experiment: Experiment) -> Any:
     experiment.trust.make_importable()
     with _unchanged_random_state():
         model = build_model(experiment)
-        if (source := experiment.run.init_from) is not None:
-            description = f"run.init_from={source}"
-            load_weights(modules_of(model), weights.find(Path(source), description, _warn), description)
+        if experiment.run.init_from is not None:
+            _initialize(model, experiment)
     return model
+
+
+def _initialize(model: Any, experiment: Experiment) -> None:
+    """Load the weights of run.init_from."""
+    run, lora = experiment.run, experiment.trainer.lora
+    with TemporaryDirectory(prefix="ddpexp-init-") as folder:
+        path, _ = initial.converted(run, initial.find(run, _warn), Path(folder))
+        averaged, selection = run.init_weights == "ema", initial.selection(run)
+        load_weights(modules_of(model), path, initial.override(run), averaged, selection, lora=lora)
 
 
 def saved_model(experiment: Experiment, folder: Path, averaged: bool) -> Any:
@@ -52,6 +63,22 @@ def saved_model(experiment: Experiment, folder: Path, averaged: bool) -> Any:
 def load_into(model: Any, folder: Path, averaged: bool) -> None:
     """Load the weights of a checkpoint into a module, or into a mapping of names to modules."""
     load_weights(modules_of(model), folder, str(folder), averaged)
+
+
+def export(source: Path, folder: Path, averaged: bool, adapters: bool, max_file_bytes: int) -> list[Path]:
+    """Write the weights of a checkpoint, or their adapters alone, into a folder, or one for each of several models."""
+    checkpoint = open_checkpoint(source)
+    names = [name for name in checkpoint.weights if name.endswith(".ema.safetensors") is averaged]
+    if (problem := checkpoint.problem(files=names)) is not None:
+        raise RefusedError(f"{source} is damaged: {problem}.")
+    written = []
+    for name in names:
+        target = folder if len(names) == 1 else folder / name.partition(".")[0]
+        if adapters:
+            written += export_adapters(source / name, target)
+        else:
+            written += export_weights(source / name, target, max_file_bytes)
+    return written
 
 
 def open_splits(experiment: Experiment) -> Splits:

@@ -195,6 +195,38 @@ class Run:
         load_into(module, folder, averaged)
         return module
 
+    def export(
+        self,
+        folder: str | Path,
+        checkpoint: Literal["best", "last"] | int = "last",
+        weights: Weights | None = None,
+        *,
+        adapters: bool = False,
+        max_file_bytes: int = 5_000_000_000,
+    ) -> list[Path]:
+        """Write the weights of a checkpoint into a new folder, as Hugging Face's libraries do.
+
+        That is `model.safetensors` or, beyond `max_file_bytes`, several files and `model.safetensors.index.json`.
+        Adapters of `trainer.lora` are merged into the weights. No code of the run is needed.
+
+        Args:
+            folder: A folder that does not exist, or is empty. Each of several models gets a folder in it.
+            checkpoint: As for `model`.
+            weights: As for `model`.
+            adapters: Write the adapters alone, with what `trainer.lora.train` names, as the peft library does.
+            max_file_bytes: The size of a file at most, but for a tensor that is larger.
+
+        Returns:
+            The files.
+
+        Raises:
+            RefusedError: There is no such checkpoint, it is damaged, or the folder is not empty.
+        """
+        source, averaged = self._weights(checkpoint, weights)
+        from ddpexp.cli.api.build import export
+
+        return export(source, Path(folder).expanduser(), averaged, adapters, max_file_bytes)
+
     def evaluate(
         self,
         overrides: Sequence[str] = (),

@@ -38,11 +38,6 @@ class FSDPOptions(Options):
     reduce_each_micro_batch: bool = False  # older runs do not have these
     offload: bool = False
 
-    @property
-    def builds_whole(self) -> bool:
-        """Return whether every rank builds the whole model before it is sharded."""
-        return self.init == "whole"
-
     def check(self, trainer: TrainerOptions) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
         super().check(trainer)

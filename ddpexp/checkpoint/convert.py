@@ -1,0 +1,60 @@
+"""Converting a file of torch.save to safetensors, in a process of its own; free of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import zipfile
+from pathlib import Path
+
+from ddpexp.errors import RefusedError
+from ddpexp.system.programs import python
+from ddpexp.system.text import sanitize
+
+
+def convert(source: Path, target: Path, description: str, averaged: bool) -> str | None:
+    """Write the tensors of a file of torch.save to a safetensors file; return which part of the file they were.
+
+    Raises:
+        RefusedError: it holds something else than tensors, is damaged, or takes more than it should.
+    """
+    check_archive(source, description)
+    reading, writing = os.pipe()
+    arguments = os.getpid(), writing, str(source.resolve()), str(target), averaged
+    process = subprocess.Popen(
+        python("ddpexp.checkpoint.pickled:convert_and_answer", *arguments), pass_fds=[writing],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    os.close(writing)
+    with open(reading) as file:
+        text = file.read()
+    errors = (process.communicate()[1] or b"").decode(errors="replace").strip()
+    if process.returncode or not text:
+        reason = sanitize(errors.rpartition("\n")[2], 200) or f"its reader ended with {process.returncode}"
+        raise RefusedError(f"{description}: {source.name} cannot be read ({reason}).")
+    answer = json.loads(text)
+    if "refused" in answer:
+        raise RefusedError(f"{description}: {source.name} {answer['refused']}")
+    part: str | None = answer["part"]
+    return part
+
+
+def check_archive(path: Path, description: str) -> None:
+    """Check that a zip archive is one as torch.save writes it, with nothing compressed: it cannot grow when read.
+
+    Raises:
+        RefusedError: it is not.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise RefusedError(f"{description}: {path.name} is damaged ({error}).") from None
+    if any(entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size for entry in entries):
+        raise RefusedError(f"{description}: {path.name} is a compressed archive, which torch.save does not write.")
+    if sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise RefusedError(f"{description}: {path.name} claims more bytes than it has.")

@@ -1,0 +1,95 @@
+"""The weights that `run.init_from` and the keys beside it name; free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ddpexp.checkpoint import weights
+from ddpexp.checkpoint.convert import check_archive, convert
+from ddpexp.checkpoint.format import is_checkpoint
+from ddpexp.checkpoint.headers import read_header, read_source
+from ddpexp.checkpoint.matching import Selection, check_rename, check_selection
+from ddpexp.config.schema import Run
+from ddpexp.errors import RefusedError
+
+_CONVERTED = "init_from.safetensors"
+
+
+def override(run: Run) -> str:
+    """Return the key with its value, as it is typed."""
+    return f"run.init_from={run.init_from}"
+
+
+def selection(run: Run) -> Selection:
+    """Return what run.init_rename and run.init_skip say."""
+    return Selection(run.init_rename or {}, run.init_skip)
+
+
+def check_exists(run: Run) -> None:
+    """Check that what run.init_from names is there, and the keys beside it. Raises RefusedError."""
+    if run.init_from is not None:
+        check_selection(selection(run))
+        weights.check_usable(Path(run.init_from), override(run), converts=True)
+
+
+def find(run: Run, warn: Callable[[str], None], source: Path | None = None) -> Path:
+    """Return the file of weights, or the folder, that run.init_from names; or that of `source`, which was found before.
+
+    Raises:
+        RefusedError: there is none, its header is damaged, or run.init_rename has a name that it lacks.
+    """
+    check_selection(selection(run))
+    averaged = run.init_weights == "ema"
+    if source is not None:
+        return weights.find(source, override(run), warn, weights.Request(converts=True))
+    request = weights.Request(run.init_checkpoint, averaged, converts=True)
+    path = weights.find(Path(run.init_from or ""), override(run), warn, request)
+    try:
+        if weights.is_pickled(path):
+            check_archive(path, override(run))
+        elif not is_checkpoint(path):
+            names = read_source(path)
+            check_rename(names, run.init_rename or {})
+        elif run.init_rename:
+            check_rename(
+                [name for file in path.glob("*.safetensors") if not file.name.startswith(("state.", "rank-"))
+                 for name in read_header(file)],
+                run.init_rename,
+            )  # fmt: skip
+    except RefusedError as error:
+        text = str(error)
+        raise RefusedError(text if text.startswith(override(run)) else f"{override(run)}: {text}") from None
+    return path
+
+
+def converted(run: Run, path: Path, folder: Path) -> tuple[Path, str | None]:
+    """Return the weights as safetensors, and the part of a file of torch.save that they were.
+
+    Such a file is converted to one in `folder`, which is of no use once the weights are loaded. Raises RefusedError.
+    """
+    if not weights.is_pickled(path):
+        return path, None
+    target = folder.resolve() / _CONVERTED
+    part = convert(path, target, override(run), run.init_weights == "ema")
+    return target, part
+
+
+def as_safetensors(run: Run, found: Mapping[str, str], folder: Path, notes: list[str]) -> Mapping[str, str]:
+    """Return what workers are passed of `found`, the weights that the command has found: `converted` ones.
+
+    Adds a note on the part of the file that is taken. Without weights it removes the copy of a start that was killed.
+    """
+    if not found:
+        remove_converted(folder)
+        return found
+    path, part = converted(run, Path(found["init_from"]), folder)
+    if part is not None:
+        notes.append(f"{override(run)}: the part {part} of the file is taken")
+    return {"init_from": str(path)}
+
+
+def remove_converted(folder: Path) -> None:
+    """Remove what `converted` has written."""
+    (folder / _CONVERTED).unlink(missing_ok=True)
+    (folder / f".{_CONVERTED}.partial").unlink(missing_ok=True)

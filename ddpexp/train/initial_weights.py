@@ -1,0 +1,81 @@
+"""Loading the weights of run.init_from into new models, and recording what was taken."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddpexp.checkpoint import initial
+from ddpexp.checkpoint.format import Checkpoint
+from ddpexp.checkpoint.loading import load_weights
+from ddpexp.system import files
+from ddpexp.system.files import relative
+from ddpexp.train.build import RunContext
+
+
+class InitialWeights:
+    """What `run.init_from` names; nothing if the run is resumed."""
+
+    def __init__(self, context: RunContext, newest: Checkpoint | None) -> None:
+        """Find the weights; the command has done so already, unless it counted on checkpoints that are damaged."""
+        self._context, run = context, context.experiment.run
+        self._path: Path | None = None
+        if run.init_from is not None and newest is None:
+            source = Path(context.init_from) if context.init_from is not None else None
+            self._path = initial.find(run, context.log.warning, source)
+
+    @property
+    def _is_converted(self) -> bool:
+        return self._path is not None and self._path.parent == self._context.run.path.resolve()
+
+    def load(self, models: Mapping[str, nn.Module]) -> None:
+        """Load the weights, or what this rank holds of them, into new models.
+
+        Raises:
+            RefusedError: they are damaged, or those of another model.
+        """
+        run, log = self._context.experiment.run, self._context.log
+        if self._path is None:
+            return
+        override = initial.override(run)
+        found = load_weights(
+            models, self._path, override, run.init_weights == "ema", initial.selection(run), local_rows,
+            self._context.experiment.trainer.lora,
+        )  # fmt: skip
+        shown = Path(run.init_from or "") if self._is_converted else self._path
+        log.info(f"{override}: the weights of {relative(shown)}")
+        facts = {}
+        for name, match in found.items():
+            log.info(f"{f'{name}: ' if len(found) > 1 else ''}{match.summary()}")
+            facts[name] = match.facts()
+        if self._context.world.is_rank_zero:
+            self._record({"weights": str(shown.absolute()), "models": facts})
+
+    def finish(self) -> None:
+        """Remove the converted copy of a file of torch.save. Ranks: all, after `load`; may communicate."""
+        if not self._is_converted:
+            return
+        self._context.world.barrier()
+        if self._context.world.is_rank_zero:
+            initial.remove_converted(self._context.run.path)
+
+    def _record(self, facts: Mapping[str, Any]) -> None:
+        manifest = self._context.run.manifest
+        files.write(manifest, files.dumps({**files.read_json(manifest), "init_from": facts}))
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int | None]:
+    """Return what this rank holds of a tensor, and the first row of it; None: it holds all of it."""
+    if "torch.distributed.tensor" not in sys.modules:  # whose import takes long, and without which there are none
+        return tensor, None
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor, None
+    from ddpexp.strategy.fsdp.sharding import first_row
+
+    return tensor.to_local(), first_row(tensor)

@@ -1,0 +1,77 @@
+"""Which weights run.init_from and the keys beside it name."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpexp.checkpoint.initial import find
+from ddpexp.config.schema import Run
+from ddpexp.errors import RefusedError
+from tests.conftest import ROOT
+
+KEPT = ROOT / "tests/kept/stopped"
+RUN = Run(str(KEPT), "auto", str(KEPT), (), None)
+
+
+def found(**changes: Any) -> Path:
+    return find(replace(RUN, **changes), pytest.fail)
+
+
+def refused(**changes: Any) -> str:
+    with pytest.raises(RefusedError) as caught:
+        found(**changes)
+    assert str(caught.value).startswith("run.init_from=")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_a_run_is_chosen() -> None:
+    newest = found()
+    assert newest.name.startswith("step-")
+    assert found(init_checkpoint=int(newest.name.removeprefix("step-"))) == newest
+    assert "there is no intact checkpoint of that step. There are those of " in refused(init_checkpoint=999)
+    assert "that run keeps no best checkpoint, which needs trainer.keep_best" in refused(init_checkpoint="best")
+    assert found(init_weights="ema") == newest
+    without = str(ROOT / "tests/kept/mnist")
+    assert "holds no average of the weights. Use run.init_weights=raw." in refused(
+        init_from=without, init_weights="ema"
+    )
+    assert refused(init_from=str(newest), init_checkpoint=3).endswith(
+        f"{newest.name} is a single checkpoint. Leave it out."
+    )
+
+
+def test_what_is_no_run_has_no_best_and_no_average(tmp_path: Path) -> None:
+    shutil.copy(found() / "model.safetensors", tmp_path)
+    assert found(init_from=str(tmp_path)) == tmp_path
+    assert "is no run directory. Leave it out." in refused(init_from=str(tmp_path), init_checkpoint="best")
+    assert "run.init_weights=ema: that is for a run or a checkpoint" in refused(
+        init_from=str(tmp_path), init_weights="ema"
+    )
+
+
+def test_names_are_looked_up_before_workers_start() -> None:
+    sentence = refused(init_rename={"encodr": "encoder"})
+    assert "run.init_rename={encodr: encoder}: encodr matches none of the " in sentence
+    assert "a.* has 1 * and b 0." in refused_selection()
+
+
+def refused_selection() -> str:
+    with pytest.raises(RefusedError) as caught:
+        found(init_rename={"a.*": "b"})
+    return str(caught.value)
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
+    run = shutil.copytree(KEPT, tmp_path / "run")
+    newest = max((run / "checkpoints").glob("step-*"))
+    step = int(newest.name.removeprefix("step-"))
+    data = bytearray((newest / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(data)
+    assert "is damaged: model.safetensors is damaged" in refused(init_from=str(run), init_checkpoint=step)
