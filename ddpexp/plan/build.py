@@ -41,6 +41,7 @@ from ddpexp.train.build import count_steps, open_data
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.freezing import LateStarts, freeze
 from ddpexp.train.lora import add_adapters
+from ddpexp.train.optimizer_average import HasModes
 from ddpexp.train.param_groups import describe, groups_of
 from ddpexp.train.rate_curves import curves_of
 
@@ -110,28 +111,34 @@ def collect(
         [buffer for module in models.values() for buffer in module.buffers()],
         trainer, layout, plan.gradient_accumulation_steps,
     )  # fmt: skip
-    facts = Facts(
-        parameters=[
-            Parameter(
-                name, p.numel(), p.numel() * p.element_size(), str(p.dtype).removeprefix("torch."), p.requires_grad
-            )
-            for name, p in named
-        ],
-        buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
-        state_bytes={name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()},
-        optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
-        activations_bytes=activations,
-        batch_bytes=batch_bytes,
-        data_bytes=data_bytes,
-        device_data_bytes=device_bytes(splits) if there else 0,
-        num_samples=len(train),
-        sums_bytes=sums_bytes,
-        shared_bytes=shared_bytes,
-        notes=notes,
-        groups=list(_groups(experiment, models, single, optimizers)),
-        late_starts=LateStarts.of(trainer, models, single).texts(),
+    return (
+        Facts(
+            parameters=[
+                Parameter(
+                    name, p.numel(), p.numel() * p.element_size(), str(p.dtype).removeprefix("torch."), p.requires_grad
+                )
+                for name, p in named
+            ],
+            buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
+            state_bytes={
+                name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()
+            },
+            optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
+            activations_bytes=activations,
+            batch_bytes=batch_bytes,
+            data_bytes=data_bytes,
+            device_data_bytes=device_bytes(splits) if there else 0,
+            num_samples=len(train),
+            sums_bytes=sums_bytes,
+            shared_bytes=shared_bytes,
+            notes=notes,
+            groups=list(_groups(experiment, models, single, optimizers)),
+            late_starts=LateStarts.of(trainer, models, single).texts(),
+            averaged_by=next((type(one).__name__ for one in optimizers.values() if isinstance(one, HasModes)), None),
+        ),
+        steps,
+        optimizers,
     )
-    return facts, steps, optimizers
 
 
 def _placeholder(trainer: Trainer, num_samples: int) -> Splits:
@@ -197,6 +204,8 @@ def _optimizer_bytes(optimizers: Mapping[str, Optimizer], models: Models, notes:
         p.grad = torch.empty_like(p) if p.requires_grad else None
     try:
         for optimizer in optimizers.values():
+            if isinstance(optimizer, HasModes):
+                optimizer.train()
             optimizer.step()
         tensors = [
             value
