@@ -12,7 +12,7 @@ import json
 import resource
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -111,34 +111,30 @@ def collect(
         [buffer for module in models.values() for buffer in module.buffers()],
         trainer, layout, plan.gradient_accumulation_steps,
     )  # fmt: skip
-    return (
-        Facts(
-            parameters=[
-                Parameter(
-                    name, p.numel(), p.numel() * p.element_size(), str(p.dtype).removeprefix("torch."), p.requires_grad
-                )
-                for name, p in named
-            ],
-            buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
-            state_bytes={
-                name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()
-            },
-            optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
-            activations_bytes=activations,
-            batch_bytes=batch_bytes,
-            data_bytes=data_bytes,
-            device_data_bytes=device_bytes(splits) if there else 0,
-            num_samples=len(train),
-            sums_bytes=sums_bytes,
-            shared_bytes=shared_bytes,
-            notes=notes,
-            groups=list(_groups(experiment, models, single, optimizers)),
-            late_starts=LateStarts.of(trainer, models, single).texts(),
-            averaged_by=next((type(one).__name__ for one in optimizers.values() if isinstance(one, HasModes)), None),
-        ),
-        steps,
-        optimizers,
+    facts = Facts(
+        parameters=list(_described(named)),
+        buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
+        state_bytes={name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()},
+        optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
+        activations_bytes=activations,
+        batch_bytes=batch_bytes,
+        data_bytes=data_bytes,
+        device_data_bytes=device_bytes(splits) if there else 0,
+        num_samples=len(train),
+        sums_bytes=sums_bytes,
+        shared_bytes=shared_bytes,
+        notes=notes,
+        groups=list(_groups(experiment, models, single, optimizers)),
+        late_starts=LateStarts.of(trainer, models, single).texts(),
+        averaged_by=next((type(one).__name__ for one in optimizers.values() if isinstance(one, HasModes)), None),
     )
+    return facts, steps, optimizers
+
+
+def _described(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Parameter]:
+    for name, p in named:
+        dtype = str(p.dtype).removeprefix("torch.")
+        yield Parameter(name, p.numel(), p.numel() * p.element_size(), dtype, p.requires_grad)
 
 
 def _placeholder(trainer: Trainer, num_samples: int) -> Splits:
