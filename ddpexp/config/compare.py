@@ -204,7 +204,7 @@ def _remark(key: str, new: Mapping[str, Any]) -> str:
     scheduler = new.get("scheduler")
     fixed = (
         isinstance(scheduler, Mapping)
-        and scheduler.get("_target_") in ("constant", "plateau", "torch")
+        and scheduler.get("_target_") in ("constant", "constant_with_warmup", "plateau", "torch")
         and (not scheduler.get("warmup") or scheduler.get("warmup_steps") is not None)
     )
     return "the learning rate's schedule follows the new length from here on" if key in _STEPS and not fixed else ""

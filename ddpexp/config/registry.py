@@ -20,6 +20,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
     },
     "scheduler": {
         "constant": "ddpexp.train.schedule.Constant",
+        "constant_with_warmup": "ddpexp.train.schedule.Constant",
         "cosine": "ddpexp.train.schedule.Cosine",
         "exponential": "ddpexp.train.schedule.Exponential",
         "linear": "ddpexp.train.schedule.Linear",

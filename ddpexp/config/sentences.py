@@ -212,7 +212,7 @@ def unknown_key_of(typed: str, cause: OmegaConfBaseException) -> RefusedError:
         return RefusedError(f"{typed}: no {key} is chosen, by the recipe or by {key}=... . Available: {listed}.")
     others = _options_with(where, key)
     if others and nearest(key, names) is None:
-        return RefusedError(f"{typed} is not a known key: it is one of {' and '.join(others)}.")
+        return RefusedError(f"{typed} is not a known key: it is one of {', '.join(others)}.")
     return unknown_key(key + typed[len(full_key) :], names, where, _keys(parent._get_root()))
 
 

@@ -331,7 +331,7 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("trainr.gpus=2", "trainr.gpus is not a known key. Did you mean trainer.gpus?"),
         ("modle=linear", "modle is not a known key. Did you mean model?"),
         ("recipe=mnsit", "recipe=mnsit is not a known option. Did you mean recipe=mnist?"),
-        ("optimizer=adam", "optimizer=adam is not a known option. Did you mean optimizer=adamw?"),
+        ("optimizer=adamww", "optimizer=adamww is not a known option. Did you mean optimizer=adamw?"),
         ("scheduler=one_cycle", "scheduler=one_cycle is not a known option. Did you mean scheduler=onecycle?"),
         ("model=[linear2]", "model=linear2 is not a known option. Did you mean model=linear?"),
         ("launcher=torchrun", "launcher=torchrun is not a known option. Did you mean launcher=torchrun-env?"),
@@ -364,7 +364,7 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("-m --cfg job", "--cfg job shows one run: leave -m out, and give each key one value."),
         ("sweep.slots=2", "sweep.slots=2 is for sweeps: add -m, or leave it out."),
         ("model=1", "model=1 is not a known option. Available: lenet, linear."),
-        ("optimizer=adamw,true", "optimizer=true is not a known option. Available: adamw,"),
+        ("optimizer=adamw,true", "optimizer=true is not a known option. Available: adadelta,"),
         ("trainer.seed=1 resume", "resume is a command and stands first: python -m ddpexp resume ... ."),
         (
             "hydra.run.dir=x",
