@@ -26,6 +26,7 @@ BENCHMARKS = {
     "input": "Data that fits into memory",
     "order": "The order of samples",
     "callbacks": "Callbacks in a step",
+    "loggers": "Remote loggers",
     "threads": "The same job under every launcher",
     "scale": "Hundreds and thousands of ranks, simulated",
     "mnist": "MNIST to 99 %",

@@ -64,6 +64,9 @@ NOT_TYPED = {
     "data.path=FILE": "a key of examples/gpt",
     "data.token=$TOKEN": "a user's own key",
     "scheduler._target_=mine.Stable": "a user's own class",
+    "model.pretrained=true": "a key of others' models",
+    "model.pretrained=false": "a key of others' models",
+    "model.weights=DEFAULT": "a key of others' models",
     "+callbacks.mine._target_=mine.Mine": "a user's own class",
     "model=deep": "a user's own model",
     "ddpexp resume RUN_DIR [key=value ...]": "a heading",
@@ -251,6 +254,7 @@ def test_every_command_is_accepted_as_it_stands(typed: Typed, kept: Path, monkey
 @pytest.mark.parametrize("typed", OVERRIDES, ids=str)
 def test_every_override_is_accepted_as_it_stands(typed: Typed, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(kept)
+    monkeypatch.setenv("SLACK_WEBHOOK", "https://hooks.slack.com/services/a/b/c")
     words = [*shlex.split(filled(typed.text)), *ONLY_WITH.get(typed.text, [])]
     if any(re.match(r"sweep\.|hydra|[^=]+=([^\[]*,|range\()", word) for word in words):
         words.append("-m")

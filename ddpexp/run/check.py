@@ -16,6 +16,7 @@ from ddpexp.checkpoint.format import folder_name
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layout
 from ddpexp.launch import Job, Layout, Participants
+from ddpexp.run import pretrained
 from ddpexp.run.directory import RunDir
 from ddpexp.run.lock import Owner
 from ddpexp.run.prepare import prepare
@@ -63,6 +64,8 @@ class Check(Job):
         if self.part == "resumed":
             (earlier / folder_name(1)).rename(self.run.checkpoints / folder_name(1))
         shutil.rmtree(earlier, ignore_errors=True)  # there is room for those of one part
+        if self.part == "one":
+            pretrained.fetch(self.experiment.model, self._text)
         request = {
             "config": self._text,
             "run": str(self.run.path),

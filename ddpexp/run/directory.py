@@ -334,9 +334,10 @@ def check_kinds(folder: Path, expected: Iterable[tuple[Path, Sequence[str]]], na
 def _written(run: RunDir) -> Iterator[tuple[Path, Sequence[str]]]:
     """Yield the paths that a start may write to, with the kinds they may have."""
     files = (run.config, run.overrides, run.manifest, run.diff, run.log, run.metrics, run.result, run.error)
-    for path in (*files, run.path / lock.NAME, run.path / "job.sbatch"):
+    for path in (*files, run.path / lock.NAME, run.path / "job.sbatch", run.path / "media.jsonl"):
         yield path, ["a file"]
-    for folder in (run.ranks, run.tensorboard, run.checkpoints):
+    yield run.path / "wandb", ["a folder"]  # in which wandb makes links
+    for folder in (run.ranks, run.tensorboard, run.checkpoints, run.path / "csv", run.path / "remote"):
         yield folder, ["a folder"]
         for path in folder.iterdir() if folder.is_dir() else ():
             yield path, ["a file", "a folder"]

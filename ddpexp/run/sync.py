@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -49,23 +51,40 @@ def check_usable(experiment: Experiment) -> None:
     for name, node in experiment.logger.items():
         where = f"logger.{name}"
         if key_of(where, node.target) in REMOTE_LOGGERS:
+            is_remote(experiment, name)
+            end_seconds(node, name)
             problem = locate(node.target, experiment.trust, where).problem(where, node.kwargs, os.environ)
             if problem is not None:
                 raise RefusedError(problem)
 
 
 def is_remote(experiment: Experiment, name: str) -> bool:
-    """Return whether a logger is fed by a process of its own; imports its class if it is not ddpexp's."""
+    """Return whether a logger is fed by a process of its own; imports its class if it is not ddpexp's.
+
+    Raises:
+        RefusedError: it is, and files cannot have its name.
+    """
     where, target = f"logger.{name}", experiment.logger[name].target
     if (key := key_of(where, target)) is not None:
-        return key in REMOTE_LOGGERS
-    kind = locate(target, experiment.trust, where)
-    return isinstance(kind, type) and issubclass(kind, Remote)
+        found = key in REMOTE_LOGGERS
+    else:
+        kind = locate(target, experiment.trust, where)
+        found = isinstance(kind, type) and issubclass(kind, Remote)
+    if found and not re.fullmatch(r"\w[\w.-]*", name):
+        raise RefusedError(f"{where}: files are named after this logger: use letters, digits, _, - and . in its key.")
+    return found
 
 
-def end_seconds(node: Node) -> float:
-    """Return how long the end of the run waits for a remote logger."""
-    return float(node.kwargs.get("end_seconds", END_SECONDS))
+def end_seconds(node: Node, name: str) -> float:
+    """Return how long the end of the run waits for the remote logger of this name.
+
+    Raises:
+        RefusedError: its `end_seconds` is no such time.
+    """
+    value = node.kwargs.get("end_seconds", END_SECONDS)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise RefusedError(f"logger.{name}.end_seconds={value} is not a time: use seconds, 0 or more, such as 10.")
+    return float(value)
 
 
 def follow(parent: int, reports: int, path: str, name: str) -> int:

@@ -23,7 +23,7 @@ from ddpexp.config.validate import check_batches, check_layout
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.launch.rendezvous import started_by
-from ddpexp.run import alerts, directory, lock, manifest, repository, resume, sync
+from ddpexp.run import alerts, directory, lock, manifest, pretrained, repository, resume, sync
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare
 from ddpexp.run.resume_arguments import config_options, trust_arguments
@@ -164,6 +164,7 @@ class Training(Job):
             data_notes = check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
             layout, notes = resume.resolve_layout(previous, layout, self.request.threads)
             notes += data_notes
+        fetched = not resume.has_checkpoint(run) and pretrained.fetch(self.experiment.model, self._text)
         initial_weights = initial.as_safetensors(self.experiment.run, initial_weights, run.path, notes)
         self._layout = layout
         before = previous.manifest if previous else None
@@ -176,7 +177,9 @@ class Training(Job):
             self._write(
                 run, previous, manifest.describe(start, data, before, diff), {path: snapshot.diff} if path else {}
             )
-        self._worker_args = {"notes": notes, "config": _digest(run.config), **initial_weights}
+        self._worker_args = {
+            "notes": notes, "config": _digest(run.config), "pretrained": fetched, **initial_weights
+        }  # fmt: skip
         self._enter(run, data)
 
     def _warn_of_deprecated_overrides(self) -> None:
@@ -214,6 +217,8 @@ class Training(Job):
                     "all hosts see it."
                 )
             time.sleep(0.1)
+        if self._worker_args["pretrained"]:  # this host may have a cache of its own
+            pretrained.fetch(self.experiment.model, self._text)
         self._enter(run, prepare(self.experiment.data, self.experiment.trust))
 
     def fail(self, failure: Failure) -> None:

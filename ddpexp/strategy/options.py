@@ -130,6 +130,10 @@ class Options:
             RefusedError: the workers lack what an option needs.
         """
 
+    def to_be_loaded(self) -> Options:
+        """Return options for models whose values do not matter, because all of them are read from a checkpoint."""
+        return self
+
     def import_modules(self) -> None:
         """Import what `build` and training will need: see `ddpexp.train.lazy_dynamo`."""
 

@@ -200,17 +200,21 @@ def build_model(experiment: Experiment, trains: bool = True) -> Any:
 
 
 def build_strategy(
-    experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None]
+    experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None], loaded: bool = False
 ) -> Strategy:
-    """Build the model inside its strategy; `prepare` may change the initial weights. Ranks: all; communicates."""
+    """Build the model inside its strategy; `prepare` may change the initial weights. Ranks: all; communicates.
+
+    All values will be `loaded`, by `prepare` or afterwards: a strategy need not draw them.
+    """
     trainer = experiment.trainer
+    strategy = experiment.strategy.to_be_loaded() if loaded else experiment.strategy
 
     def prepare_all(models: Models) -> None:
         prepare(models)
         if trainer.activation_checkpointing:
             checkpoint_activations(models, trainer.activation_checkpointing)
 
-    return experiment.strategy.build(
+    return strategy.build(
         world, partial(build_model, experiment),
         trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare_all,
     )  # fmt: skip
@@ -295,7 +299,7 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
     loggers: list[Logger] = [JsonLines(run.metrics), Progress(context.control, context.log, num_steps)]
     remote = [name for name in context.experiment.logger if is_remote(context.experiment, name)]
     if remote:
-        limits = {name: end_seconds(context.experiment.logger[name]) for name in remote}
+        limits = {name: end_seconds(context.experiment.logger[name], name) for name in remote}
         loggers.append(Followers(run.path, limits, context.log))
     for name, node in context.experiment.logger.items():
         if name in remote:

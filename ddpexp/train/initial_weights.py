@@ -32,6 +32,12 @@ class InitialWeights:
     def _is_converted(self) -> bool:
         return self._path is not None and self._path.parent == self._context.run.path.resolve()
 
+    @property
+    def are_complete(self) -> bool:
+        """Return whether all parameters get values, so that those of the construction do not matter."""
+        experiment = self._context.experiment
+        return self._path is not None and not experiment.run.init_skip and experiment.trainer.lora is None
+
     def load(self, models: Mapping[str, nn.Module]) -> None:
         """Load the weights, or what this rank holds of them, into new models.
 

@@ -66,6 +66,7 @@ from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import MetricError
+from ddpexp.train.offline import forbid_downloads
 from ddpexp.train.optimizer_average import averages_itself
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
@@ -142,6 +143,7 @@ def build(context: RunContext) -> Built:
     trainer = experiment.trainer
     context.control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
+    forbid_downloads(experiment)
     import_all(experiment, world)
     compilations = _watch_compilations(world) if trainer.compile else None
     if compilations is None:
@@ -160,7 +162,8 @@ def build(context: RunContext) -> Built:
 
     newest, damaged = choose(run, world, experiment.run.resume == "require")
     initial_weights = InitialWeights(context, newest)
-    strategy = build_strategy(experiment, world, plan, initial_weights.load)
+    loaded = newest is not None or initial_weights.are_complete
+    strategy = build_strategy(experiment, world, plan, initial_weights.load, loaded)
     if newest is not None and world.is_rank_zero:
         inputs |= check_same_data(context, newest, inputs["data"], batches.steps_per_epoch)
     num_steps = count_steps(trainer, batches.steps_per_epoch)
@@ -267,6 +270,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     log = open_log(world, control, None)
     control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
+    forbid_downloads(experiment)
     splits, data = open_data(experiment, evaluation["data"], world), DataRank(world.rank, world.world_size)
     sets = chosen_sets(splits.evals, evaluation["split"])
     evals = build_evals(experiment, replace(splits, evals=sets), data, world.device, evaluation["batch_size"])

@@ -92,6 +92,7 @@ LINKS = [
     "overrides.yaml", "tb/{events}", "tb/events.out.tfevents.9.x",
     "checkpoints/.step-00000006.partial/model.safetensors",
     "checkpoints/.step-00000006.partial/", "checkpoints/step-00000006/", "ranks/", "tb/", "checkpoints/", "code.diff",
+    "media.jsonl", "csv/", "csv/train.csv", "remote/", "remote/wandb.json", "remote/wandb.log", "wandb/",
 ]  # fmt: skip
 
 

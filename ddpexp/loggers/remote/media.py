@@ -47,10 +47,11 @@ class MediaFile(Null):
     def histogram(self, name: str, values: Tensor, step: int) -> None:
         """Write the distribution of the finite values. Shapes: any."""
         flat = values.detach().float().cpu().flatten()
-        counts, edges = flat[flat.isfinite()].histogram(_BINS) if len(flat) else (flat, flat)
-        self._write(
-            step, "histogram", name, counts=[int(count) for count in counts.tolist()], edges=list(map(float, edges))
-        )
+        finite = flat[flat.isfinite()]
+        if not len(finite):
+            return
+        counts, edges = finite.histogram(_BINS)
+        self._write(step, "histogram", name, counts=list(map(int, counts.tolist())), edges=edges.tolist())
 
     def position(self) -> dict[str, int]:
         """Return the length of the file. Units: bytes."""

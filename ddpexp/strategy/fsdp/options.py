@@ -34,9 +34,10 @@ class FSDPOptions(Options):
     whole: tuple[str, ...]
     dp_replicate_size: int
     gather_in_evaluation: bool
-    init: Literal["whole", "replay"]
+    init: Literal["whole", "replay", "reset_parameters"]
     reduce_each_micro_batch: bool = False  # older runs do not have these
     offload: bool = False
+    draws_values: ClassVar[bool] = True  # whether initial weights are needed
 
     def check(self, trainer: TrainerOptions) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
@@ -101,6 +102,10 @@ class FSDPOptions(Options):
                 f"strategy.reduce_through=shared_memory is for CPU workers of one host, and these {where}. "
                 "Use strategy.reduce_through=auto."
             )
+
+    def to_be_loaded(self) -> FSDPOptions:
+        """Return options that leave out the initial weights."""
+        return _ToBeLoaded(**vars(self))
 
     def import_modules(self) -> None:
         """Import FSDP2."""
@@ -168,3 +173,8 @@ class FSDPOptions(Options):
         if trainer.reduction == "exact":
             return ExactFSDP(self, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)
         return FSDP(self, world, factory, **common)
+
+
+@dataclass(frozen=True)
+class _ToBeLoaded(FSDPOptions):
+    draws_values: ClassVar[bool] = False

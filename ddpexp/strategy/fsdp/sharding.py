@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from ddpexp.strategy.comm.reduce import ALIGNED, common_memory
 from ddpexp.strategy.comm.shared_memory import SharedMemory
 from ddpexp.strategy.exact.round import sum_dtype
 from ddpexp.strategy.fsdp.blocks import BLOCKS, blocks_of
+from ddpexp.strategy.fsdp.empty import Resets, build_empty
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.replay import record
 from ddpexp.strategy.module_classes import check_classes
@@ -99,13 +101,21 @@ class Sharding:
     def construct(self, factory: Callable[[], Any]) -> Any:
         """Return what the factory builds, sharded; no rank ever holds more of it than its share and a few tensors.
 
+        Its parameters have the values that strategy.init says, or are NaN if a checkpoint is loaded into them anyway.
+
         Ranks: all; communicates.
 
         Raises:
             RefusedError: the construction depends on values of tensors; or as in `shard`.
         """
-        built, recording = record(factory)
+        init, draws = self._options.init, self._options.draws_values
+        recording = None
+        if init == "replay" and draws:
+            built, recording = record(factory)
+        else:
+            built = build_empty(factory, f"strategy.init={init}")
         models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
+        resets = Resets(models) if init == "reset_parameters" and draws else None
         recorded = dict(_tensors(models))
         given = {name: tensor for name, tensor in recorded.items() if tensor.device.type != "meta"}
         for module in models.values():
@@ -125,8 +135,13 @@ class Sharding:
             else:
                 tensor.copy_(values)
 
-        to_replay = {name: tensor for name, tensor in recorded.items() if name not in given}
-        recording.replay(to_replay, torch.device("cpu"), take)
+        if recording is not None:
+            to_replay = {name: tensor for name, tensor in recorded.items() if name not in given}
+            recording.replay(to_replay, torch.device("cpu"), take)
+        elif resets is not None:
+            resets.draw(lambda name, values: take(name, values) if name in held else None)  # a tied one by one name
+        else:
+            _fill_with_nan(tensor for name, tensor in held.items() if name not in given)
         for name, tensor in given.items():
             take(name, tensor)
         return built
@@ -143,6 +158,14 @@ class Sharding:
                     "requires_grad_(False) on it where it is built, or leave it out."
                 )
         return {name: module for name, module in models.items() if name not in self._options.whole}
+
+
+@torch.no_grad()
+def _fill_with_nan(tensors: Iterable[Tensor]) -> None:
+    """Mark values that are to be loaded: what is forgotten ends the run at its first step."""
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local.fill_(math.nan if local.is_floating_point() or local.is_complex() else 0)
 
 
 def first_row(tensor: DTensor) -> int:

@@ -5,6 +5,7 @@ Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Pa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,12 @@ from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.sharding import Sharding, first_row
 from ddpexp.strategy.norm import norm_dtype, norm_of_rows, row_norms
 from ddpexp.strategy.replica import Models, Replicas, broadcast_rank_zero, check_same_models, gradient_values, unused
+
+RESET = (
+    "strategy.init=reset_parameters: the initial weights are drawn by the reset_parameters of each module in turn, so "
+    "they are not those of strategy.init=whole or of another strategy, and what the model does to its parameters after "
+    "building them has no effect"
+)
 
 
 class FSDP(Replicas):
@@ -41,16 +48,18 @@ class FSDP(Replicas):
         With `channels_last` images come in that memory format; parameters stay in their ordinary one, to be cut.
         `gradient_accumulation_steps` is for sums in the tree of `trainer.reduction=exact`.
 
-        Ranks: all; broadcasts rank zero's weights, unless they are replayed on every rank.
+        Ranks: all; broadcasts rank zero's weights, unless every rank draws them for itself.
 
         Raises:
             RefusedError: the model has a parameter that cannot be cut, or its construction cannot be replayed.
         """
         sharding = Sharding(options, world, gradient_accumulation_steps)
-        replays = options.init == "replay" and world.world_size > 1
-        super().__init__(world, partial(sharding.construct, factory) if replays else factory, prepare=prepare)
-        if replays:
+        in_parts = options.init == "reset_parameters" or (options.init == "replay" and world.world_size > 1)
+        super().__init__(world, partial(sharding.construct, factory) if in_parts else factory, prepare=prepare)
+        if in_parts:
             check_same_models(self.modules, world)
+            if options.init == "reset_parameters" and options.draws_values and world.is_rank_zero:
+                logging.getLogger("ddpexp").warning(RESET)
         else:
             self.share_initial_weights(world)
             sharding.shard(self.modules)

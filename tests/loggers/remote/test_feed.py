@@ -209,6 +209,7 @@ def test_texts_images_and_histograms_come_with_their_step_and_once(run: Run) -> 
 def test_the_contents_of_media_survive_the_file(run: Run) -> None:
     run.media.image("digits", torch.full((2, 3, 3), 7, dtype=torch.uint8), 1)
     run.media.histogram("weights", torch.tensor([0.0, 1.0, 1.0]), 1)
+    run.media.histogram("nothing", torch.tensor([math.nan]), 1)
     (row,) = Records(run.folder).take(final=True)
     image, histogram = row.media
     assert image.png.startswith(b"\x89PNG")

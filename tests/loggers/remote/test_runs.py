@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddpexp.cli.sync import sync
+from ddpexp.config.compose import compose
+from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
+from ddpexp.run.sync import check_usable
 from tests.conftest import ROOT, Ddpexp, finish
 from tests.loggers.remote.receiver import receiver
 from tests.points import wait_for
@@ -99,3 +104,19 @@ def test_sync_names_what_it_cannot_send(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RefusedError, match=sentence):
         sync(argv, ["ddpexp", "sync", *argv])
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "sentence"),
+    [
+        ("tb/other", {}, "files are named after this logger: use letters, digits"),
+        ("wandb", {"end_seconds": -1.0}, "logger.wandb.end_seconds=-1.0 is not a time: use seconds, 0 or more"),
+    ],
+)
+def test_what_the_configuration_of_a_remote_logger_cannot_be(name: str, keys: Mapping[str, Any], sentence: str) -> None:
+    section = {"_target_": "wandb", **keys}
+    composed = compose(["recipe=mnist", "logger=none"])
+    assert composed is not None
+    experiment = parse({**composed.values, "logger": {name: section}})
+    with pytest.raises(RefusedError, match=sentence):
+        check_usable(experiment)

@@ -1,0 +1,62 @@
+"""Weights that a model downloads while it is built, such as those of torchvision, timm and transformers: fetched once.
+
+The command builds the model once before the workers start, in a process of its own, so that they find what it
+downloads in the cache of this host. Free of torch.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpexp.config.build import shown
+from ddpexp.config.instantiate import Node
+from ddpexp.errors import RefusedError
+from ddpexp.system.programs import python
+
+_KEYS = ("pretrained", "weights", "weights_backbone", "pretrained_backbone", "pretrained_model_name_or_path")
+
+
+def pretrained_key(model: Node) -> str | None:
+    """Return the key with its value by which the model section asks for pretrained weights; None: it does not."""
+    if model.target.endswith(".from_pretrained"):
+        return f"model._target_={model.target}"
+    return next(_requests(model.kwargs, "model"), None)
+
+
+def _requests(values: Any, where: str) -> Iterator[str]:
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            here = f"{where}.{key}"
+            if key in _KEYS and (value is True or (isinstance(value, str) and value.lower() not in ("", "none"))):
+                yield f"{here}={shown(value)}"
+            elif key == "_target_" and str(value).endswith(".from_pretrained"):
+                yield f"{here}={value}"
+            else:
+                yield from _requests(value, here)
+    elif isinstance(values, list | tuple):
+        for number, value in enumerate(values):
+            yield from _requests(value, f"{where}[{number}]")
+
+
+def fetch(model: Node, text: str) -> bool:
+    """Build the model of a configuration once if it asks for pretrained weights; return whether it does.
+
+    Raises:
+        RefusedError: it cannot be built.
+    """
+    key = pretrained_key(model)
+    if key is None:
+        return False
+    reading, writing = os.pipe()
+    command = python("ddpexp.train.offline:build_once", os.getpid(), writing, text)
+    process = subprocess.Popen(command, pass_fds=[writing], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    os.close(writing)
+    with open(reading) as file:
+        problem = file.read()
+    if process.wait() or problem != "built":
+        reason = (problem or "see its output above").rstrip(".")
+        raise RefusedError(f"{key}: the model cannot be built to fetch its weights before the workers start: {reason}.")
+    return True

@@ -1,0 +1,57 @@
+"""Pretrained weights in the workers: read from the cache, where the command has put them, and never downloaded."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NoReturn
+
+import torch
+
+from ddpexp.config.instantiate import instantiate
+from ddpexp.config.parse import load
+from ddpexp.config.schema import Experiment
+from ddpexp.errors import RefusedError
+from ddpexp.run.pretrained import pretrained_key
+from ddpexp.system.process import die_with_parent
+from ddpexp.system.text import message_of
+
+_HUGGING_FACE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+
+
+def build_once(parent: int, answers: int, text: str) -> None:
+    """Subprocess entry point: build the model, which downloads its weights; answer to the descriptor `answers`."""
+    die_with_parent(parent)
+    try:
+        experiment = load(text)
+        experiment.trust.make_importable()
+        instantiate(experiment.model, experiment.trust, "model")
+        answer = "built"
+    except Exception as error:
+        answer = message_of(error)
+    with open(answers, "w") as file:
+        file.write(answer)
+
+
+def forbid_downloads(experiment: Experiment) -> None:
+    """Have this process refuse what its model would download, if the configuration asks for pretrained weights.
+
+    Ranks: all, before anything is imported that the configuration names.
+    """
+    key = pretrained_key(experiment.model)
+    if key is None:
+        return
+
+    def refuse(url: str, *_args: Any, **_kwargs: Any) -> NoReturn:
+        name, _, value = key.partition("=")
+        without = f" A checkpoint holds all weights: type {name}=false to do without." if value == "true" else ""
+        raise RefusedError(
+            f"{key}: {url} is not in the cache of this host (TORCH_HOME), and each worker would download it. It is "
+            f"fetched once, when a run starts for the first time; restore the cache.{without}"
+        )
+
+    torch.hub.download_url_to_file = refuse
+    os.environ.update(dict.fromkeys(_HUGGING_FACE, "1"))
+    constants = sys.modules.get("huggingface_hub.constants")
+    if constants is not None:  # imported before, when it read the variable
+        constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
