@@ -270,7 +270,7 @@ def _judge_resume(
         return Finding("resume", True, f"the step after a resume gives the same weights, to the bit{note}")
     if one["device"] == "cuda" and not experiment.trainer.deterministic:
         losses = [records[part].get(2, {}).get("train/loss", math.nan) for part in ("one", "resumed")]
-        if _agree(losses, _TOLERANCE[experiment.trainer.precision]):
+        if _agree(losses, _TOLERANCE[experiment.trainer.computes_in]):
             text = "the step after a resume is the same within rounding; trainer.deterministic=true compares every bit"
             return Finding("resume", True, text)
     where = (
@@ -291,7 +291,7 @@ def _judge_ranks(one: Mapping[str, Any], two: Mapping[str, Any] | str | None, ex
         ("", one["step"], two["losses"]),
         (" in evaluation", one["eval_step"], two["eval_losses"]),
     ):
-        if not _agree(losses, _TOLERANCE[experiment.trainer.precision]):
+        if not _agree(losses, _TOLERANCE[experiment.trainer.computes_in]):
             return Finding(
                 "rank",
                 False,

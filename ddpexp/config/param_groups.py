@@ -88,15 +88,15 @@ def late_starts(freeze_until: FreezeUntil | tuple[FreezeUntil, ...] | None) -> l
     return [(f"trainer.freeze_until[{index}]", entry) for index, entry in enumerate(freeze_until)]
 
 
-def check_param_groups(entries: Sequence[ParamGroup], target: str, known: Sequence[str]) -> None:
-    """Check trainer.param_groups; `known` are the settings of torch's optimizers, `target` is the optimizer.
+def check_param_groups(entries: Sequence[ParamGroup], arguments: Sequence[str] | None) -> None:
+    """Check trainer.param_groups; `arguments` are those of the optimizer, None if they are not known here.
 
     Raises:
         RefusedError: an entry chooses nothing, changes nothing, or has a setting that means nothing.
     """
     for index, entry in enumerate(entries):
         where = f"trainer.param_groups[{index}]"
-        _check_settings(entry, where, target, known)
+        _check_settings(entry, where, arguments)
         if not (entry.patterns or entry.dimensions or entry.types):
             raise RefusedError(
                 f"{where} does not say which parameters it is for: give it match=[...] with patterns of names, "
@@ -111,12 +111,11 @@ def check_param_groups(entries: Sequence[ParamGroup], target: str, known: Sequen
             )
 
 
-def _check_settings(entry: ParamGroup, where: str, target: str, known: Sequence[str]) -> None:
-    is_of_torch = target.startswith("torch.optim.")
+def _check_settings(entry: ParamGroup, where: str, arguments: Sequence[str] | None) -> None:
     for key, value in entry.settings.items():
-        is_known = key in known if is_of_torch else nearest(key, _SELECTORS, 0.8) is None
-        if not is_known:
-            raise unknown_key(key, [*_SELECTORS, *known], where)
+        may_be_known = nearest(key, _SELECTORS, 0.8) is None if arguments is None else key in arguments
+        if not may_be_known:
+            raise unknown_key(key, [*_SELECTORS, *(arguments or ())], where)
         if key in ("lr", "weight_decay"):
             _check_number(value, f"{where}.{key}")
     if entry.lr_scale is not None:

@@ -90,6 +90,8 @@ class Trainer:
     grace_seconds: float
     timeout: Timeout
     # Older runs do not have these.
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    master_weights: bool = True
     compile_blocks: str | None = None
     activation_checkpointing: tuple[str, ...] | None = None
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
@@ -109,6 +111,11 @@ class Trainer:
     freeze: Patterns | None = None
     freeze_until: FreezeUntil | tuple[FreezeUntil, ...] | None = None
     lora: LoRA | None = None
+
+    @property
+    def computes_in(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Return the numbers in which a forward pass computes what can be computed in fewer bits."""
+        return self.precision if self.param_dtype == "fp32" else self.param_dtype
 
     @property
     def averages(self) -> bool:

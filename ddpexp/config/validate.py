@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpexp.config.build import shown
-from ddpexp.config.check_optimizer import ARGUMENTS, check_optimizer, check_strategy_and_average
+from ddpexp.config.check_optimizer import check_optimizer, check_strategy_and_average
 from ddpexp.config.instantiate import Node
+from ddpexp.config.numerics import check_param_dtype, check_speed
+from ddpexp.config.optimizer_arguments import arguments_of, check_arguments
 from ddpexp.config.param_groups import check_freeze_until, check_layer_decay, check_param_groups, late_starts
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, LoRA, Recipe, Run, Trainer
@@ -38,6 +40,14 @@ def check_layout(experiment: Experiment, layout: Layout) -> None:
         raise RefusedError(
             "trainer.compile=reduce-overhead records CUDA graphs, and the workers have no GPU. Use "
             "trainer.compile=true."
+        )
+    copies = trainer.param_dtype == "bf16" and trainer.master_weights
+    if copies and trainer.activation_checkpointing and not experiment.strategy.makes_copies(layout.world_size):
+        raise RefusedError(
+            f"trainer.activation_checkpointing=[{','.join(trainer.activation_checkpointing)}] computes again in "
+            "backward, when the copies in bf16 that trainer.master_weights=true makes are gone. Use strategy=fsdp with "
+            "two or more workers, trainer.master_weights=false, or trainer.precision=bf16 instead of "
+            "trainer.param_dtype=bf16."
         )
     experiment.strategy.check_layout(trainer, layout, batch.gradient_accumulation_steps)
 
@@ -79,12 +89,13 @@ def check(experiment: Experiment) -> None:
     """
     _check_trainer(experiment.trainer)
     check_optimizer(experiment.optimizer)
-    check_param_groups(experiment.trainer.param_groups or (), experiment.optimizer.target, ARGUMENTS)
+    check_param_groups(experiment.trainer.param_groups or (), arguments_of(experiment.optimizer.target))
     check_layer_decay(experiment.trainer.layer_decay)
     check_freeze_until(late_starts(experiment.trainer.freeze_until))
     _check_recipe(experiment.recipe)
     _check_run(experiment.run)
     _check_data(experiment.data)
+    check_arguments(experiment.optimizer)
     experiment.strategy.check(experiment.trainer)
     _check_together(experiment)
 
@@ -125,7 +136,8 @@ def _check_trainer(trainer: Trainer) -> None:
     if trainer.clip_grad_value is not None and not trainer.clip_grad_value > 0:
         raise RefusedError(f"trainer.clip_grad_value={trainer.clip_grad_value}: use a number above 0, or null.")
     _check_limits(trainer)
-    _check_speed(trainer)
+    check_param_dtype(trainer)
+    check_speed(trainer)
     _check_lora(trainer.lora)
     if not 0 <= trainer.seed < 2**63:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
@@ -177,41 +189,6 @@ def _check_average(trainer: Trainer) -> None:
         raise RefusedError(
             f"trainer.average_batch_norm={trainer.average_batch_norm}: use a number of training batches from 1, or "
             "null."
-        )
-
-
-def _check_speed(trainer: Trainer) -> None:
-    """Check what makes steps faster, alone and against the promise of equal bits."""
-    if trainer.compile_blocks is not None and not trainer.compile:
-        raise RefusedError(
-            f"trainer.compile_blocks={trainer.compile_blocks} names what is compiled, and trainer.compile=false "
-            "compiles nothing: type trainer.compile=true, or trainer.compile_blocks=null."
-        )
-    if trainer.activation_checkpointing and trainer.compile:
-        names = ",".join(trainer.activation_checkpointing)
-        raise RefusedError(
-            f"trainer.activation_checkpointing=[{names}] is incompatible with trainer.compile="
-            f"{str(trainer.compile).lower()}: torch does not compile blocks that are computed again. Leave one of them "
-            "out."
-        )
-    if trainer.compile_blocks is not None and not trainer.compile_blocks.isidentifier():
-        raise RefusedError(
-            f"trainer.compile_blocks={trainer.compile_blocks}: use the name of a class without its module, such as "
-            "TransformerEncoderLayer, or null."
-        )
-    exact = trainer.reduction == "exact"
-    promise = "trainer.reduction=exact" if exact else "trainer.deterministic=true"
-    if not (exact or trainer.deterministic):
-        return
-    if trainer.cudnn_benchmark:
-        raise RefusedError(
-            f"trainer.cudnn_benchmark=true is incompatible with {promise}: cuDNN chooses algorithms by the time that "
-            "they take, so another start may choose others, with other bits. Use trainer.cudnn_benchmark=false."
-        )
-    if str(trainer.compile).startswith("max-autotune"):
-        raise RefusedError(
-            f"trainer.compile={trainer.compile} is incompatible with {promise}: kernels are chosen by the time that "
-            "they take, so another start may choose others, with other bits. Use trainer.compile=true."
         )
 
 

@@ -32,6 +32,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.strategy.memory import Facts, Parameter, ParamGroup
+from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
 from ddpexp.system.limits import reason
 from ddpexp.system.oom import memory_left
@@ -160,6 +161,7 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
         built = instantiate(experiment.model, experiment.trust, "model")
     add_adapters(built, experiment.trainer)
     freeze(built, experiment.trainer)
+    built = lowered(built, experiment.trainer)
     single = isinstance(built, nn.Module)
     models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
     for name, module in models.items():

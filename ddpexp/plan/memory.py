@@ -20,6 +20,9 @@ def parts(facts: Facts, trainer: Trainer, strategy: Options, layout: Layout) -> 
     if trainer.precision != "fp32":
         halves = sum(2 * parameter.num_elements for parameter in facts.parameters)
         estimates.append(Part(f"copies in {trainer.precision}", halves, "of the weights during a pass, at most"))
+    if trainer.param_dtype == "bf16" and trainer.master_weights and not strategy.makes_copies(layout.world_size):
+        halves = sum(2 * parameter.num_elements for parameter in facts.parameters)
+        estimates.append(Part("copies in bf16", halves, "of the weights during a pass"))
     estimates.append(Part("activations", facts.activations_bytes, facts.notes.get("activations", "")))
     estimates.append(Part("batch", facts.batch_bytes))
     if layout.device == "cuda":

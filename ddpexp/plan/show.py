@@ -68,7 +68,7 @@ def _lines(outcome: Outcome) -> dict[str, str]:
     lines = {
         "recipe": experiment.recipe.name,
         "data": f"{data}; {outcome.facts.num_samples:,} samples to train",
-        "model": f"{model}, {outcome.num_parameters:,} parameters{parts}, {experiment.trainer.precision}",
+        "model": f"{model}, {outcome.num_parameters:,} parameters{parts}, {experiment.trainer.computes_in}",
         "world": f"{workers} ({layout.backend}{_TRANSPORTS[outcome.traffic().transport]}), {threads} each{crowded}",
         "batch": f"{batch.global_batch_size:,} = {batch.formula()}",
         "steps": f"{outcome.num_steps:,}: {epochs}, each leaves out {outcome.dropped_samples:,} samples",

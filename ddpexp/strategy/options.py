@@ -41,6 +41,16 @@ class TrainerOptions(Protocol):
         ...
 
     @property
+    def param_dtype(self) -> str:
+        """Return the numbers in which models compute as a whole: `fp32` or `bf16`."""
+        ...
+
+    @property
+    def master_weights(self) -> bool:
+        """Return whether the optimizer updates weights in fp32 where models compute in bf16."""
+        ...
+
+    @property
     def nonfinite(self) -> str:
         """Return `stop` or `skip`."""
         ...
@@ -122,6 +132,10 @@ class Options:
                 f"trainer.reduction=exact is incompatible with strategy={self.kind}, whose sums depend on the number "
                 "of workers. Use trainer.reduction=fast or strategy=ddp."
             )
+
+    def makes_copies(self, world_size: int) -> bool:
+        """Return whether the strategy makes the copies in bf16 that `trainer.master_weights` needs."""
+        return False
 
     def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the number of workers and their device.

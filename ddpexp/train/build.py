@@ -32,6 +32,7 @@ from ddpexp.run.directory import RunDir
 from ddpexp.run.sync import end_seconds, is_remote
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
 from ddpexp.task import Schedule
 from ddpexp.train.activation_checkpointing import checkpoint_activations
@@ -184,7 +185,7 @@ def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
         )
 
 
-def build_model(experiment: Experiment, trains: bool = True) -> Any:
+def build_model(experiment: Experiment, trains: bool = True, sharded: bool = False) -> Any:
     """Build the model, or the mapping of models, with the weights that a new run starts with.
 
     They depend on trainer.seed alone, whichever generator draws them and whatever was drawn before.
@@ -196,7 +197,7 @@ def build_model(experiment: Experiment, trains: bool = True) -> Any:
     )
     add_adapters(model, experiment.trainer)
     freeze(model, experiment.trainer)
-    return model
+    return lowered(model, experiment.trainer, sharded)
 
 
 def build_strategy(
@@ -214,8 +215,9 @@ def build_strategy(
         if trainer.activation_checkpointing:
             checkpoint_activations(models, trainer.activation_checkpointing)
 
+    sharded = strategy.makes_copies(world.world_size)
     return strategy.build(
-        world, partial(build_model, experiment),
+        world, partial(build_model, experiment, sharded=sharded),
         trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare_all,
     )  # fmt: skip
 

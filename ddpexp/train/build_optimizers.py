@@ -16,7 +16,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.system.text import first_few
 from ddpexp.task import HasOptimizers
 from ddpexp.train.combined_optimizer import ALGORITHM, divide_for, divided
-from ddpexp.train.param_groups import Group, describe, groups_of
+from ddpexp.train.param_groups import OTHER, Group, describe, groups_of
 from ddpexp.train.recipe_checks import check_optimizers
 
 NO_PARAMETERS = (
@@ -63,6 +63,8 @@ class Maker:
         self._group_of = {keys[position]: group for group in groups or () for position in group.members}
         node = experiment.optimizer
         self._algorithms = divide_for(node.target, node.kwargs, described, models)
+        # Of parameters that no model has, such as those of a task.
+        self._rest = next((group for group in groups or () if not group.settings), Group(OTHER, {}, (), (), ()))
         self._grouped: set[int] = set()  # parameters in the optimizers that were made with these groups
 
     def make(self, parameters: Any) -> Optimizer:
@@ -74,9 +76,9 @@ class Maker:
         if not self._group_of or not all(isinstance(p, Tensor) for p in parameters):
             return self._without_groups(parameters)
         members: dict[str, list[Tensor]] = {}
-        groups: dict[str, Group] = {group.name: group for group in self._group_of.values()}
+        groups: dict[str, Group] = {group.name: group for group in (*self._group_of.values(), self._rest)}
         for parameter in parameters:
-            members.setdefault(self._group_of[id(parameter)].name, []).append(parameter)
+            members.setdefault(self._group_of.get(id(parameter), self._rest).name, []).append(parameter)
         ordered = [groups[name] for name in groups if name in members]
         for group in ordered:
             self._check_settings(group, members[group.name][0])

@@ -115,7 +115,9 @@ def divided(groups: Iterable[dict[str, Any]], algorithms: Mapping[int, str]) -> 
         members = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         parts: dict[str, list[Any]] = {}
         for parameter in members:
-            parts.setdefault(algorithms.get(id(parameter), ""), []).append(parameter)
+            # What no model has, such as a parameter of a task, is AdamW's.
+            algorithm = algorithms.get(id(parameter), "adamw") if algorithms else ""
+            parts.setdefault(algorithm, []).append(parameter)
         for algorithm, part in parts.items():
             yield number, {**group, "params": part, **({ALGORITHM: algorithm} if algorithm else {})}
 

@@ -119,6 +119,8 @@ class Report:
 def _numbers(trainer: Trainer) -> str:
     """Return in which numbers the model computes, and what is compiled."""
     parts: list[str] = [trainer.precision]
+    if trainer.param_dtype != "fp32":
+        parts = [f"{trainer.param_dtype} with weights in fp32" if trainer.master_weights else trainer.param_dtype]
     if trainer.matmul_precision != "highest":
         parts.append(f"matrix products in {trainer.matmul_precision} precision")
     if trainer.compile:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
+from ddpexp.config.parse import parse
+from ddpexp.config.stored import override_file
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.run import alerts
+from ddpexp.system.yaml_text import load_yaml
+from tests.conftest import ROOT
 from tests.loggers.remote.receiver import receiver
 
 CONFIG = "logger:\n  alert_url: ${oc.env:SLACK_WEBHOOK}\n"
@@ -66,6 +71,21 @@ def test_variables_that_are_masked_may_hold_the_address() -> None:
     alerts.check(CONFIG.replace("SLACK_WEBHOOK", "PLACE"), {"PLACE": url, "DDPEXP_SECRETS": "PLACE"})
     slack = "https://hooks.slack.com/services/T000/B000/abcdefgh"
     alerts.check(CONFIG.replace("SLACK_WEBHOOK", "PLACE"), {"PLACE": slack})
+
+
+def test_a_resumed_run_keeps_the_reference_whatever_loggers_it_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLACK_WEBHOOK", "https://hooks.example.com/services/abc")
+    text = (ROOT / "tests/kept/mnist/config.yaml").read_text()
+    config = tmp_path / "config.yaml"
+    config.write_text(text)
+    _, typed = override_file(config, ["logger.alert_url=${oc.env:SLACK_WEBHOOK}"], resumes=True)
+    assert load_yaml(typed)["logger"]["alert_url"] == "${oc.env:SLACK_WEBHOOK}"
+    config.write_text(typed)
+    values, chosen = override_file(config, ["logger=csv"], resumes=True)
+    assert load_yaml(chosen)["logger"] == {"csv": {"_target_": "csv"}, "alert_url": "${oc.env:SLACK_WEBHOOK}"}
+    assert list(parse(values).logger) == ["csv"]
 
 
 def test_the_text_of_a_message() -> None:

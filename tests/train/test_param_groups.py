@@ -282,6 +282,11 @@ def test_a_layer_without_a_shape_is_chosen_by_name_only() -> None:
             "param_groups[0].macth is not a known key. Did you mean trainer.param_groups[0].match?",
         ),
         (
+            "param_groups=[{ndim: 1, momentum: 0.9}]",
+            "param_groups[0].momentum is not a known key. Available: match, ndim, type, name, lr_scale, lr, "
+            "weight_decay, foreach, maximize, differentiable, betas, eps, capturable, amsgrad, fused.",
+        ),
+        (
             "param_groups=[{lr: 1}]",
             "param_groups[0] does not say which parameters it is for: give it match=[...] with patterns of names, "
             "ndim=[...] or type=[...] with classes of layers.",
@@ -336,14 +341,20 @@ def test_an_optimizer_has_the_groups_and_their_rates_are_recorded_by_name() -> N
     ]  # fmt: skip
 
 
+def test_parameters_that_no_model_has_keep_the_settings_of_the_optimizer() -> None:
+    model, temperature = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+    override = "trainer.param_groups=[{ndim: 1, weight_decay: 0}]"
+    [optimizer] = build_optimizers(
+        experiment_of(override), Plain(), {"model": model}, True, lambda: [*model.parameters(), temperature]
+    ).values()
+    groups = {group["name"]: group["params"] for group in optimizer.param_groups}
+    assert [len(groups["other"]), len(groups["ndim1"])] == [2, 1]
+    assert groups["other"][1] is temperature
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        (
-            "trainer.param_groups=[{ndim: 1, momentum: 0.9}]",
-            "trainer.param_groups[0]: torch.optim.AdamW has no setting momentum. Available: lr, betas, eps, "
-            "weight_decay, amsgrad, ",
-        ),
         (
             "trainer.param_groups=[{ndim: 1, betas: [2, 0.9]}]",
             "trainer.param_groups[0]: torch.optim.AdamW does not accept betas=[2, 0.9]: Invalid beta parameter at "

@@ -85,7 +85,9 @@ class Feed:
         self.gave_up = False  # a later attempt cannot succeed
         self._records, self._connect, self._report = records, connect, report
         self._pending: list[Row] = []
+        self._final = False  # what is pending includes the newest step
         self._remote: Remote | None = None
+        self._is_lost = False  # a remote logger that was open; it may not have got what it was sent
         self._at: Mapping[str, int] = {}
         self._retry_at, self._pause = 0.0, _FIRST_PAUSE
 
@@ -102,6 +104,7 @@ class Feed:
 
     def push(self, final: bool = False) -> bool:
         """Send what is complete, or with `final` everything; return whether nothing of that is left."""
+        self._final = final
         self._pending += self._records.take(final)
         if self.gave_up or time.monotonic() < self._retry_at:
             return False
@@ -140,7 +143,10 @@ class Feed:
             remote.open()
             sent, sending = self.mark.sent, self.mark.sending
             self._at = {**sent, **remote.arrived(sent, sending)}
-            self._remote = remote
+            if self._is_lost:
+                self._records.rewind()
+                self._pending = self._records.take(self._final)
+            self._remote, self._is_lost = remote, False
         return self._remote
 
     def _send(self) -> None:
@@ -161,6 +167,7 @@ class Feed:
             del self._pending[: len(batch)]
 
     def _fail(self, error: Exception) -> None:
+        self._is_lost |= self._remote is not None
         self._remote = None
         self._retry_at, self._pause = time.monotonic() + self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         self.gave_up = isinstance(error, NotReadyError)

@@ -20,7 +20,12 @@ class Records:
 
     def __init__(self, run_dir: Path) -> None:
         """Start with the first record."""
-        self._metrics, self._media = _Lines(run_dir / METRICS), _Lines(run_dir / media.NAME)
+        self._run_dir = run_dir
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Start again with the first record."""
+        self._metrics, self._media = _Lines(self._run_dir / METRICS), _Lines(self._run_dir / media.NAME)
         self._rows: dict[int, _Parts] = {}
 
     def take(self, final: bool) -> list[Row]:

@@ -53,6 +53,11 @@ class FSDPOptions(Options):
             )
         if self.offload:
             self._check_offload(trainer)
+        if self.init != "whole" and trainer.param_dtype == "bf16" and not trainer.master_weights:
+            raise RefusedError(
+                f"strategy.init={self.init} builds weights in fp32, and trainer.master_weights=false keeps none. Use "
+                "trainer.master_weights=true or strategy.init=whole."
+            )
         if trainer.compile:
             raise RefusedError(
                 f"trainer.compile={str(trainer.compile).lower()} is incompatible with strategy=fsdp, whose parameters "
@@ -65,13 +70,17 @@ class FSDPOptions(Options):
             (trainer.reduction == "exact", "trainer.reduction=exact", "trainer.reduction=fast"),
             (trainer.precision == "fp16", "trainer.precision=fp16", "trainer.precision=bf16"),
             (trainer.nonfinite == "skip", "trainer.nonfinite=skip", "trainer.nonfinite=stop"),
-            (self.init == "replay", "strategy.init=replay", "strategy.init=whole"),
+            (self.init != "whole", f"strategy.init={self.init}", "strategy.init=whole"),
         ):
             if clashes:
                 raise RefusedError(
                     f"strategy.offload=true is incompatible with {key}, which works on the GPU with what is in the "
                     f"memory of the CPU then. Use {instead} or strategy.offload=false."
                 )
+
+    def makes_copies(self, world_size: int) -> bool:
+        """Return whether blocks are gathered in bf16, which are the copies."""
+        return world_size > 1
 
     def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the workers; see `Options.check_layout`."""
@@ -170,9 +179,10 @@ class FSDPOptions(Options):
         from ddpexp.strategy.fsdp.strategy import FSDP
 
         common: dict[str, Any] = {"channels_last": trainer.channels_last, "prepare": prepare}
+        lowers = trainer.param_dtype == "bf16" and trainer.master_weights
         if trainer.reduction == "exact":
             return ExactFSDP(self, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)
-        return FSDP(self, world, factory, **common)
+        return FSDP(self, world, factory, gathers_bf16=lowers, **common)
 
 
 @dataclass(frozen=True)

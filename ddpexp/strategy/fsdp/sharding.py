@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -35,10 +35,19 @@ _LEAST_BYTES = 4096  # of shared memory, in which the partial sums of small buff
 class Sharding:
     """Shards the models of a recipe over the ranks."""
 
-    def __init__(self, options: FSDPOptions, world: World, gradient_accumulation_steps: int | None = None) -> None:
-        """Shard nothing yet. `gradient_accumulation_steps` is for sums in the tree of `trainer.reduction=exact`."""
+    def __init__(
+        self,
+        options: FSDPOptions,
+        world: World,
+        gradient_accumulation_steps: int | None = None,
+        gathers_bf16: bool = False,
+    ) -> None:
+        """Shard nothing yet; see `FSDP`."""
         self._options, self._world = options, world
         self._gradient_accumulation_steps = gradient_accumulation_steps
+        self._precision = MixedPrecisionPolicy()
+        if gathers_bf16:
+            self._precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         self.blocks: list[FSDPModule] = []  # that are gathered while they compute
         self.memory: SharedMemory | None = None  # through which the ranks communicate
         self.trees: list[TreeReduceScatter] = []  # those of the blocks, with trainer.reduction=exact
@@ -53,8 +62,7 @@ class Sharding:
         """
         world, options = self._world, self._options
         if world.world_size == 1:
-            sharded = {name: module for name, module in models.items() if name not in options.whole}
-            check_classes(sharded, options.blocks or (), BLOCKS)
+            check_classes(self._models_to_shard(models), options.blocks or (), BLOCKS)
             return
         dtype = sum_dtype(models)
         models = self._models_to_shard(models)
@@ -72,6 +80,7 @@ class Sharding:
             self.blocks.append(
                 fully_shard(
                     block, mesh=mesh, reshard_after_forward=options.reshard_after_forward,
+                    mp_policy=self._precision,
                     offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
                 )
             )  # fmt: skip

@@ -42,18 +42,20 @@ class FSDP(Replicas):
         channels_last: bool = False,
         prepare: Callable[[Models], None] = lambda models: None,
         gradient_accumulation_steps: int | None = None,
+        gathers_bf16: bool = False,
     ) -> None:
         """Build the model and keep this rank's share.
 
         With `channels_last` images come in that memory format; parameters stay in their ordinary one, to be cut.
-        `gradient_accumulation_steps` is for sums in the tree of `trainer.reduction=exact`.
+        `gradient_accumulation_steps` is for sums in the tree of `trainer.reduction=exact`; with `gathers_bf16` blocks
+        compute with copies of the parameters in bf16.
 
         Ranks: all; broadcasts rank zero's weights, unless every rank draws them for itself.
 
         Raises:
             RefusedError: the model has a parameter that cannot be cut, or its construction cannot be replayed.
         """
-        sharding = Sharding(options, world, gradient_accumulation_steps)
+        sharding = Sharding(options, world, gradient_accumulation_steps, gathers_bf16)
         in_parts = options.init == "reset_parameters" or (options.init == "replay" and world.world_size > 1)
         super().__init__(world, partial(sharding.construct, factory) if in_parts else factory, prepare=prepare)
         if in_parts:

@@ -173,6 +173,21 @@ def test_what_the_server_lost_is_sent_again(run: Run) -> None:
     assert run.server.steps("train/loss") == [10, 20, 30]
 
 
+def test_what_a_logger_lost_that_failed_later_is_sent_again_by_the_same_process(run: Run) -> None:
+    run.record(10, 20, 30, 40)
+    run.feed.push()
+    run.server.values.clear()
+    run.server.fails = "before"
+    run.record(50)
+    assert not run.feed.push()
+    run.server.fails, run.feed._retry_at = None, 0.0
+    run.record(60)
+    assert run.feed.push()
+    assert run.server.steps("train/loss") == [10, 20, 30, 40, 50]
+    assert run.feed.push(final=True)
+    assert run.server.steps("train/loss") == [10, 20, 30, 40, 50, 60]
+
+
 def test_another_place_gets_everything(run: Run) -> None:
     run.record(10, 20)
     run.feed.push(final=True)

@@ -17,6 +17,7 @@ from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.strategy import FSDP
+from ddpexp.strategy.param_dtype import lower
 from ddpexp.strategy.replica import Replicas
 from ddpexp.train.precision import Precision
 from tests.fitting import STRATEGY
@@ -119,11 +120,36 @@ def clipped_and_skipped(world: World) -> None:
             train(world, strategy, CUT["adamw"], limit, bad_step)
         check_equal(found, expected, f"limit {limit}, bad step {bad_step}")
 
+
+def reduced_each_micro_batch(world: World) -> None:
+    """Gradients that are reduced after each micro-batch are nearly those that are reduced once."""
     one_reduction, each = (
         FSDP(replace(OPTIONS, reduce_each_micro_batch=value), world, seeded(Net)) for value in (False, True)
     )
     norms = [train(world, strategy, CUT["nesterov"]) for strategy in (one_reduction, each)]
     assert all(abs(one - other) < 1e-4 * one for one, other in zip(*norms, strict=True)), norms
+
+
+def in_bf16(world: World) -> None:
+    """Sharded models compute in bf16 what replicas do, with and without weights in fp32."""
+    for master in (True, False):
+
+        def factory(copies: bool, master: bool = master) -> Any:
+            torch.manual_seed(0)
+            return lower(Net(), copies, stays_fp32=master)
+
+        expected = DDP(STRATEGY, world, lambda: factory(copies=True))
+        found = FSDP(OPTIONS, world, lambda: factory(copies=False), gathers_bf16=master)
+        norms = [train(world, strategy, CUT["nesterov"], 0.1) for strategy in (expected, found)]
+        assert all(abs(one - other) < 0.05 * one for one, other in zip(*norms, strict=True)), (master, norms)
+        assert {p.dtype for p in found.parameters()} == {torch.float32 if master else torch.bfloat16}
+
+
+def two_workers(world: World) -> None:
+    """Everything that two workers show."""
+    clipped_and_skipped(world)
+    reduced_each_micro_batch(world)
+    in_bf16(world)
 
 
 def rows_of_replicas(world: World) -> None:

@@ -17,7 +17,7 @@ from ddpexp.launch import Layout
 from ddpexp.strategy.fsdp.blocks import blocks_of
 from ddpexp.strategy.fsdp.strategy import FSDP
 from ddpexp.strategy.memory import Facts, Parameter
-from tests.conftest import Ddpexp
+from tests.conftest import ROOT, Ddpexp
 from tests.fitting import ALONE, TRAINER
 from tests.points import Recipe
 from tests.strategy.fsdp.ranks import OPTIONS, Block, Net
@@ -29,7 +29,7 @@ from tests.strategy.test_sharded_optimizer import files
 @pytest.mark.parametrize(
     ("case", "size"),
     [
-        ("clipped_and_skipped", 2),
+        ("two_workers", 2),
         ("evaluated", 3),
         ("teacher", 2),
         ("rows_of_replicas", 4),
@@ -58,6 +58,15 @@ def test_one_worker_refuses_a_class_that_the_model_lacks_too() -> None:
     with pytest.raises(RefusedError, match=r"^strategy\.blocks=\[Blok\]: the model has no module of that class\."):
         FSDP(replace(OPTIONS, blocks=("Blok",)), ALONE, Net)
     FSDP(replace(OPTIONS, blocks=("Block",)), ALONE, Net)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("tutor", "names no model of the recipe, which has model"), ("model", "that model is trained")],
+)
+def test_one_worker_refuses_what_cannot_be_held_whole_too(name: str, sentence: str) -> None:
+    with pytest.raises(RefusedError, match=rf"^strategy\.whole=\[{name}\]:? {sentence}"):
+        FSDP(replace(OPTIONS, whole=(name,)), ALONE, Net)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +118,27 @@ def test_the_plan_counts_shares_and_the_blocks_that_are_gathered() -> None:
     parts = {part.name: part.num_bytes for part in OPTIONS.memory(facts, TRAINER, Layout(1, 4, "cpu", "gloo", 1))}
     assert parts == {"parameters": 1000, "gradients": 1000, "optimizer": 2000, "gathered blocks": 16000}
     assert "gathered blocks" not in {p.name for p in OPTIONS.memory(facts, TRAINER, Layout(1, 1, "cpu", "gloo", 1))}
+
+
+@pytest.mark.slow
+def test_torchmetrics_and_finished_metrics_are_those_of_one_process(
+    warm_environ: dict[str, str], tmp_path: Path
+) -> None:
+    ddpexp = Ddpexp(tmp_path, warm_environ)
+    records: list[list[dict[str, object]]] = []
+    example = ("--config-dir", str(ROOT / "examples/metrics/conf"), "recipe=metrics")
+    keys = ("trainer.reduction=exact", "trainer.global_batch_size=48", "trainer.micro_batch_size=8")
+    for size, options in (
+        (1, ()),
+        (3, ("strategy=fsdp",)),
+        (3, ("strategy=fsdp", "strategy.gather_in_evaluation=false")),
+    ):
+        run = tmp_path / f"run {len(records)}"
+        done = ddpexp(*example, *keys, f"trainer.gpus={size}", *options, f"run.dir={run}")
+        assert done.code == 0, done.err
+        records.append([strip(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
+    assert "eval/auroc" in records[0][-1] or "test/auroc" in records[0][-1]
+    assert records[1] == records[0] == records[2]
 
 
 SHOWS = """\

@@ -1,0 +1,70 @@
+"""Checks of the numbers in which models compute, and of what computes them faster."""
+
+from __future__ import annotations
+
+from ddpexp.config.schema import Trainer
+from ddpexp.errors import RefusedError
+
+
+def check_param_dtype(trainer: Trainer) -> None:
+    """Check that models in bf16 are not combined with what gives a forward pass other numbers.
+
+    Raises:
+        RefusedError: they are.
+    """
+    if trainer.param_dtype == "fp32":
+        if not trainer.master_weights:
+            raise RefusedError(
+                "trainer.master_weights=false stores weights in the numbers of trainer.param_dtype, which are fp32 "
+                "already: type trainer.param_dtype=bf16, too, or leave it true."
+            )
+        return
+    for clashes, key, instead in (
+        (trainer.precision != "fp32", f"trainer.precision={trainer.precision}", "trainer.precision=fp32"),
+        (trainer.reduction == "exact", "trainer.reduction=exact", "trainer.reduction=fast"),
+        (trainer.compile is not False, f"trainer.compile={str(trainer.compile).lower()}", "trainer.compile=false"),
+    ):
+        if clashes:
+            raise RefusedError(
+                f"trainer.param_dtype=bf16 computes everything in bf16, which is incompatible with {key}. Use "
+                f"{instead}, or trainer.param_dtype=fp32."
+            )
+
+
+def check_speed(trainer: Trainer) -> None:
+    """Check what makes steps faster, alone and against the promise of equal bits.
+
+    Raises:
+        RefusedError: a value means nothing, or breaks the promise.
+    """
+    if trainer.compile_blocks is not None and not trainer.compile:
+        raise RefusedError(
+            f"trainer.compile_blocks={trainer.compile_blocks} names what is compiled, and trainer.compile=false "
+            "compiles nothing: type trainer.compile=true, or trainer.compile_blocks=null."
+        )
+    if trainer.activation_checkpointing and trainer.compile:
+        names = ",".join(trainer.activation_checkpointing)
+        raise RefusedError(
+            f"trainer.activation_checkpointing=[{names}] is incompatible with trainer.compile="
+            f"{str(trainer.compile).lower()}: torch does not compile blocks that are computed again. Leave one of them "
+            "out."
+        )
+    if trainer.compile_blocks is not None and not trainer.compile_blocks.isidentifier():
+        raise RefusedError(
+            f"trainer.compile_blocks={trainer.compile_blocks}: use the name of a class without its module, such as "
+            "TransformerEncoderLayer, or null."
+        )
+    exact = trainer.reduction == "exact"
+    promise = "trainer.reduction=exact" if exact else "trainer.deterministic=true"
+    if not (exact or trainer.deterministic):
+        return
+    if trainer.cudnn_benchmark:
+        raise RefusedError(
+            f"trainer.cudnn_benchmark=true is incompatible with {promise}: cuDNN chooses algorithms by the time that "
+            "they take, so another start may choose others, with other bits. Use trainer.cudnn_benchmark=false."
+        )
+    if str(trainer.compile).startswith("max-autotune"):
+        raise RefusedError(
+            f"trainer.compile={trainer.compile} is incompatible with {promise}: kernels are chosen by the time that "
+            "they take, so another start may choose others, with other bits. Use trainer.compile=true."
+        )
