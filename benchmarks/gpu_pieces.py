@@ -266,6 +266,38 @@ def scaling(place: Place) -> Report:
     return Report(rows)
 
 
+def data_parallel(place: Place) -> Report:
+    """The comparison that tutorials make: ddpexp on all GPUs against nn.DataParallel, at the same global batch."""
+    if place.gpus < 2:
+        return Report([Row("steps a second, ddpexp against nn.DataParallel", "", note="this machine shows one GPU")])
+    batch, steps, every = (4 * place.gpus, 6, 2) if place.quick else (512 * place.gpus, 200, 25)
+    data, run = place.images(_CIFAR), [f"trainer.gpus={place.gpus}", "data.on_device=true"]
+    order = place.order(256 if place.quick else _CIFAR[0], batch, steps)
+    common = [
+        "data=images", f"data.root={data}", "model.name=resnet18", f"trainer.global_batch_size={batch}",
+        f"trainer.max_steps={steps}", f"trainer.log_every={every}",
+    ]  # fmt: skip
+
+    def peer(folder: Path) -> list[str]:
+        module = "benchmarks.peers.data_parallel"
+        return [sys.executable, "-m", module, str(data), str(order), str(folder), "--every", str(every)]
+
+    def printed(_folder: Path, output: str, _begin: float, _end: float) -> dict[str, float]:
+        return dict(json.loads(output.splitlines()[-1]))
+
+    def ddpexp(folder: Path) -> list[str]:
+        return place.command(folder / "run", *common, *run)
+
+    arms = [
+        Arm("ddpexp", ddpexp, _rate, place.environ),
+        Arm("nn.DataParallel", peer, printed, place.environ),
+        Arm("ddpexp again", ddpexp, _rate, place.environ),
+    ]
+    results = race(arms, 1 if place.quick else 3, place.folder / "data-parallel", place.say)
+    what = f"steps a second, ResNet-18, {place.gpus} GPUs, not compiled, ddpexp against nn.DataParallel"
+    return Report([compare(results, what, "steps a second", _speed, "nn.DataParallel")])
+
+
 def start(place: Place) -> Report:
     """From the command to the end of the first step, beside what importing torch and opening the GPU take."""
     program = (
@@ -379,5 +411,6 @@ PIECES: Mapping[str, tuple[Callable[[Place], Report], float]] = {
     "start": (start, 90.0),
     "checkpoint": (checkpoint, 150.0),
     "scaling": (scaling, 150.0),
+    "data-parallel": (data_parallel, 150.0),
 }
 """By name, with the seconds that each may take on one H100."""
