@@ -148,11 +148,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """End this process in time when something holds it up after the summary: it says where every thread is.
 
-    The alarm is for what outlives the interpreter, such as the destructors of libraries.
+    The alarm is for what outlives the interpreter, such as the destructors of libraries. Processes that share the tests
+    wait for one another, and are ended by the one that started them.
     """
+    if hasattr(config, "workerinput"):  # Source: pytest-xdist, "How to identify workers"
+        return
     faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(EXIT_SECONDS + 30)

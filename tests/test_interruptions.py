@@ -111,6 +111,11 @@ LONG = (
     "trainer.checkpoint_every=5",
 )
 SGD, ADAMW = (("optimizer=sgd", "optimizer.momentum=0.9"), ("optimizer=adamw",))
+FROZEN = (
+    "trainer.freeze=['4.*']",
+    "trainer.freeze_until={step: 20, match: ['0.*', '1.*', '13.*']}",
+    "trainer.param_groups=[{match: ['17.*'], lr_scale: 0.5}, {ndim: 1, weight_decay: 0.1}]",
+)
 
 
 @pytest.fixture(scope="session")
@@ -197,7 +202,7 @@ def has_steps(run: Path, count: int) -> Callable[[], bool]:
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
-        (2, (*SGD, "task._target_=points.Drawing")),
+        (2, (*SGD, *FROZEN, "task._target_=points.Drawing")),
         pytest.param(2, (*ADAMW, "trainer.precision=bf16", "trainer.ema_decay=0.9"), marks=pytest.mark.slow),
         (3, (*ADAMW, "data._target_=points.load_noisy", "data.num_workers=1")),
         pytest.param(3, (*SGD, "strategy.comm_hook=fp16"), marks=pytest.mark.slow),
@@ -289,7 +294,7 @@ def test_killed_at_a_random_moment(recipe: Recipe, undisturbed: Callable[..., Do
 
 
 SOAKED = [
-    (2, (*DEEP, *SGD, "task._target_=points.Drawing"), 70),
+    (2, (*DEEP, *SGD, *FROZEN, "task._target_=points.Drawing"), 70),
     (
         3,
         (

@@ -25,8 +25,9 @@ from torch import Tensor
 from ddpexp import __version__
 from ddpexp.checkpoint.codec import encode
 from ddpexp.checkpoint.format import FORMAT, MANIFEST, best_first, folder_name, scan, seal, set_folder_aside
-from ddpexp.checkpoint.layout import Span, TensorFile, lay_out, share, ties
-from ddpexp.checkpoint.staging import Shards, Stage
+from ddpexp.checkpoint.layout import Span
+from ddpexp.checkpoint.planner import Planner
+from ddpexp.checkpoint.staging import Stage
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.strategy.base import Shard
@@ -68,6 +69,7 @@ class _Job:
     number: int
     spans: Sequence[Span]
     copied: Tensor  # the bytes of the spans, one after the other
+    pages: Sequence[tuple[Span, memoryview]]  # of which other hosts hold bytes, too
     own_files: Mapping[str, bytes]  # whole small files of this rank
     manifest: Mapping[str, Any]
     log_files: Sequence[Path]
@@ -99,7 +101,7 @@ class Writer:
         self._keep_every, self._stops = keep_every, stops
         self._mailbox = world.mailbox()
         self._stage = Stage(world.device)
-        self._plan: tuple[Any, list[TensorFile]] | None = None
+        self._planner = Planner(world)
         self._thread: threading.Thread | None = None
         self._problem: DdpexpError | None = None
         self._number = 0
@@ -118,9 +120,9 @@ class Writer:
             name: {key: Shard.of(value) for key, value in values.items()}
             for name, values in {**content.models, **tensors}.items()
         }
-        planned = self._planned(files)
-        spans = share(planned, self._world.rank, self._world.world_size)
-        copied = self._stage.copy(planned, files, spans)
+        planned, routing = self._planner.plan(files)
+        copied = self._stage.copy(planned, files, routing.kept)
+        pages = routing.exchange(planned, files, self._world)
         own_files = self._own_files(content.own)
         if self._world.is_rank_zero:
             own_files |= {**_texts(plain), **content.texts}
@@ -135,7 +137,7 @@ class Writer:
             "format": FORMAT, "ddpexp": __version__, "torch": torch.__version__, "step": step, **content.facts,
             "records": dict(content.records),
         }  # fmt: skip
-        job = _Job(step, self._number, spans, copied, own_files, manifest, content.log_files)
+        job = _Job(step, self._number, routing.kept, copied, pages, own_files, manifest, content.log_files)
         thread = threading.Thread(target=self._work, args=(job,), daemon=True, name=f"checkpoint {step}")
         try:
             thread.start()
@@ -176,19 +178,6 @@ class Writer:
         """Give a write in progress a short grace period: the share of another rank may never come."""
         if self._thread is not None:
             self._thread.join(_GRACE_SECONDS)
-
-    def _planned(self, files: Mapping[str, Shards]) -> list[TensorFile]:
-        signature = [
-            (
-                name,
-                [(key, s.tensor.dtype, s.shape, s.first_row, s.tensor.numel()) for key, s in shards.items()],
-                ties({key: shard.tensor for key, shard in shards.items()}),
-            )
-            for name, shards in files.items()
-        ]
-        if self._plan is None or self._plan[0] != signature:
-            self._plan = signature, [lay_out(name, shards) for name, shards in files.items()]
-        return self._plan[1]
 
     def _own_files(self, own: Any) -> dict[str, bytes]:
         if own is None:
@@ -264,6 +253,8 @@ class Writer:
         for span in job.spans:
             by_file.setdefault(span.file, []).append((span.offset, copied[begin : begin + span.num_bytes]))
             begin += span.num_bytes
+        for span, page in job.pages:
+            by_file.setdefault(span.file, []).append((span.offset, page))
         for file, parts in by_file.items():
             _write_at(folder / file, parts)
             written[file] = [_piece(offset, data) for offset, data in parts]

@@ -301,7 +301,7 @@ def _values(catalogue: Catalogue, name: str, begin: str) -> Iterable[Word]:
     section = "sweep" if name.startswith("hydra.") else name.partition(".")[0]
     known = catalogue.keys(section) if section in catalogue.values else []
     key = next((key for key in known if key.name == name), None)
-    words = [Word(word) for word in key.words] if key is not None else []
+    words = [Word(word) for word in key.values] if key is not None else []
     if name in _PATHS or _LIKE_A_PATH.match(begin):
         return [*words, *_paths(begin, lambda _: True)]
     default = key.typed.partition("=")[2] if key is not None else ""

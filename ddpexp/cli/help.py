@@ -31,7 +31,7 @@ The options of a training:
   --config-dir DIR  your own groups and options; the code beside DIR is trusted
   -m, --multirun    a sweep: one run for each of the values in key=a,b
   --cfg job         print the whole configuration, and train nothing
-  -h, --help        every group and key, as the other words would have them
+  -h, --help        every group and key, as the other arguments make them
   --version         the version"""
 _MORE = "ddpexp --help shows every group and key, ddpexp help PART explains one."
 _PARTS = """\
@@ -58,27 +58,29 @@ def first() -> str:
 
 
 def answer(argv: Sequence[str], by_name: bool) -> str:
-    """Return every group and key as the words would have them, or the parts that are among the words.
+    """Return every group and key as the overrides make them, or the parts that the arguments name.
 
-    `by_name` is for `ddpexp help`, where every word names a part, `launcher=slurm` too; behind `--help` one without =
-    does.
+    `by_name` is for `ddpexp help`, where every argument names a part, `launcher=slurm` too; after `--help` one without
+    = does.
 
     Raises:
-        RefusedError: words that cannot be composed, or a part that is not known.
+        RefusedError: arguments that cannot be composed, or a part that is not known.
     """
-    words, directory = split(argv)
+    arguments, directory = split(argv)
     catalogue = Catalogue(overview([], directory)) if by_name else None
     if catalogue is None:
-        choices = [word for word in words if "=" in word or word[:1] == "~"]
+        choices = [argument for argument in arguments if "=" in argument or argument[:1] == "~"]
     else:
-        choices = [word for word in words if "=" in word and word.partition("=")[0] in catalogue.groups]
+        choices = [
+            argument for argument in arguments if "=" in argument and argument.partition("=")[0] in catalogue.groups
+        ]
     if catalogue is None or choices:
         catalogue = Catalogue(overview(choices, directory))
-    parts = words if by_name else [word for word in words if word not in choices]
+    parts = arguments if by_name else [argument for argument in arguments if argument not in choices]
     for group, option in itertools.pairwise(parts):
         if group in catalogue.groups and option in catalogue.options(group):
             raise RefusedError(f"help {group} {option}: {option} is an option. Did you mean help {group}={option}?")
-    return "\n\n".join(_part(catalogue, word) for word in parts) if parts else _everything(catalogue)
+    return "\n\n".join(_part(catalogue, argument) for argument in parts) if parts else _everything(catalogue)
 
 
 def _everything(catalogue: Catalogue) -> str:
@@ -99,8 +101,8 @@ def _beginning() -> str:
     return _FIRST.format(commands="\n".join(commands.listed()))
 
 
-def _part(catalogue: Catalogue, word: str) -> str:
-    name, equals, option = word.partition("=")
+def _part(catalogue: Catalogue, argument: str) -> str:
+    name, equals, option = argument.partition("=")
     name = name.lstrip("+~")
     if name in catalogue.groups:
         if equals and option in catalogue.options(name):
@@ -118,7 +120,7 @@ def _part(catalogue: Catalogue, word: str) -> str:
         return "\n\n".join(f"with {one.group}={one.name}:\n{_key(key)}" for one, key in elsewhere)
     keys = [*known, *(key for one in choosable for key in one.keys)]
     names = [*commands.NAMES, *catalogue.groups, *catalogue.values, *(key.name for key in keys)]
-    raise RefusedError(f"help {word}: there is no such command, group, option or key.{_near(name, names)}")
+    raise RefusedError(f"help {argument}: there is no such command, group, option or key.{_near(name, names)}")
 
 
 def _group(catalogue: Catalogue, name: str) -> str:

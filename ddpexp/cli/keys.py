@@ -51,7 +51,7 @@ class Key:
     name: str
     default: Any
     kind: str  # what its value may be, in words; empty where it may be anything
-    words: tuple[str, ...]  # what can be typed for it, where that is known
+    values: tuple[str, ...]  # what can be typed for it, where that is known
     meaning: str  # empty where no comment says it
 
     @property
@@ -77,10 +77,10 @@ class Option:
 
 
 class Catalogue:
-    """What can be typed beside some words."""
+    """What can be typed beside some overrides."""
 
     def __init__(self, overview: Overview) -> None:
-        """Take what the words compose."""
+        """Take what the overrides compose."""
         self._overview = overview
         self._said: dict[frozenset[tuple[str, str]], dict[str, str]] = {}
         self.values = overview.values
@@ -97,7 +97,7 @@ class Catalogue:
         return sorted(found, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 
     def chosen(self, group: str) -> str | None:
-        """Return the option of a group that the words choose; of several each, with commas between them."""
+        """Return the option of a group that the overrides choose; of several each, with commas between them."""
         return self._overview.choices.get(group)
 
     def options(self, group: str) -> list[str]:
@@ -105,7 +105,7 @@ class Catalogue:
         return sorted({path.stem for folder in self._overview.folders for path in (folder / group).glob("*.yaml")})
 
     def keys(self, section: str) -> list[Key]:
-        """Return the keys of a section as the words compose it, in the order of its files."""
+        """Return the keys of a section as the overrides compose it, in the order of its files."""
         found = list(self._keys(section, self.values[section], self._overview.choices))
         return (
             [*found, *self._keys("hydra", self._overview.of_hydra, self._overview.choices)]
@@ -138,7 +138,7 @@ class Catalogue:
         for name, value, hint in _entries(section, values, hints):
             meaning = said.get(name, "")
             if not isinstance(value, Mapping) or not value:
-                yield Key(name, value, _kind(name, value, hint), _words(value, hint), meaning)
+                yield Key(name, value, _kind(name, value, hint), _values(value, hint), meaning)
             elif meaning:
                 yield Key(name, None, _SECTION, (), meaning)
 
@@ -298,15 +298,15 @@ def _kind(name: str, default: Any, hint: Any) -> str:
     return "a list" if isinstance(default, list | tuple) else ""
 
 
-def _words(default: Any, hint: Any) -> tuple[str, ...]:
-    words = [typed(word) for word in literals(hint)]
+def _values(default: Any, hint: Any) -> tuple[str, ...]:
+    values = [typed(value) for value in literals(hint)]
     if typing.get_origin(hint) is tuple:
-        return tuple(f"[{word}]" for word in words)
+        return tuple(f"[{value}]" for value in values)
     if bool in (hint, *typing.get_args(hint)) or (hint is None and isinstance(default, bool)):
-        words += ["true", "false"]
+        values += ["true", "false"]
     if type(None) in typing.get_args(hint):
-        words.append("null")
-    return tuple(words)
+        values.append("null")
+    return tuple(values)
 
 
 def nearest(name: str, keys: Sequence[Key]) -> list[Key]:

@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _answer(argv: list[str], leaving: ExitStack) -> int:
-    """Do what the words ask for.
+    """Do what the arguments ask for.
 
     Until there is something to undo a signal ends this process where it is (`start`): as an error it would go through
     imports and through Hydra, and libraries catch more than they know.
@@ -86,7 +86,7 @@ def _resume(argv: list[str], server: Server | None) -> int:
     from ddpexp.cli.subcommands import resume
     from ddpexp.sweep.folder import SweepDir
 
-    if any(SweepDir(Path(word)).is_sweep() for word in argv[1:]):
+    if any(SweepDir(Path(argument)).is_sweep() for argument in argv[1:]):
         from ddpexp.sweep.again import resumed
         from ddpexp.sweep.run import run_sweep
 
@@ -145,22 +145,22 @@ def _check(argv: list[str], server: Server | None) -> int:
 
 
 def _help(argv: list[str], server: Server | None) -> int:
-    words = [word for word in argv[1:] if word not in _HELP]
-    return _explain(words or (["help"] if len(argv) > 1 else []), server, by_name=True)
+    arguments = [argument for argument in argv[1:] if argument not in _HELP]
+    return _explain(arguments or (["help"] if len(argv) > 1 else []), server, by_name=True)
 
 
-def _explain(words: list[str], server: Server | None, by_name: bool) -> int:
-    """Print what the words ask for; a command explains itself."""
+def _explain(arguments: list[str], server: Server | None, by_name: bool) -> int:
+    """Print what the arguments ask for; a command explains itself."""
     gc.disable()  # nothing lives long here: a tenth of the time
     from ddpexp.cli import help as answers
 
-    named = [word for word in words if word in commands.NAMES]
+    named = [argument for argument in arguments if argument in commands.NAMES]
     for name in named:
         if name == "help":
             show(answers.USAGE)
         else:
             _COMMANDS[name]([name, "--help"], server)
-    others = [word for word in words if word not in named]
+    others = [argument for argument in arguments if argument not in named]
     if others or not named:
         show(answers.answer(others, by_name))
     return EXIT_DONE
@@ -182,7 +182,7 @@ def _train(argv: list[str], server: Server | None) -> int:
     if (wrong := commands.unknown(argv[0])) is not None:
         raise RefusedError(wrong)
     if _HELP & set(argv):
-        return _explain([word for word in argv if word not in _HELP], server, by_name=False)
+        return _explain([argument for argument in argv if argument not in _HELP], server, by_name=False)
     from ddpexp.config.compose import compose_command
     from ddpexp.config.parse import parse
     from ddpexp.config.sweeps import Swept
@@ -256,7 +256,7 @@ _COMMANDS = {
 
 
 def _take_local_rank(argv: list[str]) -> list[str]:
-    """Take out the word that `python -m torch.distributed.launch` puts before the others."""
+    """Take out the argument that `python -m torch.distributed.launch` puts before the others."""
     if argv and (found := re.fullmatch(r"--local[-_]rank=(\d+)", argv[0])):
         os.environ.setdefault("LOCAL_RANK", found[1])
         return argv[1:]
@@ -268,14 +268,14 @@ def _take_secrets(argv: list[str]) -> list[str]:
 
     What is typed is written down in many places.
     """
-    words, said = secrets.referenced(argv)
+    arguments, said = secrets.referenced(argv)
     for text in said if os.environ.get("RANK", "0") == "0" else ():
         print_message(f"ddpexp: {text}: the value stays out of the run's files")
-    return words
+    return arguments
 
 
 def _will_fork(argv: list[str]) -> bool:
-    """Guess from the words alone whether workers will be forked here; a wrong guess costs time, nothing else."""
+    """Guess from the arguments alone whether workers will be forked here; a wrong guess costs time, nothing else."""
     if argv[:1] == ["member"]:
         return True
     if (
@@ -286,26 +286,29 @@ def _will_fork(argv: list[str]) -> bool:
         return False
     if argv[0] == "check":  # workers are forked here whatever the launcher
         return len(argv) > 1 and not _HELP & set(argv)
-    chosen = [name for word in argv if word.startswith("launcher=") for name in word.partition("=")[2].split(",")]
+    chosen = [
+        name for argument in argv if argument.startswith("launcher=") for name in argument.partition("=")[2].split(",")
+    ]
     if argv[:1] == ["resume"]:
         chosen = chosen or _launcher_of_run(argv[1:])
     fresh = any(
-        word.startswith("launcher.start_method=") and word != "launcher.start_method=forkserver" for word in argv
+        argument.startswith("launcher.start_method=") and argument != "launcher.start_method=forkserver"
+        for argument in argv
     )
     here = all(name in _FORK_HERE and _FORK_HERE[name] in (None, *os.environ) for name in chosen)
     if argv[:1] in (["evaluate"], ["resume"], ["doctor"]):
         return here and not fresh and len(argv) > (argv[0] != "doctor") and not _HELP & set(argv)
-    asks = any(word.startswith("-") and not word.startswith(_NO_QUESTION) for word in argv)
+    asks = any(argument.startswith("-") and not argument.startswith(_NO_QUESTION) for argument in argv)
     return here and not asks and not fresh
 
 
-def _launcher_of_run(words: list[str]) -> list[str]:
-    """Read from the run directory among the words which launcher it was started with.
+def _launcher_of_run(arguments: list[str]) -> list[str]:
+    """Read from the run directory among the arguments which launcher it was started with.
 
     Nothing where that is not plain to see.
     """
-    for word in words:
-        path = os.path.join(word, "config.yaml")
+    for argument in arguments:
+        path = os.path.join(argument, "config.yaml")
         try:
             if not os.path.isfile(path):  # a pipe would keep this waiting
                 continue

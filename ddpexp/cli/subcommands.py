@@ -31,7 +31,7 @@ from ddpexp.system import files
 from ddpexp.system.terminal import print_message
 from ddpexp.system.yaml_text import load_yaml
 
-_OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
+_OPTIONS = ("--config-dir", "-cd")  # each with an argument behind it
 _OF_EVALUATE = ("--split", "--json")
 _RECORDS = (".yaml", ".json", ".jsonl", ".log", ".txt")  # files of a run directory that hold no weights
 _SHOWN_RUNS = 3
@@ -87,12 +87,12 @@ def member(argv: list[str]) -> tuple[Launcher, Training]:
         try:
             described = files.read_json(place)
             text, resume_from = described["config"], described["resume_from"]
-            words = described["overrides"], described["command"]
+            arguments = described["overrides"], described["command"]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RefusedError(f"{place} describes no job: {error}.") from None
         experiment = load(text)
         home = RunDir(Path(resume_from)) if resume_from is not None else None
-        job = Training(experiment, text, *words, new_overrides=described["new_overrides"], resume_from=home)
+        job = Training(experiment, text, *arguments, new_overrides=described["new_overrides"], resume_from=home)
     if not isinstance(experiment.launcher, Starter):
         raise RefusedError(f"{place}: its launcher starts no further commands.")
     return experiment.launcher, job
@@ -102,28 +102,28 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     """Return how to resume the run that `argv` names, or None when it only asked for help, which is printed.
 
     Raises:
-        RefusedError: no such run, one whose code is not trusted, or words that do not fit.
+        RefusedError: no such run, one whose code is not trusted, or arguments that do not fit.
     """
     if not argv:
         raise RefusedError(f"resume what?\n{_RESUME}")
     if {"--help", "-h"} & set(argv):
         print(_RESUME)
         return None
-    source, words = _source(argv, "resume")
-    _check_options(words, "resume")
+    source, arguments = _source(argv, "resume")
+    _check_options(arguments, "resume")
     run = _run_at(source, "resume")
-    if "run.resume=never" in words:
+    if "run.resume=never" in arguments:
         raise RefusedError("resume continues a run, and run.resume=never forbids that: leave it out.")
-    moved = next((word for word in words if word.startswith("run.dir=")), None)
+    moved = next((argument for argument in arguments if argument.startswith("run.dir=")), None)
     if moved is not None:
         raise RefusedError(f"{moved}: resume continues in {source} itself.")
     check_config(run, f"resume {source}")
-    values, text = override_file(run.config, words, resumes=True)
+    values, text = override_file(run.config, arguments, resumes=True)
     _check_code_is_typed(run, values, command)
     typed = [
-        word
-        for i, word in enumerate(words)
-        if "=" in word and word[0] != "-" and (i == 0 or words[i - 1] not in _OPTIONS)
+        argument
+        for i, argument in enumerate(arguments)
+        if "=" in argument and argument[0] != "-" and (i == 0 or arguments[i - 1] not in _OPTIONS)
     ]
     experiment = parse(values)
     _check_words_are_typed(run, experiment.launcher, typed, command)
@@ -136,13 +136,13 @@ def stored_run(name: str, argv: list[str], command: Sequence[str]) -> tuple[RunD
     """Return the run that the arguments of the command `name` name, and its experiment with their overrides.
 
     Raises:
-        RefusedError: no such run, one whose code is not trusted, or words that do not fit.
+        RefusedError: no such run, one whose code is not trusted, or arguments that do not fit.
     """
-    source, words = _source(argv, name)
-    _check_options(words, name)
+    source, arguments = _source(argv, name)
+    _check_options(arguments, name)
     run = _run_at(source, name)
     check_config(run, f"{name} {source}")
-    values, text = override_file(run.config, words, resumes=True)
+    values, text = override_file(run.config, arguments, resumes=True)
     _check_code_is_typed(run, values, command)
     return run, parse(values), text
 
@@ -165,12 +165,14 @@ def _run_at(source: str, name: str) -> RunDir:
     return run
 
 
-def _check_options(words: Sequence[str], name: str) -> None:
-    for place, word in enumerate(words):
-        known = word in _OPTIONS or word.startswith("--config-dir=") or (place and words[place - 1] in _OPTIONS)
-        if word.startswith("-") and not known:
+def _check_options(arguments: Sequence[str], name: str) -> None:
+    for place, argument in enumerate(arguments):
+        known = (
+            argument in _OPTIONS or argument.startswith("--config-dir=") or (place and arguments[place - 1] in _OPTIONS)
+        )
+        if argument.startswith("-") and not known:
             raise RefusedError(
-                f"{name} {word}: it takes a run directory, key=value and --config-dir DIR, and nothing else."
+                f"{name} {argument}: it takes a run directory, key=value and --config-dir DIR, and nothing else."
             )
 
 
@@ -210,12 +212,13 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
     for key, target in untrusted_code(values, foreign).items():
         recorded = trust_arguments(run)
         if recorded:
-            words = " ".join(
-                shlex.quote(word) for word in [*command[1:], *(word for word in recorded if word not in command)]
+            arguments = " ".join(
+                shlex.quote(argument)
+                for argument in [*command[1:], *(argument for argument in recorded if argument not in command)]
             )
             raise RefusedError(
                 f"{run.path} names code of its own ({key}={target}), which runs only when it is restated. If it is "
-                f"yours: python -m ddpexp {words}"
+                f"yours: python -m ddpexp {arguments}"
             )
 
 
@@ -225,13 +228,13 @@ def _check_words_are_typed(run: RunDir, launcher: Launcher, typed: Sequence[str]
     Raises:
         RefusedError: with what to type.
     """
-    keys = {word.partition("=")[0] for word in typed}
-    missing = [word for word in launcher.arguments_on_resume() if word.partition("=")[0] not in keys]
+    keys = {argument.partition("=")[0] for argument in typed}
+    missing = [argument for argument in launcher.arguments_on_resume() if argument.partition("=")[0] not in keys]
     if missing and "launcher" not in keys:  # a typed launcher brings its own settings
-        words = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
+        arguments = " ".join(shlex.quote(argument) for argument in [*command[1:], *missing])
         raise RefusedError(
             f"{run.path} says itself what its launcher runs or connects to ({missing[0]}), which counts only when it "
-            f"is restated. If it is yours: python -m ddpexp {words}"
+            f"is restated. If it is yours: python -m ddpexp {arguments}"
         )
 
 
@@ -250,7 +253,7 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
         return None
     _check_spelling(argv)
     split, argv = _split_option(argv)
-    name, words = _source([word for word in argv if word != "--json"], "evaluate")
+    name, arguments = _source([argument for argument in argv if argument != "--json"], "evaluate")
     source = Path(name)
     if not source.exists():
         first = "" if "=" not in name else f" Name the weights first, as in evaluate RUN_DIR {name}."
@@ -265,9 +268,9 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     if home is not None and source.is_file() and source.suffix in _RECORDS:
         raise RefusedError(f"evaluate {source}: this file holds no weights. Did you mean {files.typed(home)}?")
     if home is not None:
-        text, experiment = _of_run(home, words, command)
+        text, experiment = _of_run(home, arguments, command)
     else:
-        text, experiment = _of_words(source, words)
+        text, experiment = _of_arguments(source, arguments)
     found = weights.find(source, f"evaluate {source}", lambda text: print_message(f"ddpexp: warning: {text}"))
     return experiment.launcher, Evaluation(experiment, text, found, split, answers="--json" in argv)
 
@@ -286,7 +289,7 @@ def _split_option(argv: list[str]) -> tuple[tuple[str, ...], list[str]]:
     Raises:
         RefusedError: it names none, or is there twice.
     """
-    places = [place for place, word in enumerate(argv) if word.partition("=")[0] == "--split"]
+    places = [place for place, argument in enumerate(argv) if argument.partition("=")[0] == "--split"]
     if not places:
         return (), argv
     place = places[0]
@@ -309,7 +312,7 @@ def _source(argv: list[str], name: str) -> tuple[str, list[str]]:
     Raises:
         RefusedError: there is none, or a second one.
     """
-    bare = [i for i, word in enumerate(argv) if word[:1] != "-" and (i == 0 or argv[i - 1] not in _OPTIONS)]
+    bare = [i for i, argument in enumerate(argv) if argument[:1] != "-" and (i == 0 or argv[i - 1] not in _OPTIONS)]
     place = bare[0] if bare else 0
     key, _, value = argv[place].partition("=")
     if key == "run.dir" and value and not os.path.exists(argv[place]):
@@ -330,18 +333,18 @@ def runs_below(folder: Path) -> str:
     return f" Runs in it: {', '.join(map(files.typed, runs[:_SHOWN_RUNS]))}{more}." if runs else ""
 
 
-def _of_run(home: Path, words: list[str], command: Sequence[str]) -> tuple[str, Experiment]:
-    values, text = override_file(home / "config.yaml", words)
+def _of_run(home: Path, arguments: list[str], command: Sequence[str]) -> tuple[str, Experiment]:
+    values, text = override_file(home / "config.yaml", arguments)
     _check_code_is_typed(RunDir(home), values, command)
     return text, parse(values)
 
 
-def _of_words(source: Path, words: list[str]) -> tuple[str, Experiment]:
-    if not words:
+def _of_arguments(source: Path, arguments: list[str]) -> tuple[str, Experiment]:
+    if not arguments:
         raise RefusedError(
             f"evaluate {source}: it lies in no run directory, so name its recipe, for example recipe=mnist."
         )
-    composed = compose(words)
+    composed = compose(arguments)
     if composed is None:
-        raise RefusedError(f"evaluate {source}: {' '.join(words)} is no configuration.")
+        raise RefusedError(f"evaluate {source}: {' '.join(arguments)} is no configuration.")
     return composed.text, parse(composed.values)

@@ -35,8 +35,8 @@ def sync(argv: list[str], command: Sequence[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
         return EXIT_DONE
-    words = [word for word in argv if word != "--json"]
-    run, experiment, _ = stored_run("sync", words, command)
+    arguments = [argument for argument in argv if argument != "--json"]
+    run, experiment, _ = stored_run("sync", arguments, command)
     check_usable(experiment)
     held = lock.take(run.path, run.ranks, f"sync {files.typed(run.path)}")
     try:

@@ -58,6 +58,10 @@ def build(cls: type[T], values: Any, where: str) -> T:
         )
         raise RefusedError(f"{where}={values} is not a section: it has the keys {_listed(names)}.{advice}")
     names = _names(cls)
+    rest = _rest_field(cls)
+    if rest is not None:
+        others = {str(key): value for key, value in values.items() if key not in names or key == rest}
+        values = {**{key: value for key, value in values.items() if key not in others}, rest: others}
     for key in values:
         if key not in names:
             raise unknown_key(str(key), names, where)
@@ -129,6 +133,11 @@ def _names(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
+def _rest_field(cls: Any) -> str | None:
+    """Return the field that takes the keys that no other field has: the one with `rest` in its metadata."""
+    return next((field.name for field in dataclasses.fields(cls) if field.metadata.get("rest")), None)
+
+
 def _listed(words: Iterable[str]) -> str:
     return ", ".join(words) or "nothing"
 
@@ -146,7 +155,9 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         return build(hint, value, key)
     if origin is tuple:
         if isinstance(value, (list, tuple)):
-            return tuple(convert(item, typing.get_args(hint)[0], key) for item in value)
+            item_hint = typing.get_args(hint)[0]
+            keys = [f"{key}[{index}]" if isinstance(item, Mapping) else key for index, item in enumerate(value)]
+            return tuple(convert(item, item_hint, item_key) for item, item_key in zip(value, keys, strict=True))
         raise _wrong(value, hint, key)
     if origin is Mapping:
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
@@ -168,6 +179,9 @@ def convert(value: Any, hint: Any, key: str) -> Any:
 
 def _one_of(value: Any, hints: tuple[Any, ...], key: str) -> Any:
     for hint in hints:
+        if _holds_sections(value, hint):
+            return convert(value, hint, key)  # its own error names the key inside
+    for hint in hints:
         try:
             return convert(value, hint, key)
         except RefusedError:
@@ -175,9 +189,26 @@ def _one_of(value: Any, hints: tuple[Any, ...], key: str) -> Any:
     raise _wrong(value, Union[hints], key)  # noqa: UP007
 
 
+def _holds_sections(value: Any, hint: Any) -> bool:
+    """Return whether a value is a section, or a list of sections, and a type stands for one."""
+    if isinstance(value, Mapping):
+        return dataclasses.is_dataclass(hint)
+    if typing.get_origin(hint) is not tuple or not isinstance(value, (list, tuple)) or not value:
+        return False
+    return dataclasses.is_dataclass(typing.get_args(hint)[0]) and all(isinstance(item, Mapping) for item in value)
+
+
 def shown(value: Any) -> str:
     """Write a value as it is typed."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_shown_inside(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown_inside, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shown_inside(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else shown(value)
 
 
 def _wrong(value: Any, hint: Any, key: str) -> RefusedError:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpexp.config.instantiate import Node, Trust
+from ddpexp.config.param_groups import FreezeUntil, LayerDecay, ParamGroup, Patterns
 from ddpexp.launch import Timeout
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.strategy.ddp_options import DDPOptions
@@ -105,6 +106,10 @@ class Trainer:
     eval_at_start: bool = False
     keep_best_k: int = 1
     keep_every: int | None = None
+    param_groups: tuple[ParamGroup, ...] | None = None
+    layer_decay: LayerDecay | None = None
+    freeze: Patterns | None = None
+    freeze_until: FreezeUntil | tuple[FreezeUntil, ...] | None = None
     lora: LoRA | None = None
 
     @property

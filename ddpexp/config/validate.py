@@ -11,6 +11,8 @@ from ddpexp.config.build import nearest, shown, unknown_key
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.instantiate import Node
 from ddpexp.config.numerics import check_param_dtype, check_speed
+from ddpexp.config.optimizer_arguments import arguments_of, check_arguments
+from ddpexp.config.param_groups import check_freeze_until, check_layer_decay, check_param_groups, late_starts
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, LoRA, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
@@ -93,9 +95,13 @@ def check(experiment: Experiment) -> None:
     """
     _check_trainer(experiment.trainer)
     _check_optimizer(experiment.optimizer)
+    check_param_groups(experiment.trainer.param_groups or (), arguments_of(experiment.optimizer.target))
+    check_layer_decay(experiment.trainer.layer_decay)
+    check_freeze_until(late_starts(experiment.trainer.freeze_until))
     _check_recipe(experiment.recipe)
     _check_run(experiment.run)
     _check_data(experiment.data)
+    check_arguments(experiment.optimizer)
     experiment.strategy.check(experiment.trainer)
     _check_together(experiment)
 

@@ -12,13 +12,14 @@ import json
 import resource
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
@@ -30,15 +31,18 @@ from ddpexp.data.samples import tensors_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.memory import Facts, Parameter
+from ddpexp.strategy.memory import Facts, Parameter, ParamGroup
 from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
 from ddpexp.system.limits import reason
 from ddpexp.system.oom import memory_left
 from ddpexp.system.process import die_with_parent
-from ddpexp.task import HasOptimizers, HasTrainStep, Task
+from ddpexp.task import HasTrainStep, Task
 from ddpexp.train.build import count_steps, open_data
+from ddpexp.train.build_optimizers import build_optimizers
+from ddpexp.train.freezing import LateStarts, freeze
 from ddpexp.train.lora import add_adapters
+from ddpexp.train.param_groups import describe, groups_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it
@@ -89,7 +93,7 @@ def collect(
     }
     models, single, device = _models(experiment, notes)
     named = _named(models)
-    optimizer_bytes = _optimizer_bytes(experiment, models, single, notes)
+    optimizers = _optimizers(experiment, models, single)
     batch_bytes = activations = None
     if num_samples is None:
         samples = min(plan.micro_batch_size, len(train), _MOST_SAMPLES)
@@ -114,7 +118,7 @@ def collect(
         ],
         buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
         state_bytes={name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()},
-        optimizer_bytes=optimizer_bytes,
+        optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
         activations_bytes=activations,
         batch_bytes=batch_bytes,
         data_bytes=data_bytes,
@@ -123,6 +127,8 @@ def collect(
         sums_bytes=sums_bytes,
         shared_bytes=shared_bytes,
         notes=notes,
+        groups=list(_groups(experiment, models, single, optimizers)),
+        late_starts=LateStarts.of(trainer, models, single).texts(),
     )
     return facts, steps
 
@@ -149,6 +155,7 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
         _bound_memory()
         built = instantiate(experiment.model, experiment.trust, "model")
     add_adapters(built, experiment.trainer)
+    freeze(built, experiment.trainer)
     built = lowered(built, experiment.trainer)
     single = isinstance(built, nn.Module)
     models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
@@ -162,19 +169,30 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
     return models, single, device
 
 
-def _optimizer_bytes(experiment: Experiment, models: Models, single: bool, notes: dict[str, str]) -> int:
-    """Make the optimizers and have each take a step, after which they hold what they keep."""
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = instantiate(experiment.optimizer, experiment.trust, "optimizer", parameters)
-        return optimizer
-
-    parameters = [p for module in models.values() for p in module.parameters()]
+def _optimizers(experiment: Experiment, models: Models, single: bool) -> Mapping[str, Optimizer]:
     task = instantiate(experiment.task, experiment.trust, "task")
-    model = models["model"] if single else models
-    optimizers = (
-        task.optimizers(model, make) if isinstance(task, HasOptimizers) else {"optimizer": make(iter(parameters))}
-    )
+    parameters = [p for module in models.values() for p in module.parameters()]
+    return build_optimizers(experiment, task, models, single, lambda: parameters)
+
+
+def _groups(
+    experiment: Experiment, models: Models, single: bool, optimizers: Mapping[str, Optimizer]
+) -> Iterator[ParamGroup]:
+    """Yield the parameter groups of the optimizers."""
+    described = list(describe(models, single).values())
+    conditions = {group.name: "; ".join(group.conditions) for group in groups_of(experiment, described) or ()}
+    for optimizer, one in optimizers.items():
+        for number, group in enumerate(one.param_groups):
+            parameters, name = group["params"], str(group.get("name", number))
+            yield ParamGroup(
+                optimizer, name, conditions.get(name, ""), len(parameters), sum(p.numel() for p in parameters),
+                sum(p.numel() for p in parameters if p.requires_grad), float(group["lr"]), group.get("weight_decay"),
+            )  # fmt: skip
+
+
+def _optimizer_bytes(optimizers: Mapping[str, Optimizer], models: Models, notes: dict[str, str]) -> int:
+    """Have each optimizer take a step, after which it holds what it keeps."""
+    parameters = [p for module in models.values() for p in module.parameters()]
     for p in parameters:
         p.grad = torch.empty_like(p) if p.requires_grad else None
     try:

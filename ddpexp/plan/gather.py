@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.memory import Facts, Parameter
+from ddpexp.strategy.memory import Facts, Parameter, ParamGroup
 from ddpexp.system.programs import python
 
 
@@ -47,4 +47,5 @@ def gather(
         raise DdpexpError(f"the model could not be built: {result['failed']}")
     facts = result["facts"]
     parameters = [Parameter(**parameter) for parameter in facts["parameters"]]
-    return Facts(**{**facts, "parameters": parameters}), result["steps"]
+    groups = [ParamGroup(**group) for group in facts["groups"]]
+    return Facts(**{**facts, "parameters": parameters, "groups": groups}), result["steps"]

@@ -46,6 +46,16 @@ class Outcome:
         """Return how many samples an epoch leaves out; they differ from epoch to epoch."""
         return self.facts.num_samples % self.batch.global_batch_size
 
+    @property
+    def num_parameters(self) -> int:
+        """Return the number of elements of all parameters."""
+        return sum(parameter.num_elements for parameter in self.facts.parameters)
+
+    @property
+    def num_trained(self) -> int:
+        """Return the number of elements of the parameters that are not frozen."""
+        return sum(parameter.num_elements for parameter in self.facts.parameters if parameter.trained)
+
     def traffic(self) -> Traffic:
         """Return what the ranks send one another in a step."""
         return self.experiment.strategy.traffic(self.facts, self.experiment.trainer, self.assumed.layout)
@@ -111,7 +121,9 @@ class Outcome:
             "run_dir": self.folder,
             "resumes": self.resumes is not None,
             **self._requests(),
-            "parameters": sum(parameter.num_elements for parameter in self.facts.parameters),
+            "parameters": self.num_parameters,
+            "trained_parameters": self.num_trained,
+            "groups": [asdict(group) for group in self.facts.groups],
             "reduction": self.traffic().transport,
             "buckets": [asdict(bucket) for bucket in cut],
             "memory": {

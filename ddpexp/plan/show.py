@@ -42,6 +42,7 @@ def render(outcome: Outcome) -> RenderableType:
     return Lines(
         *(Text(f"{name:<12}{one_line(text)}") for name, text in _lines(outcome).items()),
         "",
+        *_groups(outcome),
         _memory(outcome),
         Text(_OF_GPUS if outcome.assumed.layout.device == "cuda" else _UNCOUNTED, style="dim"),
         "",
@@ -60,13 +61,14 @@ def _lines(outcome: Outcome) -> dict[str, str]:
     crowded = f"; {busy} threads share {outcome.assumed.cores} cores" if busy > outcome.assumed.cores else ""
     threads = "1 thread" if layout.threads == 1 else f"{layout.threads} threads"
     epochs = epochs_text(outcome.num_steps / outcome.steps_per_epoch, outcome.steps_per_epoch)
-    parameters = sum(parameter.num_elements for parameter in outcome.facts.parameters)
+    frozen = outcome.num_parameters - outcome.num_trained
+    parts = f" ({outcome.num_trained:,} trained, {frozen:,} frozen)" if frozen else ""
     model = experiment.model.target.rpartition(".")[2]
     data = outcome.facts.notes.get("samples", experiment.data.target)
     lines = {
         "recipe": experiment.recipe.name,
         "data": f"{data}; {outcome.facts.num_samples:,} samples to train",
-        "model": f"{model}, {parameters:,} parameters, {experiment.trainer.computes_in}",
+        "model": f"{model}, {outcome.num_parameters:,} parameters{parts}, {experiment.trainer.computes_in}",
         "world": f"{workers} ({layout.backend}{_TRANSPORTS[outcome.traffic().transport]}), {threads} each{crowded}",
         "batch": f"{batch.global_batch_size:,} = {batch.formula()}",
         "steps": f"{outcome.num_steps:,}: {epochs}, each leaves out {outcome.dropped_samples:,} samples",
@@ -76,6 +78,29 @@ def _lines(outcome: Outcome) -> dict[str, str]:
     if request is not None:
         lines[request.scheduler.name] = request.summary
     return lines
+
+
+def _groups(outcome: Outcome) -> list[RenderableType]:
+    """Return the table of parameter groups, where there is more than one or some parameters are frozen."""
+    from rich.table import Table
+
+    facts = outcome.facts
+    if len(facts.groups) < 2 and outcome.num_trained == outcome.num_parameters and not facts.late_starts:
+        return []
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("parameter group")
+    for title in ("tensors", "trained", "frozen", "lr", "weight decay"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    several = len({group.optimizer for group in facts.groups}) > 1
+    for group in facts.groups:
+        name = f"{group.optimizer}/{group.name}" if several else group.name
+        table.add_row(
+            one_line(name), f"{group.num_parameters:,}", f"{group.num_trained:,}",
+            f"{group.num_elements - group.num_trained:,}", f"{group.lr:.6g}",
+            "" if group.weight_decay is None else f"{group.weight_decay:.6g}", one_line(group.conditions),
+        )  # fmt: skip
+    return [table, *map(one_line, facts.late_starts), ""]
 
 
 def _memory(outcome: Outcome) -> RenderableType:

@@ -19,6 +19,20 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class ParamGroup:
+    """A parameter group of an optimizer."""
+
+    optimizer: str
+    name: str
+    conditions: str  # by which the configuration has chosen its parameters; empty: it has not
+    num_parameters: int  # tensors
+    num_elements: int
+    num_trained: int  # elements that are not frozen
+    lr: float
+    weight_decay: float | None  # None: the optimizer has no such setting
+
+
+@dataclass(frozen=True)
 class Facts:
     """What was learnt from building the model, its optimizers and the data; see `ddpexp.plan.build`."""
 
@@ -34,6 +48,8 @@ class Facts:
     sums_bytes: int = 0  # of trainer.reduction=exact
     shared_bytes: int = 0  # the memory through which the workers of a machine reduce; 0: they do not
     notes: Mapping[str, str] = field(default_factory=dict)  # by what they are about
+    groups: Sequence[ParamGroup] = ()
+    late_starts: Sequence[str] = ()  # what trainer.freeze_until freezes at first
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class ShardedOptimizer(Optimizer):
 
     Its parameter groups hold the whole parameters, which every rank has, with their whole gradients. `step` updates the
     rows of this rank, then every rank gets the rows of the others. Parameters whose rows are no contiguous memory, and
-    those without dimensions, are updated by every rank.
+    those without dimensions, are updated by every rank; frozen ones have no gradient, so by none.
     """
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
@@ -106,7 +106,7 @@ class ShardedOptimizer(Optimizer):
         self.defaults = optimizer.defaults
         self.param_groups = [dict(group) for group in optimizer.param_groups]
         self._whole = [parameter for group in self.param_groups for parameter in group["params"]]
-        cut = [parameter for parameter in self._whole if has_contiguous_rows(parameter)]
+        cut = [parameter for parameter in self._whole if parameter.requires_grad and has_contiguous_rows(parameter)]
         self.by_rows = can_be_cut(optimizer)
         divided = divide([parameter.shape for parameter in cut], world.world_size, self.by_rows)
         self._rows = {parameter: rows[world.rank] for parameter, rows in zip(cut, divided, strict=True)}

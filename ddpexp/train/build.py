@@ -34,10 +34,12 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
-from ddpexp.task import HasOptimizers, Schedule
+from ddpexp.task import Schedule
 from ddpexp.train.activation_checkpointing import checkpoint_activations
 from ddpexp.train.average import WeightAverage
+from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.callbacks.hooks import Callbacks
+from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
 from ddpexp.train.lora import add_adapters
@@ -46,7 +48,6 @@ from ddpexp.train.recipe_checks import (
     check_callback,
     check_logger,
     check_model,
-    check_optimizers,
     check_signature,
     check_splits,
     check_takes_directory,
@@ -68,11 +69,6 @@ class RunContext:
     control: Control
     log: logging.Logger
 
-
-NO_PARAMETERS = (
-    "an optimizer was built for no parameters: the model has none, or layers in a plain Python list, which torch does "
-    "not find. Put them into a torch.nn.ModuleList."
-)
 
 _DATA_SEED = seed_of(0, DATA, 0, 0)
 
@@ -193,6 +189,7 @@ def build_model(experiment: Experiment, trains: bool = True, sharded: bool = Fal
         instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=trains
     )
     add_adapters(model, experiment.trainer)
+    freeze(model, experiment.trainer)
     return lowered(model, experiment.trainer, sharded)
 
 
@@ -359,24 +356,8 @@ def build_loop(
     evaluates = bool(evals) and (trainer.eval_every != 0 or trainer.eval_at_start)
     check_task(task, experiment.task.target, evaluates)
 
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        if not isinstance(parameters, Mapping | torch.Tensor):
-            parameters = list(parameters)
-            if not parameters:
-                raise RefusedError(NO_PARAMETERS)
-        optimizer: torch.optim.Optimizer = instantiate(experiment.optimizer, trust, "optimizer", parameters)
-        return optimizer
-
-    def make_all(model: Any) -> Mapping[str, torch.optim.Optimizer]:
-        if isinstance(task, HasOptimizers):
-            optimizers: Mapping[str, torch.optim.Optimizer] = check_optimizers(
-                task.optimizers(model, make), task.optimizers
-            )
-            return optimizers
-        parameters = strategy.parameters()
-        if trainer.lora is not None:
-            parameters = (parameter for parameter in parameters if parameter.requires_grad)
-        return {"optimizer": make(parameters)}
+    def make_all(_model: Any) -> Mapping[str, torch.optim.Optimizer]:
+        return build_optimizers(experiment, task, strategy.modules, strategy.single, strategy.parameters)
 
     return Loop(
         task=task,

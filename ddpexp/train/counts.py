@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddpexp.distributed.transfers import is_host
+from ddpexp.distributed.transfers import is_host, moved
 from ddpexp.errors import DdpexpError
 
 
@@ -73,3 +73,10 @@ def totals_on_device(counts: Tensor, places: Tensor) -> Tensor:
     torch.cumsum(places[1:] != places[:-1], 0, out=number[1:])
     totals = torch.zeros_like(counts).index_add_(0, number, counts.index_select(0, order))
     return totals.where(torch.arange(len(totals), device=totals.device) <= number[-1], torch.nan)
+
+
+def stack_counts(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return counts as one tensor of float64 on the device."""
+    if len({(value.dtype, value.device) for value in values}) == 1:
+        return moved(torch.stack(list(values)).to(torch.float64), device)  # one conversion for all
+    return torch.stack([moved(value.to(torch.float64), device) for value in values])

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from ddpexp.config.schema import Trainer
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.distributed.world import World
-from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
@@ -32,10 +31,11 @@ from ddpexp.train.callbacks.base import RunView
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.due import Due
 from ddpexp.train.evaluation import Evaluation
+from ddpexp.train.freezing import LateStarts
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.metrics import Clock, MetricAccumulator, MetricError, nonfinite_error
 from ddpexp.train.optimizer_step import Step
-from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
+from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizers, settings
 from ddpexp.train.precision import Precision
 from ddpexp.train.state import Checkpointer, Outcome, TrainState
 from ddpexp.train.task_checks import mean_for_a_sum
@@ -84,6 +84,7 @@ class Loop:
             self.options.seed, self.options.reduction, self.options.clip_grad_norm, self.options.clip_grad_value,
             self.num_steps, self._records_graphs(),
             self.callbacks.call_on_gradients if self.callbacks.on_gradients else None,
+            LateStarts.of(self.options, self.strategy.modules, self.strategy.single),
         )  # fmt: skip
         self._evaluation = Evaluation(
             self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
@@ -131,13 +132,9 @@ class Loop:
         Raises:
             RefusedError: the state is of other optimizers.
         """
-        if optimizers.keys() != self.optimizers.keys():
-            raise RefusedError(
-                f"the checkpoint holds the optimizers {', '.join(optimizers)}, and the run has "
-                f"{', '.join(self.optimizers)}."
-            )
-        for name, optimizer in self.optimizers.items():
-            restore_optimizer(optimizer, optimizers[name], self._parameter_names, name, self.strategy)
+        notes = restore_optimizers(self.optimizers, optimizers, self._parameter_names, self.strategy)
+        for note in notes:
+            logging.getLogger("ddpexp").info(note)
         self.precision.restore(precision)
 
     def _start(self) -> None:

@@ -21,7 +21,8 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.replica import clip_values
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasTrainStep, Sums, Task
-from ddpexp.train.counts import GlobalCounts
+from ddpexp.train.counts import GlobalCounts, stack_counts
+from ddpexp.train.freezing import LateStarts
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import check_loss, check_sums, check_unchanged, gradients_of, own_backward
 from ddpexp.train.undo import Undo
@@ -51,6 +52,7 @@ class Step:
     num_steps: int
     records_graphs: bool = False  # torch.compile uses CUDA graphs
     on_gradients: Callable[[Sequence[Optimizer]], None] | None = None  # of callbacks
+    late_starts: LateStarts = field(default_factory=LateStarts)
     want_norm: bool = False
     norms: dict[str, Tensor] = field(default_factory=dict)  # of the last step, before clipping; see `apply`
     moved: bool = False  # whether an optimizer has changed parameters in this step
@@ -105,6 +107,7 @@ class Step:
             DdpexpError: gradients that no optimizer has used.
         """
         self._step, self._passes, self.norms, self.moved = step, 0, {}, False
+        self.late_starts.report(step)
         if self.records_graphs:
             # Once a step: torch would let each micro-batch overwrite the gradients that the ones before have left in
             # the memory of its graphs. Source: https://github.com/pytorch/pytorch/issues/169545
@@ -224,6 +227,7 @@ class Step:
             self._check_gradients(optimizers)
         if self._counts:
             self._scale_by_counts()
+        self.late_starts.drop_gradients(self._step)
         if self._draws:
             seed_torch(seed_of(self.seed, OPTIMIZER, self._step, 0), self.world.device)
         if self.precision.skips:
@@ -315,7 +319,7 @@ class Step:
 
         Ranks: all; communicates.
         """
-        counted, data = _stack(self._counts, self.world.device), self.strategy.data
+        counted, data = stack_counts(self._counts, self.world.device), self.strategy.data
         codes = torch.tensor([turn * _MAX_CALLS + position for turn, position in self._places], dtype=torch.float64)
         each = counted.new_zeros(2, data.size, len(counted))
         if data.reports:
@@ -390,9 +394,3 @@ class _MicroBatch(AbstractContextManager[None]):
 
 def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    if len({(value.dtype, value.device) for value in values}) == 1:
-        return moved(torch.stack(list(values)).to(torch.float64), device)  # one conversion for all
-    return torch.stack([moved(value.to(torch.float64), device) for value in values])

@@ -8,10 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddpexp.data.batch_plan import counted
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.base import Stored, Strategy
 from ddpexp.strategy.optimizer_state import load_optimizer
 from ddpexp.strategy.sharded_optimizer import ShardedOptimizer
+
+_SET_ANEW = ("params", "lr", "name")  # what a group has in each start anew
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -36,14 +39,15 @@ def rates_by_name(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
     """Return the learning rates by the suffix that each gets in records, after `lr`.
 
     The suffix is empty for a single optimizer, `/head` for the optimizer `head` of several, and `/head/1` for its group
-    1 if its groups have different rates.
+    1 if its groups have different rates; a group with a name has that in place of its number.
     """
     by_suffix: dict[str, float] = {}
     for name, optimizer in optimizers.items():
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         prefix = f"/{name}" if len(optimizers) > 1 else ""
         if len(set(rates)) > 1:
-            by_suffix |= {f"{prefix}/{number}": rate for number, rate in enumerate(rates)}
+            labels = [group.get("name", number) for number, group in enumerate(optimizer.param_groups)]
+            by_suffix |= {f"{prefix}/{label}": rate for label, rate in zip(labels, rates, strict=True)}
         else:
             by_suffix[prefix] = rates[0]
     return by_suffix
@@ -69,19 +73,39 @@ def optimizer_state(
     return {"groups": groups, "state": dict(sorted(state.items(), key=lambda item: str(item[0]))), "others": others}
 
 
+def restore_optimizers(
+    optimizers: Mapping[str, Optimizer],
+    saved: Mapping[str, Mapping[str, Any]],
+    names: Mapping[str, Tensor],
+    strategy: Strategy | None = None,
+) -> list[str]:
+    """Load saved state into newly built optimizers; return what the user should know, a sentence each.
+
+    Raises:
+        RefusedError: the state is of other optimizers, or of other parameters.
+    """
+    if saved.keys() != optimizers.keys():
+        raise RefusedError(
+            f"the checkpoint holds the optimizers {', '.join(saved)}, and the run has {', '.join(optimizers)}."
+        )
+    notes = [restore_optimizer(one, saved[name], names, name, strategy) for name, one in optimizers.items()]
+    return [note for note in notes if note]
+
+
 def restore_optimizer(
     optimizer: Optimizer,
     saved: Mapping[str, Any],
     names: Mapping[str, Tensor],
     name: str,
     strategy: Strategy | None = None,
-) -> None:
+) -> str:
     """Load saved state into a newly built optimizer; of the state of a parameter no more than this rank holds is read.
 
     Without a `strategy` every rank holds all.
 
     Settings such as betas are restored too, except those that the user has changed since: these were built with a
-    different value than the one that the checkpoint records as built.
+    different value than the one that the checkpoint records as built. If the same parameters are grouped in another
+    way, each keeps its state and gets the settings of its new group; returns a sentence about that, else nothing.
 
     Raises:
         RefusedError: the state is of another kind of optimizer, or of other parameters.
@@ -98,22 +122,70 @@ def restore_optimizer(
         }
         states = _all_read(states)
     state = {**_all_read(state), "state": states}
-    fresh = settings(optimizer)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group["params"]) for group in state["param_groups"]]
-    if sizes != saved_sizes:
+    members = [set(group["params"]) for group in state["param_groups"]]
+    positions = [set(group) for group in _positions(optimizer)]
+    same_parameters = "by_position" not in saved and set().union(*members) == set().union(*positions)
+    if members != positions and not same_parameters:
         raise RefusedError(
             f"the checkpoint's {name} holds groups of {saved_sizes} parameters, and this run's has {sizes}: it is of "
             "another model."
         )
-    groups = []
-    for now, then, built in zip(fresh, state["param_groups"], _all_read(saved["built"]), strict=True):
-        kept = {key: value for key, value in then.items() if key == "params" or now.get(key) == built.get(key)}
-        groups.append({**then, **{key: value for key, value in now.items() if key not in kept}})
+    note, start = "", _all_read(saved["built"])
+    if members == positions:
+        groups = [
+            _same_group(now, then, built)
+            for now, then, built in zip(settings(optimizer), state["param_groups"], start, strict=True)
+        ]
+    else:
+        groups = _other_groups(optimizer, state["param_groups"], start, name)
+        note = (
+            f"the checkpoint's {name} has {counted(len(members), 'parameter group')}, and this run's "
+            f"{len(positions)}, of the same parameters: their state is kept, with the settings of the new groups"
+        )
     try:
         load_optimizer(optimizer, {**state, "param_groups": groups})
     except (KeyError, ValueError, RuntimeError) as error:
         raise RefusedError(f"the checkpoint's {name} does not fit {type(optimizer).__name__}: {error}") from None
+    return note
+
+
+def _same_group(now: Mapping[str, Any], then: Mapping[str, Any], built: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a restored group: those of the checkpoint, but what was built otherwise in this run."""
+    kept = {key: value for key, value in then.items() if key == "params" or now.get(key) == built.get(key)}
+    return {**then, **{key: value for key, value in now.items() if key not in kept}}
+
+
+def _other_groups(
+    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], built: Sequence[Mapping[str, Any]], name: str
+) -> list[dict[str, Any]]:
+    """Return the groups of this run, with what the optimizer itself has changed in the settings of those saved.
+
+    Raises:
+        RefusedError: it has changed them differently in groups of which a new one has parameters.
+    """
+    changed = [
+        {key: value for key, value in then.items() if key not in _SET_ANEW and value != start.get(key)}
+        for then, start in zip(saved, built, strict=True)
+    ]
+    groups = []
+    for now, positions in zip(settings(optimizer), _positions(optimizer), strict=True):
+        sources = [kept for then, kept in zip(saved, changed, strict=True) if set(then["params"]) & set(positions)]
+        if any(kept != sources[0] for kept in sources):
+            key = next(key for kept in sources for key in kept)
+            raise RefusedError(
+                f"the checkpoint's {name} has other parameter groups, and {type(optimizer).__name__} keeps {key} for "
+                "each of them, so they cannot be regrouped. Resume with the groups that the run was started with."
+            )
+        groups.append({**now, **sources[0], "params": positions})
+    return groups
+
+
+def _positions(optimizer: Optimizer) -> list[list[int]]:
+    """Return the positions of the parameters of each group."""
+    numbers = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
+    return [[next(numbers) for _ in group["params"]] for group in optimizer.param_groups]
 
 
 def _by_position(
@@ -122,26 +194,18 @@ def _by_position(
     """Return the state in the form of `state_dict`, by the positions of this optimizer's parameters.
 
     Raises:
-        RefusedError: it is of other parameters, or they are grouped differently.
+        RefusedError: it is of other parameters.
     """
     positions = {id(parameter): index for index, parameter in enumerate(_parameters(optimizer))}
     position_of = {key: positions[id(parameter)] for key, parameter in names.items() if id(parameter) in positions}
     position_of |= {key: index for index, key in enumerate(_names_in_order(optimizer, names)) if key not in position_of}
-    groups = []
-    for now, then in zip(optimizer.param_groups, saved["groups"], strict=False):
-        order = [positions[id(parameter)] for parameter in now["params"]]
-        saved_positions = [position_of.get(key) for key in then["params"]]
-        if sorted(order) != sorted(index for index in saved_positions if index is not None) or None in saved_positions:
-            other = next(
-                (key for key, index in zip(then["params"], saved_positions, strict=True) if index not in order), None
-            )
-            what = f"state for {other}" if other is not None else f"{len(saved_positions)} parameters"
-            raise RefusedError(
-                f"the checkpoint's {name} holds {what} in a group that has {len(order)} other parameters in this run: "
-                "it is of another model, or of other groups."
-            )
-        groups.append({**then, "params": order})
-    groups += [dict(group) for group in saved["groups"][len(groups) :]]
+    unknown = [key for group in saved["groups"] for key in group["params"] if key not in position_of]
+    if unknown:
+        raise RefusedError(
+            f"the checkpoint's {name} holds state for {unknown[0]}, which this run's does not train: it is of another "
+            "model, or of other optimizers."
+        )
+    groups = [{**group, "params": sorted(position_of[key] for key in group["params"])} for group in saved["groups"]]
     state = {position_of.get(key, key): value for key, value in saved["state"].items()}
     return {"param_groups": groups, "state": state, **saved["others"]}
 

@@ -18,7 +18,9 @@ from ddpexp.strategy.replica import Models
 from ddpexp.system.files import dumps, relative, write
 from ddpexp.system.hardware import usable_cores
 from ddpexp.system.secrets import masked_tree
-from ddpexp.system.text import metric_text, one_line
+from ddpexp.system.text import first_few, metric_text, one_line
+from ddpexp.train.freezing import count_text
+from ddpexp.train.param_groups import group_texts
 from ddpexp.train.state import Outcome
 
 
@@ -31,6 +33,7 @@ class Report:
     layout: Layout
     prepared: Mapping[str, Any] | None  # what `prepare` of the data section returned
     models: Models
+    single: bool  # the model is one module, not a mapping of modules
     shares_memory: bool  # gradients are reduced through shared memory, not by the backend
     train: TrainBatches
     num_steps: int
@@ -38,7 +41,8 @@ class Report:
     def headline(self) -> str:
         """Return what will run, in a few lines."""
         experiment, layout, plan = self.experiment, self.layout, self.train.plan
-        size = sum(p.numel() for module in self.models.values() for p in module.parameters())
+        size = count_text(experiment.trainer, self.models, self.single)
+        groups = group_texts(experiment, self.models, self.single)
         note = self.prepared.get("note") if self.prepared else None
         workers = counted(layout.world_size, "GPU worker" if layout.device == "cuda" else "CPU worker")
         cores, local = usable_cores(), layout.world_size // layout.nodes
@@ -51,7 +55,8 @@ class Report:
         lines = {
             "recipe": " ".join([experiment.recipe.name, *self.run.options()]),
             "data": (note or f"{experiment.data.target}, {len(self.train.data):,} samples to train") + self._limits(),
-            "model": f"{_model(experiment.model)}, {size:,} parameters, {_numbers(experiment.trainer)}",
+            "model": f"{_model(experiment.model)}, {size}, {_numbers(experiment.trainer)}",
+            **({"groups": f"{len(groups)}: {first_few(groups, 6)}"} if groups else {}),
             "world": f"{workers} ({layout.backend}{shared}), {counted(layout.threads, 'thread')} each{crowded}",
             "batch": f"{plan.global_batch_size} = {batch}",
             "steps": f"{self.num_steps:,} ({epochs_text(epochs, per_epoch)})",

@@ -179,18 +179,23 @@ def build(context: RunContext) -> Built:
     checkpointer.recorded, checkpointer.inputs = recorded, inputs
     checkpointer.callbacks = build_callbacks(experiment, replace(world, memory=strategy.memory), num_steps)
     report = Report(
-        experiment, run, context.layout, context.prepared, strategy.modules, strategy.memory is not None, batches,
-        num_steps,
+        experiment, run, context.layout, context.prepared, strategy.modules, strategy.single,
+        strategy.memory is not None, batches, num_steps,
     )  # fmt: skip
     log.info(report.headline())
-    if trainer.param_dtype != "fp32":
-        log.info("trainer.param_dtype=bf16: the weights are not promised to be the same with every strategy")
-    if other_bits := experiment.strategy.other_bits(trainer, plan.gradient_accumulation_steps):
-        log.info(other_bits)
+    _log_other_bits(experiment, plan.gradient_accumulation_steps, log)
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
     initial_weights.finish()
     return Built(loop, checkpointer, report, newest, damaged, compilations)
+
+
+def _log_other_bits(experiment: Experiment, gradient_accumulation_steps: int, log: logging.Logger) -> None:
+    """Log which options change the last bits of the weights."""
+    if experiment.trainer.param_dtype != "fp32":
+        log.info("trainer.param_dtype=bf16: the weights are not promised to be the same with every strategy")
+    if other_bits := experiment.strategy.other_bits(experiment.trainer, gradient_accumulation_steps):
+        log.info(other_bits)
 
 
 def restore(context: RunContext, built: Built) -> None:

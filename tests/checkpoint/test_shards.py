@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from safetensors.torch import load
 
 from ddpexp.checkpoint import format as on_disk
 from ddpexp.checkpoint import tensors as on_file
-from ddpexp.checkpoint.format import Checkpoint, File, Piece
+from ddpexp.checkpoint.format import Checkpoint, File, Piece, scan
 from ddpexp.checkpoint.layout import copy_span, lay_out, share
+from ddpexp.checkpoint.pages import route
 from ddpexp.checkpoint.reader import copy_into
 from ddpexp.checkpoint.tensors import open_tensors, read_tensors
+from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.strategy.base import Shard
@@ -187,3 +190,40 @@ def test_a_sharded_tensor_is_gathered_on_rank_zero_some_rows_at_a_time(
     for size in (2, 4):
         by_rank = on_ranks(tmp_path, size, gathered)
         assert by_rank == [[[62] * 96 + [48], [2], [100]], *[[[], [], []]] * (size - 1)]
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2, 3), (0, 1, 0, 1)])
+def test_no_two_hosts_write_to_a_page(nodes: tuple[int, ...]) -> None:
+    shards = [held(rank, 4, 0) for rank in range(4)]
+    file = lay_out("model", shards[0])
+    spans = [share([lay_out("model", shards[rank])], rank, 4) for rank in range(4)]
+    routings = [route(spans, nodes, rank, 4096) for rank in range(4)]
+    hosts: dict[int, set[int]] = {}
+    times = torch.zeros(file.num_bytes)
+    for rank, routing in enumerate(routings):
+        for span in [*routing.kept, *(span for span, _ in routing.written)]:
+            times[span.offset : span.offset + span.num_bytes] += 1
+            for page in range(span.offset // 4096, (span.offset + span.num_bytes - 1) // 4096 + 1):
+                hosts.setdefault(page, set()).add(nodes[rank])
+    assert times.eq(1).all()
+    assert max(map(len, hosts.values())) == 1
+    assert 0 < routings[0].num_bytes < 40 * 4096
+    alone = route(spans, (0,) * 4, 1, 4096)
+    assert (alone.kept, alone.num_bytes) == (spans[1], 0)
+
+
+def test_ranks_of_several_hosts_write_the_file_of_one(tmp_path: Path) -> None:
+    alone = written([{name: Shard.whole(tensor) for name, tensor in TENSORS.items()}])
+    (tmp_path / "ranks").mkdir()
+
+    def write(world: World) -> None:
+        writer = Writer(tmp_path / "saved", replace(world, node_rank=world.rank // 2, local_world_size=2))
+        for step in (1, 2):
+            writer.save(step, Content({"model": held(world.rank, 4, 0)}))
+        writer.wait(end=True)
+
+    assert on_ranks(tmp_path / "ranks", 4, write) == [None] * 4
+    for checkpoint in scan(tmp_path / "saved").complete:
+        assert checkpoint.problem() is None
+        assert (checkpoint.folder / "model.safetensors").read_bytes() == alone
+    assert len(scan(tmp_path / "saved").complete) == 2

@@ -147,6 +147,10 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"optimizer__lr": True}, "optimizer.lr=true: use a number from 0, such as 0.05."),
         ({"optimizer__lr": -0.1}, "optimizer.lr=-0.1: use a number from 0, such as 0.05."),
         ({"optimizer__lr": float("nan")}, "optimizer.lr=nan: use a number from 0, such as 0.05."),
+        ({"optimizer__betas": [0.5, 0.9]}, (
+            "optimizer.betas is not an argument of torch.optim.SGD. If the recipe sets it for another "
+            "optimizer, remove it with ~optimizer.betas. Arguments: dampening, differentiable, foreach, fused, lr, "
+        )),
         ({"optimizer": {"lr": 0.1}}, "optimizer._target_ is missing: it names the class or function to call."),
         ({"scheduler__peak_at": 2}, "scheduler.peak_at=2.0 is not a fraction: use a number from 0 to 1."),
         ({"scheduler__warmup": 0.1}, "scheduler.warmup is not a known key. Available: peak_at, start, end."),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ddpexp_processes, finish
+from tests.conftest import ZYGOTES, ddpexp_processes, finish
 from tests.faults.harness import loader_workers, parent_of, pid_of
 from tests.points import ITEMS, Recipe
 
@@ -68,7 +68,7 @@ def kill_loader(chance: random.Random, process: subprocess.Popen[str]) -> None:
 
 
 def kill_everything(chance: random.Random, process: subprocess.Popen[str]) -> None:
-    for pid in sorted(ddpexp_processes(), key=lambda _: chance.random()):
+    for pid in sorted(ddpexp_processes(but=ZYGOTES), key=lambda _: chance.random()):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -15,7 +15,8 @@ from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
-from ddpexp.train.build import NO_PARAMETERS, build_schedule
+from ddpexp.train.build import build_schedule
+from ddpexp.train.build_optimizers import NO_PARAMETERS
 from ddpexp.train.process import _exit_code
 from tests.conftest import OWN_SERVER, Ddpexp, Done
 from tests.points import ITEMS, Recipe, weights

@@ -62,8 +62,7 @@ class Sharding:
         """
         world, options = self._world, self._options
         if world.world_size == 1:
-            sharded = {name: module for name, module in models.items() if name not in options.whole}
-            check_classes(sharded, options.blocks or (), BLOCKS)
+            check_classes(self._models_to_shard(models), options.blocks or (), BLOCKS)
             return
         dtype = sum_dtype(models)
         models = self._models_to_shard(models)

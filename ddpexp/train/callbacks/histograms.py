@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -34,6 +35,16 @@ class Histograms(Callback):
         if not (self.weights or self.gradients):
             raise ValueError("weights=false and gradients=false leave nothing to record: leave the callback out.")
 
+    def on_start(self, run: RunView) -> None:
+        """Warn where the run ends before any step is due."""
+        if self._period(run) > run.num_steps:
+            key, epoch = f"callbacks.{run.caller}.every", f" (an epoch has {run.steps_per_epoch})"
+            logging.getLogger("ddpexp").warning(
+                f"{key}={self.every}: nothing is recorded, since the run ends at step {run.num_steps}"
+                f"{epoch if self.every == 'epoch' else ''}. Use fewer steps, "
+                f"such as {key}={max(1, run.num_steps // 10)}."
+            )
+
     def on_gradients(self, run: RunView) -> None:
         """Record the gradients of a step that is due."""
         if self.gradients and self._is_due(run.step + 1, run):
@@ -47,7 +58,10 @@ class Histograms(Callback):
                 _record(run, f"weights/{name}", run.held(name, parameter), run.step)
 
     def _is_due(self, step: int, run: RunView) -> bool:
-        return step % (run.steps_per_epoch if self.every == "epoch" else self.every) == 0
+        return step % self._period(run) == 0
+
+    def _period(self, run: RunView) -> int:
+        return run.steps_per_epoch if self.every == "epoch" else self.every
 
 
 def _record(run: RunView, name: str, tensor: Tensor, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,7 +32,7 @@ class LRMonitor(Callback):
             raise ValueError(f"every={self.every}: use a number of steps, or null for those of trainer.log_every.")
 
     def on_start(self, run: RunView) -> None:
-        """Check that the groups have the settings.
+        """Check that the groups have the settings, and warn where the record has all of it anyway.
 
         Raises:
             RefusedError: some have not.
@@ -43,6 +44,12 @@ class LRMonitor(Callback):
                 raise RefusedError(
                     f"settings=[{name}]: no parameter group has a setting of this name. Available: {', '.join(known)}."
                 )
+        if self.every is None and not self.settings:
+            key = f"callbacks.{run.caller}"
+            logging.getLogger("ddpexp").warning(
+                f"{key} repeats the rates that every record has as train/lr. For other steps set {key}.every, for "
+                f"other settings {key}.settings, or leave the callback out."
+            )
 
     def on_step(self, run: RunView) -> None:
         """Record, if this step is to be."""
@@ -55,7 +62,7 @@ def _values(optimizers: Mapping[str, Optimizer], settings: tuple[str, ...]) -> I
         for number, group in enumerate(optimizer.param_groups):
             for key in settings:
                 for suffix, value in _numbers(key, group.get(key)).items():
-                    yield f"{key}/{optimizer_name}/{number}{suffix}", value
+                    yield f"{key}/{optimizer_name}/{group.get('name', number)}{suffix}", value
 
 
 def _numbers(key: str, value: Any) -> dict[str, float]:

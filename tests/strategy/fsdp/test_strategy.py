@@ -61,6 +61,15 @@ def test_one_worker_refuses_a_class_that_the_model_lacks_too() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("tutor", "names no model of the recipe, which has model"), ("model", "that model is trained")],
+)
+def test_one_worker_refuses_what_cannot_be_held_whole_too(name: str, sentence: str) -> None:
+    with pytest.raises(RefusedError, match=rf"^strategy\.whole=\[{name}\]:? {sentence}"):
+        FSDP(replace(OPTIONS, whole=(name,)), ALONE, Net)
+
+
+@pytest.mark.parametrize(
     ("options", "trainer", "sentence"),
     [
         ({}, {"compile": True}, "trainer.compile=true is incompatible with strategy=fsdp"),

@@ -63,3 +63,17 @@ def test_what_is_not_finite_is_left_out(points: Any, tmp_path: Path) -> None:  #
     loop.fit()
     assert len(keeps.kept["weights/model.0.weight", 1]) == weight.numel() - 1
     assert ("weights/model.0.bias", 1) not in keeps.kept
+
+
+@pytest.mark.parametrize(("every", "warns"), [(9, True), (8, False), ("epoch", False)])
+def test_a_period_longer_than_the_run_is_reported(
+    points: Any,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    every: Any,
+    warns: bool,
+) -> None:
+    loop, _, _ = fitting(points, tmp_path, Histograms(every), steps=8)
+    loop.fit()
+    expected = "callbacks.c0.every=9: nothing is recorded, since the run ends at step 8. Use fewer steps, such as callbacks.c0.every=1."
+    assert [line for line in caplog.messages if "histograms" in line or "c0" in line] == [expected] * warns

@@ -45,3 +45,20 @@ def test_a_setting_that_no_group_has_is_refused(points: Any, tmp_path: Path) -> 
     loop, _, _ = fitting(points, tmp_path, LRMonitor(settings=("momentun",)))
     with pytest.raises(RefusedError, match=r"callbacks\.c0\.settings=\[momentun\]: no .* Available: .*momentum") as _:
         loop.fit()
+
+
+@pytest.mark.parametrize(
+    ("monitor", "warns"), [(LRMonitor(), True), (LRMonitor(2), False), (LRMonitor(None, ("lr",)), False)]
+)
+def test_rates_that_the_record_has_anyway_are_reported(
+    points: Any,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monitor: LRMonitor,
+    warns: bool,
+) -> None:
+    loop, _, _ = fitting(points, tmp_path, monitor, steps=1)
+    loop.fit()
+    assert [line.split(".")[:3] for line in caplog.messages if "train/lr" in line] == [
+        ["callbacks", "c0 repeats the rates that every record has as train/lr", " For other steps set callbacks"]
+    ] * warns

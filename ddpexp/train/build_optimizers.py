@@ -1,0 +1,144 @@
+"""Build the optimizers of a run, with the parameter groups of the configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddpexp.config.build import did_you_mean, shown
+from ddpexp.config.instantiate import Node, instantiate, locate
+from ddpexp.config.schema import Experiment
+from ddpexp.errors import RefusedError
+from ddpexp.system.text import first_few
+from ddpexp.task import HasOptimizers
+from ddpexp.train.param_groups import OTHER, Group, describe, groups_of
+from ddpexp.train.recipe_checks import check_optimizers
+
+NO_PARAMETERS = (
+    "an optimizer was built for no parameters: the model has none, or layers in a plain Python list, which torch does "
+    "not find. Put them into a torch.nn.ModuleList."
+)
+
+
+def build_optimizers(
+    experiment: Experiment,
+    task: Any,
+    models: Mapping[str, nn.Module],
+    single: bool,
+    parameters: Callable[[], Iterable[nn.Parameter]],
+) -> Mapping[str, Optimizer]:
+    """Return the optimizers of the task, or a single one of the optimizer section for all `parameters()`.
+
+    Raises:
+        RefusedError: the task returns something else, or the parameter groups cannot be applied.
+    """
+    maker = Maker(experiment, models, single)
+    if not isinstance(task, HasOptimizers):
+        adapts = experiment.trainer.lora is not None  # then the optimizer has what is trained only
+        return {"optimizer": maker.make(p for p in parameters() if p.requires_grad or not adapts)}
+    model = models["model"] if single else models
+    optimizers: Mapping[str, Optimizer] = check_optimizers(task.optimizers(model, maker.make), task.optimizers)
+    maker.check_applied(optimizers, f"{type(task).__name__}.optimizers")
+    return optimizers
+
+
+class Maker:
+    """Builds optimizers from the optimizer section; tasks get its method `make`."""
+
+    def __init__(self, experiment: Experiment, models: Mapping[str, nn.Module], single: bool) -> None:
+        """Resolve the parameter groups.
+
+        Raises:
+            RefusedError: an entry matches nothing or everything.
+        """
+        self._experiment = experiment
+        described = describe(models, single)
+        groups, keys = groups_of(experiment, list(described.values())), list(described)
+        self._names = {key: parameter.names[0] for key, parameter in described.items()}
+        self._group_of = {keys[position]: group for group in groups or () for position in group.members}
+        # Of parameters that no model has, such as those of a task.
+        self._rest = next((group for group in groups or () if not group.settings), Group(OTHER, {}, (), (), ()))
+        self._grouped: set[int] = set()  # parameters in the optimizers that were made with these groups
+
+    def make(self, parameters: Any) -> Optimizer:
+        """Build an optimizer for parameters, in the configuration's groups, or for groups as torch takes them."""
+        if not isinstance(parameters, Mapping | Tensor):
+            parameters = list(parameters)
+            if not parameters:
+                raise RefusedError(NO_PARAMETERS)
+        if not self._group_of or not all(isinstance(p, Tensor) for p in parameters):
+            return self._instantiate(parameters)
+        members: dict[str, list[Tensor]] = {}
+        groups: dict[str, Group] = {group.name: group for group in (*self._group_of.values(), self._rest)}
+        for parameter in parameters:
+            members.setdefault(self._group_of.get(id(parameter), self._rest).name, []).append(parameter)
+        ordered = [groups[name] for name in groups if name in members]
+        for group in ordered:
+            self._check_settings(group, members[group.name][0])
+        optimizer = self._instantiate([{"params": members[g.name], **g.settings} for g in ordered])
+        for group, built in zip(ordered, optimizer.param_groups, strict=True):
+            self._check_by_group(group, optimizer)
+            built["name"] = group.name
+        self._grouped |= {id(parameter) for parameter in parameters}
+        return optimizer
+
+    def check_applied(self, optimizers: Mapping[str, Optimizer], source: str) -> None:
+        """Check that the optimizers of a task have the groups of the configuration.
+
+        Raises:
+            RefusedError: the task has built an optimizer itself, or with groups of its own, for a parameter that the
+            configuration puts into another group.
+        """
+        for name, optimizer in optimizers.items():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    wanted = self._group_of.get(id(parameter))
+                    if wanted is None or not wanted.settings or id(parameter) in self._grouped:
+                        continue
+                    raise RefusedError(
+                        f"{first_few(wanted.sources)} chooses settings for {self._names[id(parameter)]}, and {source} "
+                        f"puts it into groups of its own in the optimizer {name!r}: pass the parameters to make(...) "
+                        "as they are, or set their groups there and leave the key out."
+                    )
+
+    def _instantiate(self, parameters: Any, **settings: Any) -> Optimizer:
+        node = self._experiment.optimizer
+        node = Node(node.target, {**node.kwargs, **settings})
+        optimizer: Optimizer = instantiate(node, self._experiment.trust, "optimizer", parameters)
+        return optimizer
+
+    def _check_settings(self, group: Group, example: Tensor) -> None:
+        """Build an optimizer with the settings of a group, which checks their names and values as those of `optimizer`.
+
+        Raises:
+            RefusedError: it has no such setting, or does not accept its value.
+        """
+        target = self._experiment.optimizer.target
+        signature = inspect.signature(locate(target, self._experiment.trust, "optimizer")).parameters
+        accepts = [key for key in list(signature)[1:] if signature[key].kind is not inspect.Parameter.VAR_KEYWORD]
+        if not accepts:
+            return  # everything is in the groups
+        takes_any = len(accepts) < len(signature) - 1
+        for key in group.settings:
+            if key not in accepts and not takes_any:
+                raise RefusedError(
+                    f"{first_few(group.sources)}: {target} has no setting {key}.{did_you_mean(key, accepts)}"
+                )
+        try:
+            self._instantiate([example], **group.settings)
+        except Exception as error:
+            values = " ".join(f"{key}={shown(value)}" for key, value in group.settings.items())
+            raise RefusedError(f"{first_few(group.sources)}: {target} does not accept {values}: {error}") from error
+
+    def _check_by_group(self, group: Group, optimizer: Optimizer) -> None:
+        """Check that an optimizer has the settings of a group in its groups, and not for all parameters together."""
+        wrong = [key for key in group.settings if optimizer.defaults and key not in optimizer.defaults]
+        if wrong:
+            raise RefusedError(
+                f"{first_few(group.sources)}: {type(optimizer).__name__} has one {wrong[0]} for all parameters. Set "
+                f"optimizer.{wrong[0]}."
+            )
