@@ -113,7 +113,9 @@ def restore_optimizer(
     state = dict(saved["by_position"] if "by_position" in saved else _by_position(optimizer, saved, names, name))
     by_position = _names_in_order(optimizer, names)
     states = state.pop("state", {})
-    if not isinstance(optimizer, ShardedOptimizer):  # which reads its rows itself
+    if isinstance(optimizer, ShardedOptimizer):  # which reads its rows itself
+        states = {key: _nested_read(values) for key, values in states.items()}
+    else:
         states = {
             key: _rows_read(values, by_position[key], names, strategy)
             if isinstance(key, int) and key < len(by_position)
@@ -228,6 +230,13 @@ def _rows_read(values: Any, name: str, names: Mapping[str, Tensor], strategy: St
         else value
         for key, value in values.items()
     }
+
+
+def _nested_read(values: Any) -> Any:
+    """Return the state of a parameter with all tensors read but those that are its values."""
+    if not isinstance(values, Mapping):
+        return _all_read(values)
+    return {key: value if isinstance(value, Stored) else _all_read(value) for key, value in values.items()}
 
 
 def _all_read(tree: Any) -> Any:

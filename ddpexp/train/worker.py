@@ -161,8 +161,7 @@ def build(context: RunContext) -> Built:
 
     newest, damaged = choose(run, world, experiment.run.resume == "require")
     initial_weights = InitialWeights(context, newest)
-    loaded = newest is not None or initial_weights.are_complete
-    strategy = build_strategy(experiment, world, plan, initial_weights.load, loaded)
+    strategy = build_strategy(experiment, world, plan, initial_weights.load, initial_weights.are_complete)
     if newest is not None and world.is_rank_zero:
         inputs |= check_same_data(context, newest, inputs["data"], batches.steps_per_epoch)
     num_steps = count_steps(trainer, batches.steps_per_epoch)
