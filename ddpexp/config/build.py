@@ -39,6 +39,7 @@ _NO_SUCH_KEY = {  # advice for keys that only look right
     "strategy._target_": " An installed package brings your own strategy, as strategy=NAME: see docs/strategies.md.",
     "logger._target_": " Each logger has a name, as in +logger.mine._target_=mine.Logger: see docs/loggers.md.",
     "callbacks._target_": " Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/callbacks.md.",
+    "scheduler.warmup": " The rise of scheduler=onecycle is scheduler.peak_at, or scheduler.warmup_steps.",
     "hydra.sweeper.n_trials": " It is Optuna's: choose its sweeper with hydra/sweeper=optuna.",
 }
 

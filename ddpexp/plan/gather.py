@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -16,11 +16,13 @@ from ddpexp.launch import Layout
 from ddpexp.strategy.memory import Facts, Parameter, ParamGroup
 from ddpexp.system.programs import python
 
+Curves = Mapping[str, Sequence[tuple[int, float]]]  # steps and learning rates of each parameter group
+
 
 def gather(
-    text: str, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None
-) -> tuple[Facts, dict[str, int]]:
-    """Return the facts, and the steps of the run: `steps_per_epoch` and `num_steps`.
+    text: str, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None, curves: bool = False
+) -> tuple[Facts, dict[str, int], Curves]:
+    """Return the facts, the steps of the run (`steps_per_epoch` and `num_steps`), and the learning rates if wanted.
 
     `text` is the configuration; what the user's code prints goes to the standard error.
 
@@ -29,7 +31,7 @@ def gather(
     """
     reading, writing = os.pipe()
     command = python("ddpexp.plan.build:answer", os.getpid(), writing)
-    request = {"config": text, "layout": asdict(layout), "data": prepared, "num_samples": num_samples}
+    request = {"config": text, "layout": asdict(layout), "data": prepared, "num_samples": num_samples, "curves": curves}
     process = subprocess.Popen(command, pass_fds=[writing], stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
     os.close(writing)
     assert process.stdin is not None
@@ -48,4 +50,4 @@ def gather(
     facts = result["facts"]
     parameters = [Parameter(**parameter) for parameter in facts["parameters"]]
     groups = [ParamGroup(**group) for group in facts["groups"]]
-    return Facts(**{**facts, "parameters": parameters, "groups": groups}), result["steps"]
+    return Facts(**{**facts, "parameters": parameters, "groups": groups}), result["steps"], result["curves"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ddpexp.config import commands
 from ddpexp.config.compose import compose
@@ -13,7 +14,7 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.calibrate import calibrate
-from ddpexp.plan.gather import gather
+from ddpexp.plan.gather import Curves, gather
 from ddpexp.plan.layout import assume
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import Costs
@@ -34,6 +35,8 @@ trainer.nodes=512 plans for 4,096 GPUs.
   --compute_ms X       time of a pass: forward and backward of a micro-batch
   --alpha_us X         latency of a message between two workers
   --bandwidth_gbps X   what a worker sends and receives, in gigabits a second
+  --plot-schedule [FILE.png]
+                       draw the learning rate over the steps
   --calibrate          measure these three on this machine, in short runs
 
 docs/plan.md says what each number is."""
@@ -60,7 +63,8 @@ def plan(argv: Sequence[str]) -> int:
     assumed = assume(job, experiment.launcher, arguments.cores)
     resumes = job.foresee()
     data = prepare(experiment.data, experiment.trust) if arguments.num_samples is None else None
-    facts, steps = gather(composed.text, assumed.layout, data, arguments.num_samples)
+    wants_plot = arguments.plot is not None
+    facts, steps, curves = gather(composed.text, assumed.layout, data, arguments.num_samples, wants_plot)
     if arguments.num_samples is None and data is not None and data.get("note"):
         facts = replace(facts, notes={**facts.notes, "samples": data["note"]})
     trainer = experiment.trainer
@@ -74,7 +78,23 @@ def plan(argv: Sequence[str]) -> int:
         from ddpexp.plan.show import show
 
         show(outcome)
+    if arguments.plot is not None:
+        _plot(curves, arguments)
     return EXIT_DONE
+
+
+def _plot(curves: Curves, arguments: PlanArguments) -> None:
+    from ddpexp.plan.schedule_plot import draw, sketch
+
+    if not arguments.json:
+        print("\n".join(sketch(curves)))
+    if not arguments.plot:
+        return
+    try:
+        draw(curves, Path(arguments.plot))
+    except OSError as error:
+        raise RefusedError(f"plan --plot-schedule {arguments.plot}: it cannot be written: {error.strerror}.") from None
+    print_message(f"ddpexp: {arguments.plot} shows the learning rate")
 
 
 def _with_costs(outcome: Outcome, arguments: PlanArguments) -> Outcome:
