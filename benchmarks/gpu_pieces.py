@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import re
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,17 +17,16 @@ import numpy as np
 import torch
 
 from benchmarks.equal import RECIPE
+from benchmarks.gpu_machine import doctor, tests
 from benchmarks.race import Arm, Figures, last_json, median, quartiles, race, ratio, refuse_other_work
-from benchmarks.suite import ROOT, Bar, Chart, Report, Row, compare, of_rounds, records, result
+from benchmarks.suite import Bar, Chart, Report, Row, compare, of_rounds, records, result
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
-from ddpexp.system.hardware import usable_cores
 
 _TOLERANCE = 0.05  # of the loss at the end: bf16 and atomic sums make no run the same as another
 _BAR = Bar("at least", 0.98)
 _RARE = 1_000_000  # steps from one checkpoint to the next where none is wanted
 _CIFAR, _DIGITS = (50_000, 3, 32, 32), (60_000, 1, 28, 28)
-_DOCTOR_SECONDS, _TESTS_SECONDS = 60.0, 420.0
 
 
 @dataclass(frozen=True)
@@ -266,6 +262,38 @@ def scaling(place: Place) -> Report:
     return Report(rows)
 
 
+def data_parallel(place: Place) -> Report:
+    """The comparison that tutorials make: ddpexp on all GPUs against nn.DataParallel, at the same global batch."""
+    if place.gpus < 2:
+        return Report([Row("steps a second, ddpexp against nn.DataParallel", "", note="this machine shows one GPU")])
+    batch, steps, every = (4 * place.gpus, 6, 2) if place.quick else (512 * place.gpus, 200, 25)
+    data, run = place.images(_CIFAR), [f"trainer.gpus={place.gpus}", "data.on_device=true"]
+    order = place.order(256 if place.quick else _CIFAR[0], batch, steps)
+    common = [
+        "data=images", f"data.root={data}", "model.name=resnet18", f"trainer.global_batch_size={batch}",
+        f"trainer.max_steps={steps}", f"trainer.log_every={every}",
+    ]  # fmt: skip
+
+    def peer(folder: Path) -> list[str]:
+        module = "benchmarks.peers.data_parallel"
+        return [sys.executable, "-m", module, str(data), str(order), str(folder), "--every", str(every)]
+
+    def printed(_folder: Path, output: str, _begin: float, _end: float) -> dict[str, float]:
+        return dict(json.loads(output.splitlines()[-1]))
+
+    def ddpexp(folder: Path) -> list[str]:
+        return place.command(folder / "run", *common, *run)
+
+    arms = [
+        Arm("ddpexp", ddpexp, _rate, place.environ),
+        Arm("nn.DataParallel", peer, printed, place.environ),
+        Arm("ddpexp again", ddpexp, _rate, place.environ),
+    ]
+    results = race(arms, 1 if place.quick else 3, place.folder / "data-parallel", place.say)
+    what = f"steps a second, ResNet-18, {place.gpus} GPUs, not compiled, ddpexp against nn.DataParallel"
+    return Report([compare(results, what, "steps a second", _speed, "nn.DataParallel")])
+
+
 def start(place: Place) -> Report:
     """From the command to the end of the first step, beside what importing torch and opening the GPU take."""
     program = (
@@ -332,42 +360,6 @@ def stalls(lines: Sequence[tuple[int, float]], every: int) -> dict[str, float]:
 # The rest of what a machine with GPUs is asked.
 
 
-def tests(place: Place) -> Report:
-    """The tests that need a GPU."""
-    command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-n", str(min(4, usable_cores())),
-        "--dist", "load", "tests/test_gpu.py", "tests/test_two_gpus.py",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | place.environ, capture_output=True, text=True, timeout=_TESTS_SECONDS
-    )
-    place.say(done.stdout[-4000:])
-    lines = [line for line in done.stdout.splitlines() if re.search(r"\b(passed|failed|skipped|error)", line)]
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    summary = lines[-1].strip("= ") if lines else f"exit code {done.returncode}"
-    return Report([Row("pytest -m gpu", summary, met=done.returncode == 0, note="; ".join(failed)[:2000])])
-
-
-def doctor(place: Place) -> Report:
-    """What `ddpexp doctor` reports of this machine."""
-    command = [sys.executable, "-m", "ddpexp", "doctor", "--json", f"trainer.device={place.device}"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | place.environ, capture_output=True, text=True, timeout=_DOCTOR_SECONDS
-    )
-    place.say(done.stdout)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        raise RuntimeError(f"ddpexp doctor ended with {done.returncode}: {(done.stderr or done.stdout)[-500:]}")
-    levels = [line["level"] for line in lines]
-    shown = ", ".join(f"{levels.count(level)} {level}" for level in ("good", "doubtful", "bad"))
-    wrong = "; ".join(f"{line['check']}: {line['text']}" for line in lines if line["level"] != "good")
-    report = Report([Row("ddpexp doctor", shown, note=wrong)])
-    for line in lines:
-        if line["check"] in ("gpu", "links", "all_reduce", "driver", "torch_gpu"):
-            report.rows.append(Row(f"ddpexp doctor, {line['check']}", line["text"]))
-    return report
-
-
 PIECES: Mapping[str, tuple[Callable[[Place], Report], float]] = {
     "tests": (tests, 300.0),
     "doctor": (doctor, 30.0),
@@ -379,5 +371,6 @@ PIECES: Mapping[str, tuple[Callable[[Place], Report], float]] = {
     "start": (start, 90.0),
     "checkpoint": (checkpoint, 150.0),
     "scaling": (scaling, 150.0),
+    "data_parallel": (data_parallel, 150.0),
 }
 """By name, with the seconds that each may take on one H100."""

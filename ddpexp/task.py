@@ -242,3 +242,23 @@ class Schedule(Protocol):
     def factor(self, step: int, num_steps: int) -> float:
         """Return the factor of `optimizer.lr` at step `step` of 0 .. num_steps - 1."""
         ...
+
+
+@runtime_checkable
+class StatefulSchedule(Schedule, Protocol):
+    """A schedule that follows the metrics of evaluations; its state is in the checkpoints."""
+
+    def observe(self, metrics: Mapping[str, float], step: int, num_steps: int) -> None:
+        """Take in the metrics of an evaluation, such as `eval/loss`. Units: steps done.
+
+        Ranks: all, with the same metrics; must not communicate.
+        """
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state: numbers, texts, lists and mappings."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        ...

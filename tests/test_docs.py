@@ -204,6 +204,8 @@ def accept(words: Sequence[str]) -> None:
         assert answer(words[1:], by_name=True)
     elif words[:1] == ["completion"]:
         assert words[1] in SCRIPTS
+    elif words[:1] == ["trust"]:
+        assert all(re.fullmatch(r"--remove|[\w.]+", word) for word in words[1:])
     elif words[:1] == ["plan"]:
         accept_run(PlanArguments.of(words[1:]).run)
     elif words[:1] == ["doctor"]:

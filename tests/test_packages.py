@@ -72,7 +72,7 @@ def test_its_parts_are_listed_checked_and_unknown_without_it(ddpexp: Ddpexp, ins
     lines = [line.split() for line in shown.out.splitlines()]
     for line in (
         "recipe mnist, sides*", "launcher elastic, inline, mpi, shy*, slurm, spawn, torchrun-env",
-        "logger none, rows, tensorboard*", "scheduler constant, cosine, onecycle, stable*",
+        "logger none, rows, tensorboard*", "multi_step, onecycle, plateau, polynomial, stable*, torch, wsd",
         "launcher.niceness=5 a whole number",
     ):  # fmt: skip
         assert line.split() in lines, shown.out

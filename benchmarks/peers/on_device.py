@@ -16,9 +16,16 @@ from benchmarks.peers.job import EVERY, RATE
 
 
 def steps(
-    data: Path, order: Path, folder: Path, name: str, channels_last: bool, compiles: bool = True, every: int = EVERY
+    data: Path,
+    order: Path,
+    folder: Path,
+    name: str,
+    channels_last: bool,
+    compiles: bool = True,
+    every: int = EVERY,
+    parallel: bool = False,
 ) -> Iterator[None]:
-    """Take every step of the order, and yield after each.
+    """Take every step of the order, and yield after each; `parallel` uses nn.DataParallel on all visible GPUs.
 
     At the end leave the mean loss of the last record in `by_hand.json`.
     """
@@ -28,6 +35,8 @@ def steps(
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     network = model(name).to(device, memory_format=memory_format)  # type: ignore[call-overload]
     called, loss_of = torch.compile(network) if compiles else network, nn.CrossEntropyLoss()
+    if parallel:
+        called = nn.DataParallel(network)
     optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=0.9, nesterov=True)
     writer, since = SummaryWriter(folder), torch.zeros((), device=device)
     for step, row in enumerate(rows, start=1):

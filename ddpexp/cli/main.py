@@ -144,6 +144,12 @@ def _check(argv: list[str], server: Server | None) -> int:
     return check(argv[1:], server)
 
 
+def _trust(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.cli.trust import trust
+
+    return trust(argv[1:])
+
+
 def _help(argv: list[str], server: Server | None) -> int:
     arguments = [argument for argument in argv[1:] if argument not in _HELP]
     return _explain(arguments or (["help"] if len(argv) > 1 else []), server, by_name=True)
@@ -249,6 +255,7 @@ _COMMANDS = {
     "plan": _plan,
     "doctor": _doctor,
     "check": _check,
+    "trust": _trust,
     "help": _help,
     "completion": _completion,
     "member": _member,  # what launchers start, and no person types
@@ -280,7 +287,7 @@ def _will_fork(argv: list[str]) -> bool:
         return True
     if (
         not argv
-        or argv[0] in ("table", "status", "sync", "plan", "help", "completion")
+        or argv[0] in ("table", "status", "sync", "plan", "trust", "help", "completion")
         or commands.unknown(argv[0]) is not None
     ):
         return False

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ddpexp.checkpoint import weights
-from ddpexp.config import commands
+from ddpexp.config import commands, trusted
 from ddpexp.config.build import nearest
 from ddpexp.config.compose import compose
 from ddpexp.config.instantiate import Trust
@@ -218,7 +218,7 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
             )
             raise RefusedError(
                 f"{run.path} names code of its own ({key}={target}), which runs only when it is restated. If it is "
-                f"yours: python -m ddpexp {arguments}"
+                f"yours: python -m ddpexp {arguments}{trusted.advice(target)}"
             )
 
 

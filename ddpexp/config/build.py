@@ -39,6 +39,7 @@ _NO_SUCH_KEY = {  # advice for keys that only look right
     "strategy._target_": " An installed package brings your own strategy, as strategy=NAME: see docs/strategies.md.",
     "logger._target_": " Each logger has a name, as in +logger.mine._target_=mine.Logger: see docs/loggers.md.",
     "callbacks._target_": " Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/callbacks.md.",
+    "scheduler.warmup": " The rise of scheduler=onecycle is scheduler.peak_at, or scheduler.warmup_steps.",
     "hydra.sweeper.n_trials": " It is Optuna's: choose its sweeper with hydra/sweeper=optuna.",
 }
 
@@ -107,6 +108,8 @@ def unknown_key(
     """
     known, keys = [name for name in known if not name.startswith("_")], list(keys)
     typed = f"{where}.{key}" if where else key
+    if where.startswith(("trainer.", "run.")) and not known:
+        return RefusedError(f"{where} is null and has no keys: set it as a whole, as in '{where}={{{key}:...}}'.")
     if not where and _VARIABLE.fullmatch(key):
         return RefusedError(
             f"{key} is a variable of the environment, not a key: type it before the command, as in {key}=... python -m "
@@ -275,6 +278,8 @@ def spoken(hint: Any) -> str:
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
     if origin is tuple:
         return f"a list, each item {spoken(typing.get_args(hint)[0])}"
+    if dataclasses.is_dataclass(hint):
+        return f"a section with the keys {_listed(_names(hint))}"
     if origin is Mapping:
         return f"keys, each with {spoken(typing.get_args(hint)[1])}"
     return _SPOKEN.get(hint, getattr(hint, "__name__", str(hint)))

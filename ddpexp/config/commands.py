@@ -58,6 +58,10 @@ COMMANDS = (
         "check", "[key=value ...] [--config-dir DIR] [--json]", "try a recipe in two steps and report its mistakes",
         ("lint", "verify", "dry_run", "debug"),
     ),
+    Command(
+        "trust", "[--remove] [PACKAGE | PACKAGE.CLASS ...]", "let configurations name code of installed packages",
+        ("allow", "untrust"),
+    ),
     Command("help", "[COMMAND | GROUP | GROUP=OPTION | KEY ...]", "explain one command, group, option or key", ("man",
         "doc")),
     Command("completion", "bash | zsh | fish", "print the script that lets a shell complete ddpexp", ("complete",)),

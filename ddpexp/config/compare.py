@@ -202,8 +202,12 @@ def _under(key: str, names: Sequence[str]) -> bool:
 
 def _remark(key: str, new: Mapping[str, Any]) -> str:
     scheduler = new.get("scheduler")
-    constant = isinstance(scheduler, Mapping) and scheduler.get("_target_") == "constant"
-    return "the learning rate's schedule follows the new length from here on" if key in _STEPS and not constant else ""
+    fixed = (
+        isinstance(scheduler, Mapping)
+        and scheduler.get("_target_") in ("constant", "constant_with_warmup", "plateau", "torch")
+        and (not scheduler.get("warmup") or scheduler.get("warmup_steps") is not None)
+    )
+    return "the learning rate's schedule follows the new length from here on" if key in _STEPS and not fixed else ""
 
 
 def _shown(value: Any) -> str:

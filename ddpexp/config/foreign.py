@@ -69,7 +69,7 @@ _SENTENCES = {
     "pin_memory persistent_workers prefetch_factor": "The loader sets it: data.num_workers is all that is to be set.",
     "enable_checkpointing": "trainer.checkpoint_every=0 saves only at the end.",
     "warmup_steps warmup_ratio num_warmup_steps": (
-        "Schedules have one: scheduler=cosine scheduler.warmup=0.05 (of all steps)."
+        "Schedules have one: scheduler=cosine scheduler.warmup=0.05 (of all steps), or scheduler.warmup_steps=500."
     ),
 }
 _VALUES = {
@@ -84,8 +84,15 @@ _VALUES = {
     "run.resume": {"auto": "true yes latest last newest", "require": "must always force", "never": "false no none off"},
     "scheduler": {
         "constant": "none false no off",
-        "cosine": "cosineannealing cosineannealinglr cosine_annealing",
-        "onecycle": "one_cycle",
+        "constant_with_warmup": "warmup warmup_constant warmuplr",
+        "cosine": "cosineannealing cosineannealinglr cosine_annealing cosine_with_restarts",
+        "exponential": "exp exponentiallr",
+        "linear": "linearlr",
+        "multi_step": "step steplr multisteplr",
+        "onecycle": "one_cycle onecyclelr",
+        "plateau": "reducelronplateau reduce_lr_on_plateau reduce_on_plateau",
+        "polynomial": "poly polynomiallr",
+        "wsd": "warmup_stable_decay trapezoidal",
     },
     "launcher": {
         "spawn": "local ddp ddp_spawn mp process single none accelerate deepspeed fabric lightning",
@@ -119,11 +126,21 @@ _VALUES = {
     "trainer.keep_best": {"null": "off no never false disabled"},
 }
 
+NO_LBFGS = (
+    "L-BFGS evaluates the loss several times in a step, and a step here has one gradient, that of its global batch. "
+    "Use another optimizer."
+)
 _NO_DEVICE = "The workers run on GPUs of CUDA or on CPUs."
 _ADVICE_ON_VALUES = {  # patterns of values for which no single value stands
     "trainer.device": {
         r"cuda:\d+": "Did you mean trainer.device=cuda? CUDA_VISIBLE_DEVICES=0 before the command chooses GPUs.",
         "mps|tpu|xla|xpu|hpu|npu": _NO_DEVICE,
+    },
+    "optimizer": {
+        "lbfgs|l_bfgs": NO_LBFGS,
+        "lion|lamb|lars|sophia|prodigy|soap|schedule_?free|adamw?_?8bit|adamw_bnb_8bit|paged_adamw(_8bit|_32bit)?": (
+            "A package brings it, and it is named by its class: docs/optimizers.md."
+        ),
     },
     "strategy": {
         "zero_?[12]?|deepspeed(_stage_[12])?|ddp_sharded|fairscale": (

@@ -14,14 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import ddpexp
+from ddpexp.config import trusted
 from ddpexp.config.build import did_you_mean
+from ddpexp.config.foreign import NO_LBFGS
 from ddpexp.config.plugins import GROUPS, full_name, installed
 from ddpexp.config.registry import key_of, keys_of, path_of, section_of
 from ddpexp.errors import RefusedError
 
 _RECIPES = "ddpexp.recipes."  # beside them a configuration names parts of ours by their keys
 
-_OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
+_OPTIMIZERS = (
+    "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD SparseAdam"
+).split()
+_SCHEDULES = (
+    "ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LambdaLR "
+    "LinearLR MultiStepLR MultiplicativeLR OneCycleLR PolynomialLR ReduceLROnPlateau SequentialLR StepLR"
+).split()
 _MODULES = (
     "AdaptiveAvgPool1d AdaptiveAvgPool2d AvgPool1d AvgPool2d BCEWithLogitsLoss BatchNorm1d BatchNorm2d Conv1d Conv2d "
     "Conv3d "
@@ -30,7 +38,11 @@ _MODULES = (
     "RMSNorm RNN ReLU Sequential SiLU Sigmoid SmoothL1Loss Softmax Softplus SyncBatchNorm Tanh TransformerEncoder "
     "TransformerEncoderLayer Upsample"
 ).split()
-TORCH = frozenset([f"torch.optim.{name}" for name in _OPTIMIZERS] + [f"torch.nn.{name}" for name in _MODULES])
+TORCH = frozenset(
+    [f"torch.optim.{name}" for name in _OPTIMIZERS]
+    + [f"torch.optim.lr_scheduler.{name}" for name in _SCHEDULES]
+    + [f"torch.nn.{name}" for name in _MODULES]
+)
 
 _SPECIAL = ("_target_", "_partial_", "_args_")
 
@@ -114,6 +126,8 @@ def check_target(target: Any, trust: Trust, key: str) -> None:
     Raises:
         RefusedError: it is outside the allowlist, or it is one of ours that does not exist.
     """
+    if target == "torch.optim.LBFGS":
+        raise RefusedError(f"{key}={target}: {NO_LBFGS}")
     if not isinstance(target, str) or not trust.allows(target, key.removesuffix("._target_")):
         raise RefusedError(
             f"{key}={target} is not allowed: a configuration may name ddpexp's recipes, a closed set of torch classes, "
@@ -147,7 +161,11 @@ def _advice(target: str, trust: Trust, key: str) -> str:
         return f" Did you mean {re.sub(r'[.]py(?=[.:]|$)', '', target).replace(':', '.').replace('/', '.').strip('.')}?"
     if not head or root in ("torch", "nn", "optim"):
         kind = "torch.optim." if where == "optimizer" else f"{head}." if head.startswith("torch.") else ""
-        classes = {known.rpartition(".")[2].lower(): known for known in sorted(TORCH) if known.startswith(kind)}
+        classes = {
+            known.rpartition(".")[2].lower(): known
+            for known in sorted(TORCH)
+            if known.startswith(kind) and (not kind or "." not in known.removeprefix(kind))
+        }
         near = difflib.get_close_matches(name.lower(), classes, n=1, cutoff=0.7)
         advice = "" if head else " A name stands behind its module, as in mine.Net."
         return f" Did you mean {classes[near[0]]}?" if near else advice
@@ -160,7 +178,9 @@ def _advice(target: str, trust: Trust, key: str) -> str:
     near = difflib.get_close_matches(root, beside, n=1, cutoff=0.6)
     if near:
         return f" Did you mean {near[0]}.{rest}?"
-    return "" if root in sys.stdlib_module_names else f" If this code is yours, add run.trust=[{root}]."
+    if root in sys.stdlib_module_names:
+        return ""
+    return f" If this code is yours, add run.trust=[{root}].{trusted.advice(target)}"
 
 
 def _inside_config_folder(module: str, trust: Trust) -> Path | None:

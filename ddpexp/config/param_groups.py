@@ -89,7 +89,7 @@ def late_starts(freeze_until: FreezeUntil | tuple[FreezeUntil, ...] | None) -> l
 
 
 def check_param_groups(entries: Sequence[ParamGroup], arguments: Sequence[str] | None) -> None:
-    """Check trainer.param_groups; `arguments` are those of the optimizer, None if they are not known here.
+    """Check trainer.param_groups; `arguments` are those of the optimizer, None if that is not one of torch.
 
     Raises:
         RefusedError: an entry chooses nothing, changes nothing, or has a setting that means nothing.

@@ -221,8 +221,11 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
 
 
 def _schedule(values: Mapping[str, Any]) -> Schedule | Node:
-    """Build a schedule of ours, which checks itself; a user's own may import torch."""
+    """Build a schedule of ours, which checks itself, also around one of torch's; a user's own may import torch."""
     node = _node(values, "scheduler")
+    if str(node.target).startswith("torch.optim.lr_scheduler."):
+        values = {"_target_": "torch", "schedule": values}
+        node = _node(values, "scheduler")
     found: Schedule | Node = (
         _call(values, "scheduler", Schedule) if registry.key_of("scheduler", node.target) is not None else node
     )

@@ -20,8 +20,20 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
     },
     "scheduler": {
         "constant": "ddpexp.train.schedule.Constant",
+        "constant_with_warmup": "ddpexp.train.schedule.Constant",
         "cosine": "ddpexp.train.schedule.Cosine",
+        "exponential": "ddpexp.train.schedule.Exponential",
+        "linear": "ddpexp.train.schedule.Linear",
+        "multi_step": "ddpexp.train.schedule.MultiStep",
         "onecycle": "ddpexp.train.schedule.OneCycle",
+        "plateau": "ddpexp.train.plateau.Plateau",
+        "polynomial": "ddpexp.train.schedule.Polynomial",
+        "torch": "ddpexp.train.torch_schedule.TorchSchedule",
+        "wsd": "ddpexp.train.schedule.WSD",
+    },
+    "optimizer": {
+        "muon": "ddpexp.train.combined_optimizer.muon",
+        "sparse_adam": "ddpexp.train.combined_optimizer.sparse_adam",
     },
     "logger": {
         "tensorboard": "ddpexp.loggers.tensorboard.TensorBoard",

@@ -195,6 +195,9 @@ def _composition(error: ConfigCompositionException) -> str:
     if listed := re.match(r"In '([^']+)': ConfigTypeError .*\n.*Cannot merge DictConfig with ListConfig", str(error)):
         return f"{listed[1]}.yaml is a list, and a config holds keys: a line that begins with - stands below a key."
     unmerged = re.match(r"Error merging override (.+)", str(error))
+    key = unmerged[1].partition("=")[0] if unmerged else ""
+    if unmerged and "Cannot merge DictConfig with ListConfig" in str(error.__cause__):
+        return f"{unmerged[1]} is a list, and {key} is a section in a file: type {key}=null before it."
     if unmerged and isinstance(error.__cause__, OmegaConfBaseException):
         return f"{unmerged[1]}: {first_line(error.__cause__)}."
     return first_line(error)
@@ -212,7 +215,7 @@ def unknown_key_of(typed: str, cause: OmegaConfBaseException) -> RefusedError:
         return RefusedError(f"{typed}: no {key} is chosen, by the recipe or by {key}=... . Available: {listed}.")
     others = _options_with(where, key)
     if others and nearest(key, names) is None:
-        return RefusedError(f"{typed} is not a known key: it is one of {' and '.join(others)}.")
+        return RefusedError(f"{typed} is not a known key: it is one of {', '.join(others)}.")
     return unknown_key(key + typed[len(full_key) :], names, where, _keys(parent._get_root()))
 
 

@@ -7,26 +7,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpexp.config.build import nearest, shown, unknown_key
-from ddpexp.config.foreign import advice_on_key
+from ddpexp.config.build import shown
+from ddpexp.config.check_optimizer import check_optimizer, check_strategy_and_average
 from ddpexp.config.instantiate import Node
 from ddpexp.config.numerics import check_param_dtype, check_speed
 from ddpexp.config.optimizer_arguments import arguments_of, check_arguments
 from ddpexp.config.param_groups import check_freeze_until, check_layer_decay, check_param_groups, late_starts
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
-from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, LoRA, Recipe, Run, Trainer
+from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout, Timeout
 
 TEST_SET = "test"
 """The evaluation set that is evaluated at the end only, and by which nothing is chosen."""
-
-_OF_OPTIMIZERS = (  # the arguments of torch's optimizers, of every version
-    "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused",
-    "betas", "eps", "amsgrad", "capturable", "decoupled_weight_decay", "rho", "lr_decay", "initial_accumulator_value",
-    "alpha", "centered", "momentum_decay",
-)  # fmt: skip
 
 
 def check_layout(experiment: Experiment, layout: Layout) -> None:
@@ -94,7 +88,7 @@ def check(experiment: Experiment) -> None:
         RefusedError: a value that means nothing, or two that contradict each other; the sentence names the keys.
     """
     _check_trainer(experiment.trainer)
-    _check_optimizer(experiment.optimizer)
+    check_optimizer(experiment.optimizer)
     check_param_groups(experiment.trainer.param_groups or (), arguments_of(experiment.optimizer.target))
     check_layer_decay(experiment.trainer.layer_decay)
     check_freeze_until(late_starts(experiment.trainer.freeze_until))
@@ -144,15 +138,21 @@ def _check_trainer(trainer: Trainer) -> None:
     _check_limits(trainer)
     check_param_dtype(trainer)
     check_speed(trainer)
-    _check_lora(trainer.lora)
+    _check_lora(trainer)
     if not 0 <= trainer.seed < 2**63:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
 
 
-def _check_lora(lora: LoRA | None) -> None:
-    """Check trainer.lora by itself."""
+def _check_lora(trainer: Trainer) -> None:
+    """Check trainer.lora by itself, and with trainer.freeze."""
+    lora = trainer.lora
     if lora is None:
         return
+    if trainer.freeze:
+        raise RefusedError(
+            "trainer.freeze is incompatible with trainer.lora, which freezes everything but its adapters and what "
+            "trainer.lora.train names. Leave out trainer.freeze."
+        )
     if not lora.patterns:
         raise RefusedError("trainer.lora.match=[] names no layers: give it patterns such as blocks.*.")
     if lora.rank < 1:
@@ -196,11 +196,6 @@ def _check_average(trainer: Trainer) -> None:
             f"trainer.average_batch_norm={trainer.average_batch_norm}: use a number of training batches from 1, or "
             "null."
         )
-    if not trainer.averages:
-        raise RefusedError(
-            f"trainer.average_batch_norm={trainer.average_batch_norm} is for averaged weights, and there are none: set "
-            "trainer.ema_decay or trainer.swa_start, too."
-        )
 
 
 def _check_saving(trainer: Trainer) -> None:
@@ -233,30 +228,6 @@ def _check_saving(trainer: Trainer) -> None:
         raise RefusedError(
             f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none."
         )
-
-
-def _check_optimizer(optimizer: Node) -> None:
-    _check_optimizer_keys(optimizer)
-    rate = optimizer.kwargs.get("lr")
-    if rate is None:
-        raise RefusedError(
-            "optimizer.lr is missing: schedules multiply it, so every optimizer needs one. Type it, for example "
-            "optimizer.lr=0.01."
-        )
-    if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < math.inf:
-        raise RefusedError(f"optimizer.lr={shown(rate)}: use a number from 0, such as 0.05.")
-
-
-def _check_optimizer_keys(optimizer: Node) -> None:
-    """Refuse a key that is another name for one that torch's optimizers take; the rest is for the workers to see."""
-    if not optimizer.target.startswith("torch.optim."):
-        return
-    for key in optimizer.kwargs:
-        if key in ("beta1", "beta2"):
-            raise RefusedError(f"optimizer.{key} is not a known key. Did you mean optimizer.betas=[0.9,0.999]?")
-        misspelt = key not in _OF_OPTIMIZERS and nearest(key, _OF_OPTIMIZERS, 0.8) is not None
-        if misspelt or (key not in _OF_OPTIMIZERS and advice_on_key(key)):
-            raise unknown_key(key, _OF_OPTIMIZERS, "optimizer")
 
 
 def _check_recipe(recipe: Recipe) -> None:
@@ -308,6 +279,8 @@ def _check_together(experiment: Experiment) -> None:
     """Check keys of several sections against each other."""
     trainer = experiment.trainer
     _check_callbacks(experiment)
+    _check_schedule(experiment)
+    check_strategy_and_average(experiment)
     _check_loggers(experiment)
     if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
         raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
@@ -315,6 +288,19 @@ def _check_together(experiment: Experiment) -> None:
         raise RefusedError(
             f"trainer.reduction=exact sums over micro-batches that are the same at every number of workers: "
             f"type their size, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}."
+        )
+
+
+def _check_schedule(experiment: Experiment) -> None:
+    """Check a metric that the schedule follows; whether the evaluations have it is checked by the workers."""
+    monitor = getattr(experiment.scheduler, "monitor", None)
+    if isinstance(experiment.scheduler, Node) or not isinstance(monitor, str):
+        return
+    check_not_test(f"scheduler.monitor={monitor}", monitor)
+    if experiment.trainer.eval_every == 0:
+        raise RefusedError(
+            f"scheduler.monitor={monitor} needs evaluations, and trainer.eval_every=0 makes none: choose another "
+            "scheduler, or trainer.eval_every=epoch."
         )
 
 

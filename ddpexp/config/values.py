@@ -26,6 +26,7 @@ from ddpexp.config.names import check_present, named
 from ddpexp.config.plugins import offered_targets, plugin_folders, searched_packages
 from ddpexp.config.registry import key_of
 from ddpexp.config.schema import DATA_KEYS
+from ddpexp.config.trusted import covered
 from ddpexp.config.typed_targets import typed_targets
 from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError
@@ -133,12 +134,15 @@ def _reads_of_environment() -> Iterator[list[str]]:
 
 
 def offered_by_packages(values: Mapping[str, Any]) -> list[str]:
-    """Return the names in a configuration that are trusted because an installed package's own configs use them."""
+    """Return the names in a configuration that are trusted without `run.trust`.
+
+    They are those that an installed package's own configs use, and those that the user has trusted once.
+    """
     trust = trust_of(values)
     foreign = {
         str(name) for key, name in named(values).items() if not trust.allows(str(name), key.removesuffix("._target_"))
     }
-    return sorted(foreign & offered_targets()) if foreign else []
+    return sorted((foreign & offered_targets()) | covered(foreign)) if foreign else []
 
 
 def trust_of(values: Mapping[str, Any]) -> Trust:

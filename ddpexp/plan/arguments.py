@@ -14,6 +14,7 @@ from ddpexp.errors import RefusedError
 
 NUMBERS = ("--alpha_us", "--bandwidth_gbps", "--compute_ms", "--num_samples", "--cores", "--memory_gb")
 SWITCHES = ("--json", "--calibrate", "--strategies")
+PLOT = "--plot-schedule"  # with a file, or without
 _OF_RUNS = ("--config-dir", "-cd")  # each takes a value
 
 
@@ -31,6 +32,7 @@ class PlanArguments:
     cores: int | None = None
     strategies: bool = False
     memory_gb: float | None = None
+    plot: str | None = None  # the file for the picture of the schedule; empty: only the terminal
 
     @classmethod
     def of(cls, argv: Sequence[str]) -> PlanArguments:
@@ -42,6 +44,7 @@ class PlanArguments:
         run: list[str] = []
         switches: set[str] = set()
         numbers: dict[str, float] = {}
+        argv, plot = _take_plot(argv)
         remaining = iter(argv)
         for argument in remaining:
             key, equals, value = argument.partition("=")
@@ -83,7 +86,27 @@ class PlanArguments:
             whole.get("--cores"),
             "--strategies" in switches,
             numbers.get("--memory_gb"),
+            plot,
         )
+
+
+def _take_plot(argv: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take out --plot-schedule with its file; return the other arguments and the file.
+
+    Raises:
+        RefusedError: the file is no PNG.
+    """
+    rest = list(argv)
+    place = next((place for place, word in enumerate(rest) if word.partition("=")[0] == PLOT), None)
+    if place is None:
+        return rest, None
+    word = rest.pop(place)
+    _, equals, file = word.partition("=")
+    if not equals and place < len(rest) and not rest[place].startswith("-") and "=" not in rest[place]:
+        file = rest.pop(place)
+    if file and not file.endswith(".png"):
+        raise RefusedError(f"plan {PLOT} {file}: it draws a PNG: name a file that ends with .png, or none.")
+    return rest, file
 
 
 def _meant(option: str, value: str) -> str:
@@ -92,7 +115,7 @@ def _meant(option: str, value: str) -> str:
     section = next((section for section, keys in TYPED_SECTIONS.items() if name in keys.__dataclass_fields__), None)
     if section is not None:
         return f" Did you mean {section}.{name}={value or '...'}?"
-    return advice_on_key(name) or did_you_mean(option, (*NUMBERS, *SWITCHES, *_OF_RUNS))
+    return advice_on_key(name) or did_you_mean(option, (*NUMBERS, *SWITCHES, PLOT, *_OF_RUNS))
 
 
 def _number(key: str, text: str) -> float:

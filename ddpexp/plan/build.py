@@ -12,7 +12,7 @@ import json
 import resource
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -42,7 +42,9 @@ from ddpexp.train.build import count_steps, open_data
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.freezing import LateStarts, freeze
 from ddpexp.train.lora import add_adapters
+from ddpexp.train.optimizer_average import HasModes
 from ddpexp.train.param_groups import describe, groups_of
+from ddpexp.train.rate_curves import curves_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it
@@ -56,18 +58,22 @@ def answer(parent: int, answers: int) -> None:
     """
     die_with_parent(parent)
     request = json.load(sys.stdin)
-    results = [_result(run, request["data"], request["num_samples"]) for run in request["runs"]]
+    wanted = request["data"], request["num_samples"], request["curves"]
+    results = [_result(run, *wanted) for run in request["runs"]]
     with open(answers, "w") as file:
         json.dump(results, file)
 
 
-def _result(run: Mapping[str, Any], prepared: Mapping[str, Any] | None, num_samples: int | None) -> dict[str, Any]:
-    """Return the facts about a run, or why there are none."""
+def _result(
+    run: Mapping[str, Any], prepared: Mapping[str, Any] | None, num_samples: int | None, curves: bool
+) -> dict[str, Any]:
+    """Return the facts about a run, with the learning rates if `curves`, or why there are none."""
     try:
         experiment, layout = load(run["config"]), Layout(**run["layout"])
         experiment.trust.make_importable()
-        facts, steps = collect(experiment, layout, prepared, num_samples)
-        return {"facts": asdict(facts), "steps": steps}
+        facts, steps, optimizers = collect(experiment, layout, prepared, num_samples)
+        lines = curves_of(experiment, optimizers, **steps) if curves else {}
+        return {"facts": asdict(facts), "steps": steps, "curves": lines}
     except RefusedError as error:
         return {"refused": str(error)}
     except Exception as error:  # of the user's own code, as it would end a run
@@ -78,8 +84,8 @@ def _result(run: Mapping[str, Any], prepared: Mapping[str, Any] | None, num_samp
 
 def collect(
     experiment: Experiment, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None
-) -> tuple[Facts, dict[str, int]]:
-    """Return what the run holds, and how many steps it takes; `num_samples` stands in for the data where it is given.
+) -> tuple[Facts, dict[str, int], Mapping[str, Optimizer]]:
+    """Return what the run holds, its steps and its optimizers; `num_samples` stands in for the data where given.
 
     Raises:
         RefusedError: as a run would.
@@ -110,12 +116,7 @@ def collect(
         trainer, layout, plan.gradient_accumulation_steps,
     )  # fmt: skip
     facts = Facts(
-        parameters=[
-            Parameter(
-                name, p.numel(), p.numel() * p.element_size(), str(p.dtype).removeprefix("torch."), p.requires_grad
-            )
-            for name, p in named
-        ],
+        parameters=list(_described(named)),
         buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
         state_bytes={name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()},
         optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
@@ -130,8 +131,15 @@ def collect(
         notes=notes,
         groups=list(_groups(experiment, models, single, optimizers)),
         late_starts=LateStarts.of(trainer, models, single).texts(),
+        averaged_by=next((type(one).__name__ for one in optimizers.values() if isinstance(one, HasModes)), None),
     )
-    return facts, steps
+    return facts, steps, optimizers
+
+
+def _described(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Parameter]:
+    for name, p in named:
+        dtype = str(p.dtype).removeprefix("torch.")
+        yield Parameter(name, p.numel(), p.numel() * p.element_size(), dtype, p.requires_grad)
 
 
 def _of_a_pass(
@@ -219,6 +227,8 @@ def _optimizer_bytes(optimizers: Mapping[str, Optimizer], models: Models, notes:
         p.grad = torch.empty_like(p) if p.requires_grad else None
     try:
         for optimizer in optimizers.values():
+            if isinstance(optimizer, HasModes):
+                optimizer.train()
             optimizer.step()
         tensors = [
             value

@@ -16,17 +16,23 @@ from ddpexp.launch import Layout
 from ddpexp.strategy.memory import Facts, Parameter, ParamGroup
 from ddpexp.system.programs import python
 
+Curves = Mapping[str, Sequence[tuple[int, float]]]  # steps and learning rates of each parameter group
+
 
 @dataclass(frozen=True)
 class Gathered:
-    """The facts about a run, and its steps: `steps_per_epoch` and `num_steps`."""
+    """The facts about a run, its steps (`steps_per_epoch` and `num_steps`), and the learning rates if wanted."""
 
     facts: Facts
     steps: Mapping[str, int]
+    curves: Curves
 
 
 def gather(
-    runs: Sequence[tuple[str, Layout]], prepared: Mapping[str, Any] | None, num_samples: int | None
+    runs: Sequence[tuple[str, Layout]],
+    prepared: Mapping[str, Any] | None,
+    num_samples: int | None,
+    curves: bool = False,
 ) -> list[Gathered | DdpexpError]:
     """Return for each run, a configuration and a layout, the facts or why there are none.
 
@@ -39,7 +45,7 @@ def gather(
     reading, writing = os.pipe()
     command = python("ddpexp.plan.build:answer", os.getpid(), writing)
     requested = [{"config": text, "layout": asdict(layout)} for text, layout in runs]
-    request = {"runs": requested, "data": prepared, "num_samples": num_samples}
+    request = {"runs": requested, "data": prepared, "num_samples": num_samples, "curves": curves}
     process = subprocess.Popen(command, pass_fds=[writing], stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
     os.close(writing)
     assert process.stdin is not None
@@ -61,4 +67,4 @@ def _gathered(result: Mapping[str, Any]) -> Gathered | DdpexpError:
     facts = result["facts"]
     parameters = [Parameter(**parameter) for parameter in facts["parameters"]]
     groups = [ParamGroup(**group) for group in facts["groups"]]
-    return Gathered(Facts(**{**facts, "parameters": parameters, "groups": groups}), result["steps"])
+    return Gathered(Facts(**{**facts, "parameters": parameters, "groups": groups}), result["steps"], result["curves"])

@@ -14,14 +14,9 @@ def parts(facts: Facts, trainer: Trainer, strategy: Options, layout: Layout) -> 
     """Return what one rank holds at the end of a forward pass, and while gradients are reduced."""
     weights = sum(parameter.num_bytes for parameter in facts.parameters) // strategy.weights_share(layout)
     estimates = [*strategy.memory(facts, trainer, layout), Part("buffers", facts.buffers_bytes)]
-    if trainer.averages:
-        estimates.append(
-            Part(
-                "average of the weights",
-                weights,
-                "trainer.swa_start" if trainer.swa_start is not None else "trainer.ema_decay",
-            )
-        )
+    if trainer.averages or facts.averaged_by is not None:
+        by = facts.averaged_by or ("trainer.swa_start" if trainer.swa_start is not None else "trainer.ema_decay")
+        estimates.append(Part("average of the weights", weights, by))
     if trainer.precision != "fp32":
         halves = sum(2 * parameter.num_elements for parameter in facts.parameters)
         estimates.append(Part(f"copies in {trainer.precision}", halves, "of the weights during a pass, at most"))
@@ -44,7 +39,7 @@ def parts(facts: Facts, trainer: Trainer, strategy: Options, layout: Layout) -> 
 def checkpoint_files(facts: Facts, trainer: Trainer) -> dict[str, int]:
     """Return how much each file of a checkpoint takes, without its header. Units: bytes."""
     files = {f"{name}.safetensors": size for name, size in facts.state_bytes.items()}
-    if trainer.averages:
+    if trainer.averages or facts.averaged_by is not None:
         files |= {f"{name}.ema.safetensors": size for name, size in facts.state_bytes.items()}
     return files | {"state.optimizers.safetensors": facts.optimizer_bytes}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.plan.calibrate import Calibration
+from ddpexp.plan.gather import Curves
 from ddpexp.plan.layout import Assumed
 from ddpexp.plan.memory import checkpoint_files, checkpoints_at_once, num_checkpoints, parts
 from ddpexp.plan.speed import Costs, Place, Step, predict
@@ -31,6 +32,7 @@ class Outcome:
     resumes: RunDir | None  # the existing run that would be resumed
     costs: Costs | None = None  # None: not given
     calibration: Calibration | None = None
+    curves: Curves = field(default_factory=dict)  # empty: not wanted
 
     @property
     def folder(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ddpexp.config import commands
 from ddpexp.config.compose import compose
@@ -15,7 +16,7 @@ from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.calibrate import calibrate
 from ddpexp.plan.fits import check_fits
-from ddpexp.plan.gather import Gathered, gather
+from ddpexp.plan.gather import Curves, Gathered, gather
 from ddpexp.plan.layout import Assumed, assume
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import Costs
@@ -39,6 +40,8 @@ trainer.nodes=512 plans for 4,096 GPUs.
   --compute_ms X       time of a pass: forward and backward of a micro-batch
   --alpha_us X         latency of a message between two workers
   --bandwidth_gbps X   what a worker sends and receives, in gigabits a second
+  --plot-schedule [FILE.png]
+                       draw the learning rate over the steps
   --calibrate          measure these three on this machine, in short runs
 
 docs/plan.md says what each number is."""
@@ -76,34 +79,28 @@ def plan(argv: Sequence[str]) -> int:
         show(outcome)
     if arguments.memory_gb is not None:
         check_fits(outcome, arguments.memory_gb)
+    if arguments.plot is not None:
+        _plot(outcome.curves, arguments)
     return EXIT_DONE
 
 
 def _plans(runs: Sequence[Sequence[str]], arguments: PlanArguments) -> list[Outcome | DdpexpError]:
     """Return the plan for the overrides of each run without the time of a step, or why there is none."""
-    foreseen = [_foreseen(words, arguments) for words in runs]
+    foreseen = [_foreseen(overrides, arguments) for overrides in runs]
     possible = [run for run in foreseen if isinstance(run, _Foreseen)]
     if not possible:
         return [run for run in foreseen if isinstance(run, DdpexpError)]
     experiment, num_samples = possible[0].experiment, arguments.num_samples
     data = prepare(experiment.data, experiment.trust) if num_samples is None else None
-    gathered = iter(gather([(run.text, run.assumed.layout) for run in possible], data, num_samples))
-    note = (data or {}).get("note")
+    configurations = [(run.text, run.assumed.layout) for run in possible]
+    gathered = iter(gather(configurations, data, num_samples, arguments.plot is not None))
     plans: list[Outcome | DdpexpError] = []
     for run in foreseen:
-        answer = run if isinstance(run, DdpexpError) else next(gathered)
-        if isinstance(run, DdpexpError) or isinstance(answer, DdpexpError):
-            plans.append(answer if isinstance(answer, DdpexpError) else run)  # type: ignore[arg-type]
+        if isinstance(run, DdpexpError):
+            plans.append(run)
             continue
-        assert isinstance(answer, Gathered)
-        facts, steps = answer.facts, answer.steps
-        if note:
-            facts = replace(facts, notes={**facts.notes, "samples": note})
-        trainer, layout = run.experiment.trainer, run.assumed.layout
-        data_size = run.experiment.strategy.data_rank(0, layout.world_size).size
-        batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
-        lengths = steps["steps_per_epoch"], steps["num_steps"]
-        plans.append(Outcome(run.experiment, run.assumed, batch, facts, *lengths, run.resumes))
+        answer = next(gathered)
+        plans.append(answer if isinstance(answer, DdpexpError) else _outcome(run, answer, (data or {}).get("note")))
     return plans
 
 
@@ -117,19 +114,45 @@ class _Foreseen:
     resumes: RunDir | None
 
 
-def _foreseen(words: Sequence[str], arguments: PlanArguments) -> _Foreseen | RefusedError:
+def _outcome(run: _Foreseen, gathered: Gathered, note: str | None) -> Outcome:
+    """Return the plan of a run; `note` says what its samples are."""
+    facts, steps = gathered.facts, gathered.steps
+    if note:
+        facts = replace(facts, notes={**facts.notes, "samples": note})
+    trainer, layout = run.experiment.trainer, run.assumed.layout
+    data_size = run.experiment.strategy.data_rank(0, layout.world_size).size
+    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
+    lengths = steps["steps_per_epoch"], steps["num_steps"]
+    return Outcome(run.experiment, run.assumed, batch, facts, *lengths, run.resumes, curves=gathered.curves)
+
+
+def _foreseen(overrides: Sequence[str], arguments: PlanArguments) -> _Foreseen | RefusedError:
     try:
-        composed = compose(list(words))
+        composed = compose(list(overrides))
         if composed is None:
-            raise RefusedError(f"plan {' '.join(words)}: that option shows the configuration: use it without plan.")
+            raise RefusedError(f"plan {' '.join(overrides)}: that option shows the configuration: use it without plan.")
         experiment = parse(composed.values)
         for warning in composed.warnings:
             print_message(f"ddpexp: warning: {warning}")
-        job = Training(experiment, composed.text, composed.overrides, ["ddpexp", *words])
+        job = Training(experiment, composed.text, composed.overrides, ["ddpexp", *overrides])
         assumed = assume(job, experiment.launcher, arguments.cores)
         return _Foreseen(experiment, composed.text, assumed, job.foresee())
     except RefusedError as error:
         return error
+
+
+def _plot(curves: Curves, arguments: PlanArguments) -> None:
+    from ddpexp.plan.schedule_plot import draw, sketch
+
+    if not arguments.json:
+        print("\n".join(sketch(curves)))
+    if not arguments.plot:
+        return
+    try:
+        draw(curves, Path(arguments.plot))
+    except OSError as error:
+        raise RefusedError(f"plan --plot-schedule {arguments.plot}: it cannot be written: {error.strerror}.") from None
+    print_message(f"ddpexp: {arguments.plot} shows the learning rate")
 
 
 def _with_costs(outcome: Outcome, arguments: PlanArguments) -> Outcome:

@@ -54,6 +54,7 @@ class Facts:
     notes: Mapping[str, str] = field(default_factory=dict)  # by what they are about
     groups: Sequence[ParamGroup] = ()
     late_starts: Sequence[str] = ()  # what trainer.freeze_until freezes at first
+    averaged_by: str | None = None  # the optimizer that averages the weights itself
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,10 @@ class ShardedOptimizer(Optimizer):
         for whole, local in zip(self._whole, self._local, strict=True):
             if local is not whole:
                 local.grad = None
+        self.gather()
+
+    def gather(self) -> None:
+        """Give every rank the rows of the others. Ranks: all; communicates."""
         self._gather.gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

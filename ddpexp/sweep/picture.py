@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,6 +63,14 @@ def draw(rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None
 
     Raises: OSError.
     """
+    save(path, lambda figure: _compose(figure, rows, objective, mode))
+
+
+def save(path: Path, compose: Callable[[Figure], None]) -> None:
+    """Write what `compose` puts into a figure as PNG.
+
+    Raises: OSError.
+    """
     logging.getLogger("matplotlib").setLevel(
         logging.ERROR
     )  # it warns of a home that cannot be written, which does not matter
@@ -77,7 +85,7 @@ def draw(rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None
             matplotlib.rcdefaults()  # the same picture whatever matplotlibrc lies about
             matplotlib.rcParams.update(_STYLE)
             figure = Figure(layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.06))
-            _compose(figure, rows, objective, mode)
+            compose(figure)
             image = io.BytesIO()
             figure.savefig(image, format="png", dpi=_DPI)
     files.write(path, image.getvalue())

@@ -103,6 +103,9 @@ class WeightAverage:
         for parameter, average in self._copied:
             average.copy_(parameter.detach())
 
+    def refresh(self) -> None:
+        """Bring it up to date, which `update` has done. Ranks: all; an optimizer's own average may communicate."""
+
     @property
     def first_step(self) -> int:
         """Return the step after which it first takes in parameters."""
@@ -141,14 +144,14 @@ class WeightAverage:
         targets = [*self._parameters, *(buffer for layer in self.layers for buffer in layer.buffers())]
         before = [tensor.detach().clone() for tensor in targets]
         try:
-            _assign(targets, [*self._averages, *(value for kept in self.statistics for value in kept)])
+            assign(targets, [*self._averages, *(value for kept in self.statistics for value in kept)])
             yield
         finally:
-            _assign(targets, before)
+            assign(targets, before)
 
 
 @torch.no_grad()
-def _assign(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def assign(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy values into tensors: a strategy may refer to their memory, so they cannot be replaced."""
     for target, value in zip(targets, values, strict=True):
         target.copy_(value)

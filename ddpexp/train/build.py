@@ -43,6 +43,8 @@ from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
 from ddpexp.train.lora import add_adapters
+from ddpexp.train.optimizer_average import average_of
+from ddpexp.train.plateau import Plateau, PlateauProgress
 from ddpexp.train.precision import Precision
 from ddpexp.train.recipe_checks import (
     check_callback,
@@ -54,6 +56,8 @@ from ddpexp.train.recipe_checks import (
     check_task,
 )
 from ddpexp.train.run_state import RunState
+from ddpexp.train.torch_rates import TorchRates
+from ddpexp.train.torch_schedule import TorchSchedule
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,9 @@ def import_all(experiment: Experiment, world: World) -> None:
     nodes = {"data": data, "model": experiment.model, "task": experiment.task, "optimizer": experiment.optimizer}
     if isinstance(experiment.scheduler, Node):
         nodes["scheduler"] = experiment.scheduler
+    if isinstance(experiment.scheduler, TorchSchedule):
+        named = experiment.scheduler.schedule
+        nodes["scheduler.schedule"] = Node(named["_target_"], {k: v for k, v in named.items() if k != "_target_"})
     nodes |= {f"callbacks.{name}": node for name, node in experiment.callbacks.items()}
     if world.is_rank_zero:
         nodes |= {f"logger.{name}": node for name, node in experiment.logger.items()}
@@ -225,12 +232,16 @@ def count_steps(trainer: Trainer, steps_per_epoch: int) -> int:
 
 
 def build_schedule(experiment: Experiment, num_steps: int) -> Schedule:
-    """Return the schedule; a user's own is checked at its first and last step.
+    """Return the schedule of a run; a user's own is checked at its first and last step.
 
     Raises:
         RefusedError: it has no method `factor`, or that returns no number.
     """
     node = experiment.scheduler
+    if isinstance(node, Plateau):
+        return PlateauProgress(node)
+    if isinstance(node, TorchSchedule):
+        return TorchRates(node, experiment.trust)
     if not isinstance(node, Node):
         return node
     schedule = instantiate(node, experiment.trust, "scheduler")
@@ -359,10 +370,12 @@ def build_loop(
     def make_all(_model: Any) -> Mapping[str, torch.optim.Optimizer]:
         return build_optimizers(experiment, task, strategy.modules, strategy.single, strategy.parameters)
 
+    optimizers = strategy.build_optimizers(make_all)
+    checkpointer.average = average_of(checkpointer.average, strategy.modules, optimizers, trainer)
     return Loop(
         task=task,
         strategy=strategy,
-        optimizers=strategy.build_optimizers(make_all),
+        optimizers=optimizers,
         schedule=build_schedule(experiment, num_steps),
         precision=Precision(
             trainer.precision, world.device, trainer.nonfinite == "skip", strategy.gradient_weight, strategy

@@ -15,6 +15,7 @@ from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
 from ddpexp.system.text import first_few
 from ddpexp.task import HasOptimizers
+from ddpexp.train.combined_optimizer import ALGORITHM, divide_for, divided
 from ddpexp.train.param_groups import OTHER, Group, describe, groups_of
 from ddpexp.train.recipe_checks import check_optimizers
 
@@ -60,6 +61,8 @@ class Maker:
         groups, keys = groups_of(experiment, list(described.values())), list(described)
         self._names = {key: parameter.names[0] for key, parameter in described.items()}
         self._group_of = {keys[position]: group for group in groups or () for position in group.members}
+        node = experiment.optimizer
+        self._algorithms = divide_for(node.target, node.kwargs, described, models)
         # Of parameters that no model has, such as those of a task.
         self._rest = next((group for group in groups or () if not group.settings), Group(OTHER, {}, (), (), ()))
         self._grouped: set[int] = set()  # parameters in the optimizers that were made with these groups
@@ -71,7 +74,7 @@ class Maker:
             if not parameters:
                 raise RefusedError(NO_PARAMETERS)
         if not self._group_of or not all(isinstance(p, Tensor) for p in parameters):
-            return self._instantiate(parameters)
+            return self._without_groups(parameters)
         members: dict[str, list[Tensor]] = {}
         groups: dict[str, Group] = {group.name: group for group in (*self._group_of.values(), self._rest)}
         for parameter in parameters:
@@ -79,11 +82,25 @@ class Maker:
         ordered = [groups[name] for name in groups if name in members]
         for group in ordered:
             self._check_settings(group, members[group.name][0])
-        optimizer = self._instantiate([{"params": members[g.name], **g.settings} for g in ordered])
-        for group, built in zip(ordered, optimizer.param_groups, strict=True):
-            self._check_by_group(group, optimizer)
-            built["name"] = group.name
+        wanted = [{"params": members[group.name], **group.settings} for group in ordered]
+        parts = list(divided(wanted, self._algorithms))
+        optimizer = self._instantiate([part for _, part in parts])
+        for (number, part), built in zip(parts, optimizer.param_groups, strict=True):
+            self._check_by_group(ordered[number], optimizer)
+            names = [ordered[number].name, *([part[ALGORITHM]] if ALGORITHM in part else [])]
+            built["name"] = "-".join(names)
         self._grouped |= {id(parameter) for parameter in parameters}
+        return optimizer
+
+    def _without_groups(self, parameters: Any) -> Optimizer:
+        """Build an optimizer without groups of the configuration."""
+        if not self._algorithms:
+            return self._instantiate(parameters)
+        groups = [{"params": parameters}] if all(isinstance(p, Tensor) for p in parameters) else parameters
+        parts = list(divided(groups, self._algorithms))
+        optimizer = self._instantiate([part for _, part in parts])
+        for group in optimizer.param_groups:
+            group.setdefault("name", group[ALGORITHM])
         return optimizer
 
     def check_applied(self, optimizers: Mapping[str, Optimizer], source: str) -> None:
@@ -108,7 +125,12 @@ class Maker:
     def _instantiate(self, parameters: Any, **settings: Any) -> Optimizer:
         node = self._experiment.optimizer
         node = Node(node.target, {**node.kwargs, **settings})
-        optimizer: Optimizer = instantiate(node, self._experiment.trust, "optimizer", parameters)
+        try:
+            optimizer: Optimizer = instantiate(node, self._experiment.trust, "optimizer", parameters)
+        except ValueError as error:
+            if not node.target.startswith("torch.optim.") or settings:
+                raise
+            raise RefusedError(f"optimizer: {node.target} cannot be built: {error}.{_advice(node.target)}") from None
         return optimizer
 
     def _check_settings(self, group: Group, example: Tensor) -> None:
@@ -129,7 +151,8 @@ class Maker:
                     f"{first_few(group.sources)}: {target} has no setting {key}.{did_you_mean(key, accepts)}"
                 )
         try:
-            self._instantiate([example], **group.settings)
+            parts = divided([{"params": [example]}], self._algorithms)
+            self._instantiate([part for _, part in parts] if self._algorithms else [example], **group.settings)
         except Exception as error:
             values = " ".join(f"{key}={shown(value)}" for key, value in group.settings.items())
             raise RefusedError(f"{first_few(group.sources)}: {target} does not accept {values}: {error}") from error
@@ -142,3 +165,7 @@ class Maker:
                 f"{first_few(group.sources)}: {type(optimizer).__name__} has one {wrong[0]} for all parameters. Set "
                 f"optimizer.{wrong[0]}."
             )
+
+
+def _advice(target: str) -> str:
+    return " optimizer=muon gives the other parameters to AdamW." if target == "torch.optim.Muon" else ""

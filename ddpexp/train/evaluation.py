@@ -95,10 +95,12 @@ class Evaluation:
                     self.task.on_eval(model, next(iter(sets.values())).first(), self.logger, step)
         return metrics
 
-    def refresh_average(self) -> None:
-        """Estimate the statistics of BatchNorm for the average, if it has changed. Ranks: all; communicates."""
+    def refresh_average(self, estimate: bool = True) -> None:
+        """Bring the average up to date; `estimate` the statistics of BatchNorm for it. Ranks: all; communicates."""
         num_batches = self.options.average_batch_norm
-        if self.average is not None and num_batches is not None:
+        if self.average is not None:
+            self.average.refresh()
+        if self.average is not None and num_batches is not None and estimate:
             BatchNormEstimate(
                 self.task, self.strategy, self.train, self.precision, self.world, self.control, num_batches
             ).refresh(self.average)

@@ -24,6 +24,7 @@ class InitialWeights:
         """Find the weights; the command has done so already, unless it counted on checkpoints that are damaged."""
         self._context, run = context, context.experiment.run
         self._path: Path | None = None
+        self._resumes = newest is not None
         if run.init_from is not None and newest is None:
             source = Path(context.init_from) if context.init_from is not None else None
             self._path = initial.find(run, context.log.warning, source)
@@ -34,9 +35,10 @@ class InitialWeights:
 
     @property
     def are_complete(self) -> bool:
-        """Return whether all parameters get values, so that those of the construction do not matter."""
+        """Return whether all parameters get values from files, so that those of the construction do not matter."""
         experiment = self._context.experiment
-        return self._path is not None and not experiment.run.init_skip and experiment.trainer.lora is None
+        leaves_none = not experiment.run.init_skip and experiment.trainer.lora is None
+        return self._resumes or (self._path is not None and leaves_none)
 
     def load(self, models: Mapping[str, nn.Module]) -> None:
         """Load the weights, or what this rank holds of them, into new models.

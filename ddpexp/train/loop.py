@@ -33,9 +33,10 @@ from ddpexp.train.due import Due
 from ddpexp.train.evaluation import Evaluation
 from ddpexp.train.freezing import LateStarts
 from ddpexp.train.keep_best import UnknownMetricError
+from ddpexp.train.learning_rates import LearningRates
 from ddpexp.train.metrics import Clock, MetricAccumulator, MetricError, nonfinite_error
 from ddpexp.train.optimizer_step import Step
-from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizers, settings
+from ddpexp.train.optimizers import optimizer_state, parameter_names, restore_optimizers, settings
 from ddpexp.train.precision import Precision
 from ddpexp.train.state import Checkpointer, Outcome, TrainState
 from ddpexp.train.task_checks import mean_for_a_sum
@@ -62,8 +63,7 @@ class Loop:
     callbacks: Callbacks = field(default_factory=Callbacks)
     state: TrainState = field(default_factory=TrainState)
     stopped: str | None = None  # why the run ends after this step; set on all ranks at once, anew in each start
-    _base_lrs: list[float] = field(init=False)  # of each parameter group, as built; the schedule multiplies it
-    _recorded_lrs: Mapping[str, float] = field(init=False)  # base learning rates, by the suffix of their record
+    _rates: LearningRates = field(init=False)
     _built_settings: dict[str, list[dict[str, Any]]] = field(init=False)
     _parameter_names: Mapping[str, Tensor] = field(init=False)
     _step: Step = field(init=False)
@@ -77,8 +77,7 @@ class Loop:
         """Remember how the optimizers were built, before a checkpoint or the schedule changes them."""
         self._parameter_names = parameter_names(self.strategy.modules)
         self._built_settings = {name: settings(optimizer) for name, optimizer in self.optimizers.items()}
-        self._base_lrs = [group["lr"] for optimizer in self.optimizers.values() for group in optimizer.param_groups]
-        self._recorded_lrs = rates_by_name(self.optimizers)
+        self._rates = LearningRates(self.optimizers, self.schedule, self.num_steps, self.train.steps_per_epoch)
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
             self.options.seed, self.options.reduction, self.options.clip_grad_norm, self.options.clip_grad_value,
@@ -104,11 +103,11 @@ class Loop:
         self._prepare_for_data()
         for step, micro_batches in enumerate(self._remaining_steps(interrupted), start=self.state.step):
             self.control.set_phase("train")
-            lr_factor = self._set_learning_rate(step)
+            self._rates.set(step)
             due = self._due_after(step + 1)
             self._train_step(step, micro_batches, due)
             if due.record:
-                self._record(lr_factor)
+                self._record()
             improved = False
             if due.evaluation:
                 interrupted, improved = self._evaluate()
@@ -139,6 +138,9 @@ class Loop:
 
     def _start(self) -> None:
         state, limit = self.state, self.options.max_seconds
+        self._rates.restore(state.schedule)
+        if self._rates.monitor is not None:
+            self._evaluation.monitor("scheduler.monitor", self._rates.monitor)
         since_record = sum(entry["seconds"] for entry in state.window)
         self._clock = Clock(state.train_seconds, since_record, state.elapsed_seconds)
         self.stopped = self.callbacks.stopped or self.stopped
@@ -213,14 +215,6 @@ class Loop:
         limit = f"trainer.max_seconds={self.options.max_seconds:.15g}"
         return f"{limit} reached after step {self.state.step:,} of {self.num_steps:,}"
 
-    def _set_learning_rate(self, step: int) -> float:
-        """Set the learning rate of every parameter group for this step; return the schedule's factor."""
-        factor = float(self.schedule.factor(step, self.num_steps))
-        groups = (group for optimizer in self.optimizers.values() for group in optimizer.param_groups)
-        for group, base_lr in zip(groups, self._base_lrs, strict=True):
-            group["lr"] = base_lr * factor
-        return factor
-
     def _train_step(self, step: int, micro_batches: list[Any], due: Due) -> None:
         """Do one optimizer step, and count it."""
         self._step.want_norm = due.record or due.checkpoint  # the norm is recorded, or checked before saving
@@ -253,14 +247,14 @@ class Loop:
         """Return a context in which blocks run as they are written: for a check they would be compiled once more."""
         return nullcontext() if self.options.compile_blocks is None else torch.compiler.set_stance("force_eager")
 
-    def _record(self, lr_factor: float) -> None:
+    def _record(self) -> None:
         """Log the means since the last record. Ranks: all; communicates."""
         self._step.check()
         num_steps = len(self._metrics)
         stop = self.options.nonfinite == "stop"
         means = self._metrics.reduce(self.state.step - num_steps + 1, stop, self.callbacks.pending)
         values = {f"train/{name}": value for name, value in means.items()}
-        values |= {f"train/lr{suffix}": base_lr * lr_factor for suffix, base_lr in self._recorded_lrs.items()}
+        values |= {f"train/lr{suffix}": rate for suffix, rate in self._rates.recorded().items()}
         values |= self._check_norms()
         values["train/samples_per_second"] = num_steps * self.train.plan.global_batch_size / self._clock.lap()
         fault_point("record")
@@ -289,6 +283,7 @@ class Loop:
         if metrics is None:
             return True, False
         self.state.metrics, self.state.evaluated_at = metrics, self.state.step
+        self._rates.observe(metrics, self.state.step)
         try:
             improved = self._evaluation.improves(metrics, self.state)
         except UnknownMetricError:
@@ -333,8 +328,8 @@ class Loop:
         with self._clock.paused():
             self._step.check()
             self._check_finite()
-            if not interrupted:  # else the time is limited
-                self._evaluation.refresh_average()
+            self._evaluation.refresh_average(estimate=not interrupted)  # else the time is limited
+            self.state.schedule = self._rates.state()
             self.state.window = self._metrics.pending(self._clock.since_record())
             self.state.train_seconds, self.state.elapsed_seconds = self._clock.total(), self._clock.elapsed()
             optimizers = {
@@ -370,7 +365,8 @@ class Loop:
         """Record and evaluate as after the last step, unless that is done; return whether a stop interrupted it."""
         state = self.state
         if len(self._metrics):
-            self._record(float(self.schedule.factor(state.step - 1, self.num_steps)))
+            self._rates.set(state.step - 1)
+            self._record()
         if not self._evaluation.periodic or self.options.eval_every == 0 or state.evaluated_at == state.step:
             return False
         return self._evaluate()[0]

@@ -35,21 +35,24 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def rates_by_name(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
-    """Return the learning rates by the suffix that each gets in records, after `lr`.
+def group_suffixes(optimizers: Mapping[str, Optimizer], all_groups: bool = False) -> dict[str, int]:
+    """Return the number of the parameter group whose rate is recorded under each suffix of `lr`.
 
     The suffix is empty for a single optimizer, `/head` for the optimizer `head` of several, and `/head/1` for its group
-    1 if its groups have different rates; a group with a name has that in place of its number.
+    1 if its groups have different rates, or a schedule may make them so (`all_groups`); a group with a name has that in
+    place of its number. Groups are counted over all optimizers.
     """
-    by_suffix: dict[str, float] = {}
+    by_suffix: dict[str, int] = {}
+    first = 0
     for name, optimizer in optimizers.items():
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         prefix = f"/{name}" if len(optimizers) > 1 else ""
-        if len(set(rates)) > 1:
+        if len(set(rates)) > 1 or (all_groups and len(rates) > 1):
             labels = [group.get("name", number) for number, group in enumerate(optimizer.param_groups)]
-            by_suffix |= {f"{prefix}/{label}": rate for label, rate in zip(labels, rates, strict=True)}
+            by_suffix |= {f"{prefix}/{label}": first + number for number, label in enumerate(labels)}
         else:
-            by_suffix[prefix] = rates[0]
+            by_suffix[prefix] = first
+        first += len(rates)
     return by_suffix
 
 
@@ -113,7 +116,9 @@ def restore_optimizer(
     state = dict(saved["by_position"] if "by_position" in saved else _by_position(optimizer, saved, names, name))
     by_position = _names_in_order(optimizer, names)
     states = state.pop("state", {})
-    if not isinstance(optimizer, ShardedOptimizer):  # which reads its rows itself
+    if isinstance(optimizer, ShardedOptimizer):  # which reads its rows itself
+        states = {key: _nested_read(values) for key, values in states.items()}
+    else:
         states = {
             key: _rows_read(values, by_position[key], names, strategy)
             if isinstance(key, int) and key < len(by_position)
@@ -228,6 +233,13 @@ def _rows_read(values: Any, name: str, names: Mapping[str, Tensor], strategy: St
         else value
         for key, value in values.items()
     }
+
+
+def _nested_read(values: Any) -> Any:
+    """Return the state of a parameter with all tensors read but those that are its values."""
+    if not isinstance(values, Mapping):
+        return _all_read(values)
+    return {key: value if isinstance(value, Stored) else _all_read(value) for key, value in values.items()}
 
 
 def _all_read(tree: Any) -> Any:

@@ -56,7 +56,7 @@ class Report:
             "recipe": " ".join([experiment.recipe.name, *self.run.options()]),
             "data": (note or f"{experiment.data.target}, {len(self.train.data):,} samples to train") + self._limits(),
             "model": f"{_model(experiment.model)}, {size}, {_numbers(experiment.trainer)}",
-            **({"groups": f"{len(groups)}: {first_few(groups, 6)}"} if groups else {}),
+            **({"groups": f"{len(groups)}: {first_few(groups, 4)}"} if groups else {}),
             "world": f"{workers} ({layout.backend}{shared}), {counted(layout.threads, 'thread')} each{crowded}",
             "batch": f"{plan.global_batch_size} = {batch}",
             "steps": f"{self.num_steps:,} ({epochs_text(epochs, per_epoch)})",

@@ -35,6 +35,7 @@ class TrainState:
     window: list[dict[str, Any]] = field(default_factory=list)  # sums of the steps since the last record
     train_seconds: float = 0.0
     elapsed_seconds: float = 0.0
+    schedule: dict[str, Any] = field(default_factory=dict)  # state of a schedule that has one
     averaged: int = 0  # with trainer.swa_start: how many values the average is the mean of
 
 

@@ -67,6 +67,7 @@ from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import MetricError
 from ddpexp.train.offline import forbid_downloads
+from ddpexp.train.optimizer_average import averages_itself
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.recipe_checks import check_task
@@ -161,8 +162,7 @@ def build(context: RunContext) -> Built:
 
     newest, damaged = choose(run, world, experiment.run.resume == "require")
     initial_weights = InitialWeights(context, newest)
-    loaded = newest is not None or initial_weights.are_complete
-    strategy = build_strategy(experiment, world, plan, initial_weights.load, loaded)
+    strategy = build_strategy(experiment, world, plan, initial_weights.load, initial_weights.are_complete)
     if newest is not None and world.is_rank_zero:
         inputs |= check_same_data(context, newest, inputs["data"], batches.steps_per_epoch)
     num_steps = count_steps(trainer, batches.steps_per_epoch)
@@ -284,8 +284,9 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
         module.to(world.device).eval()
-    averaged = experiment.trainer.averages
-    load_weights(models, Path(evaluation["weights"]), f"evaluate {evaluation['weights']}", averaged)
+    source = Path(evaluation["weights"])
+    averaged = experiment.trainer.averages or averages_itself(experiment, source)
+    load_weights(models, source, f"evaluate {evaluation['weights']}", averaged)
     if (batches := experiment.trainer.limit_eval_batches) is not None:
         log.info(
             f"trainer.limit_eval_batches={batches}: at most {max_eval_samples(experiment.trainer):,} samples of a set"

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from ddpexp.checkpoint.initial import find
+from ddpexp.config.compose import compose
+from ddpexp.config.parse import parse
 from ddpexp.config.schema import Run
 from ddpexp.errors import RefusedError
 from tests.conftest import ROOT
@@ -75,3 +77,27 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
     data[-1] ^= 1
     (newest / "model.safetensors").write_bytes(data)
     assert "is damaged: model.safetensors is damaged" in refused(init_from=str(run), init_checkpoint=step)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("run.init_skip=[head.*]", r"run\.init_skip=\[head\.\*\] is for the weights of run\.init_from"),
+        ("run.init_rename={a:1}", r"run\.init_rename=.* is not keys, each with a text or null\."),
+        ("run.init_checkpoint=newest", r"run\.init_checkpoint=newest is not one of best, last or a whole number\."),
+        ("trainer.lora=8", r"trainer\.lora=8 is not a section with the keys match, rank, alpha,"),
+        ("trainer.lora.match=[a]", r"trainer\.lora is null and has no keys: set it as a whole, as in "),
+        ("trainer.lora={match:[],rank:8}", r"trainer\.lora\.match=\[\] names no layers"),
+        ("trainer.lora={match:[a],rank:0}", r"trainer\.lora\.rank=0: use 1 or more"),
+        ("trainer.lora={match:[a],dropout:1}", r"trainer\.lora\.dropout=1: use a share from 0"),
+    ],
+)  # fmt: skip
+def test_keys_that_cannot_be_are_refused_before_anything_starts(override: str, sentence: str) -> None:
+    with pytest.raises(RefusedError, match=f"^{sentence}"):
+        _parsed(override)
+
+
+def _parsed(override: str) -> None:
+    composed = compose(["recipe=mnist", override])
+    assert composed is not None
+    parse(composed.values)

@@ -16,7 +16,7 @@ from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp
 # them.
 REFUSED = [
     ("trainer.gpu=2", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
-    ("optimizer=adam", "optimizer=adam is not a known option. Did you mean optimizer=adamw?"),
+    ("optimizer=adamww", "optimizer=adamww is not a known option. Did you mean optimizer=adamw?"),
     ("model.hidden=wide", "model.hidden=wide is not a number (its default is 128)."),
     (
         "trainer.device=cuda",
@@ -139,8 +139,8 @@ def test_a_question_is_answered_without_torch_and_writes_nothing(ddpexp: Ddpexp,
     if question == "--help":
         for line in (
             "model      lenet*, linear",
-            "optimizer  adamw, mnist_sgd*, sgd",
-            "scheduler  constant, cosine, onecycle*",
+            "optimizer  adadelta, adafactor, adagrad, adam, adamax, adamw, asgd,",
+            "scheduler  constant, constant_with_warmup, cosine, exponential, linear,",
         ):
             assert f"\n  {line}\n" in done.out
         assert "\n  trainer.global_batch_size=128 " in done.out

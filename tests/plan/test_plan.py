@@ -336,7 +336,7 @@ def test_activations_are_what_goes_into_each_layer(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(digits_cache))
     asked = experiment_of(mine, "model=large", "model.width=64", "model.depth=3")
-    found, _ = collect(asked, layout(), prepare(asked.data, asked.trust), None)
+    found, *_ = collect(asked, layout(), prepare(asked.data, asked.trust), None)
     assert found.batch_bytes == 64 * (784 * 4 + 8)
     into_layers = 64 * 64 * 4 * 3
     assert found.activations_bytes is not None
@@ -347,7 +347,7 @@ def test_code_that_does_not_work_without_memory_is_built_and_reported(
     mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddpexp.plan.build._bound_memory", lambda: None)  # it would bind this process
-    found, steps = collect(experiment_of(mine, "model=counting"), layout(), None, 640)
+    found, steps, _ = collect(experiment_of(mine, "model=counting"), layout(), None, 640)
     assert steps == {"steps_per_epoch": 5, "num_steps": 10}
     assert found.state_bytes == {"model": 7850 * 4}
     assert found.notes["model"].startswith("built in memory, because its code does not work on torch's meta device (")

@@ -17,6 +17,7 @@ from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.replica import Replicas
 from ddpexp.strategy.sharded_optimizer import ShardedOptimizer
+from ddpexp.train.combined_optimizer import ALGORITHM, muon
 from tests.fitting import STRATEGY
 
 Make = Callable[[Any], Optimizer]
@@ -31,11 +32,18 @@ CUT: dict[str, Make] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),  # its state is there before the first step
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01, t0=1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
 WHOLE: dict[str, Make] = {  # they look at a parameter as a whole, or round its last elements in another way
     "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.01),
+    "muon and adamw": lambda p: muon(
+        [{"params": [q], ALGORITHM: "muon" if q.dim() == 2 else "adamw"} for q in p], lr=0.01
+    ),
 }
 
 

@@ -22,10 +22,11 @@ from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.freezing import LateStarts, count_text, freeze
-from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
+from ddpexp.train.optimizers import group_suffixes, optimizer_state, parameter_names, restore_optimizer, settings
 from ddpexp.train.param_groups import describe, group_texts, groups_of
 from examples.param_groups.frozen_statistics import Classifier
 from examples.param_groups.param_groups import VisionTransformer
+from tests.examples import EXAMPLES
 
 TINY = ("recipe=mnist", "optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.1")
 ENTRIES = '[{match: ["backbone.*"], lr_scale: 0.1}, {match: "*.bias", weight_decay: 0}, {ndim: 1, betas: [0.8, 0.9]}]'
@@ -117,6 +118,20 @@ def test_every_entry_that_matches_applies_and_later_ones_win() -> None:
 def test_conditions_of_an_entry_are_met_together() -> None:
     groups = named(Tied(), 'trainer.param_groups=[{match: "backbone.*", ndim: 1, weight_decay: 0, name: plain}]')
     assert groups["plain"][0] == ["backbone.0.bias", "backbone.1.weight", "backbone.1.bias", "backbone.2.bias"]
+
+
+def test_a_list_in_place_of_a_section_of_the_recipe_needs_null_first() -> None:
+    example = ("--config-dir", str(EXAMPLES / "param_groups/conf"), "recipe=param_groups")
+    override = "trainer.freeze_until=[{step: 1, match: [a]}]"
+    with pytest.raises(RefusedError) as caught:
+        compose_command([*example, override])
+    assert str(caught.value) == (
+        f"{override} is a list, and trainer.freeze_until is a section in a file: type trainer.freeze_until=null before "
+        "it."
+    )
+    accepted = compose_command([*example, "trainer.freeze_until=null", override])
+    assert isinstance(accepted, Composed)
+    assert accepted.values["trainer"]["freeze_until"] == [{"step": 1, "match": ["a"]}]
 
 
 @pytest.mark.parametrize(
@@ -332,8 +347,8 @@ def test_an_optimizer_has_the_groups_and_their_rates_are_recorded_by_name() -> N
         ("ndim0-ndim1", 0.01, 0, 2), ("other", 0.01, 0.1, 1), ("backbone", 0.001, 0.1, 2),
         ("backbone-ndim0-ndim1", 0.001, 0, 4),
     ]  # fmt: skip
-    assert rates_by_name(optimizers) == {
-        "/ndim0-ndim1": 0.01, "/other": 0.01, "/backbone": 0.001, "/backbone-ndim0-ndim1": 0.001,
+    assert group_suffixes(optimizers) == {
+        "/ndim0-ndim1": 0, "/other": 1, "/backbone": 2, "/backbone-ndim0-ndim1": 3,
     }  # fmt: skip
     assert group_texts(experiment_of(override), {"model": model}, True) == [
         "ndim0-ndim1 7 (weight_decay=0)", "other 24", "backbone 32 (lr=0.001)",

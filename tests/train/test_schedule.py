@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.task import Schedule
-from ddpexp.train.schedule import Constant, Cosine, OneCycle
+from ddpexp.train.plateau import Plateau
+from ddpexp.train.schedule import WSD, Constant, Cosine, Exponential, Linear, MultiStep, OneCycle, Polynomial, Warmup
+from ddpexp.train.torch_schedule import MODULE, TorchSchedule
 
+WITH_WARMUP = (Constant, Linear, Polynomial, Exponential, Cosine, MultiStep, WSD, Plateau)
 ALL: list[Schedule] = [
     Constant(), Cosine(), Cosine(warmup=0), Cosine(warmup=1), Cosine(0.5, 0.1), OneCycle(), OneCycle(0), OneCycle(1,
-        0.5, 0.5),
+        0.5, 0.5), OneCycle(warmup_steps=2), Cosine(cycles=3), Linear(), Linear(0.5, 0.25), Polynomial(power=0.5),
+    Exponential(), MultiStep(), MultiStep(milestones=(2, 5)), WSD(), WSD(decay=1), WSD(decay_steps=3, shape="cosine"),
+    WSD(shape="sqrt"), *(kind(warmup_steps=2) for kind in WITH_WARMUP),
 ]  # fmt: skip
 
 
@@ -68,7 +74,11 @@ def test_every_factor_is_finite_and_between_zero_and_one(schedule: Schedule, num
         assert 0 <= factor <= 1
 
 
-@pytest.mark.parametrize("schedule", [Constant(), Cosine(), Cosine(warmup=1), OneCycle(), OneCycle(0)], ids=repr)
+@pytest.mark.parametrize(
+    "schedule",
+    [Constant(), Cosine(), Cosine(warmup=1), OneCycle(), OneCycle(0), Linear(), Polynomial(), Exponential(), WSD()],
+    ids=repr,
+)
 def test_a_run_of_one_step_learns(schedule: Schedule) -> None:
     assert schedule.factor(0, 1) > 0
 
@@ -83,10 +93,90 @@ def test_a_factor_depends_on_nothing_but_the_step() -> None:
 @pytest.mark.parametrize("share", [-0.1, 1.1, math.nan, math.inf])
 @pytest.mark.parametrize(
     ("schedule", "key"),
-    [(Cosine, "warmup"), (Cosine, "floor"), (OneCycle, "peak_at"), (OneCycle, "start"), (OneCycle, "end")],
+    [
+        *((kind, "warmup") for kind in WITH_WARMUP),
+        (OneCycle, "peak_at"),
+        (OneCycle, "start"),
+        (OneCycle, "end"),
+        *((kind, "floor") for kind in (Linear, Polynomial, Exponential, Cosine, MultiStep, WSD, Plateau)),
+        (WSD, "decay"),
+        (MultiStep, "gamma"),
+        (Plateau, "gamma"),
+    ],
 )
 def test_a_share_outside_zero_to_one_is_refused_with_its_key(schedule: type[Schedule], key: str, share: float) -> None:
     with pytest.raises(
         RefusedError, match=rf"^scheduler\.{key}={share} is not a fraction: use a number from 0 to 1\.$"
     ):
         schedule(**{key: share})
+
+
+@pytest.mark.parametrize("kind", WITH_WARMUP)
+def test_every_schedule_rises_over_a_share_of_the_steps_or_a_number_of_them(kind: type[Warmup]) -> None:
+    plain = kind(warmup=0)
+    for schedule in (kind(warmup=0.1), kind(warmup_steps=10), kind(warmup=0.5, warmup_steps=10)):
+        found = factors(schedule, 100)
+        assert found[:10] == [(step + 1) / 10 for step in range(10)]
+        assert found[10:] == [plain.after_warmup(step, 10, 100) for step in range(10, 100)]
+        assert found[10] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_steps", "expected"),
+    [
+        (Linear(0, 0.2), 5, [1, 0.8, 0.6, 0.4, 0.2]),
+        (Polynomial(0, 0.0, 2), 5, [1, 0.5625, 0.25, 0.0625, 0]),
+        (Exponential(0, 0.01), 5, [1, 0.31622777, 0.1, 0.031622777, 0.01]),
+        (Cosine(0, 0.5, cycles=2), 6, [1, 0.75, 0.5, 1, 0.75, 0.5]),
+        (Cosine(0, cycles=2), 7, [1, 0.75, 0.25, 0, 1, 0.5, 0]),
+        (MultiStep(milestones=(0.5, 0.75), gamma=0.5), 8, [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25]),
+        (MultiStep(milestones=(1, 3), gamma=0.1, floor=0.05), 4, [1, 0.1, 0.1, 0.05]),
+        (WSD(0, 0.5), 8, [1, 1, 1, 1, 1, 2 / 3, 1 / 3, 0]),
+        (WSD(0, decay_steps=3, floor=0.5), 5, [1, 1, 1, 0.75, 0.5]),
+        (WSD(0, decay_steps=5, shape="sqrt"), 5, [1, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5, 0]),
+        (WSD(0, decay_steps=3, shape="cosine"), 3, [1, 0.5, 0]),
+        (OneCycle(start=0.5, warmup_steps=2), 5, [0.5, 0.75, 1, 0.5, 0]),
+    ],
+    ids=repr,
+)
+def test_the_shapes_of_schedules(schedule: Schedule, num_steps: int, expected: list[float]) -> None:
+    assert factors(schedule, num_steps) == pytest.approx(expected)
+
+
+def test_the_stable_phase_does_not_depend_on_the_length_of_the_run() -> None:
+    schedule = WSD(warmup_steps=10, decay_steps=20)
+    assert factors(schedule, 100)[:80] == factors(schedule, 1000)[:80]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Cosine(warmup=100), "number from 0 to 1. For steps, type scheduler.warmup_steps=100."),
+        (lambda: WSD(decay=20.0), "number from 0 to 1. For steps, type scheduler.decay_steps=20."),
+        (lambda: Linear(warmup_steps=-1), "scheduler.warmup_steps=-1: use a number of steps from 0, or null."),
+        (lambda: Exponential(floor=0.0), "scheduler.floor=0 is never reached"),
+        (lambda: Polynomial(power=0.0), "scheduler.power=0.0: use a number above 0"),
+        (lambda: Cosine(cycles=0), "scheduler.cycles=0: use the number of times that the rate falls, from 1."),
+        (lambda: MultiStep(milestones=(0.5, 30)), "scheduler.milestones=[0.5,30]: use fractions of all steps"),
+        (lambda: MultiStep(milestones=(1.5,)), "scheduler.milestones=[1.5]: use fractions of all steps"),
+        (lambda: MultiStep(milestones=(0.75, 0.5)), "[0.75,0.5]: each must come after the one before."),
+        (lambda: Plateau(gamma=1.0), "scheduler.gamma=1 reduces nothing: use a number below 1."),
+        (lambda: Plateau(patience=0), "scheduler.patience=0: use the number of evaluations to wait for, from 1."),
+        (lambda: Plateau(cooldown=-1), "scheduler.cooldown=-1: use a number of evaluations from 0."),
+        (lambda: Plateau(min_delta=-1.0), "scheduler.min_delta=-1.0: use a number from 0."),
+        (lambda: TorchSchedule(schedule={"_target_": "torch.optim.SGD"}), "_target_=torch.optim.SGD: use one of torch"),
+        (lambda: TorchSchedule(schedule={}), "scheduler.schedule._target_=None: use one of torch.optim.lr_scheduler"),
+        (
+            lambda: TorchSchedule(schedule={"_target_": f"{MODULE}ReduceLROnPlateau"}),
+            "ReduceLROnPlateau: scheduler=plateau does the same. Use it in its place.",
+        ),
+        (
+            lambda: TorchSchedule(schedule={"_target_": f"{MODULE}SequentialLR", "schedulers": [{"_target_": "x"}]}),
+            "scheduler.schedule.schedulers[0]._target_=x: use one of torch.optim.lr_scheduler",
+        ),
+    ],
+)  # fmt: skip
+def test_values_that_make_no_schedule_are_refused(make: Callable[[], Schedule], sentence: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        make()
+    assert sentence in str(caught.value)

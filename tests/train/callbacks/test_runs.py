@@ -1,4 +1,4 @@
-"""Callbacks in real runs of several workers: kills, disagreement, collectives."""
+"""Callbacks and schedules with a state in real runs of several workers: kills, disagreement, collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
-from ddpexp.checkpoint.reader import read_rank_state
+from ddpexp.checkpoint.reader import read_part, read_rank_state
 from tests.conftest import PATIENCE, Ddpexp, Done
 from tests.points import Recipe
 from tests.test_interruptions import (
@@ -58,6 +58,11 @@ SHIPPED = {
     "lr_monitor": ("callbacks=lr_monitor", "callbacks.lr_monitor.every=3", "callbacks.lr_monitor.settings=[momentum]"),
     "find_nonfinite": ("callbacks=find_nonfinite",),
 }  # fmt: skip
+PLATEAU = (
+    "scheduler=plateau", "scheduler.patience=1", "scheduler.min_delta=0.04", "scheduler.gamma=0.7",
+    "scheduler.warmup_steps=5",
+)  # fmt: skip
+TORCH = ("scheduler=torch", "scheduler.schedule.T_0=7", "scheduler.schedule.T_mult=2", "scheduler.warmup=0.1")
 ALL = (f"callbacks=[{','.join(SHIPPED)}]", *(key for keys in SHIPPED.values() for key in keys[1:]))
 RUN = (
     *DEEP, "optimizer=sgd", "optimizer.momentum=0.9", "task._target_=points.Drawing", "trainer.gpus=2",
@@ -92,8 +97,10 @@ def undisturbed(recipe: Recipe) -> Callable[..., Done]:
 
 
 def state_of(run: Path) -> Any:
-    """Return the callbacks' state in the newest checkpoint."""
-    return read_rank_state(open_checkpoint(newest_checkpoint(run / "checkpoints")), 0)["callbacks"]
+    """Return the state of the callbacks and of the schedule in the newest checkpoint."""
+    checkpoint = open_checkpoint(newest_checkpoint(run / "checkpoints"))
+    progress = read_part(checkpoint, "progress")
+    return (read_rank_state(checkpoint, 0) or {}).get("callbacks"), progress["schedule"]
 
 
 def equal(done: Done, expected: Done) -> None:
@@ -109,17 +116,18 @@ def equal(done: Done, expected: Done) -> None:
 AVERAGE = ("trainer.swa_start=10", "trainer.swa_every=4", "trainer.average_batch_norm=3")
 
 
-def test_a_killed_run_with_every_shipped_callback_and_an_average_ends_like_an_undisturbed_one(
+def test_a_killed_run_with_every_shipped_callback_an_average_and_a_plateau_ends_like_an_undisturbed_one(
     recipe: Recipe, undisturbed: Callable[..., Done]
 ) -> None:
-    expected = undisturbed(*RUN, *ALL, *AVERAGE)
+    expected = undisturbed(*RUN, *ALL, *AVERAGE, *PLATEAU)
+    assert state_of(expected.run)[1]["state"]["reductions"] > 1
     assert 30 < expected.result()["step"] < 80
     assert expected.result()["stopped"].startswith("callbacks.early_stopping: eval/loss has not improved by more than")
     assert expected.out.splitlines()[-2].startswith("ended early: callbacks.early_stopping: ")
-    process, run = recipe.start(*RUN, *ALL, *AVERAGE, environ={"PACE": "0.03"})
+    process, run = recipe.start(*RUN, *ALL, *AVERAGE, *PLATEAU, environ={"PACE": "0.03"})
     wait_for(has_steps(run, 20), process)
     kill_everything(process, run)
-    done = recipe(*RUN, *ALL, *AVERAGE, run=run)
+    done = recipe(*RUN, *ALL, *AVERAGE, *PLATEAU, run=run)
     equal(done, expected)
     averages, others = (load_file(newest_checkpoint(run / "checkpoints") / "model.ema.safetensors")
                         for run in (done.run, expected.run))  # fmt: skip
@@ -148,11 +156,11 @@ def test_the_average_is_the_same_at_every_number_of_workers(recipe: Recipe) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", [*SHIPPED, "plateau", "torch"])
 def test_killed_at_thirty_random_moments_all_end_equal(
     recipe: Recipe, undisturbed: Callable[..., Done], name: str
 ) -> None:
-    chance, overrides = random.Random(name), (*RUN, *SHIPPED[name])
+    chance, overrides = random.Random(name), (*RUN, *{**SHIPPED, "plateau": PLATEAU, "torch": TORCH}[name])
     expected, kills = undisturbed(*overrides), 0
     while kills < 30:
         run = None

@@ -1,0 +1,79 @@
+"""Checks of the optimizer section, before any worker starts."""
+
+from __future__ import annotations
+
+import math
+
+from ddpexp.config.build import nearest, shown, unknown_key
+from ddpexp.config.foreign import advice_on_key
+from ddpexp.config.instantiate import Node
+from ddpexp.config.registry import key_of
+from ddpexp.config.schema import Experiment, Trainer
+from ddpexp.errors import RefusedError
+
+ARGUMENTS = (  # the arguments of torch's optimizers, of every version
+    "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused",
+    "betas", "eps", "amsgrad", "capturable", "decoupled_weight_decay", "rho", "lr_decay", "initial_accumulator_value",
+    "alpha", "centered", "momentum_decay", "etas", "step_sizes", "lambd", "t0", "beta2_decay", "d", "ns_steps",
+    "ns_coefficients", "adjust_lr_fn",
+)  # fmt: skip
+_WHOLE_GRADIENTS = {  # optimizers that fsdp cannot give what they look at
+    "torch.optim.Adafactor": "looks at the columns of whole gradients",
+    "torch.optim.SparseAdam": "is for sparse gradients",
+    "sparse_adam": "is for sparse gradients",
+}
+
+
+def check_optimizer(optimizer: Node) -> None:
+    """Check the keys and the learning rate.
+
+    Raises:
+        RefusedError: a key is misspelt, or the rate is missing or no number.
+    """
+    _check_optimizer_keys(optimizer)
+    rate = optimizer.kwargs.get("lr")
+    if rate is None:
+        raise RefusedError(
+            "optimizer.lr is missing: schedules multiply it, so every optimizer needs one. Type it, for example "
+            "optimizer.lr=0.01."
+        )
+    if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < math.inf:
+        raise RefusedError(f"optimizer.lr={shown(rate)}: use a number from 0, such as 0.05.")
+
+
+def _check_optimizer_keys(optimizer: Node) -> None:
+    """Refuse a key that is another name for one that torch's optimizers take; the rest is for the workers to see."""
+    if not optimizer.target.startswith("torch.optim."):
+        return
+    for key in optimizer.kwargs:
+        if key in ("beta1", "beta2"):
+            raise RefusedError(f"optimizer.{key} is not a known key. Did you mean optimizer.betas=[0.9,0.999]?")
+        misspelt = key not in ARGUMENTS and nearest(key, ARGUMENTS, 0.8) is not None
+        if misspelt or (key not in ARGUMENTS and advice_on_key(key)):
+            raise unknown_key(key, ARGUMENTS, "optimizer")
+
+
+def check_strategy_and_average(experiment: Experiment) -> None:
+    """Check what the optimizer cannot be combined with.
+
+    Raises:
+        RefusedError: with what to use.
+    """
+    trainer = experiment.trainer
+    target = experiment.optimizer.target  # others may average the weights themselves, which the workers see
+    ours = target.startswith("torch.optim.") or key_of("optimizer", target) is not None
+    if trainer.average_batch_norm is not None and not trainer.averages and ours:
+        raise RefusedError(no_average(trainer))
+    if experiment.strategy.kind == "fsdp" and target in _WHOLE_GRADIENTS:
+        raise RefusedError(
+            f"optimizer._target_={target} {_WHOLE_GRADIENTS[target]}, and "
+            "strategy=fsdp gives each worker some rows of it. Use another optimizer, or strategy=ddp."
+        )
+
+
+def no_average(trainer: Trainer) -> str:
+    """Return why trainer.average_batch_norm is refused where there are no averaged weights."""
+    return (
+        f"trainer.average_batch_norm={trainer.average_batch_norm} is for averaged weights, and there are none: set "
+        "trainer.ema_decay or trainer.swa_start, too."
+    )
