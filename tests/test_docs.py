@@ -94,10 +94,10 @@ ONLY_WITH = {
     "logger.wandb.mode=offline": ["logger=wandb"],
     "logger.wandb.checkpoint=best": ["logger=wandb", "trainer.keep_best=min:eval/loss"],
     "logger.mlflow.checkpoint=best": ["logger=mlflow", "trainer.keep_best=min:eval/loss"],
+    "strategy.reshard_after_forward=false": ["strategy=fsdp"],
     "trainer.average_batch_norm=100": ["trainer.ema_decay=0.999"],
     "trainer.nodes=1:4": ["launcher=elastic"],
     "run.init_weights=ema": ["run.init_from=mnist"],
-    "strategy.dp_replicate_size=2": ["strategy=fsdp"],
     "sweep.early_stop=median": ["sweep.objective=eval/loss"],
     "sweep.early_stop=halving sweep.early_stop_after=500 sweep.early_stop_factor=3": ["sweep.objective=eval/loss"],
 }

@@ -65,7 +65,7 @@ IGNORED = [
     ("hydra: {job: {env_set: {TOKEN: x}}}", "hydra.job.env_set.TOKEN=x", "Set variables in the shell."),
     ("hydra: {launcher: {_target_: x.Y}}", "hydra.launcher._target_=x.Y", "ddpexp starts the jobs of a sweep itself."),
     ("hydra: {sweep: {subdir: x}}", "hydra.sweep.subdir=x", "The jobs' directories are named by their number"),
-    ("hydra: {callbacks: {mine: {_target_: os.system}}}", "hydra.callbacks={'mine': {'_target_': 'os.system'}}",
+    ("hydra: {callbacks: {mine: {_target_: os.system}}}", "hydra.callbacks={mine: {_target_: 'os.system'}}",
         "There are no"),
     ("hydra: {job_logging: {root: {level: DEBUG}}}", "hydra.job_logging.root.level=DEBUG", "A run's log is run.log"),
 ]  # fmt: skip

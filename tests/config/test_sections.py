@@ -153,7 +153,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         )),
         ({"optimizer": {"lr": 0.1}}, "optimizer._target_ is missing: it names the class or function to call."),
         ({"scheduler__peak_at": 2}, "scheduler.peak_at=2.0 is not a fraction: use a number from 0 to 1."),
-        ({"scheduler__warmup": 0.1}, "scheduler.warmup is not a known key. Available: peak_at, start, end."),
+        ({"scheduler__warmup": 0.1}, "scheduler.warmup is not a known key. The rise of scheduler=onecycle is"),
         ({"scheduler__start": "a"}, "scheduler.start=a is not a number."),
         ({"launcher__start_method": "fork"}, "launcher.start_method=fork is not one of forkserver, spawn."),
         ({"launcher__start": "fork"}, "launcher.start is not a known key. Did you mean launcher.start_method?"),

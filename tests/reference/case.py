@@ -99,7 +99,7 @@ class Case:
         """Return its overrides."""
         overrides = {
             "trainer.gpus": self.workers,
-            "optimizer": self.optimizer,
+            "optimizer": f"reference_{self.optimizer}",
             "trainer.micro_batch_size": self.micro_batch_size,
             "trainer.clip_grad_norm": self.clip,
             "scheduler": self.schedule,
