@@ -117,7 +117,7 @@ def test_what_is_not_there_is_refused_with_its_name(ddpexp: Ddpexp, tmp_path: Pa
         evaluate(ddpexp, __file__), r"test_evaluate\.py: this is code\. Name a run directory, a checkpoint or a file "
     )
     (tmp_path / "empty").mkdir()
-    refused(evaluate(ddpexp, tmp_path / "empty", *WORDS), r"model\.safetensors cannot be read")
+    refused(evaluate(ddpexp, tmp_path / "empty", *WORDS), r"holds no weights")
     (tmp_path / "text.safetensors").write_text("these are no weights")
     refused(evaluate(ddpexp, tmp_path / "text.safetensors", *WORDS), r"text\.safetensors cannot be read as safetensors")
     shutil.rmtree(copied / "checkpoints")
