@@ -72,8 +72,8 @@ def test_its_parts_are_listed_checked_and_unknown_without_it(ddpexp: Ddpexp, ins
     lines = [line.split() for line in shown.out.splitlines()]
     for line in (
         "recipe mnist, sides*", "launcher elastic, inline, mpi, shy*, slurm, spawn, torchrun-env",
-        "logger none, rows, tensorboard*", "multi_step, onecycle, plateau, polynomial, stable*, torch, wsd",
-        "launcher.niceness=5 a whole number",
+        "logger csv, mlflow, none, rows, tensorboard*, wandb",
+        "multi_step, onecycle, plateau, polynomial, stable*, torch, wsd", "launcher.niceness=5 a whole number",
     ):  # fmt: skip
         assert line.split() in lines, shown.out
     for overrides, sentence in (

@@ -17,10 +17,12 @@ ARGUMENTS = (  # the arguments of torch's optimizers, of every version
     "alpha", "centered", "momentum_decay", "etas", "step_sizes", "lambd", "t0", "beta2_decay", "d", "ns_steps",
     "ns_coefficients", "adjust_lr_fn",
 )  # fmt: skip
-_WHOLE_GRADIENTS = {  # optimizers that fsdp cannot give what they look at
-    "torch.optim.Adafactor": "looks at the columns of whole gradients",
-    "torch.optim.SparseAdam": "is for sparse gradients",
-    "sparse_adam": "is for sparse gradients",
+_SOME_ROWS = "and strategy=fsdp gives each worker some rows of it"
+_NOT_SHARDED = {  # optimizers that fsdp cannot give what they need
+    "torch.optim.Adafactor": f"looks at the columns of a whole gradient, {_SOME_ROWS}",
+    "torch.optim.Rprop": "sets single elements of gradients, which torch cannot do with those of strategy=fsdp",
+    "torch.optim.SparseAdam": f"is for a sparse gradient, {_SOME_ROWS}",
+    "sparse_adam": f"is for a sparse gradient, {_SOME_ROWS}",
 }
 
 
@@ -64,10 +66,9 @@ def check_strategy_and_average(experiment: Experiment) -> None:
     ours = target.startswith("torch.optim.") or key_of("optimizer", target) is not None
     if trainer.average_batch_norm is not None and not trainer.averages and ours:
         raise RefusedError(no_average(trainer))
-    if experiment.strategy.kind == "fsdp" and target in _WHOLE_GRADIENTS:
+    if experiment.strategy.kind == "fsdp" and target in _NOT_SHARDED:
         raise RefusedError(
-            f"optimizer._target_={target} {_WHOLE_GRADIENTS[target]}, and "
-            "strategy=fsdp gives each worker some rows of it. Use another optimizer, or strategy=ddp."
+            f"optimizer._target_={target} {_NOT_SHARDED[target]}. Use another optimizer, or strategy=ddp."
         )
 
 

@@ -65,8 +65,11 @@ def every_case(workers: int) -> list[Case]:
 
 
 def is_possible(values: Mapping[str, Any], workers: int) -> bool:
-    """Return whether two replicas of several ranks divide the workers, as far as the values are chosen."""
-    return values.get("strategy") != "hybrid" or workers in (4, 8)
+    """Return whether two replicas of several ranks divide the workers and fsdp takes the optimizer, as far as chosen."""
+    strategy = values.get("strategy")
+    if strategy in ("fsdp", "hybrid") and values.get("optimizer") == "rprop":
+        return False
+    return strategy != "hybrid" or workers in (4, 8)
 
 
 def pairs_of(values: Mapping[str, Any]) -> set[Pair]:

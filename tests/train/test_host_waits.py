@@ -148,7 +148,7 @@ def test_an_exact_step_without_waiting_gives_the_same_bits(
 
     expected = weights()
     monkeypatch.setattr("ddpexp.strategy.exact.buffers.is_host", not_host)
-    monkeypatch.setattr("ddpexp.strategy.exact.strategy.is_host", not_host)
+    monkeypatch.setattr("ddpexp.strategy.exact.round.is_host", not_host)
     monkeypatch.setattr("ddpexp.train.optimizer_step.moved", lambda tensor, device: tensor)
     monkeypatch.setattr("ddpexp.train.counts.is_host", not_host)
     monkeypatch.setattr(buffers, "_SHARE_OF_GRADIENTS", share)
@@ -161,7 +161,7 @@ def test_an_exact_step_without_waiting_gives_the_same_bits(
 
 def test_an_integer_buffer_without_a_mean_is_noticed_late_but_before_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpexp.strategy.exact.buffers.is_host", not_host)
-    monkeypatch.setattr("ddpexp.strategy.exact.strategy.is_host", not_host)
+    monkeypatch.setattr("ddpexp.strategy.exact.round.is_host", not_host)
     monkeypatch.setattr(buffers, "_SHARE_OF_GRADIENTS", 1)
 
     class Odd(nn.Linear):
