@@ -45,7 +45,7 @@ THROUGH_MEMORY = "strategy.reduce_through=backend" not in sys.orig_argv and os.e
 SharedMemory.barrier = barrier
 if THROUGH_MEMORY:
     point(collectives.MemoryAllGather, "__call__", where="all_gather")
-    point(collectives.MemoryReduceScatter, "__call__", where="reduce_scatter")
+    point(collectives.MeanReduceScatter, "__call__", where="reduce_scatter")
 else:
     for name in ("all_gather_single", "all_gather_into_tensor"):  # the latter with older versions of torch
         if hasattr(dist, name):

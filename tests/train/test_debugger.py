@@ -78,9 +78,10 @@ def test_each_rank_gets_its_turn_while_all_else_waits(recipe: Recipe, expected: 
         time.sleep(3.0)  # beyond the timeout
         shell.type("p sec\t\n")  # completed by readline
         shell.expect("42")
+        prompt = f"(Pdb rank {first}) "
+        shell.expect(prompt)
         shell.type("\x03")
         shell.expect("--KeyboardInterrupt--")
-        prompt = f"(Pdb rank {first}) "
         shell.at(prompt, "print('to the', 'terminal')")
         shell.expect("to the terminal")
         shell.at(prompt, "n")

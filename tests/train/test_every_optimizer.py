@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from ddpexp.config.check_optimizer import check_strategy_and_average
 from ddpexp.config.compose import compose
 from ddpexp.config.folders import conf_folder, options
 from ddpexp.config.instantiate import Node
@@ -25,6 +26,7 @@ from ddpexp.train.combined_optimizer import Combined
 from ddpexp.train.optimizers import optimizer_state, parameter_names, restore_optimizer, settings
 from ddpexp.train.precision import Precision
 from tests.fitting import ALONE
+from tests.strategy.fsdp.ranks import OPTIONS as SHARDED
 
 OPTIMIZERS = options("optimizer", [conf_folder()])
 STEPS = 3
@@ -199,6 +201,13 @@ def test_torchs_muon_alone_is_refused_with_what_to_use(experiments: Mapping[str,
     experiment = replace(experiments["muon"], optimizer=Node("torch.optim.Muon", {"lr": 0.1}))
     with pytest.raises(RefusedError, match="optimizer=muon gives the other parameters to AdamW"):
         build(experiment, net("muon"))
+
+
+@pytest.mark.parametrize("name", ["adafactor", "rprop", "sparse_adam"])
+def test_what_sharded_gradients_cannot_serve_is_refused(experiments: Mapping[str, Experiment], name: str) -> None:
+    with pytest.raises(RefusedError, match=r"strategy=fsdp.*Use another optimizer, or strategy=ddp\.$"):
+        check_strategy_and_average(replace(experiments[name], strategy=SHARDED))
+    check_strategy_and_average(experiments[name])
 
 
 ELEMENTWISE = set(OPTIMIZERS) - {"muon", "sparse_adam", "adafactor"}
