@@ -44,7 +44,7 @@ def recipe(tmp_path: Path, environ: dict[str, str]) -> Iterator[Recipe]:
     config.write_text(config.read_text().replace("points.Sides", "points.Paced"))
     yield found
     deadline = time.monotonic() + LEFT_SECONDS
-    kept = ("torchelastic_", "ompi.", "torchinductor_")  # what torchrun, Open MPI and torch's compiler leave is theirs
+    kept = ("torchelastic_", "ompi.")  # what torchrun and Open MPI leave is theirs
     while left := {*_names_in(temporary, kept), *_left_on_the_machine()} - before:
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)
