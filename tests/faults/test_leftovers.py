@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -161,17 +162,30 @@ def test_the_end_of_the_thread_that_started_a_command_is_not_its_starters_end(re
     assert (done.code, done.err) == (0, "")
 
 
-def meeting_names() -> set[str]:
-    """Return the names at which ranks of this host meet now."""
-    fields = Path("/proc/net/unix").read_text().split()
-    return {word for word in fields if word.startswith("@ddpexp-")}
+def meets(pids: Iterable[int]) -> bool:
+    """Return whether one of these processes holds a name at which ranks of this host meet.
+
+    Other tests' ranks meet beside this one's, so that names alone say nothing.
+    """
+    lines = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
+    named = {f"socket:[{line[6]}]" for line in lines if line[-1].startswith("@ddpexp-")}
+    return any(not named.isdisjoint(open_files(pid)) for pid in pids)
+
+
+def open_files(pid: int) -> set[str]:
+    found = set()
+    with suppress(OSError):  # it has ended, or closed one
+        for one in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                found.add(os.readlink(one))
+    return found
 
 
 @pytest.mark.fault(7)
 def test_a_command_that_waits_for_the_others_ends_with_its_starter_and_says_so(recipe: Recipe) -> None:
-    before, names = ddpexp_processes(), meeting_names()
+    before = ddpexp_processes()
     process, run = by_thread(recipe, 2)
-    wait_for(lambda: meeting_names() > names)  # rank zero waits
+    wait_for(lambda: meets(ddpexp_processes() - before))  # rank zero waits
     process.kill()
     wait_for(lambda: not ddpexp_processes() - before, SECONDS)
     done = finish(process, run)
