@@ -296,7 +296,7 @@ class Machines:
 
     def wait(self, workers: int, start: int = 0) -> int:
         """Wait until so many workers train together, in a later start than that; return which start it is."""
-        wait_for(lambda: len(self.starts()) > start and self.starts()[-1] == workers or not self.living(), 120)
+        wait_for(lambda: (len(self.starts()) > start and self.starts()[-1] == workers) or not self.living(), 120)
         assert self.living(), [finish(machine, self.run).err for machine in self.started]
         return len(self.starts())
 
