@@ -129,11 +129,12 @@ def _unknown_option(file: str, known: Sequence[str], added: bool) -> str:
     if group.startswith("hydra/") and group.partition("/")[2].partition("/")[0] != "sweeper":
         return no_effect(f"{group}={option}", group)
     known = known or options(group, [conf_folder(), *plugin_folders()])
-    if (here := value_here(group, option.lower())) is not None:
+    elsewhere = option.lower().replace("-", "_")
+    if (here := value_here(group, elsewhere)) is not None:
         known = [here]
         option_here = f" Did you mean {group}={here}?"
         return f"{group}={option} is not a known option.{option_here}"
-    if advice := advice_on_value(group, option.lower()):
+    if advice := advice_on_value(group, elsewhere):
         return f"{group}={option} is not a known option.{advice}"
     meant = did_you_mean(option, known, f"{group}=") if known else f" There is no group {group}."
     if group == "recipe" and option and not added and "Did you mean" not in meant:
