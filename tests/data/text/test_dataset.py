@@ -62,7 +62,7 @@ def test_the_largest_numbers_survive_being_stored(kind: type, largest: int, tmp_
         assert (inputs.dtype, targets.dtype) == (torch.int64, torch.int64)
 
 
-def test_documents_are_told_apart_and_no_target_crosses_a_border(tmp_path: Path) -> None:
+def test_documents_are_numbered_and_no_target_crosses_a_border(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("ab\nabcdef\nc\nabcdefgh\n" * 3)
     data = load(prepare(str(path), 8, "bytes", documents="line", eval_fraction=0.0)).train
@@ -82,7 +82,8 @@ def test_documents_are_told_apart_and_no_target_crosses_a_border(tmp_path: Path)
 
 
 def test_the_same_samples_at_every_number_of_workers_and_from_every_step() -> None:
-    data, batch = windows(2_000, 8), {}
+    data = windows(2_000, 8)
+    batch: dict[int, torch.Tensor] = {}
     for num_ranks in (1, 2, 4):
         for first in (0, 70):
             steps = [
