@@ -26,6 +26,7 @@ from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
+from ddpexp.data.streams import Stream, sized
 from ddpexp.data.datasets import Splits, device_bytes
 from ddpexp.data.samples import tensors_of
 from ddpexp.distributed.world import World
@@ -97,8 +98,11 @@ def collect(
     splits = open_data(experiment, prepared, _ALONE) if num_samples is None else _placeholder(trainer, num_samples)
     train, there = splits.train, experiment.data.on_device and num_samples is None
     data_bytes = max(0, _own_memory() - before) if num_samples is None else None
-    batches = TrainBatches(train, plan, 0, trainer.seed, _CPU)
-    steps = {"steps_per_epoch": batches.steps_per_epoch, "num_steps": count_steps(trainer, batches.steps_per_epoch)}
+    if isinstance(train, Stream):
+        train, steps_per_epoch = sized(train, plan.micro_batch_size), trainer.max_steps or 0
+    else:
+        steps_per_epoch = TrainBatches(train, plan, 0, trainer.seed, _CPU).steps_per_epoch
+    steps = {"steps_per_epoch": steps_per_epoch, "num_steps": count_steps(trainer, steps_per_epoch)}
     notes = {
         "data": "measured: what each worker has for itself" if data_bytes is not None else "left out: --num_samples"
     }

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpexp.config.build import did_you_mean
 from ddpexp.data.datasets import IndexData, Splits
+from ddpexp.data.streams import Stream, as_stream
 from ddpexp.errors import RefusedError
 from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.task import HasTrainStep
@@ -67,16 +68,24 @@ def check_splits(splits: Any, target: str) -> Splits:
             f"{data} gave {shown(splits.evals)} as evals, where a mapping of names to data sets belongs: "
             'Splits(train, {"eval": ...}), {} for none.'
         )
-    for name, part in {"train": splits.train, **splits.evals}.items():
+    sets = Splits(as_stream(splits.train), {name: as_stream(part) for name, part in splits.evals.items()})
+    for name, part in {"train": sets.train, **sets.evals}.items():
+        if isinstance(part, Stream):
+            continue
         if isinstance(part, DataLoader):
             raise RefusedError(f"{data}: `{name}` is a DataLoader: return its data set; ddpexp makes the batches.")
-        if isinstance(part, IterableDataset) or not isinstance(part, _MapStyle | IndexData):
+        if isinstance(part, IterableDataset) or (isinstance(part, Iterable) and not isinstance(part, _MapStyle)):
+            raise RefusedError(
+                f"{data}: `{name}` is a {type(part).__name__}, an iterable of unknown length: return "
+                "ddpexp.data.streams.Stream(open), where open(index, count) returns its index-th of `count` parts."
+            )
+        if not isinstance(part, _MapStyle | IndexData):
             raise RefusedError(
                 f"{data}: `{name}` is a {type(part).__name__}: a data set needs __len__ and __getitem__ (map-style)."
             )
         if len(part) == 0:
             raise RefusedError(f"{data} returned no samples for `{name}`.")
-    return splits
+    return sets
 
 
 def check_takes_directory(function: Callable[..., Any], keys: Iterable[str], named_by: str) -> None:
