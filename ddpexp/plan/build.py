@@ -26,9 +26,9 @@ from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
-from ddpexp.data.streams import Stream, sized
 from ddpexp.data.datasets import Splits, device_bytes
 from ddpexp.data.samples import tensors_of
+from ddpexp.data.streams import Stream, sized
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout

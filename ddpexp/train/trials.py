@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.data.batches import EvalBatches
-from ddpexp.data.streams import Batches
 from ddpexp.data.samples import origin, tensors_of
+from ddpexp.data.streams import Batches
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.replica import Models
