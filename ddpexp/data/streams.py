@@ -47,19 +47,32 @@ class Stream:
 
     `open(index, count)` returns a new iterable over the samples of one of `count` disjoint shards. Its position is
     saved and restored if it has `state_dict` and `load_state_dict`. A shard that ends ends the run, or starts over with
-    `repeat`, after `set_epoch(epoch)` if it has that method. As an evaluation set a stream is its first `num_samples`
-    samples, which every rank reads once and keeps in memory.
+    `repeat`, after `set_epoch(epoch)` if it has that method. With `replay` a position is restored by reading the samples
+    so far again, which is exact for every iterable that yields the same samples each time. As an evaluation set a
+    stream is its first `num_samples` samples, which every rank reads once and keeps in memory.
     """
 
     open: Callable[[int, int], Iterable[Any]]
     repeat: bool = False
+    replay: bool = False
     num_samples: int | None = None
 
 
 def as_stream(data: Any) -> Any:
-    """Return a streaming data set of Hugging Face as a `Stream`, and everything else as it is."""
+    """Return a streaming data set of Hugging Face as a `Stream`, and everything else as it is.
+
+    Its `state_dict` leaves out the samples in a buffer for shuffling, so that one with a buffer is replayed.
+    """
     names = {kind.__name__ for kind in type(data).__mro__ if kind.__module__.partition(".")[0] == "datasets"}
-    return Stream(partial(_part_of_hub_data, data)) if "IterableDataset" in names else data
+    if "IterableDataset" not in names:
+        return data
+    return Stream(partial(_part_of_hub_data, data), replay=_has_buffer(getattr(data, "_ex_iterable", None)))
+
+
+def _has_buffer(node: Any) -> bool:
+    """Return whether a streaming data set of Hugging Face, or one that it reads, shuffles in a buffer."""
+    inner = [getattr(node, "ex_iterable", None), *getattr(node, "ex_iterables", ())]
+    return "BufferShuffled" in type(node).__name__ or any(_has_buffer(one) for one in inner if one is not None)
 
 
 def _part_of_hub_data(data: Any, index: int, count: int) -> Iterable[Any]:
@@ -112,7 +125,7 @@ class _Shard:
     def state(self) -> dict[str, Any]:
         """Return the position."""
         source = self._restored
-        if self._iterator is not None:
+        if self._iterator is not None and not self.stream.replay:
             source = self.source.state_dict()
         return {"samples": self.samples, "epoch": self.epoch, "source": source}
 
@@ -132,7 +145,10 @@ class _Shard:
         if self._restored is not None:
             self.source.load_state_dict(self._restored)
             self._restored = None
-        return iter(self.source)
+        iterator = iter(self.source)
+        if self.stream.replay:
+            next(islice(iterator, self.samples, self.samples), None)  # reads so many
+        return iterator
 
 
 @dataclass(frozen=True)
@@ -178,7 +194,7 @@ class StreamBatches:
     @property
     def is_restorable(self) -> bool:
         """Return whether the positions can be saved and restored."""
-        return all(isinstance(shard.source, Restorable) for shard in self.shards)
+        return self.data.replay or all(isinstance(shard.source, Restorable) for shard in self.shards)
 
     def steps(self, from_step: int, to_step: int) -> Iterator[list[Any]]:
         """Yield this rank's micro-batches for each optimizer step, in order, from the position restored.
@@ -270,7 +286,7 @@ class StreamBatches:
             return None
         return (
             f"the stream `train` cannot restore its position ({self._kind()} has no state_dict and load_state_dict): "
-            "this run cannot be resumed"
+            "this run cannot be resumed. If it yields the same samples each time, give it Stream(..., replay=True)."
         )
 
     def _kind(self) -> str:

@@ -101,7 +101,7 @@ def collect(
     if isinstance(train, Stream):
         train, steps_per_epoch = sized(train, plan.micro_batch_size), trainer.max_steps or 0
     else:
-        steps_per_epoch = TrainBatches(train, plan, 0, trainer.seed, _CPU).steps_per_epoch
+        steps_per_epoch = TrainBatches(train, plan, 0, trainer.seed, _CPU, order=splits.order).steps_per_epoch
     steps = {"steps_per_epoch": steps_per_epoch, "num_steps": count_steps(trainer, steps_per_epoch)}
     notes = {
         "data": "measured: what each worker has for itself" if data_bytes is not None else "left out: --num_samples"
@@ -126,7 +126,7 @@ def collect(
         optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
         data_bytes=data_bytes,
         device_data_bytes=device_bytes(splits) if there else 0,
-        num_samples=len(train),
+        num_samples=batches.samples_per_epoch,
         sums_bytes=sums_bytes,
         shared_bytes=shared_bytes,
         **of_a_pass,

@@ -10,6 +10,7 @@ from typing import Any
 from ddpexp.config.instantiate import Node
 from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.data.batch_plan import counted, epochs_text
+from ddpexp.data.batches import TrainBatches
 from ddpexp.data.streams import Batches, StreamBatches
 from ddpexp.launch import Layout
 from ddpexp.loggers.base import Logger
@@ -71,6 +72,8 @@ class Report:
         parts = []
         if trainer.limit_train_samples is not None:
             parts.append(f"trained on {trainer.limit_train_samples:,} samples")
+        if isinstance(self.train, TrainBatches) and self.train.samples_per_epoch != len(self.train.data):
+            parts.append(f"{self.train.samples_per_epoch:,} samples an epoch")
         if trainer.limit_eval_batches is not None:
             parts.append(f"evaluated on at most {trainer.limit_eval_batches * trainer.global_batch_size:,} of each set")
         return f"; {', '.join(parts)}" if parts else ""

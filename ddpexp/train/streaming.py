@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def streams_checked(splits: Splits, experiment: Experiment) -> Splits:
     """
     if isinstance(splits.train, Stream):
         _check_keys(experiment)
-    return Splits(splits.train, {name: _evaluation_set(name, part) for name, part in splits.evals.items()})
+    return replace(splits, evals={name: _evaluation_set(name, part) for name, part in splits.evals.items()})
 
 
 def _evaluation_set(name: str, part: Any) -> Any:
@@ -59,16 +60,19 @@ def _check_keys(experiment: Experiment) -> None:
         raise RefusedError("trainer.max_steps=null: `train` is a stream without a length. Give the number of steps.")
 
 
-def build_batches(experiment: Experiment, train: Any, plan: BatchPlan, data_rank: int, device: torch.device) -> Batches:
+def build_batches(
+    experiment: Experiment, splits: Splits, plan: BatchPlan, data_rank: int, device: torch.device
+) -> Batches:
     """Return the training batches of a rank."""
-    trainer, data = experiment.trainer, experiment.data
+    trainer, data, train = experiment.trainer, experiment.data, splits.train
     if isinstance(train, Stream):
         return StreamBatches(
             train, plan, data_rank, trainer.seed, device, trainer.max_steps or 0, _check_state, data.num_workers
         )
     return TrainBatches(
-        train, plan, data_rank, trainer.seed, device, data.num_workers, trainer.timeout.data_seconds, data.on_device
-    )
+        train, plan, data_rank, trainer.seed, device, data.num_workers, trainer.timeout.data_seconds, data.on_device,
+        splits.order,
+    )  # fmt: skip
 
 
 def _check_state(state: Any) -> None:

@@ -156,7 +156,7 @@ def build(context: RunContext) -> Built:
     check_held_out(experiment, splits, undivided)
     data = experiment.strategy.data_rank(world.rank, world.world_size)
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data.size)
-    batches = build_batches(experiment, splits.train, plan, data.rank, world.device)
+    batches = build_batches(experiment, splits, plan, data.rank, world.device)
     if isinstance(batches, StreamBatches) and world.is_rank_zero:
         warn_of_streams(batches, trainer, log)
 
