@@ -46,10 +46,11 @@ class Stream:
     """Iterable data without a known length, for `Splits`.
 
     `open(index, count)` returns a new iterable over the samples of one of `count` disjoint shards. Its position is
-    saved and restored if it has `state_dict` and `load_state_dict`. A shard that ends ends the run, or starts over with
-    `repeat`, after `set_epoch(epoch)` if it has that method. With `replay` a position is restored by reading the samples
-    so far again, which is exact for every iterable that yields the same samples each time. As an evaluation set a
-    stream is its first `num_samples` samples, which every rank reads once and keeps in memory.
+    saved and restored if it has `state_dict` and `load_state_dict`. With `replay` a position is restored by reading
+    the samples so far again, which is exact for every iterable that yields the same samples each time.
+
+    A shard that ends ends the run, or starts over with `repeat`, after `set_epoch(epoch)` if it has that method. As an
+    evaluation set a stream is its first `num_samples` samples, which every rank reads once and keeps in memory.
     """
 
     open: Callable[[int, int], Iterable[Any]]
@@ -145,7 +146,7 @@ class _Shard:
         if self._restored is not None:
             self.source.load_state_dict(self._restored)
             self._restored = None
-        iterator = iter(self.source)
+        iterator: Iterator[Any] = iter(self.source)
         if self.stream.replay:
             next(islice(iterator, self.samples, self.samples), None)  # reads so many
         return iterator

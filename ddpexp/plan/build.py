@@ -100,8 +100,10 @@ def collect(
     data_bytes = max(0, _own_memory() - before) if num_samples is None else None
     if isinstance(train, Stream):
         train, steps_per_epoch = sized(train, plan.micro_batch_size), trainer.max_steps or 0
+        samples_per_epoch = steps_per_epoch * trainer.global_batch_size
     else:
-        steps_per_epoch = TrainBatches(train, plan, 0, trainer.seed, _CPU, order=splits.order).steps_per_epoch
+        batches = TrainBatches(train, plan, 0, trainer.seed, _CPU, order=splits.order)
+        steps_per_epoch, samples_per_epoch = batches.steps_per_epoch, batches.samples_per_epoch
     steps = {"steps_per_epoch": steps_per_epoch, "num_steps": count_steps(trainer, steps_per_epoch)}
     notes = {
         "data": "measured: what each worker has for itself" if data_bytes is not None else "left out: --num_samples"
@@ -126,7 +128,7 @@ def collect(
         optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
         data_bytes=data_bytes,
         device_data_bytes=device_bytes(splits) if there else 0,
-        num_samples=batches.samples_per_epoch,
+        num_samples=samples_per_epoch,
         sums_bytes=sums_bytes,
         shared_bytes=shared_bytes,
         **of_a_pass,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
@@ -68,7 +69,8 @@ def check_splits(splits: Any, target: str) -> Splits:
             f"{data} gave {shown(splits.evals)} as evals, where a mapping of names to data sets belongs: "
             'Splits(train, {"eval": ...}), {} for none.'
         )
-    sets = Splits(as_stream(splits.train), {name: as_stream(part) for name, part in splits.evals.items()})
+    evals = {name: as_stream(part) for name, part in splits.evals.items()}
+    sets = replace(splits, train=as_stream(splits.train), evals=evals)
     for name, part in {"train": sets.train, **sets.evals}.items():
         if isinstance(part, Stream):
             continue

@@ -60,17 +60,15 @@ def _check_keys(experiment: Experiment) -> None:
         raise RefusedError("trainer.max_steps=null: `train` is a stream without a length. Give the number of steps.")
 
 
-def build_batches(
-    experiment: Experiment, splits: Splits, plan: BatchPlan, data_rank: int, device: torch.device
-) -> Batches:
+def build_batches(experiment: Experiment, splits: Splits, plan: BatchPlan, rank: int, device: torch.device) -> Batches:
     """Return the training batches of a rank."""
     trainer, data, train = experiment.trainer, experiment.data, splits.train
     if isinstance(train, Stream):
         return StreamBatches(
-            train, plan, data_rank, trainer.seed, device, trainer.max_steps or 0, _check_state, data.num_workers
+            train, plan, rank, trainer.seed, device, trainer.max_steps or 0, _check_state, data.num_workers
         )
     return TrainBatches(
-        train, plan, data_rank, trainer.seed, device, data.num_workers, trainer.timeout.data_seconds, data.on_device,
+        train, plan, rank, trainer.seed, device, data.num_workers, trainer.timeout.data_seconds, data.on_device,
         splits.order,
     )  # fmt: skip
 
