@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import TrainBatches, to_device
 from ddpexp.data.samples import first_mismatch, form, user_code_error
-from ddpexp.distributed.rng import DATA, seed_everything, seed_of
+from ddpexp.distributed.rng import DATA, HOST, seed_everything, seed_of
 from ddpexp.errors import DdpexpError, RefusedError
 
 
@@ -97,21 +97,24 @@ def sized(data: Any, count: int) -> Any:
 class _Shard:
     """One shard of a stream, and its position."""
 
-    def __init__(self, stream: Stream, index: int, count: int) -> None:
-        self.stream, self.index, self.count = stream, index, count
+    def __init__(self, stream: Stream, index: int, count: int, seed: int) -> None:
+        self.stream, self.index, self.count, self.seed = stream, index, count, seed
         self.samples, self.epoch = 0, 0  # samples read in this epoch
         self.source: Any = stream.open(index, count)
         self._iterator: Iterator[Any] | None = None
         self._restored: Any = None  # the state that the next iterator starts from
 
-    def take(self, count: int) -> list[Any]:
-        """Return the next samples; fewer if the shard ends."""
+    def take(self, count: int, seed: int) -> list[Any]:
+        """Return the next samples, which may draw random numbers from this seed; fewer if the shard ends."""
         samples: list[Any] = []
+        try:
+            self.begin()
+        except Exception as error:
+            raise user_code_error(error, self.description(self.samples, 1)) from None
+        seed_everything(seed)
         while len(samples) < count:
             try:
-                if self._iterator is None:
-                    self._iterator = self._start()
-                samples.append(next(self._iterator))
+                samples.append(next(self.begin()))
             except StopIteration:
                 if not self.stream.repeat or not self.samples:
                     return samples
@@ -139,6 +142,13 @@ class _Shard:
         samples = f"sample {first:,}" if count == 1 else f"samples {first:,} to {first + count - 1:,}"
         epoch = f" in its epoch {self.epoch}" if self.epoch else ""
         return f"{samples} of shard {self.index} of {self.count} of the stream `train`{epoch}"
+
+    def begin(self) -> Iterator[Any]:
+        """Return the iterator; one that is new is made with random numbers of this epoch."""
+        if self._iterator is None:
+            seed_everything(seed_of(self.seed, HOST, self.epoch + 1, self.index))
+            self._iterator = self._start()
+        return self._iterator
 
     def _start(self) -> Iterator[Any]:
         if self.stream.repeat and isinstance(self.source, _HasEpochs):
@@ -187,7 +197,7 @@ class StreamBatches:
         """Return the shards that this rank reads, opened when they are first needed."""
         if not self._shards:
             try:
-                self._shards.extend(_Shard(self.data, index, self.num_shards) for index in self.own)
+                self._shards.extend(_Shard(self.data, index, self.num_shards, self.seed) for index in self.own)
             except Exception as error:
                 raise user_code_error(error, f"opening one of {self.num_shards} shards of the stream `train`") from None
         return self._shards
@@ -212,9 +222,8 @@ class StreamBatches:
             yield batches
 
     def _read(self, shard: _Shard, step: int, num_steps: int) -> Any:
-        seed_everything(seed_of(self.seed, DATA, step, shard.index))
         first = shard.samples
-        samples = shard.take(self.plan.micro_batch_size)
+        samples = shard.take(self.plan.micro_batch_size, seed_of(self.seed, DATA, step, shard.index))
         if len(samples) < self.plan.micro_batch_size:
             raise self._ended(shard, step, num_steps)
         try:

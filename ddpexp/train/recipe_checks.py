@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
@@ -69,25 +68,23 @@ def check_splits(splits: Any, target: str) -> Splits:
             f"{data} gave {shown(splits.evals)} as evals, where a mapping of names to data sets belongs: "
             'Splits(train, {"eval": ...}), {} for none.'
         )
-    evals = {name: as_stream(part) for name, part in splits.evals.items()}
-    sets = replace(splits, train=as_stream(splits.train), evals=evals)
-    for name, part in {"train": sets.train, **sets.evals}.items():
-        if isinstance(part, Stream):
+    for name, part in {"train": splits.train, **splits.evals}.items():
+        if isinstance(as_stream(part), Stream):
             continue
         if isinstance(part, DataLoader):
             raise RefusedError(f"{data}: `{name}` is a DataLoader: return its data set; ddpexp makes the batches.")
-        if isinstance(part, IterableDataset) or (isinstance(part, Iterable) and not isinstance(part, _MapStyle)):
-            raise RefusedError(
-                f"{data}: `{name}` is a {type(part).__name__}, an iterable of unknown length: return "
-                "ddpexp.data.streams.Stream(open), where open(index, count) returns its index-th of `count` parts."
+        if isinstance(part, IterableDataset) or not isinstance(part, _MapStyle | IndexData):
+            stream = (
+                " An iterable of unknown length is given as ddpexp.data.streams.Stream(open), where open(index, count) "
+                "returns its index-th of `count` parts."
             )
-        if not isinstance(part, _MapStyle | IndexData):
             raise RefusedError(
                 f"{data}: `{name}` is a {type(part).__name__}: a data set needs __len__ and __getitem__ (map-style)."
+                f"{stream if isinstance(part, Iterable) else ''}"
             )
         if len(part) == 0:
             raise RefusedError(f"{data} returned no samples for `{name}`.")
-    return sets
+    return splits
 
 
 def check_takes_directory(function: Callable[..., Any], keys: Iterable[str], named_by: str) -> None:

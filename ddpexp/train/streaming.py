@@ -14,7 +14,7 @@ from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Splits
-from ddpexp.data.streams import Batches, Stream, StreamBatches, first_samples
+from ddpexp.data.streams import Batches, Stream, StreamBatches, as_stream, first_samples
 from ddpexp.errors import DdpexpError, RefusedError
 
 
@@ -24,9 +24,11 @@ def streams_checked(splits: Splits, experiment: Experiment) -> Splits:
     Raises:
         RefusedError: the configuration needs what a stream does not have.
     """
-    if isinstance(splits.train, Stream):
+    train = as_stream(splits.train)
+    if isinstance(train, Stream):
         _check_keys(experiment)
-    return replace(splits, evals={name: _evaluation_set(name, part) for name, part in splits.evals.items()})
+    evals = {name: _evaluation_set(name, as_stream(part)) for name, part in splits.evals.items()}
+    return replace(splits, train=train, evals=evals)
 
 
 def _evaluation_set(name: str, part: Any) -> Any:
