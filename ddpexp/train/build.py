@@ -282,17 +282,9 @@ def build_evals(
     limit = max_eval_samples(trainer)
     return {
         name: EvalBatches(
-            dataset,
-            batch_size,
-            rank.rank,
-            rank.size,
-            device,
-            data.num_workers,
-            trainer.timeout.data_seconds,
-            name,
-            data.on_device,
-            limit,
-        )
+            dataset, batch_size, rank.rank, rank.size, device, data.num_workers, trainer.timeout.data_seconds, name,
+            data.on_device, limit,
+        )  # fmt: skip
         for name, dataset in splits.evals.items()
     }
 
