@@ -280,13 +280,13 @@ def build_evals(
     """Return the batches of each evaluation set that this rank evaluates."""
     data, trainer = experiment.data, experiment.trainer
     limit = max_eval_samples(trainer)
-    return {
-        name: EvalBatches(
+    evals = {}
+    for name, dataset in splits.evals.items():
+        evals[name] = EvalBatches(
             dataset, batch_size, rank.rank, rank.size, device, data.num_workers, trainer.timeout.data_seconds, name,
             data.on_device, limit,
         )  # fmt: skip
-        for name, dataset in splits.evals.items()
-    }
+    return evals
 
 
 def build_logger(context: RunContext, num_steps: int) -> Logger:
