@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpexp.data.batch_plan import BatchPlan
-from ddpexp.data.datasets import IndexData, may_draw, of_epoch
+from ddpexp.data.datasets import IndexData, may_draw, of_epoch, training_order
 from ddpexp.data.loader import Key, load
-from ddpexp.data.order import Permutation
+from ddpexp.data.order import TrainingOrder
 from ddpexp.data.samples import describe_samples, user_code_error
 from ddpexp.distributed.rng import DATA, EVAL, seed_of, seed_torch
 from ddpexp.distributed.transfers import moved
@@ -31,7 +31,7 @@ _FIRST_BLOCK, _BLOCK = 8192, 32768
 class TrainBatches:
     """The training batches of this rank: step k has the same samples at every world size.
 
-    The global batch of step k is positions k * G .. (k + 1) * G - 1 of its epoch's permutation; rank r of w computes
+    The global batch of step k is positions k * G .. (k + 1) * G - 1 of its epoch's order; rank r of w computes
     the r-th of w equal contiguous parts, in micro-batches. The incomplete last global batch of an epoch is dropped.
     """
 
@@ -43,19 +43,30 @@ class TrainBatches:
     num_workers: int = 0
     timeout_seconds: float = 0.0  # for DataLoader workers to produce a batch; 0: no timeout
     on_device: bool = False  # the samples are on the device, and so are the indices
+    order: TrainingOrder | None = None  # None: that of the data
 
     def __post_init__(self) -> None:
         """Check that the data has at least one global batch."""
         if self.steps_per_epoch == 0:
+            of_an_epoch = " of an epoch" if self.samples_per_epoch != len(self.data) else ""
             raise RefusedError(
-                f"trainer.global_batch_size={self.plan.global_batch_size} is more than the {len(self.data)} training "
-                f"samples. Use at most {len(self.data)}."
+                f"trainer.global_batch_size={self.plan.global_batch_size} is more than the "
+                f"{self.samples_per_epoch} training samples{of_an_epoch}. Use at most {self.samples_per_epoch}."
             )
 
     @cached_property
     def steps_per_epoch(self) -> int:
         """Return the number of complete global batches in an epoch."""
-        return len(self.data) // self.plan.global_batch_size
+        return self.samples_per_epoch // self.plan.global_batch_size
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Return how many samples an epoch draws, with the incomplete last global batch."""
+        return self._order.samples_per_epoch
+
+    @cached_property
+    def _order(self) -> TrainingOrder:
+        return training_order(self.data) if self.order is None else self.order
 
     def steps(self, from_step: int, to_step: int) -> Iterator[list[Any]]:
         """Yield this rank's micro-batches for each optimizer step, in order; starts at any step in O(1).
@@ -92,11 +103,11 @@ class TrainBatches:
         total, share = self.plan.global_batch_size, self.plan.gradient_accumulation_steps * self.plan.micro_batch_size
         offsets = np.arange(self.rank * share, (self.rank + 1) * share)
         step, block = from_step, _FIRST_BLOCK
-        order = Permutation(len(self.data), self.seed, step // self.steps_per_epoch)
+        begun = -1
         while step < to_step:
             epoch, first = divmod(step, self.steps_per_epoch)
-            if epoch != order.epoch:
-                order = Permutation(len(self.data), self.seed, epoch)  # computing its keys takes time
+            if epoch != begun:
+                order, begun = self._order.order(self.seed, epoch), epoch  # computing its keys takes time
             count = min(max(1, block // share), self.steps_per_epoch - first, to_step - step)
             yield step, order(np.arange(first, first + count)[:, None] * total + offsets)
             step, block = step + count, _BLOCK

@@ -1,22 +1,27 @@
-"""An atomic cache folder of memory-mappable `.npy` files: complete or absent, whatever process dies."""
+"""Atomic cache folders of prepared data: complete or absent, whatever process dies.
+
+A preparation that takes seconds uses `write_cache`. One that takes minutes uses `make_cache`: one command at a time
+prepares, others wait for it, and what a killed command has written is resumed.
+
+Standard library only, and fast to import: the launching command imports this module.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
-import math
 import os
 import stat
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddpexp.data.mnist import idx
 from ddpexp.errors import RefusedError
 from ddpexp.system.limits import reason_with_limit
 
@@ -27,8 +32,12 @@ CACHES = ".ddpexp-cache"  # the folder of all caches, in the data folder and in 
 _FORMAT = 1  # of identity.json
 _IDENTITY = "identity.json"
 _TEMP = ".tmp-"
+_PARTIAL = ".partial-"  # what `make_cache` has not finished; the rest of the name is that of the cache
+_LOCK = ".lock"  # in a partial folder; locked by the command that writes there
 _POLL_SECONDS = 0.05
 _STALE_AFTER = 3600.0  # seconds: no running process keeps a temporary folder that long
+_PARTIAL_STALE_AFTER = 7 * 24 * 3600.0  # seconds after which a partial folder that nobody has resumed is removed
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -59,38 +68,65 @@ def read_cache(folder: Path) -> Cache | None:
             return None
         record = json.loads((folder / _IDENTITY).read_bytes())
         if record["format"] != _FORMAT or any(
-            os.lstat(folder / file.cached).st_size != record["sizes"][file.cached] for file in idx.FILES
+            os.lstat(folder / name).st_size != size for name, size in record["sizes"].items()
         ):
             return None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return Cache(folder, record)
 
 
-def write_cache(base: Path, name: str, contents: Sequence[idx.Content], facts: dict[str, Any]) -> Cache:
+def cache_name(kind: str, identity: Any) -> str:
+    """Return the name of a cache of what `identity`, any JSON value, describes: `kind` and a hash."""
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def write_cache(base: Path, name: str, fill: Callable[[Path], None], facts: Mapping[str, Any]) -> Cache:
     """Write a cache to a temporary folder and rename it, so that it is never incomplete.
+
+    `fill` writes the files into the folder that it is called with, for example by `write_file` and `write_npy`.
+    `facts`, in JSON, become the record of the cache, beside the sizes of the files.
 
     Raises: OSError.
     """
-    folder = base / CACHES / name
-    sizes = {}
     with _temp_folder(base) as temp:
         whole = temp / name
         whole.mkdir()
-        # With the permissions of its base: the cache in a shared data folder is shared, the user's own is private.
-        os.chmod(whole, os.stat(base).st_mode & 0o755 | 0o700)
-        for content in contents:
-            file = content.file
-            header = _npy_header(file.shape)
-            _write(whole / file.cached, header, memoryview(content.unpacked)[len(file.header) :])
-            sizes[file.cached] = len(header) + math.prod(file.shape)
-        train, test = contents[0].file.shape[0], contents[2].file.shape[0]
-        record = facts | {"format": _FORMAT, "num_train": train, "num_test": test, "sizes": sizes}
-        _write(whole / _IDENTITY, json.dumps(record, indent=1).encode())
-        _sync(whole)
-        _move_in(whole, folder, temp)
-    _sync(folder.parent)
-    return Cache(folder, record)
+        fill(whole)
+        return _commit(base, whole, name, facts, temp)
+
+
+def make_cache(
+    bases: Sequence[Path],
+    name: str,
+    fill: Callable[[Path], Mapping[str, Any]],
+    space: str = "some space",
+    wait: str = "preparing the same data",
+) -> Cache:
+    """Return the complete cache `name` from the first base that has it; otherwise write it to the first one possible.
+
+    `fill` writes the files into the folder that it is called with and returns the record of the cache. The folder may
+    hold files of an earlier call that was killed, and `fill` resumes there; at a full disk they are removed.
+    One command at a time writes; the others wait and use its cache. `space` and `wait` are for messages: how much is
+    needed, and what the other command is doing.
+
+    Raises: RefusedError, if no base can be written.
+    """
+    for base in bases:
+        if cache := read_cache(base / CACHES / name):
+            return cache
+    return in_first(bases, lambda base: _resume(base, name, fill, wait), space)
+
+
+def write_file(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a new file and flush it to the disk. Raises: OSError."""
+    _write(path, *parts)
+
+
+def write_npy(path: Path, shape: tuple[int, ...], content: bytes | memoryview, descr: str = "|u1") -> None:
+    """Write a new `.npy` file in C order, of bytes or of numbers in the format `descr`. Raises: OSError."""
+    _write(path, npy_header(shape, descr), content)
 
 
 def update_cache(cache: Cache, facts: dict[str, Any]) -> Cache:
@@ -101,8 +137,8 @@ def update_cache(cache: Cache, facts: dict[str, Any]) -> Cache:
     return Cache(cache.folder, record)
 
 
-def in_first(bases: Sequence[Path], act: Callable[[Path], T]) -> T:
-    """Call `act` with the first base that can be written."""
+def in_first(bases: Sequence[Path], act: Callable[[Path], T], space: str = "about 70 MB") -> T:
+    """Call `act` with the first base that can be written; `space` is how much it needs, for the message."""
     problems = []
     for base in bases:
         try:
@@ -110,8 +146,8 @@ def in_first(bases: Sequence[Path], act: Callable[[Path], T]) -> T:
         except OSError as error:
             problems.append(f"{base}: {reason_with_limit(error, base)}")
     raise RefusedError(
-        f"the data could not be written ({'; '.join(problems)}), and training reads it from there: free about 70 MB, "
-        "or set XDG_CACHE_HOME to a folder that can be written"
+        f"the data could not be written ({'; '.join(problems)}), and training reads it from there: "
+        f"free {space}, or set XDG_CACHE_HOME to a folder that can be written"
     )
 
 
@@ -141,11 +177,7 @@ def alone(seconds: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not reported:
-                    print(
-                        "ddpexp: waiting for another command, which is downloading the data",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    _report_waiting("downloading the data")
                 reported = True
                 time.sleep(_POLL_SECONDS)
             except OSError:  # a file system without such locks
@@ -161,6 +193,86 @@ def put(base: Path, target: Path, content: bytes) -> None:
         _write(temp / "new", content)
         os.replace(temp / "new", target)
     _sync(target.parent)
+
+
+def _resume(base: Path, name: str, fill: Callable[[Path], Mapping[str, Any]], wait: str) -> Cache:
+    caches = _caches_folder(base)
+    folder, partial = caches / name, caches / f"{_PARTIAL}{name}"
+    with _locked(partial, folder, wait) as finished:
+        if finished is not None:
+            return finished
+        try:
+            facts = fill(partial)
+            with _temp_folder(base) as temp:
+                return _commit(base, partial, name, facts, temp)
+        except OSError as error:
+            if error.errno in _FULL:
+                _remove(partial)
+            raise
+
+
+@contextlib.contextmanager
+def _locked(partial: Path, folder: Path, wait: str) -> Iterator[Cache | None]:
+    """Hold the partial folder of a cache, or yield the cache if another command has finished it meanwhile.
+
+    The kernel's lock on a file in it is released when the process ends, however it ends.
+    """
+    import fcntl  # late, as tempfile
+
+    reported = False
+    while (finished := read_cache(folder)) is None:
+        if partial.is_symlink() or not partial.is_dir():
+            _remove(partial)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(partial)
+        try:
+            descriptor = os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:  # another command has just finished
+            continue
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not reported:
+                    _report_waiting(wait)
+                reported = True
+                time.sleep(_POLL_SECONDS)
+                continue
+            except OSError:  # a file system without such locks
+                pass
+            with contextlib.suppress(FileNotFoundError):  # renamed or removed between opening and locking
+                if os.path.samestat(os.fstat(descriptor), os.stat(partial / _LOCK)):
+                    os.utime(descriptor)
+                    yield None
+                    return
+        finally:
+            os.close(descriptor)
+    yield finished
+
+
+def _report_waiting(what: str) -> None:
+    print(f"ddpexp: waiting for another command, which is {what}", file=sys.stderr, flush=True)
+
+
+def _commit(base: Path, whole: Path, name: str, facts: Mapping[str, Any], temp: Path) -> Cache:
+    """Make a filled folder the cache `name`: flushed, with its identity, and renamed."""
+    folder = base / CACHES / name
+    # With the permissions of its base: the cache in a shared data folder is shared, the user's own is private.
+    os.chmod(whole, os.stat(base).st_mode & 0o755 | 0o700)
+    (whole / _IDENTITY).unlink(missing_ok=True)
+    sizes = {}
+    for path in sorted(whole.rglob("*")):
+        if path.name != _LOCK:
+            if path.is_file():
+                sizes[str(path.relative_to(whole))] = path.stat().st_size
+            _sync(path)
+    record = {**facts, "format": _FORMAT, "sizes": sizes}
+    _write(whole / _IDENTITY, json.dumps(record, indent=1).encode())
+    _sync(whole)
+    _move_in(whole, folder, temp)
+    _sync(folder.parent)
+    (folder / _LOCK).unlink(missing_ok=True)
+    return Cache(folder, record)
 
 
 def _move_in(whole: Path, folder: Path, temp: Path) -> None:
@@ -187,6 +299,15 @@ def _temp_folder(base: Path) -> Iterator[Path]:
     """Yield a temporary folder on the file system of `base`, and remove old ones of killed processes."""
     import tempfile  # late: most starts find a cache and write nothing
 
+    temp = Path(tempfile.mkdtemp(prefix=_TEMP, dir=_caches_folder(base)))
+    try:
+        yield temp
+    finally:
+        _remove(temp)
+
+
+def _caches_folder(base: Path) -> Path:
+    """Make the folder of all caches, and remove old leftovers of killed processes in it."""
     os.makedirs(base, mode=0o700 if base == user_cache() else 0o777, exist_ok=True)
     caches = base / CACHES
     with contextlib.suppress(FileExistsError):
@@ -197,11 +318,20 @@ def _temp_folder(base: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             if entry.name.startswith(_TEMP) and time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_AFTER:
                 _remove(Path(entry.path))
-    temp = Path(tempfile.mkdtemp(prefix=_TEMP, dir=caches))
-    try:
-        yield temp
-    finally:
-        _remove(temp)
+            elif entry.name.startswith(_PARTIAL) and not entry.is_symlink():
+                _remove_abandoned(Path(entry.path))
+    return caches
+
+
+def _remove_abandoned(partial: Path) -> None:
+    """Remove an old partial folder that no command is writing to."""
+    import fcntl  # late, as tempfile
+
+    if time.time() - os.stat(partial / _LOCK).st_mtime < _PARTIAL_STALE_AFTER:
+        return
+    with open(partial / _LOCK, "rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError if a command holds it
+        _remove(partial)
 
 
 def _remove(path: Path) -> None:
@@ -221,7 +351,7 @@ def _write(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush a folder, so that new names in it survive a power failure."""
+    """Flush a folder, so that new names in it survive a power failure; or a file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -229,11 +359,11 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _npy_header(shape: tuple[int, ...]) -> bytes:
-    """Make the header of an `.npy` file of bytes in C order.
+def npy_header(shape: tuple[int, ...], descr: str = "|u1") -> bytes:
+    """Make the header of an `.npy` file in C order, of bytes or of numbers in another format.
 
     Source: NumPy Enhancement Proposal 1, format version 1.0; data begins at a multiple of 64.
     """
-    text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape!r}, }}"
+    text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
     length = -(10 + len(text) + 1) % 64 + len(text) + 1
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n"

@@ -8,9 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ddpexp.data.order import Permutation
+from ddpexp.data.order import Order, Permutation, Shuffled, TrainingOrder
 from ddpexp.distributed.transfers import gathered
 from ddpexp.errors import RefusedError
 
@@ -54,6 +55,28 @@ class EpochData(Protocol):
         ...
 
 
+@runtime_checkable
+class OrderedData(TrainingOrder, Protocol):
+    """A data set, index or map-style, that brings its own training order: a mixture, say, or buckets by length.
+
+    `samples_per_epoch` takes the place of its length wherever an epoch is counted. In evaluation it is read like any
+    other set: each of its `len` samples once.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of samples: the indices that an order returns are below it."""
+        ...
+
+
+@runtime_checkable
+class SelectableData(Protocol):
+    """An ordered data set of which a part can be trained on, for `data.validation_fraction` and the like."""
+
+    def select(self, indices: NDArray[np.int64]) -> Any:
+        """Return a data set of these samples alone, in this sequence, with its own training order."""
+        ...
+
+
 @dataclass(frozen=True)
 class Splits:
     """The data of a recipe: one training set, and named evaluation sets.
@@ -64,6 +87,7 @@ class Splits:
 
     train: Any
     evals: Mapping[str, Any]
+    order: TrainingOrder | None = None  # of the training set; None: its own, or else a shuffle of all its samples
 
 
 @dataclass(frozen=True)
@@ -96,7 +120,7 @@ class Subset:
     """The samples `offset <= i < offset + length` of a fixed shuffle of another index data set."""
 
     data: IndexData
-    shuffle: Permutation
+    shuffle: Order
     offset: int
     length: int
     table: Tensor | None = None  # the indices of all its samples, on the device of the data
@@ -114,6 +138,11 @@ class Subset:
         if self.table is not None:
             return self.table.index_select(0, indices)
         return torch.from_numpy(self.shuffle(indices.numpy() + self.offset))
+
+
+def training_order(data: Any) -> TrainingOrder:
+    """Return the order in which a data set is trained on: its own, or else a shuffle of all its samples."""
+    return data if isinstance(data, OrderedData) else Shuffled(len(data))
 
 
 def of_epoch(data: IndexData, seed: int, epoch: int) -> IndexData:
@@ -147,7 +176,8 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
             )
     there = {number: whole.to(device) for number, whole in wholes.items()}
     train, *evals = (_part_of(there[id(_whole(part))], part, device) for part in parts.values())
-    return Splits(train, dict(zip(splits.evals, evals, strict=True)))
+    own = splits.train if isinstance(splits.train, OrderedData) else None  # an order is a matter of the host
+    return Splits(train, dict(zip(splits.evals, evals, strict=True)), splits.order or own)
 
 
 def device_bytes(splits: Splits) -> int:
@@ -180,10 +210,8 @@ def hold_out(train: Any, fraction: float) -> tuple[Any, Any]:
     shuffle = Permutation(len(train), seed=0, epoch=0)
     held = min(len(train) - 1, max(1, round(fraction * len(train))))
     kept = len(train) - held
-    if isinstance(train, IndexData):
-        return Subset(train, shuffle, 0, kept), Subset(train, shuffle, kept, held)
-    order = shuffle(np.arange(len(train))).tolist()
-    return torch.utils.data.Subset(train, order[:kept]), torch.utils.data.Subset(train, order[kept:])
+    key = f"data.validation_fraction={fraction}"
+    return select(train, shuffle, 0, kept, key), part(train, shuffle, kept, held)
 
 
 def choose_samples(train: Any, count: int) -> Any:
@@ -191,6 +219,29 @@ def choose_samples(train: Any, count: int) -> Any:
     if count >= len(train):
         return train
     shuffle = Permutation(len(train), seed=0, epoch=1)  # another one than that of `hold_out`
-    if isinstance(train, IndexData):
-        return Subset(train, shuffle, 0, count)
-    return torch.utils.data.Subset(train, shuffle(np.arange(count)).tolist())
+    return select(train, shuffle, 0, count, f"trainer.limit_train_samples={count}")
+
+
+def select(data: Any, order: Order, offset: int, length: int, key: str) -> Any:
+    """Return a part of a training set; of one with an order of its own, a part with an order of its own.
+
+    `key` is the override that wants a part.
+
+    Raises:
+        RefusedError: the set has an order of its own, and no method `select`.
+    """
+    if not isinstance(data, OrderedData):
+        return part(data, order, offset, length)
+    if not isinstance(data, SelectableData):
+        raise RefusedError(
+            f"{key}: `train` is a {type(data).__name__} with a training order of its own, of which no part can be "
+            "taken. Leave the key out, or give the set a method select(indices) (ddpexp.data.datasets.SelectableData)."
+        )
+    return data.select(order(np.arange(offset, offset + length)))
+
+
+def part(data: Any, order: Order, offset: int, length: int) -> Any:
+    """Return the samples at these positions of an order, as a set without an order of its own."""
+    if isinstance(data, IndexData):
+        return Subset(data, order, offset, length)
+    return torch.utils.data.Subset(data, order(np.arange(offset, offset + length)).tolist())

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpexp.data.datasets import Arrays, IndexData, Splits
+from ddpexp.data.datasets import Arrays, IndexData, OrderedData, Splits
 from ddpexp.data.loader import load
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import LoaderError
@@ -41,6 +41,8 @@ def fingerprint(splits: Splits, identified: bool, num_workers: int) -> dict[str,
     for name, part in {"train": splits.train, **splits.evals}.items():
         content = {} if identified else _content(part, name, num_workers, until)
         found[name] = {"samples": len(part), **({"content": content} if content else {})}
+    if isinstance(splits.train, OrderedData):
+        found["train"]["samples_per_epoch"] = splits.train.samples_per_epoch
     return found
 
 
@@ -83,6 +85,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             found.append(
                 f"`{name}` had {_counted(was.get('samples'))} samples and has {_counted(is_now.get('samples'))} now"
             )
+        elif _of_an_epoch(was) != _of_an_epoch(is_now):
+            found.append(
+                f"an epoch of `{name}` had {_counted(_of_an_epoch(was))} samples and has "
+                f"{_counted(_of_an_epoch(is_now))} now"
+            )
         else:
             old, new = was.get("content"), is_now.get("content")
             if (
@@ -92,6 +99,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             ):
                 found.append(f"`{name}` has as many samples as before, and others")
     return found
+
+
+def _of_an_epoch(one: Mapping[str, Any]) -> Any:
+    return one.get("samples_per_epoch", one.get("samples"))
 
 
 def contents(part: Any, name: str = "train", num_workers: int = 0, until: float = math.inf) -> dict[str, str]:

@@ -12,8 +12,10 @@ every platform and with every version of Python and numpy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,35 @@ _ROUNDS = 8
 
 # Each half of a network value then fits 32 bits, and the value an int64.
 _LONGEST = 2**62
+
+
+Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""Map positions of one epoch to sample indices of the same shape: pure, and O(1) or with one table."""
+
+
+@runtime_checkable
+class TrainingOrder(Protocol):
+    """Which samples an epoch visits, and in which order, as a function of seed, epoch and position."""
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Return how many positions an epoch has."""
+        ...
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """Return the order of one epoch, for positions in [0, samples_per_epoch)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """The usual order: each epoch visits each sample once."""
+
+    samples_per_epoch: int
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """Return the permutation of one epoch."""
+        return Permutation(self.samples_per_epoch, seed, epoch)
 
 
 @dataclass(frozen=True)

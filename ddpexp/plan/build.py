@@ -97,7 +97,7 @@ def collect(
     splits = open_data(experiment, prepared, _ALONE) if num_samples is None else _placeholder(trainer, num_samples)
     train, there = splits.train, experiment.data.on_device and num_samples is None
     data_bytes = max(0, _own_memory() - before) if num_samples is None else None
-    batches = TrainBatches(train, plan, 0, trainer.seed, _CPU)
+    batches = TrainBatches(train, plan, 0, trainer.seed, _CPU, order=splits.order)
     steps = {"steps_per_epoch": batches.steps_per_epoch, "num_steps": count_steps(trainer, batches.steps_per_epoch)}
     notes = {
         "data": "measured: what each worker has for itself" if data_bytes is not None else "left out: --num_samples"
@@ -122,7 +122,7 @@ def collect(
         optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
         data_bytes=data_bytes,
         device_data_bytes=device_bytes(splits) if there else 0,
-        num_samples=len(train),
+        num_samples=batches.samples_per_epoch,
         sums_bytes=sums_bytes,
         shared_bytes=shared_bytes,
         **of_a_pass,

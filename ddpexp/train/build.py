@@ -18,7 +18,7 @@ from ddpexp.config.schema import Data, Experiment, Trainer
 from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batch_plan import BatchPlan, counted
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device
+from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device, training_order
 from ddpexp.distributed.rng import DATA, seed_everything, seed_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
@@ -140,7 +140,8 @@ def check_held_out(experiment: Experiment, splits: Splits, undivided: Splits) ->
     Raises:
         RefusedError: it does not, and without it there is one.
     """
-    size, left, before = experiment.trainer.global_batch_size, len(splits.train), len(undivided.train)
+    size = experiment.trainer.global_batch_size
+    left, before = (training_order(train).samples_per_epoch for train in (splits.train, undivided.train))
     if left < size <= before:
         fraction = experiment.data.validation_fraction
         raise RefusedError(
@@ -166,7 +167,7 @@ def _hold_out(splits: Splits, data: Data) -> Splits:
             "Use 0."
         )
     train, validation = hold_out(splits.train, data.validation_fraction)
-    return Splits(train, {**splits.evals, "validation": validation})
+    return replace(splits, train=train, evals={**splits.evals, "validation": validation})
 
 
 def _check_same_sizes(splits: Splits, target: str, world: World) -> None:

@@ -70,6 +70,8 @@ class Report:
         parts = []
         if trainer.limit_train_samples is not None:
             parts.append(f"trained on {len(self.train.data):,} samples")
+        if self.train.samples_per_epoch != len(self.train.data):
+            parts.append(f"{self.train.samples_per_epoch:,} samples an epoch")
         if trainer.limit_eval_batches is not None:
             parts.append(f"evaluated on at most {trainer.limit_eval_batches * trainer.global_batch_size:,} of each set")
         return f"; {', '.join(parts)}" if parts else ""

@@ -157,7 +157,7 @@ def build(context: RunContext) -> Built:
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data.size)
     batches = TrainBatches(
         splits.train, plan, data.rank, trainer.seed, world.device, experiment.data.num_workers,
-        trainer.timeout.data_seconds, experiment.data.on_device,
+        trainer.timeout.data_seconds, experiment.data.on_device, splits.order,
     )  # fmt: skip
 
     newest, damaged = choose(run, world, experiment.run.resume == "require")

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
 from ddpexp.data.datasets import Arrays, hold_out
-from ddpexp.data.order import Permutation
+from ddpexp.data.order import Order, Permutation, Shuffled
 from ddpexp.errors import RefusedError
 
 CPU = torch.device("cpu")
@@ -169,3 +169,29 @@ def test_every_tensor_of_a_nest_is_moved() -> None:
     assert isinstance(moved["b"], pair)
     assert moved["b"].left.is_meta
     assert moved["b"].right == 4
+
+
+class Doubled(Items):
+    """Visits a third of its samples twice an epoch, in an order of its own."""
+
+    samples_per_epoch = 66
+
+    def order(self, seed: int, epoch: int) -> Order:
+        return lambda positions: (positions // 2 + epoch) % 33
+
+
+def test_a_data_set_with_an_order_of_its_own_is_trained_in_it() -> None:
+    data = Doubled(100)
+    assert train(data).steps_per_epoch == 2
+    for step in (0, 1, 2):
+        expected = data.order(0, step // 2)(np.arange(step % 2 * 24, step % 2 * 24 + 24)).tolist()
+        parts = [ids(train(data, 2, rank).steps(step, step + 1))[0][0] for rank in range(2)]
+        assert parts[0] + parts[1] == expected
+    with pytest.raises(RefusedError, match=r"=72 is more than the 66 training samples of an epoch\. Use at most 66\."):
+        train(data, total=72)
+
+
+def test_an_order_that_is_passed_counts_before_that_of_the_data() -> None:
+    batches = TrainBatches(Doubled(100), plan_batches(24, "auto", 1), 0, 0, CPU, order=Shuffled(48))
+    assert batches.samples_per_epoch == 48
+    assert next(batches.indices(0, 1)).tolist() == Permutation(48, 0, 0)(np.arange(24)).tolist()

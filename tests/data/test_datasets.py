@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
-from ddpexp.data.datasets import Arrays, IndexData, Splits, Subset, hold_out, on_device
+from ddpexp.data.datasets import Arrays, IndexData, Splits, Subset, choose_samples, hold_out, on_device
+from ddpexp.data.order import Order
 from ddpexp.errors import RefusedError
 
 CPU = torch.device("cpu")
@@ -75,3 +77,41 @@ def test_rows_that_lie_on_the_device_are_the_same_also_of_a_part_of_a_part() -> 
 def test_what_cannot_lie_on_the_device_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"data\.on_device=true: `eval` is a TensorDataset, which cannot be moved"):
         on_device(Splits(numbers(4), {"eval": TensorDataset(torch.arange(3))}), CPU)
+
+
+class Pairs(Arrays):
+    """Rows whose epochs visit the even ones twice."""
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self) // 2 * 2
+
+    def order(self, seed: int, epoch: int) -> Order:
+        return lambda positions: positions // 2 * 2
+
+
+class Parts(Pairs):
+    def select(self, indices: NDArray[np.int64]) -> Parts:
+        return Parts([tensor[torch.from_numpy(indices)] for tensor in self.tensors])
+
+
+def test_a_part_of_a_set_with_its_own_order_keeps_an_order_of_its_own() -> None:
+    rows = torch.arange(10)
+    kept, held = hold_out(Parts([rows]), 0.3)
+    expected, held_of_others = hold_out(Arrays([rows]), 0.3)
+    assert (all_of(kept), all_of(held)) == (all_of(expected), all_of(held_of_others))
+    assert (kept.samples_per_epoch, held) == (6, Subset(held.data, held.shuffle, 7, 3))
+    assert isinstance(choose_samples(Parts([rows]), 4), Parts)
+
+
+def test_a_set_with_its_own_order_and_no_parts_is_not_divided() -> None:
+    with pytest.raises(RefusedError, match=r"data\.validation_fraction=0\.3: `train` is a Pairs with a training order"):
+        hold_out(Pairs([torch.arange(10)]), 0.3)
+    with pytest.raises(RefusedError, match=r"trainer\.limit_train_samples=4: `train`"):
+        choose_samples(Pairs([torch.arange(10)]), 4)
+
+
+def test_a_set_on_the_device_keeps_its_order() -> None:
+    data = Pairs([torch.arange(10)])
+    assert on_device(Splits(data, {}), CPU).order is data
+    assert on_device(Splits(Arrays([torch.arange(10)]), {}), CPU).order is None

@@ -196,3 +196,10 @@ def test_small_sets_are_read_too() -> None:
     assert differences({"train": 3, "eval": {"samples": "x", "content": []}}, read(rows(), eval=rows())) == [
         "`train` is new", "`eval` had x samples and has 100 now",
     ]  # fmt: skip
+
+
+def test_the_length_of_an_epoch_is_compared_where_the_data_has_an_order_of_its_own() -> None:
+    before = {"train": {"samples": 10, "samples_per_epoch": 8}}
+    assert differences(before, before) == []
+    assert differences(before, {"train": {"samples": 10}}) == ["an epoch of `train` had 8 samples and has 10 now"]
+    assert differences({"train": {"samples": 10}}, {"train": {"samples": 10, "samples_per_epoch": 10}}) == []

@@ -22,7 +22,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpexp.data.cache import CACHES, Cache, alone, in_first, put, read_cache, update_cache, user_cache, write_cache
+from ddpexp.data.cache import (
+    CACHES,
+    Cache,
+    alone,
+    in_first,
+    put,
+    read_cache,
+    update_cache,
+    user_cache,
+    write_cache,
+    write_npy,
+)
 from ddpexp.data.images.files import found_images
 from ddpexp.data.mnist import idx
 from ddpexp.data.mnist.mirrors import (
@@ -185,7 +196,19 @@ def _decoded(root: Path, source: str, way: str, loaded: Mapping[str, tuple[idx.C
     if caches:
         return _mnist_identity(update_cache(caches[0], record), source)
     contents = [loaded[file.name][0] for file in idx.FILES]
-    return _mnist_identity(in_first(bases, lambda base: write_cache(base, _cache_name(), contents, record)), source)
+    return _mnist_identity(in_first(bases, lambda base: _write(base, _cache_name(), contents, record)), source)
+
+
+def _write(base: Path, name: str, contents: Sequence[idx.Content], record: Mapping[str, Any]) -> Cache:
+    """Write the arrays of all four files to a cache. Raises: OSError."""
+
+    def fill(folder: Path) -> None:
+        for content in contents:
+            file = content.file
+            write_npy(folder / file.cached, file.shape, memoryview(content.unpacked)[len(file.header) :])
+
+    train, test = contents[0].file.shape[0], contents[2].file.shape[0]
+    return write_cache(base, name, fill, {**record, "num_train": train, "num_test": test})
 
 
 def _bases(root: Path) -> list[Path]:
@@ -249,7 +272,7 @@ def _embedded(num_train: int, num_test: int) -> dict[str, Any]:
             "name": "embedded-digits",
             "sha256": _joint_hash([content.file.sha256 for content in contents]),
         }
-        cache = in_first([base], lambda base: write_cache(base, name, contents, record))
+        cache = in_first([base], lambda base: _write(base, name, contents, record))
     return _identity(cache, "embedded", "embedded in ddpexp", "synthetic digits (NOT MNIST)")
 
 
