@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddpexp.data.text.tokenizer import Tokenizer, from_record
-from ddpexp.errors import RefusedError
+from ddpexp.data.text.tokenizer import Tokenizer, from_record, prompt_of
 
 if TYPE_CHECKING:
     from ddpexp.loggers.base import Logger
@@ -342,17 +341,9 @@ class NextToken:
         """Log what the model writes; the same random numbers each time."""
         if self.tokenizer is None or not self.sample_tokens:
             return
-        prompt = torch.tensor([self._prompt()], device=model.wte.weight.device)
+        prompt = torch.tensor([prompt_of(self._tokenizer, self.sample_prompt)], device=model.wte.weight.device)
         tokens = model.generate(prompt, self.sample_tokens, self.sample_temperature, self.sample_top_k)
         logger.text(f"sample/{step}", f"```\n{self._tokenizer.decode(tokens[0].tolist())}\n```")
-
-    def _prompt(self) -> list[int]:
-        if self.sample_prompt:
-            return self._tokenizer.encode(self.sample_prompt)
-        try:
-            return self._tokenizer.encode("\n") or [0]
-        except RefusedError:
-            return [0]
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

@@ -316,6 +316,19 @@ def from_record(record: Mapping[str, Any]) -> Tokenizer:
     raise RefusedError(f"the tokenizer of the run is neither in {folder} nor at {name}: restore its file.")
 
 
+def prompt_of(tokenizer: Tokenizer, text: str | None) -> list[int]:
+    """Return the tokens of a prompt; without one a new line, or the first token where that is unknown.
+
+    Raises: RefusedError, if the prompt holds what the tokenizer does not know.
+    """
+    if text:
+        return tokenizer.encode(text)
+    try:
+        return tokenizer.encode("\n") or [0]
+    except RefusedError:
+        return [0]
+
+
 def _from_hub(name: str) -> Tokenizer:
     tokenizers = _imported("tokenizers", f"data.tokenizer={name}")
     try:
