@@ -16,6 +16,7 @@ from ddpexp.data.columns import column_of, labels_of, places_in
 from ddpexp.data.datasets import OrderedData, Splits, choose_samples, on_device, part, select, training_order
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.partition import Part, fold_parts, fraction_parts
+from ddpexp.data.streams import Stream
 from ddpexp.data.weights import FILES, Passes, Weighted, checked_groups, checked_weights, class_balanced, read_values
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
@@ -43,6 +44,8 @@ def check_held_out(experiment: Experiment, splits: Splits, undivided: Splits) ->
     Raises:
         RefusedError: it does not, and without it there is one.
     """
+    if isinstance(splits.train, Stream):
+        return
     size = experiment.trainer.global_batch_size
     left, before = (training_order(train).samples_per_epoch for train in (splits.train, undivided.train))
     fraction = experiment.data.validation_fraction
