@@ -51,8 +51,16 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "ddp": "ddpexp.strategy.ddp_options.DDPOptions",
         "fsdp": "ddpexp.strategy.fsdp.options.FSDPOptions",
     },
-    "data": {"mnist": "ddpexp.data.mnist.dataset.load", "images": "ddpexp.data.images.dataset.load"},
-    "data.prepare": {"mnist": "ddpexp.data.mnist.prepare.prepare", "images": "ddpexp.data.images.files.prepare"},
+    "data": {
+        "mnist": "ddpexp.data.mnist.dataset.load",
+        "images": "ddpexp.data.images.dataset.load",
+        "image_folder": "ddpexp.data.image_folder.dataset.load",
+    },
+    "data.prepare": {
+        "mnist": "ddpexp.data.mnist.prepare.prepare",
+        "images": "ddpexp.data.images.files.prepare",
+        "image_folder": "ddpexp.data.image_folder.prepare.prepare",
+    },
 }
 
 # The names of the same parts in configurations of version 0.1 and earlier, such as those of old run directories.
