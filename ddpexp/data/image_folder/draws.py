@@ -56,7 +56,8 @@ def center_crops(shapes: Integers, size: int, eval_size: int) -> Integers:
 
 def flips(key: int, samples: Integers) -> NDArray[np.bool_]:
     """Draw which images are flipped. Shapes: (n,)."""
-    return uniforms(key, samples, _FLIP, 1)[0] < 0.5
+    chosen: NDArray[np.bool_] = uniforms(key, samples, _FLIP, 1)[0] < 0.5
+    return chosen
 
 
 def changes(key: int, samples: Integers, count: int) -> Floats:

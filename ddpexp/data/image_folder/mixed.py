@@ -36,15 +36,8 @@ class Mixed:
         return len(self.augmented)
 
     def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return a batch in which each image is its own partner. Shapes: as in `gather_pairs`."""
-        return self.gather_pairs(indices, indices, device)
-
-    def gather_pairs(self, indices: Tensor, partners: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return images mixed with their partners, and the probabilities of classes.
-
-        Shapes: indices and partners (batch,); the result (batch, channels, size, size) and (batch, classes), float32.
-        """
-        return self.finish(self.fetch_pairs(indices, partners, device.type == "cuda"), device)
+        """Return a batch in which each image is its own partner. Shapes: as in `finish`."""
+        return self.finish(self.fetch_pairs(indices, indices, device.type == "cuda"), device)
 
     def fetch_pairs(self, indices: Tensor, partners: Tensor, pinned: bool) -> FetchedPairs:
         """Make a batch on the host, each sample in it once; may run in any thread."""
@@ -62,7 +55,10 @@ class Mixed:
         )
 
     def finish(self, batch: FetchedPairs, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mix a batch on the device. Shapes: as in `gather_pairs`."""
+        """Mix images with their partners on the device, and return them with the probabilities of the classes.
+
+        Shapes: (batch, channels, size, size) and (batch, classes), float32.
+        """
         images, labels = self.augmented.images.finish(batch.images, device)
         rows, partners, shares = (moved(part, device) for part in (batch.rows, batch.partners, batch.shares))
         classes = one_hot(labels, self.augmented.images.num_classes).float()

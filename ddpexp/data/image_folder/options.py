@@ -91,5 +91,8 @@ class Options:
 
 def options_of(prepared: Mapping[str, Any]) -> Options:
     """Return the options that a preparation has stored."""
-    values = {field.name: prepared[field.name] for field in fields(Options)}
-    return Options(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    values: dict[str, Any] = {}
+    for field in fields(Options):
+        value = prepared[field.name]
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    return Options(**values)

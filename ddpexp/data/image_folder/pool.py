@@ -78,6 +78,12 @@ class Pool:
                     self.close()
                     raise
 
+    def run_all(self, chunks: Sequence[dict[str, Any]], title: str) -> list[dict[str, Any]]:
+        """Handle all chunks and return their answers. Raises: as `run`."""
+        answers: dict[int, dict[str, Any]] = {}
+        self.run(chunks, title, answers.__setitem__)
+        return [answers[number] for number in range(len(chunks))]
+
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:

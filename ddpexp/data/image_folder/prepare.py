@@ -149,9 +149,8 @@ def _measure(folder: Folder, pool: Pool, channels: int) -> Sizes:
             {"work": "measure", "images": [[str(folder.root / file.path), 0] for file in files[begin:end]]}
             for begin, end in _ranges(len(files))
         ]
-        answers: dict[int, list[Any]] = {}
-        pool.run(chunks, "reading sizes", lambda number, answer, into=answers: into.update({number: answer["sizes"]}))
-        found[part] = [size for number in range(len(chunks)) for size in answers[number]]
+        answers = pool.run_all(chunks, "reading sizes")
+        found[part] = [size for answer in answers for size in answer["sizes"]]
     raw = sum(size[0] * size[1] * channels for sizes in found.values() for size in sizes if size)
     return Sizes(found, raw, sum(file.num_bytes for files in folder.parts.values() for file in files))
 
@@ -279,9 +278,10 @@ def _broken_list(lost: Mapping[str, str]) -> str:
 
 
 def _broken_text(folder: Folder, lost: Mapping[str, str]) -> str:
+    them = "them" if len(lost) > 1 else "it"
     return (
-        f"data.root={folder.root} holds {_broken_list(lost)}: replace or remove {'them' if len(lost) > 1 else 'it'}, or "
-        "leave them out with data.broken=skip."
+        f"data.root={folder.root} holds {_broken_list(lost)}: replace or remove {them}, or leave {them} out with "
+        "data.broken=skip."
     )
 
 

@@ -72,8 +72,7 @@ def open_store(folder: Path, part: str, prepared: Any) -> tuple[Store, NDArray[n
     """Map a part of a cache; return it with the labels."""
 
     def mapped(name: str) -> NDArray[np.int64]:
-        array: NDArray[np.int64] = np.load(folder / f"{part}-{name}.npy", mmap_mode="r")
-        return array
+        return np.asarray(np.load(folder / f"{part}-{name}.npy", mmap_mode="r"))
 
     content = folder / f"{part}.bin"
     store = Store(
@@ -90,4 +89,5 @@ def open_store(folder: Path, part: str, prepared: Any) -> tuple[Store, NDArray[n
 
 
 def _bytes(path: Path) -> Pixels:
-    return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
+    # As a plain array: slices of a memmap cost several microseconds.
+    return np.asarray(np.memmap(path, np.uint8, "r")) if path.stat().st_size else np.zeros(0, np.uint8)
