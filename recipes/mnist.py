@@ -61,7 +61,9 @@ class Classify:
         return loss, len(labels), {"accuracy": (correct, len(labels))}
 
     def on_eval(self, model: nn.Module, batch: tuple[Tensor, Tensor], logger: Logger, step: int) -> None:
-        """Show the first images of the evaluation with what the network takes them for."""
+        """Show the first images of the evaluation with what the network takes them for; other inputs are not shown."""
+        if batch[0].dim() != 4:
+            return
         images, labels = batch[0][:32], batch[1][:32]
         guesses = model(images).argmax(1)
         logger.image("predictions", _grid(images.cpu(), guesses.tolist(), labels.tolist()), step)

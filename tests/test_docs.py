@@ -95,6 +95,8 @@ ONLY_WITH = {
     "logger.wandb.checkpoint=best": ["logger=wandb", "trainer.keep_best=min:eval/loss"],
     "logger.mlflow.checkpoint=best": ["logger=mlflow", "trainer.keep_best=min:eval/loss"],
     "strategy.reshard_after_forward=false": ["strategy=fsdp"],
+    "data.documents=file": ["data=text"],
+    "data.documents=line": ["data=text"],
     "trainer.average_batch_norm=100": ["trainer.ema_decay=0.999"],
     "trainer.nodes=1:4": ["launcher=elastic"],
     "run.init_weights=ema": ["run.init_from=mnist"],

@@ -42,7 +42,8 @@ HYDRA = {"config", "sweep", "cli"}
 COMMAND = (
     "__main__", "cli.main", "cli.subcommands", "run.prepare", "config", "config.compose", "run.directory",
     "data.mnist.prepare",
-    "data.images.files", "launch.launchers.local", "launch.launchers.inline", "launch.supervise.coordinator",
+    "data.images.files", "data.text.prepare",
+    "launch.launchers.local", "launch.launchers.inline", "launch.supervise.coordinator",
     "launch.supervise.in_process", "run.training",
     "doctor.verb",
 )  # fmt: skip

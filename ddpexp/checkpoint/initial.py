@@ -13,7 +13,8 @@ from ddpexp.checkpoint.matching import Selection, check_rename, check_selection
 from ddpexp.config.schema import Run
 from ddpexp.errors import RefusedError
 
-_CONVERTED = "init_from.safetensors"
+CONVERTED = "init_from.safetensors"
+"""The copy of a file of torch.save, in the run directory."""
 
 
 def override(run: Run) -> str:
@@ -70,7 +71,7 @@ def converted(run: Run, path: Path, folder: Path) -> tuple[Path, str | None]:
     """
     if not weights.is_pickled(path):
         return path, None
-    target = folder.resolve() / _CONVERTED
+    target = folder.resolve() / CONVERTED
     part = convert(path, target, override(run), run.init_weights == "ema")
     return target, part
 
@@ -91,5 +92,5 @@ def as_safetensors(run: Run, found: Mapping[str, str], folder: Path, notes: list
 
 def remove_converted(folder: Path) -> None:
     """Remove what `converted` has written."""
-    (folder / _CONVERTED).unlink(missing_ok=True)
-    (folder / f".{_CONVERTED}.partial").unlink(missing_ok=True)
+    (folder / CONVERTED).unlink(missing_ok=True)
+    (folder / f".{CONVERTED}.partial").unlink(missing_ok=True)

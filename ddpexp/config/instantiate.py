@@ -45,6 +45,7 @@ TORCH = frozenset(
 )
 
 _SPECIAL = ("_target_", "_partial_", "_args_")
+_DEFINED = re.compile(r"^(?:class|def) ([A-Za-z]\w*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _advice(target: str, trust: Trust, key: str) -> str:
         return f" The name of a module has no dash: rename its file, and write {renamed}.{name}."
     beside = [path.stem for path in trust.code.iterdir() if path.suffix == ".py" or path.is_dir()] if trust.code else []
     near = difflib.get_close_matches(root, beside, n=1, cutoff=0.6)
-    if near:
+    if near and _may_define(near[0], rest, trust):
         return f" Did you mean {near[0]}.{rest}?"
     if root in sys.stdlib_module_names:
         return ""
@@ -190,6 +191,13 @@ def _inside_config_folder(module: str, trust: Trust) -> Path | None:
     return Path(found.name, f"{module}.py" if (found / f"{module}.py").is_file() else module) if found else None
 
 
+def _may_define(module: str, name: str, trust: Trust) -> bool:
+    """Return whether a module beside --config-dir may be meant: it is no file that defines other names only."""
+    file = trust.code / f"{module}.py" if trust.code else None
+    defined = _DEFINED.findall(file.read_text(errors="replace")) if file and file.is_file() else []
+    return not defined or bool(difflib.get_close_matches(name, defined))
+
+
 def _public_names(module: str) -> list[str] | None:
     """Read which classes and functions a module of ours defines, without importing it.
 
@@ -199,7 +207,7 @@ def _public_names(module: str) -> list[str] | None:
     for place in ddpexp.__path__:
         for path in (Path(place, *parts[:-1], f"{parts[-1]}.py"), Path(place, *parts, "__init__.py")):
             if path.is_file():
-                return re.findall(r"^(?:class|def) ([A-Za-z]\w*)", path.read_text(), re.MULTILINE)
+                return _DEFINED.findall(path.read_text())
     return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from ddpexp.config import registry
+from ddpexp.config import facts, registry
 from ddpexp.config.build import build, convert, did_you_mean, nearest, shown, unknown_key
 from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
@@ -75,6 +75,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     run = build(Run, values["run"], "run")
     trust = Trust(run.trust, Path(run.code) if run.code else None)
     check_trusted(values, trust)
+    facts.check(values)
     trainer = build(Trainer, values["trainer"], "trainer")
     for name in ("model", "data"):
         if not _is_chosen(name, values.get(name)):

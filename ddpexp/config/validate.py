@@ -266,6 +266,11 @@ def _check_data(data: Data) -> None:
         raise RefusedError(
             f"data.validation_fraction={data.validation_fraction}: use a share from 0 to below 1, such as 0.1."
         )
+    if data.validation_fraction and key_of("data", data.target) == "text":
+        raise RefusedError(
+            f"data.validation_fraction={data.validation_fraction} holds out single samples, and windows of a text "
+            "begin elsewhere in each epoch. Use data.eval_fraction, which keeps the end of the text."
+        )
     if data.num_workers < 0:
         raise RefusedError(f"data.num_workers={data.num_workers}: use 0 or more.")
     if data.num_workers > MOST_LOADERS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -110,6 +110,17 @@ class TrainBatches:
         """Yield for each step the indices of this rank's samples. Shapes: (accumulation * micro_batch_size,)."""
         for _, block in self._blocks(from_step, to_step):
             yield from block
+
+    @property
+    def description(self) -> str:
+        """Return what is reported of the data."""
+        return f"{len(self.data):,} samples to train"
+
+    def describe(self, step: int, number: int, rows: Sequence[int]) -> str:
+        """Describe rows of one of this rank's micro-batches by their indices in the data set."""
+        first = number * self.plan.micro_batch_size
+        indices = next(self.indices(step, step + 1)).tolist()
+        return describe_samples(self.data, [indices[first + row] for row in rows], "train")
 
     def _blocks(self, from_step: int, to_step: int, partners: bool = False) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield blocks of steps of one epoch: the number of the first step, and the indices of all.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ddpexp.data.datasets import Arrays, IndexData, OrderedData, Splits
 from ddpexp.data.loader import load
+from ddpexp.data.streams import Stream
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import LoaderError
 
@@ -37,8 +38,11 @@ def fingerprint(splits: Splits, identified: bool, num_workers: int) -> dict[str,
     identifies the content, and nothing is read. Takes at most 0.5 s, plus the sample being read at that time.
     """
     until = time.monotonic() + _SECONDS
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, part in {"train": splits.train, **splits.evals}.items():
+        if isinstance(part, Stream):  # of which no more is known
+            found[name] = {"samples": None}
+            continue
         content = {} if identified else _content(part, name, num_workers, until)
         found[name] = {"samples": len(part), **({"content": content} if content else {})}
     if isinstance(splits.train, OrderedData):
@@ -81,6 +85,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         was, is_now = before.get(name), now.get(name)
         if not isinstance(was, Mapping) or not isinstance(is_now, Mapping):
             found.append(f"`{name}` is {'gone' if is_now is None else 'new'}")
+        elif was.get("samples") != is_now.get("samples") and None in (was.get("samples"), is_now.get("samples")):
+            found.append(f"`{name}` {'is a stream now' if is_now.get('samples') is None else 'is no stream any more'}")
         elif was.get("samples") != is_now.get("samples"):
             found.append(
                 f"`{name}` had {_counted(was.get('samples'))} samples and has {_counted(is_now.get('samples'))} now"

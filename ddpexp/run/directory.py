@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from ddpexp.checkpoint.initial import CONVERTED
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.run import lock
@@ -334,7 +335,8 @@ def check_kinds(folder: Path, expected: Iterable[tuple[Path, Sequence[str]]], na
 def _written(run: RunDir) -> Iterator[tuple[Path, Sequence[str]]]:
     """Yield the paths that a start may write to, with the kinds they may have."""
     files = (run.config, run.overrides, run.manifest, run.diff, run.log, run.metrics, run.result, run.error)
-    for path in (*files, run.path / lock.NAME, run.path / "job.sbatch", run.path / "media.jsonl"):
+    names = (lock.NAME, "job.sbatch", "media.jsonl", CONVERTED, f".{CONVERTED}.partial")
+    for path in (*files, *(run.path / name for name in names)):
         yield path, ["a file"]
     yield run.path / "wandb", ["a folder"]  # in which wandb makes links
     for folder in (run.ranks, run.tensorboard, run.checkpoints, run.path / "csv", run.path / "remote"):

@@ -12,10 +12,12 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ddpexp.errors import RefusedError
+from ddpexp.launch.workers import cleanup
 from ddpexp.launch.workers.rank_log import held_logs
 from ddpexp.system import process
 from ddpexp.system.containers import HOST_PID_NAMESPACE, pid_namespace
@@ -29,6 +31,7 @@ _WAIT_SECONDS = 10.0  # for the ranks of a killed command to exit
 _REPORT_AFTER_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _RACE_SECONDS = 0.2
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -47,7 +50,7 @@ class Owner:
     @classmethod
     def here(cls) -> Owner:
         """Describe this process."""
-        pid, since = os.getpid(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        pid, since = os.getpid(), time.strftime(_TIME_FORMAT)
         return cls(platform.node(), boot_id(), pid, _started(pid) or "", current_job(), since, pid_namespace())
 
     @classmethod
@@ -125,6 +128,8 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
         if not _is_at(descriptor, path):
             raise RefusedError(f"{name}: its lock was removed while this command took it. Start the command again.")
         _wait_for_ranks(ranks, name, deadline)
+        if (previous := _owner(descriptor)) is not None:  # it was killed: otherwise it would have removed its record
+            _clear_shared_memory(previous)
         owner = Owner.here()
         try:
             _write(descriptor, owner)
@@ -213,6 +218,16 @@ def _wait_for_ranks(ranks: Path, name: str, deadline: float) -> None:
             report_at, f"{name}: ranks of a command that has exited are still alive: waiting for them to exit"
         )
         time.sleep(_POLL_SECONDS)
+
+
+def _clear_shared_memory(previous: Owner) -> None:
+    """Remove files in shared memory that the ranks of a killed command left, if they ran on this host.
+
+    The command removes them when it outlives its ranks; if all of them are killed at once, nobody does until now.
+    """
+    if (previous.host, previous.boot_id) == (platform.node(), boot_id()):
+        with suppress(ValueError, TypeError):  # the record is invalid
+            cleanup.clear(datetime.strptime(previous.since, _TIME_FORMAT).timestamp())
 
 
 def _report_waiting(at: float, text: str) -> float:

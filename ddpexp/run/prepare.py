@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ddpexp.config import facts
 from ddpexp.config.instantiate import Node, Trust, instantiate
 from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Data
 from ddpexp.errors import RefusedError
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
+from ddpexp.system.yaml_text import load_yaml
 
 
 def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
@@ -36,7 +38,34 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
         raise RefusedError(
             f"data.prepare={data.prepare} must return a mapping with at least a `name`, not {description!r}."
         )
+    if not isinstance(description.get("facts", {}), Mapping):
+        raise RefusedError(
+            f"data.prepare={data.prepare} must return its `facts` as a mapping, such as {{'num_classes': 10}}, not "
+            f"{description['facts']!r}."
+        )
     return dict(description)
+
+
+def used_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the facts of the prepared data that a configuration, as YAML, refers to.
+
+    Raises:
+        RefusedError: a fact that is not there.
+    """
+    return (
+        facts.used(load_yaml(text), (prepared or {}).get("facts") or {}, f"data.prepare={data.prepare}")
+        if facts.refers(text)
+        else {}
+    )
+
+
+def with_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> str:
+    """Return a configuration with the facts of the prepared data in place of its references to them.
+
+    Raises:
+        RefusedError: a fact that is not there.
+    """
+    return facts.resolve_text(text, used_facts(text, data, prepared))
 
 
 def call_and_answer(

@@ -17,8 +17,9 @@ from ddpexp.config.instantiate import Node, instantiate, locate, targets
 from ddpexp.config.schema import Data, Experiment, Trainer
 from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batch_plan import BatchPlan, counted
-from ddpexp.data.batches import EvalBatches, TrainBatches
+from ddpexp.data.batches import EvalBatches
 from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device, training_order
+from ddpexp.data.streams import Batches, Stream
 from ddpexp.distributed.rng import DATA, seed_everything, seed_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
@@ -56,6 +57,7 @@ from ddpexp.train.recipe_checks import (
     check_task,
 )
 from ddpexp.train.run_state import RunState
+from ddpexp.train.streaming import streams_checked
 from ddpexp.train.torch_rates import TorchRates
 from ddpexp.train.torch_schedule import TorchSchedule
 
@@ -119,7 +121,7 @@ def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
         returned = instantiate(Node(data.target, data.options), experiment.trust, "data")
     else:
         returned = instantiate(Node(data.target), experiment.trust, "data", prepared)
-    splits = check_splits(returned, data.target)
+    splits = streams_checked(check_splits(returned, data.target), experiment)
     _check_same_sizes(splits, data.target, world)
     return splits
 
@@ -140,6 +142,8 @@ def check_held_out(experiment: Experiment, splits: Splits, undivided: Splits) ->
     Raises:
         RefusedError: it does not, and without it there is one.
     """
+    if isinstance(splits.train, Stream):
+        return
     size = experiment.trainer.global_batch_size
     left, before = (training_order(train).samples_per_epoch for train in (splits.train, undivided.train))
     if left < size <= before:
@@ -176,7 +180,10 @@ def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
     Raises:
         RefusedError: they differ; the ranks would take different numbers of steps and wait for one another forever.
     """
-    sizes = [len(splits.train), sum(len(part) for part in splits.evals.values())]
+    sizes = [
+        -1 if isinstance(splits.train, Stream) else len(splits.train),
+        sum(len(part) for part in splits.evals.values()),
+    ]
     first = world.broadcast(torch.tensor(sizes, device=world.device)).tolist()
     if sizes != first:
         raise RefusedError(
@@ -273,21 +280,13 @@ def build_evals(
     """Return the batches of each evaluation set that this rank evaluates."""
     data, trainer = experiment.data, experiment.trainer
     limit = max_eval_samples(trainer)
-    return {
-        name: EvalBatches(
-            dataset,
-            batch_size,
-            rank.rank,
-            rank.size,
-            device,
-            data.num_workers,
-            trainer.timeout.data_seconds,
-            name,
-            data.on_device,
-            limit,
-        )
-        for name, dataset in splits.evals.items()
-    }
+    evals = {}
+    for name, dataset in splits.evals.items():
+        evals[name] = EvalBatches(
+            dataset, batch_size, rank.rank, rank.size, device, data.num_workers, trainer.timeout.data_seconds, name,
+            data.on_device, limit,
+        )  # fmt: skip
+    return evals
 
 
 def build_logger(context: RunContext, num_steps: int) -> Logger:
@@ -354,7 +353,7 @@ def build_callbacks(experiment: Experiment, world: World, num_steps: int) -> Cal
 def build_loop(
     context: RunContext,
     strategy: Strategy,
-    train: TrainBatches,
+    train: Batches,
     evals: Mapping[str, EvalBatches],
     logger: Logger,
     checkpointer: RunState,

@@ -33,8 +33,8 @@ def freeze(model: Any, trainer: Trainer) -> None:
         parameters[keys[position]].requires_grad_(False)
     if not any(p.requires_grad for p in parameters.values()):
         raise RefusedError(
-            f"trainer.freeze=[{','.join(patterns)}] leaves nothing to train: name the parameters that are to stay as "
-            "they are, and not the others, such as a head."
+            f"trainer.freeze=[{','.join(patterns)}] leaves nothing to train: leave out what is to be trained, "
+            "such as a head."
         )
 
 

@@ -265,7 +265,7 @@ def _layers(parameters: Sequence[Described], patterns: Sequence[str]) -> list[st
         if not there:
             near = nearest(pattern, [*modules, *dict.fromkeys(re.sub(r"\.\d+$", ".*", module) for module in modules)])
             tops = list(dict.fromkeys(module.partition(".")[0] for module in modules))
-            meant = f" Did you mean {near}?" if near else f" Its modules are {first_few(tops)}."
+            meant = f" Did you mean {near}?" if near else f" The model has {first_few(tops)}."
             raise RefusedError(f"trainer.layer_decay.layers=[{pattern}] matches no module with parameters.{meant}")
         layers |= dict.fromkeys(there)
     if len(layers) == 1:

@@ -25,8 +25,8 @@ from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import plan_batches
-from ddpexp.data.batches import TrainBatches
 from ddpexp.data.loader import shared_memory_warning
+from ddpexp.data.streams import StreamBatches
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
@@ -74,6 +74,7 @@ from ddpexp.train.recipe_checks import check_task
 from ddpexp.train.report import Report
 from ddpexp.train.run_state import RunState, restore_checkpoint, truncate_records
 from ddpexp.train.same_data import check_same_data, inputs_of
+from ddpexp.train.streaming import build_batches, warn_of_streams
 
 
 def main(path: str, worker_args: str, control: Control | None = None) -> int:
@@ -155,10 +156,9 @@ def build(context: RunContext) -> Built:
     check_held_out(experiment, splits, undivided)
     data = experiment.strategy.data_rank(world.rank, world.world_size)
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data.size)
-    batches = TrainBatches(
-        splits.train, plan, data.rank, trainer.seed, world.device, experiment.data.num_workers,
-        trainer.timeout.data_seconds, experiment.data.on_device, splits.order,
-    )  # fmt: skip
+    batches = build_batches(experiment, splits, plan, data.rank, world.device)
+    if isinstance(batches, StreamBatches) and world.is_rank_zero:
+        warn_of_streams(batches, trainer, log)
 
     newest, damaged = choose(run, world, experiment.run.resume == "require")
     initial_weights = InitialWeights(context, newest)
@@ -177,6 +177,7 @@ def build(context: RunContext) -> Built:
     average = build_average(strategy, trainer, batches.steps_per_epoch, num_steps)
     checkpointer = RunState.from_config(run, trainer, strategy, average, logger, world)
     checkpointer.recorded, checkpointer.inputs = recorded, inputs
+    checkpointer.stream = batches if isinstance(batches, StreamBatches) else None
     checkpointer.callbacks = build_callbacks(experiment, replace(world, memory=strategy.memory), num_steps)
     report = Report(
         experiment, run, context.layout, context.prepared, strategy.modules, strategy.single,

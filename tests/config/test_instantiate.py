@@ -175,15 +175,19 @@ def test_every_torch_name_of_the_closed_set_is_there() -> None:
 
 def test_the_refusal_of_a_near_miss_names_what_was_meant(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
+    (tmp_path / "schedule.py").write_text("class Triangle: ...")
     for target, meant in [
         ("SGD", "torch.optim.SGD"),
         ("torch.optim.sgd", "torch.optim.SGD"),
         ("torch.optim.AdmaW", "torch.optim.AdamW"),
         ("ddpexp.recipes.mnist.LeNett", "ddpexp.recipes.mnist.LeNet"),
         ("mien.Net", "mine.Net"),
+        ("shedule.Triangl", "schedule.Triangl"),
     ]:
         with pytest.raises(RefusedError, match=rf" Did you mean {meant}\?$"):
             check_trusted({"_target_": target}, Trust(code=tmp_path), "model")
+    with pytest.raises(RefusedError, match=r" add run\.trust=\[schedulefree\]"):  # schedule.py has nothing like it
+        check_trusted({"_target_": "schedulefree.AdamWScheduleFree"}, Trust(code=tmp_path), "optimizer")
 
 
 def test_nobody_is_advised_to_trust_python_itself() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddpexp.loggers.base import Null
 from recipes.mnist import Classify, LeNet, Linear, _grid
 from tests.conftest import Ddpexp
 
@@ -47,6 +48,12 @@ def test_the_grid_marks_wrong_guesses_in_red(count: int, rows: int) -> None:
     assert bool((right[..., 0] == right[..., 1]).all())  # black on grey on white
     wrong = _grid(torch.rand(count, 1, 28, 28), [(label + 1) % 10 for label in labels], labels)
     assert bool((wrong[..., 0] != wrong[..., 1]).any())
+
+
+def test_inputs_that_are_no_images_are_classified_and_not_drawn(tmp_path: Path) -> None:
+    model, letters = torch.nn.Embedding(9, 2), (torch.tensor([1, 2]), torch.tensor([0, 1]))
+    assert Classify().step(model, letters)[1] == 2
+    Classify().on_eval(model, letters, Null(), 5)
 
 
 def test_images_without_contrast_are_drawn_too() -> None:

@@ -15,7 +15,7 @@ import pytest
 from ddpexp.checkpoint.format import newest_checkpoint
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.run.directory import RunDir, create
+from ddpexp.run.directory import RunDir, create, remove
 from ddpexp.system import files
 from ddpexp.system.files import write
 from tests.conftest import PATIENCE
@@ -206,3 +206,11 @@ def test_a_failed_run_says_why_and_where(tmp_path: Path) -> None:
 def test_paths_are_shown_as_short_as_the_shell_accepts_them(here: Path) -> None:
     assert files.relative(here / "outputs/run") == "outputs/run"
     assert files.relative(Path("/elsewhere")) == "/elsewhere"
+
+
+def test_a_refused_run_leaves_no_converted_weights(tmp_path: Path) -> None:
+    run = create(str(tmp_path / "run"), "mnist")
+    for name in ("init_from.safetensors", ".init_from.safetensors.partial", "config.yaml"):
+        (run.path / name).touch()
+    remove(run, [run.path])
+    assert not run.path.exists()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -164,6 +165,28 @@ def test_ranks_that_live_on_are_named(folder: Path, monkeypatch: pytest.MonkeyPa
         assert sentence in refused(folder)
     assert held_logs(folder / "ranks") == []
     taken(folder).release()
+
+
+@pytest.mark.parametrize(
+    ("changes", "remains"),
+    [({}, False), ({"boot_id": "another"}, True), ({"host": "another"}, True), ({"since": "never"}, True)],
+)
+def test_shared_memory_of_a_command_that_was_killed_with_all_ranks_is_removed(
+    folder: Path, changes: dict[str, str], remains: bool
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    owner = replace(Owner.here(), pid=gone.pid, started="1")
+    left = Path(f"/dev/shm/torch_{gone.pid}_{time.time_ns()}_0")
+    left.touch()
+    try:
+        (folder / "lock").write_text(json.dumps({**owner.as_record(), **changes}))
+        taken(folder).release()
+        assert left.exists() == remains
+        taken(folder).release()  # the owner has removed its record: it was not killed
+        assert left.exists() == remains
+    finally:
+        left.unlink(missing_ok=True)
 
 
 def test_a_lock_that_is_a_link_or_no_file_is_not_followed(folder: Path) -> None:

@@ -129,6 +129,8 @@ def test_a_list_in_place_of_a_section_of_the_recipe_needs_null_first() -> None:
         f"{override} is a list, and trainer.freeze_until is a section in a file: type trainer.freeze_until=null before "
         "it."
     )
+    with pytest.raises(RefusedError, match=r"is a list in a file: write trainer\.param_groups=\[{\.\.\.}\], or"):
+        compose_command([*example, "trainer.param_groups={match: [a], lr: 1}"])
     accepted = compose_command([*example, "trainer.freeze_until=null", override])
     assert isinstance(accepted, Composed)
     assert accepted.values["trainer"]["freeze_until"] == [{"step": 1, "match": ["a"]}]
@@ -234,7 +236,7 @@ def test_layers_may_be_named_one_by_one_in_their_own_order() -> None:
         ),
         (
             "trainer.layer_decay={decay: 0.5, layers: [blocks.*]}",
-            "trainer.layer_decay.layers=[blocks.*] matches no module with parameters. Its modules are embed, backbone, "
+            "trainer.layer_decay.layers=[blocks.*] matches no module with parameters. The model has embed, backbone, "
             "head.",
         ),
         (
@@ -248,8 +250,7 @@ def test_layers_may_be_named_one_by_one_in_their_own_order() -> None:
         ),
         (
             "trainer.freeze=['*']",
-            "trainer.freeze=[*] leaves nothing to train: name the parameters that are to stay as they are, and not the "
-            "others, such as a head.",
+            "trainer.freeze=[*] leaves nothing to train: leave out what is to be trained, such as a head.",
         ),
         (
             "trainer.freeze_until={step: 5, match: ['*']}",

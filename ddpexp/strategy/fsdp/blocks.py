@@ -11,6 +11,9 @@ from ddpexp.strategy.module_classes import check_classes
 BLOCKS = "strategy.blocks=[{}]"
 """The key as it is typed, for one class."""
 
+_USES_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention,)
+"""Modules that use the weights of a layer in them without calling it, so that it cannot be gathered by itself."""
+
 
 def blocks_of(models: Mapping[str, nn.Module], classes: Sequence[str] | None, min_bytes: float) -> list[nn.Module]:
     """Return the modules that become blocks, inner ones first, the models themselves last.
@@ -37,7 +40,8 @@ def _by_class(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
 
 def _by_size(module: nn.Module, min_bytes: float, taken: set[int]) -> list[nn.Module]:
     """Return the blocks in a module; adds the parameters that they hold to `taken`."""
-    blocks = [block for child in module.children() for block in _by_size(child, min_bytes, taken)]
+    children = () if isinstance(module, _USES_WEIGHTS_OF_CHILDREN) else module.children()
+    blocks = [block for child in children for block in _by_size(child, min_bytes, taken)]
     free = [parameter for parameter in module.parameters() if id(parameter) not in taken]
     if _can_be_block(module) and sum(p.numel() * p.element_size() for p in free) >= min_bytes:
         taken.update(id(parameter) for parameter in free)

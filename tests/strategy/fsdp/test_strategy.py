@@ -50,6 +50,8 @@ def test_blocks_are_the_smallest_modules_of_a_size_or_those_of_a_class() -> None
     assert blocks_of({"model": model}, None, 2 * small + 1) == [model.blocks[0], model]
     assert blocks_of({"model": model}, None, 1e9) == [model]
     assert blocks_of({"model": model}, ("Block",), 1) == [model.blocks[1], model.blocks[0], model]
+    layer = nn.TransformerEncoderLayer(8, 2, 8)
+    assert blocks_of({"model": layer}, None, 4 * 8 * 8) == [layer.self_attn, layer.linear1, layer.linear2, layer]
     pair = {"one": nn.Linear(2, 2), "other": Block(2, 2)}
     assert blocks_of(pair, ("Block",), 1) == [pair["other"], pair["one"]]
 

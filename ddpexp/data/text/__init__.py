@@ -1,0 +1,1 @@
+"""Text as tokens: files that are encoded once, and windows or documents of them."""

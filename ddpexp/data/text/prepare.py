@@ -1,0 +1,299 @@
+"""Text files to tokens: encoded once, before any worker starts, into a file that the workers map.
+
+Standard library only, and fast to import: the launching command imports this module.
+"""
+
+from __future__ import annotations
+
+import bisect
+import codecs
+import glob
+import hashlib
+import mmap
+import os
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpexp.data.cache import cache_name, make_cache, user_cache
+from ddpexp.data.text import tokenizer as tokenizers
+from ddpexp.data.text.tokenizer import TOKENIZER_FILE, Chars, Library, Tokenizer, token_bytes
+from ddpexp.errors import RefusedError
+
+TOKENS, BORDERS = "tokens.bin", "borders.bin"
+_VERSION = 1  # increase it when the content of caches changes: it is part of their names
+_CHUNK = 1 << 20  # bytes that are read at a time; a text is encoded in pieces of about this size that end at a line end
+_LONGEST_LINE = 1 << 24  # characters after which a piece ends in the middle of a line
+_BATCH = 16 * _CHUNK  # characters that are encoded in one call
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A text file, by which its cache is found again."""
+
+    path: str
+    size: int
+    modified: int
+
+
+def prepare(
+    path: str | tuple[str, ...] | None,
+    block_size: int,
+    tokenizer: str = "char",
+    eval_path: str | tuple[str, ...] | None = None,
+    eval_fraction: float = 0.1,
+    documents: Literal["file", "line"] | None = None,
+    end_token: str | None = None,
+) -> dict[str, Any]:
+    """Make sure that the tokens of the text are in a cache; return a description of the data.
+
+    The result is JSON: name, folder (absolute), hash (of the tokens and how they are divided), num_train, num_test (of
+    tokens), note, facts, tokenizer (its record), and the options that `load` needs.
+
+    Raises: RefusedError, if a file or an option is invalid.
+    """
+    _check_options(block_size, eval_fraction, documents, end_token)
+    train = _sources(path, "data.path")
+    held_out = _sources(eval_path, "data.eval_path") if eval_path is not None else []
+    identity = {
+        "version": _VERSION,
+        "train": [vars(source) for source in train],
+        "eval": [vars(source) for source in held_out],
+        "tokenizer": tokenizers.identity(tokenizer),
+        "documents": documents,
+        "end_token": end_token,
+    }
+
+    def fill(folder: Path) -> Mapping[str, Any]:
+        return _Encoding(folder, tokenizer, documents, end_token).encode(train, held_out)
+
+    space = f"{4 * sum(source.size for source in (*train, *held_out)) / 1e6:,.0f} MB"
+    bases = list(dict.fromkeys((Path(train[0].path).parent, user_cache())))
+    cache = make_cache(bases, cache_name("text", identity), fill, space, wait="encoding the same text")
+    record = cache.record
+    total = record["num_tokens"]
+    border = record["num_train"] if held_out else _border(total, eval_fraction)
+    if documents is not None and not held_out:
+        border = _at_a_document(cache.folder / BORDERS, border)
+    share = "" if held_out else f", the first {1 - eval_fraction:.0%} of {total:,}" if eval_fraction else ""
+    _check_length(border, block_size, f"the text to train on has {border:,} tokens{share}")
+    if held_out or total > border:
+        share = "" if held_out else f", the last {eval_fraction:.0%} of {total:,}"
+        _check_length(total - border, block_size, f"the text to evaluate has {total - border:,} tokens{share}")
+    return {
+        "name": "text",
+        "folder": str(cache.folder),
+        "hash": _hash([record["sha256"], record["tokenizer"], border, block_size]),
+        "num_train": border,
+        "num_test": total - border,
+        "note": _note(border, total - border, record, train, tokenizer),
+        "tokenizer": record["tokenizer"],
+        "facts": {"vocab_size": record["vocab_size"], "block_size": block_size},
+        "block_size": block_size,
+        "token_bytes": token_bytes(record["vocab_size"]),
+        "documents": documents is not None,
+    }
+
+
+def _check_options(block_size: int, eval_fraction: float, documents: str | None, end_token: str | None) -> None:
+    if block_size < 1:
+        raise RefusedError(f"data.block_size={block_size} is too small: use 1 or more tokens, such as 256.")
+    if not 0 <= eval_fraction < 1:
+        raise RefusedError(f"data.eval_fraction={eval_fraction:g}: use a share from 0 to below 1, such as 0.1.")
+    if end_token is not None and documents is None:
+        raise RefusedError(
+            f"data.end_token={end_token} ends each document, and data.documents=null has none: use data.documents=file "
+            "or data.documents=line."
+        )
+
+
+def _check_length(num_tokens: int, block_size: int, text: str) -> None:
+    """Check that a part of the text has a window, and the token after it."""
+    if num_tokens <= block_size:
+        advice = f"use at most data.block_size={num_tokens - 1}, or a longer text" if num_tokens > 1 else "use more"
+        raise RefusedError(f"data.block_size={block_size} is too long, as {text}: {advice}.")
+
+
+def _border(total: int, eval_fraction: float) -> int:
+    """Return the number of tokens to train on: as nanoGPT divides, by position."""
+    return int(total * (1 - eval_fraction))
+
+
+def _at_a_document(path: Path, border: int) -> int:
+    """Return the last end of a document up to a token, of documents whose ends are in a file."""
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as raw,
+        raw.cast("q") as ends,
+    ):
+        place = bisect.bisect_right(ends, border)
+        return ends[place - 1] if place else 0
+
+
+def _sources(paths: str | tuple[str, ...] | None, key: str) -> list[_Source]:
+    """Return the files that a path, a folder or a pattern names, in the order of their names.
+
+    Raises: RefusedError, if there is none, or one is empty.
+    """
+    if not paths:
+        raise RefusedError(
+            f"{key} is not set: name a text file, a folder of .txt files, or a pattern such as 'a/*.txt'."
+        )
+    found: list[str] = []
+    for path in (paths,) if isinstance(paths, str) else paths:
+        path = os.path.abspath(os.path.expanduser(path))
+        if os.path.isdir(path):
+            files = sorted(map(str, Path(path).rglob("*.txt")))
+            problem = "holds no .txt file"
+        elif glob.has_magic(path) and not os.path.exists(path):
+            files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+            problem = "matches no file"
+        else:
+            files, problem = [path], ""
+        if not files:
+            raise RefusedError(f"{key}={path} {problem}: name a text file, a folder of .txt files, or a pattern.")
+        found += files
+    return [_source(path, key) for path in found]
+
+
+def _source(path: str, key: str) -> _Source:
+    try:
+        status = os.stat(path)
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise RefusedError(f"{key}={path} cannot be read: {error.strerror}.") from None
+    if status.st_size == 0:
+        raise RefusedError(f"{key}={path} is empty: name a file with text.")
+    return _Source(path, status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """The encoding of files into a folder."""
+
+    folder: Path
+    name: str  # of the tokenizer
+    documents: str | None
+    end_token: str | None
+
+    def encode(self, train: Sequence[_Source], held_out: Sequence[_Source]) -> dict[str, Any]:
+        """Write the files of the cache; return its record. Raises: OSError."""
+        for name in (TOKENS, BORDERS, TOKENIZER_FILE):
+            (self.folder / name).unlink(missing_ok=True)
+        tokenizer = self._tokenizer([*train, *held_out])
+        end = self._end(tokenizer)
+        if isinstance(tokenizer, Library):
+            (self.folder / TOKENIZER_FILE).write_text(tokenizer.content)
+        size, digest, borders = token_bytes(tokenizer.vocab_size), hashlib.sha256(), array("q")
+        num_tokens = num_train = 0
+        with open(self.folder / TOKENS, "wb") as file:
+            for part in (train, held_out):
+                for packed, is_end in _packed(part, tokenizer, self.documents):
+                    ended = packed + end if is_end else packed
+                    digest.update(ended)
+                    file.write(ended)
+                    num_tokens += len(ended) // size
+                    if is_end:
+                        borders.append(num_tokens)
+                num_train = num_train or num_tokens
+            file.flush()
+            os.fsync(file.fileno())
+        if self.documents is not None:
+            (self.folder / BORDERS).write_bytes(borders.tobytes())
+        return {
+            "sha256": _hash([digest.hexdigest(), hashlib.sha256(borders.tobytes()).hexdigest()]),
+            "num_tokens": num_tokens,
+            "num_train": num_train,
+            "num_documents": len(borders),
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": tokenizer.record,
+        }
+
+    def _tokenizer(self, sources: Sequence[_Source]) -> Tokenizer:
+        tokenizer = tokenizers.configured(self.name)
+        if tokenizer is not None:
+            return tokenizer
+        table: set[str] = set()
+        for text, _ in _pieces(sources, "utf-8", None):
+            table.update(text)
+        return Chars("".join(sorted(table)))
+
+    def _end(self, tokenizer: Tokenizer) -> bytes:
+        if self.end_token is None:
+            return b""
+        number = tokenizer.special(self.end_token)
+        if number is None:
+            raise RefusedError(
+                f"data.end_token={self.end_token} is no token of data.tokenizer={self.name}: use one of its special "
+                "tokens, or null."
+            )
+        return number.to_bytes(token_bytes(tokenizer.vocab_size), "little")
+
+
+def _packed(sources: Sequence[_Source], tokenizer: Tokenizer, documents: str | None) -> Iterator[tuple[bytes, bool]]:
+    """Yield encoded pieces and whether a document ends there; several are encoded in one call."""
+    waiting: list[tuple[str, bool]] = []
+    size = 0
+    for piece in _pieces(sources, tokenizer.encoding, documents):
+        waiting.append(piece)
+        size += len(piece[0])
+        if size >= _BATCH:
+            yield from _batch(waiting, tokenizer)
+            waiting, size = [], 0
+    yield from _batch(waiting, tokenizer)
+
+
+def _batch(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[tuple[bytes, bool]]:
+    packed = tokenizer.pack([text for text, _ in pieces])
+    yield from zip(packed, (is_end for _, is_end in pieces), strict=True)
+
+
+def _pieces(sources: Sequence[_Source], encoding: str, documents: str | None) -> Iterator[tuple[str, bool]]:
+    """Yield the text of files in pieces, and whether a document ends with the piece.
+
+    Raises: RefusedError, if a file is not in the encoding.
+    """
+    for source in sources:
+        decoder, rest, read = codecs.getincrementaldecoder(encoding)(), "", 0
+        with open(source.path, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                try:
+                    rest += decoder.decode(chunk)
+                except UnicodeDecodeError as error:
+                    raise RefusedError(_not_utf8(source.path, read + error.start)) from None
+                read += len(chunk)
+                if documents == "file":
+                    continue
+                cut = rest.rfind("\n") + 1
+                if documents == "line":
+                    yield from ((f"{line}\n", True) for line in rest[:cut].split("\n") if line.strip("\r"))
+                else:
+                    cut = cut or (len(rest) if len(rest) > _LONGEST_LINE else 0)
+                    yield rest[:cut], False
+                rest = rest[cut:]
+            try:
+                rest += decoder.decode(b"", final=True)
+            except UnicodeDecodeError as error:
+                raise RefusedError(_not_utf8(source.path, read + error.start)) from None
+        if rest:
+            yield rest, documents is not None
+
+
+def _not_utf8(path: str, place: int) -> str:
+    return f"{path} is not text in UTF-8 (at byte {place:,}): convert it, or use data.tokenizer=bytes."
+
+
+def _note(num_train: int, num_test: int, record: Mapping[str, Any], sources: Sequence[_Source], tokenizer: str) -> str:
+    files = os.path.basename(sources[0].path) if len(sources) == 1 else f"{len(sources):,} files"
+    return (
+        f"{num_train:,} + {num_test:,} tokens of {files}, "
+        f"data.tokenizer={tokenizer} with {record['vocab_size']:,} different ones"
+    )
+
+
+def _hash(values: Sequence[object]) -> str:
+    return hashlib.sha256("\n".join(map(str, values)).encode()).hexdigest()
