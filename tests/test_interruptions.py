@@ -340,15 +340,17 @@ SOAKED = [
         70,
     ),
     (4, (*DEEP, *SGD, "trainer.reduction=exact", "trainer.micro_batch_size=3", "trainer.clip_grad_norm=0.5"), 70),
-    (3, (*SHARDED, *ADAMW, "task._target_=points.Drawing", "trainer.clip_grad_norm=0.5"), 30),
-    (2, (*ROWS, *ADAMW, "task._target_=points.Drawing", "trainer.ema_decay=0.9"), 30),
+    *((size, (*SHARDED, *ADAMW, "task._target_=points.Drawing", "trainer.clip_grad_norm=0.5"), 30) for size in (2, 4)),
+    *((size, (*ROWS, *ADAMW, "task._target_=points.Drawing", "trainer.ema_decay=0.9"), 30) for size in (2, 4)),
 ]
 """World size, recipe, and how often it is killed."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("world_size", "overrides", "most"), SOAKED, ids=["2", "3", "4", "fsdp", "rows"])
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "most"), SOAKED, ids=["2", "3", "4", "fsdp, 2", "fsdp, 4", "rows, 2", "rows, 4"]
+)
 def test_killed_at_random_moments_again_and_again(
     recipe: Recipe, undisturbed: Callable[..., Done], world_size: int, overrides: tuple[str, ...], most: int
 ) -> None:

@@ -41,6 +41,7 @@ _KEYS = {
     "data.root": "data_dir data_path dataset_path dataset_dir",
     "data.validation_fraction": "val_split validation_split val_size",
     "data.num_workers": "dataloader_num_workers n_workers",
+    "strategy.dp_replicate_size": "data_parallel_replicate_degree",
     "run.dir": "output_dir out_dir save_dir log_dir logging_dir default_root_dir run_name exp_name experiment_name",
     "sweep.objective": "optimized_metric",
 }
@@ -50,6 +51,17 @@ _REMARKS = {
     "accumulate_grad_batches": "from which the number of accumulated passes follows",
     "gradient_accumulation_steps": "from which the number of accumulated passes follows",
 }
+_ZERO = (
+    "strategy.shard_optimizer=true divides the optimizer's state among the workers (ZeRO stage 1), and strategy=fsdp "
+    "everything (stage 3)."
+)
+_HYBRID = "strategy=fsdp strategy.dp_replicate_size=2 keeps two replicas, each of them sharded."
+_NO_TENSORS = "There is no tensor or pipeline parallelism: strategy=fsdp trains models that do not fit into one worker."
+_NO_CONTEXT = (
+    "There is no context or sequence parallelism: trainer.activation_checkpointing reduces the memory that long "
+    "sequences take."
+)
+_NO_EXPERTS = "There is no expert parallelism: strategy=fsdp shards the parameters of all experts."
 _RESUME = "A run is resumed with python -m ddpexp resume RUN_DIR, and run.init_from=FILE starts a new one from weights."
 _SENTENCES = {
     "ckpt_path resume_from_checkpoint resume_from": _RESUME,
@@ -71,6 +83,12 @@ _SENTENCES = {
     "warmup_steps warmup_ratio num_warmup_steps": (
         "Schedules have one: scheduler=cosine scheduler.warmup=0.05 (of all steps), or scheduler.warmup_steps=500."
     ),
+    "zero zero_stage zero_optimization deepspeed deepspeed_config": _ZERO,
+    "fsdp fsdp_config": "Sharded parameters are a strategy: strategy=fsdp.",
+    "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree pp pp_size "
+    "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree": _NO_TENSORS,
+    "cp cp_size context_parallel context_parallel_size context_parallel_degree sequence_parallel sp_size": _NO_CONTEXT,
+    "ep_size expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree": _NO_EXPERTS,
 }
 _VALUES = {
     "trainer.precision": {
@@ -101,8 +119,9 @@ _VALUES = {
         "mpi": "mpirun mpiexec horovod",
     },
     "strategy": {
-        "ddp": "dp dataparallel data_parallel distributeddataparallel ddp_find_unused_parameters_true ddp_notebook",
-        "fsdp": "fsdp2 fsdp1 fully_sharded fully_shard zero3 zero_3 deepspeed_stage_3 sharded hsdp",
+        "ddp": "dp dataparallel data_parallel distributeddataparallel ddp_find_unused_parameters_true ddp_notebook "
+        "no_shard",
+        "fsdp": "fsdp2 fsdp1 fully_sharded fully_shard zero3 zero_3 deepspeed_stage_3 sharded full_shard",
     },
     "logger": {
         "tensorboard": "tb",
@@ -143,15 +162,15 @@ _ADVICE_ON_VALUES = {  # patterns of values for which no single value stands
         ),
     },
     "strategy": {
-        "zero_?[12]?|deepspeed(_stage_[12])?|ddp_sharded|fairscale": (
-            "strategy.shard_optimizer=true divides the optimizer's state among the workers (ZeRO stage 1), and "
-            "strategy=fsdp everything (stage 3)."
-        ),
+        "zero_?[12]?|deepspeed(_stage_[12])?|ddp_sharded|fairscale": _ZERO,
+        "shard_grad_op": "strategy=fsdp strategy.reshard_after_forward=false keeps parameters gathered until backward.",
+        "hsdp|hybrid(_shard)?": _HYBRID,
         "mp|model_parallel|naive|device_map": (
             "There is no splitting by layers: strategy=fsdp gives each worker a share of every layer."
         ),
-        "tp|tensor_parallel|pp|pipeline(_parallel)?|gpipe|cp|context_parallel|sp|sequence_parallel|ep|expert_parallel|"
-        "megatron|3d": "There is data parallelism: strategy=fsdp for models that do not fit into one worker.",
+        "tp|tensor(_parallel(ism)?)?|pp|pipeline(_parallel(ism)?)?|gpipe|megatron|[234]d|nd_parallel": _NO_TENSORS,
+        "cp|context(_parallel(ism)?)?|sp|sequence_parallel(ism)?|ring_attention|ulysses": _NO_CONTEXT,
+        "ep|experts?(_parallel(ism)?)?|moe": _NO_EXPERTS,
     },
     "trainer.gpus": {"cpu|cpus": "It is a number of workers: trainer.device=cpu trainer.gpus=2 runs two on the CPU."},
     "trainer.precision": {

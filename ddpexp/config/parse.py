@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from ddpexp.config import registry
+from ddpexp.config import facts, registry
 from ddpexp.config.build import build, convert, did_you_mean, nearest, shown, unknown_key
 from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
@@ -75,6 +75,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     run = build(Run, values["run"], "run")
     trust = Trust(run.trust, Path(run.code) if run.code else None)
     check_trusted(values, trust)
+    facts.check(values)
     trainer = build(Trainer, values["trainer"], "trainer")
     for name in ("model", "data"):
         if not _is_chosen(name, values.get(name)):
@@ -217,7 +218,20 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
         num_workers=convert(values.get("num_workers", 0), int, "data.num_workers"),
         on_device=convert(values.get("on_device", False), bool, "data.on_device"),
         options=node.kwargs,
+        stratify=convert(values.get("stratify"), bool | None, "data.stratify"),
+        group_by=convert(values.get("group_by"), str | None, "data.group_by"),
+        fold=convert(values.get("fold"), int | None, "data.fold"),
+        folds=convert(values.get("folds"), int | None, "data.folds"),
+        weights=_weights(values.get("weights")),
+        samples_per_epoch=convert(values.get("samples_per_epoch"), int | None, "data.samples_per_epoch"),
     )
+
+
+def _weights(value: Any) -> str | Node | None:
+    if isinstance(value, Mapping):
+        return _node(value, "data.weights")
+    found: str | None = convert(value, str | None, "data.weights")
+    return found
 
 
 def _schedule(values: Mapping[str, Any]) -> Schedule | Node:

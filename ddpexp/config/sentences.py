@@ -24,7 +24,17 @@ from ddpexp.config.plugins import plugin_folders
 from ddpexp.errors import RefusedError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
-_RESOLVERS = ("oc.env", "oc.select", "oc.decode", "oc.create", "oc.dict.keys", "oc.dict.values", "hydra", "now")
+_RESOLVERS = (
+    "facts",
+    "oc.env",
+    "oc.select",
+    "oc.decode",
+    "oc.create",
+    "oc.dict.keys",
+    "oc.dict.values",
+    "hydra",
+    "now",
+)
 _YAML = {  # PyYAML's messages, each with what it mostly means
     "found unexpected end of stream": " (a quote is not closed)",
     "found character '\\t'": " (a tab: indent with spaces)",
@@ -129,11 +139,12 @@ def _unknown_option(file: str, known: Sequence[str], added: bool) -> str:
     if group.startswith("hydra/") and group.partition("/")[2].partition("/")[0] != "sweeper":
         return no_effect(f"{group}={option}", group)
     known = known or options(group, [conf_folder(), *plugin_folders()])
-    if (here := value_here(group, option.lower())) is not None:
+    elsewhere = option.lower().replace("-", "_")
+    if (here := value_here(group, elsewhere)) is not None:
         known = [here]
         option_here = f" Did you mean {group}={here}?"
         return f"{group}={option} is not a known option.{option_here}"
-    if advice := advice_on_value(group, option.lower()):
+    if advice := advice_on_value(group, elsewhere):
         return f"{group}={option} is not a known option.{advice}"
     meant = did_you_mean(option, known, f"{group}=") if known else f" There is no group {group}."
     if group == "recipe" and option and not added and "Did you mean" not in meant:

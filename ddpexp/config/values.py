@@ -14,6 +14,7 @@ from typing import Any, cast
 from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from omegaconf.resolvers import oc
 
+from ddpexp.config import facts
 from ddpexp.config.build import shown
 from ddpexp.config.folders import conf_folder, options
 from ddpexp.config.hydra_section import (
@@ -114,7 +115,7 @@ def _resolved_but_secrets(cfg: DictConfig, answers: Mapping[str, Any]) -> dict[s
             reads.clear()
             value = read()
             plain = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
-            return written_out(raw, answers) if reads or "${" in str(plain) else plain
+            return written_out(raw, answers) if reads or "${" in facts.without_references(str(plain)) else plain
 
         tree: dict[str, Any] = kept(OmegaConf.to_container(cfg, resolve=False), lambda: cfg)
     return tree
@@ -251,7 +252,7 @@ def _compare(default: Any, value: Any, key: str) -> None:
             for name, inner in default.items():
                 _compare(inner, value.get(name), f"{key}.{name}")
         return
-    if value is None or default is None or isinstance(default, str):
+    if value is None or default is None or isinstance(default, str) or facts.refers(value):
         return
     if isinstance(default, list):
         if not isinstance(value, list | tuple):

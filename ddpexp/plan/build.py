@@ -23,11 +23,13 @@ from torch.optim import Optimizer
 
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
-from ddpexp.config.schema import Experiment, Trainer
+from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
 from ddpexp.data.datasets import Splits, device_bytes
 from ddpexp.data.samples import tensors_of
+from ddpexp.data.streams import Stream, sized
+from ddpexp.data.weights import Passes
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -94,11 +96,16 @@ def collect(
     data_size = experiment.strategy.data_rank(0, layout.world_size).size
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
     before = _own_memory()
-    splits = open_data(experiment, prepared, _ALONE) if num_samples is None else _placeholder(trainer, num_samples)
+    splits = open_data(experiment, prepared, _ALONE) if num_samples is None else _placeholder(experiment, num_samples)
     train, there = splits.train, experiment.data.on_device and num_samples is None
     data_bytes = max(0, _own_memory() - before) if num_samples is None else None
-    batches = TrainBatches(train, plan, 0, trainer.seed, _CPU, order=splits.order)
-    steps = {"steps_per_epoch": batches.steps_per_epoch, "num_steps": count_steps(trainer, batches.steps_per_epoch)}
+    if isinstance(train, Stream):
+        train, steps_per_epoch = sized(train, plan.micro_batch_size), trainer.max_steps or 0
+        samples_per_epoch = steps_per_epoch * trainer.global_batch_size
+    else:
+        batches = TrainBatches(train, plan, 0, trainer.seed, _CPU, order=splits.order)
+        steps_per_epoch, samples_per_epoch = batches.steps_per_epoch, batches.samples_per_epoch
+    steps = {"steps_per_epoch": steps_per_epoch, "num_steps": count_steps(trainer, steps_per_epoch)}
     notes = {
         "data": "measured: what each worker has for itself" if data_bytes is not None else "left out: --num_samples"
     }
@@ -122,7 +129,7 @@ def collect(
         optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
         data_bytes=data_bytes,
         device_data_bytes=device_bytes(splits) if there else 0,
-        num_samples=batches.samples_per_epoch,
+        num_samples=samples_per_epoch,
         sums_bytes=sums_bytes,
         shared_bytes=shared_bytes,
         **of_a_pass,
@@ -163,9 +170,11 @@ def _of_a_pass(
     return found
 
 
-def _placeholder(trainer: Trainer, num_samples: int) -> Splits:
+def _placeholder(experiment: Experiment, num_samples: int) -> Splits:
     """Return data sets of this size without samples."""
-    return Splits(range(min(num_samples, trainer.limit_train_samples or num_samples)), {})
+    length, per_epoch = experiment.trainer.limit_train_samples or num_samples, experiment.data.samples_per_epoch
+    samples = range(min(num_samples, length))
+    return Splits(samples, {}, Passes(per_epoch, len(samples)) if per_epoch is not None else None)
 
 
 def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool, torch.device]:

@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ddpexp.config import facts
 from ddpexp.config.instantiate import Node, Trust, instantiate
 from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Data
 from ddpexp.errors import RefusedError
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
+from ddpexp.system.yaml_text import load_yaml
 
 
 def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
@@ -27,6 +29,7 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
         RefusedError: the data is missing, damaged or cannot be stored.
     """
     if data.prepare is None:
+        _check_values(data, None)
         return None
     if key_of("data.prepare", data.prepare) is not None:
         description = instantiate(Node(data.prepare, data.options), trust, "data.prepare")
@@ -36,7 +39,48 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
         raise RefusedError(
             f"data.prepare={data.prepare} must return a mapping with at least a `name`, not {description!r}."
         )
+    if not isinstance(description.get("facts", {}), Mapping):
+        raise RefusedError(
+            f"data.prepare={data.prepare} must return its `facts` as a mapping, such as {{'num_classes': 10}}, not "
+            f"{description['facts']!r}."
+        )
+    _check_values(data, description.get("num_train"))
     return dict(description)
+
+
+def used_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the facts of the prepared data that a configuration, as YAML, refers to.
+
+    Raises:
+        RefusedError: a fact that is not there.
+    """
+    return (
+        facts.used(load_yaml(text), (prepared or {}).get("facts") or {}, f"data.prepare={data.prepare}")
+        if facts.refers(text)
+        else {}
+    )
+
+
+def with_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> str:
+    """Return a configuration with the facts of the prepared data in place of its references to them.
+
+    Raises:
+        RefusedError: a fact that is not there.
+    """
+    return facts.resolve_text(text, used_facts(text, data, prepared))
+
+
+def _check_values(data: Data, num_train: Any) -> None:
+    """Check the files with a value for each training sample; where their number is not known yet, the workers do."""
+    weighted = isinstance(data.weights, str) and data.weights != "balanced"
+    if weighted or (data.group_by is not None and data.group_by.endswith((".npy", ".txt", ".csv"))):
+        from ddpexp.data.weights import checked_groups, checked_weights, read_values  # late: numpy
+
+        count = num_train if isinstance(num_train, int) else None
+        if weighted:
+            checked_weights(read_values(str(data.weights), "data.weights"), count, f"data.weights={data.weights}")
+        if data.group_by is not None and data.group_by.endswith((".npy", ".txt", ".csv")):
+            checked_groups(read_values(data.group_by, "data.group_by"), count, data.group_by)
 
 
 def call_and_answer(

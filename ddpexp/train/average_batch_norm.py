@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpexp.data.batches import TrainBatches
+from ddpexp.data.streams import Batches
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
 from ddpexp.strategy.base import Strategy
@@ -32,7 +32,7 @@ class BatchNormEstimate:
 
     task: Task
     strategy: Strategy
-    train: TrainBatches
+    train: Batches
     precision: Precision
     world: World
     control: Control

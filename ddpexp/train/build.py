@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from ddpexp.config.instantiate import Node, instantiate, locate, targets
-from ddpexp.config.schema import Data, Experiment, Trainer
+from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.config.validate import TEST_SET
-from ddpexp.data.batch_plan import BatchPlan, counted
-from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device, training_order
+from ddpexp.data.batch_plan import BatchPlan
+from ddpexp.data.batches import EvalBatches
+from ddpexp.data.datasets import Splits
+from ddpexp.data.streams import Batches, Stream
 from ddpexp.distributed.rng import DATA, seed_everything, seed_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
@@ -39,6 +40,7 @@ from ddpexp.train.activation_checkpointing import checkpoint_activations
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.callbacks.hooks import Callbacks
+from ddpexp.train.choose_samples import arrange
 from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
@@ -56,6 +58,7 @@ from ddpexp.train.recipe_checks import (
     check_task,
 )
 from ddpexp.train.run_state import RunState
+from ddpexp.train.streaming import streams_checked
 from ddpexp.train.torch_rates import TorchRates
 from ddpexp.train.torch_schedule import TorchSchedule
 
@@ -84,7 +87,14 @@ def import_all(experiment: Experiment, world: World) -> None:
         RefusedError: a name is not allowed, or does not exist.
     """
     data = Node(experiment.data.target, {} if experiment.data.prepare else experiment.data.options)
-    nodes = {"data": data, "model": experiment.model, "task": experiment.task, "optimizer": experiment.optimizer}
+    weights = {"data.weights": experiment.data.weights} if isinstance(experiment.data.weights, Node) else {}
+    nodes = {
+        "data": data,
+        **weights,
+        "model": experiment.model,
+        "task": experiment.task,
+        "optimizer": experiment.optimizer,
+    }
     if isinstance(experiment.scheduler, Node):
         nodes["scheduler"] = experiment.scheduler
     if isinstance(experiment.scheduler, TorchSchedule):
@@ -119,55 +129,9 @@ def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
         returned = instantiate(Node(data.target, data.options), experiment.trust, "data")
     else:
         returned = instantiate(Node(data.target), experiment.trust, "data", prepared)
-    splits = check_splits(returned, data.target)
+    splits = streams_checked(check_splits(returned, data.target), experiment)
     _check_same_sizes(splits, data.target, world)
     return splits
-
-
-def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
-    """Hold out the validation samples, choose those to train on, and move the data sets to the device if configured."""
-    data, limit = experiment.data, experiment.trainer.limit_train_samples
-    if data.validation_fraction:
-        splits = _hold_out(splits, data)
-    if limit is not None:
-        splits = replace(splits, train=choose_samples(splits.train, limit))
-    return on_device(splits, world.device) if data.on_device else splits
-
-
-def check_held_out(experiment: Experiment, splits: Splits, undivided: Splits) -> None:
-    """Check that data.validation_fraction leaves a global batch to train.
-
-    Raises:
-        RefusedError: it does not, and without it there is one.
-    """
-    size = experiment.trainer.global_batch_size
-    left, before = (training_order(train).samples_per_epoch for train in (splits.train, undivided.train))
-    if left < size <= before:
-        fraction = experiment.data.validation_fraction
-        raise RefusedError(
-            f"data.validation_fraction={fraction} leaves {counted(left, 'training sample')} of {before:,}, fewer than "
-            f"trainer.global_batch_size={size}. Use at most data.validation_fraction={_share(before, size):g}."
-        )
-
-
-def _share(total: int, kept: int) -> float:
-    """Return the largest fraction of four digits that can be held out of `total` samples and leave `kept`."""
-    return math.floor((total - kept) / total * 1e4) / 1e4
-
-
-def _hold_out(splits: Splits, data: Data) -> Splits:
-    """Move a fraction of the training samples into a set named `validation`."""
-    if len(splits.train) < 2:
-        raise RefusedError(
-            f"data.validation_fraction={data.validation_fraction}: {len(splits.train)} samples cannot be divided."
-        )
-    if "validation" in splits.evals:
-        raise RefusedError(
-            f"data.validation_fraction={data.validation_fraction}: {data.target} has a `validation` set of its own. "
-            "Use 0."
-        )
-    train, validation = hold_out(splits.train, data.validation_fraction)
-    return replace(splits, train=train, evals={**splits.evals, "validation": validation})
 
 
 def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
@@ -176,7 +140,10 @@ def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
     Raises:
         RefusedError: they differ; the ranks would take different numbers of steps and wait for one another forever.
     """
-    sizes = [len(splits.train), sum(len(part) for part in splits.evals.values())]
+    sizes = [
+        -1 if isinstance(splits.train, Stream) else len(splits.train),
+        sum(len(part) for part in splits.evals.values()),
+    ]
     first = world.broadcast(torch.tensor(sizes, device=world.device)).tolist()
     if sizes != first:
         raise RefusedError(
@@ -273,21 +240,13 @@ def build_evals(
     """Return the batches of each evaluation set that this rank evaluates."""
     data, trainer = experiment.data, experiment.trainer
     limit = max_eval_samples(trainer)
-    return {
-        name: EvalBatches(
-            dataset,
-            batch_size,
-            rank.rank,
-            rank.size,
-            device,
-            data.num_workers,
-            trainer.timeout.data_seconds,
-            name,
-            data.on_device,
-            limit,
-        )
-        for name, dataset in splits.evals.items()
-    }
+    evals = {}
+    for name, dataset in splits.evals.items():
+        evals[name] = EvalBatches(
+            dataset, batch_size, rank.rank, rank.size, device, data.num_workers, trainer.timeout.data_seconds, name,
+            data.on_device, limit,
+        )  # fmt: skip
+    return evals
 
 
 def build_logger(context: RunContext, num_steps: int) -> Logger:
@@ -354,7 +313,7 @@ def build_callbacks(experiment: Experiment, world: World, num_steps: int) -> Cal
 def build_loop(
     context: RunContext,
     strategy: Strategy,
-    train: TrainBatches,
+    train: Batches,
     evals: Mapping[str, EvalBatches],
     logger: Logger,
     checkpointer: RunState,

@@ -15,6 +15,7 @@ import torch
 from ddpexp.config.parse import load
 from ddpexp.data.batches import EvalBatches
 from ddpexp.data.samples import origin
+from ddpexp.data.streams import sized
 from ddpexp.errors import CodeError, DdpexpError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
@@ -111,7 +112,7 @@ class _Examined:
         size, there = loop.train.plan.micro_batch_size, loop.train.on_device
         for row, trains in enumerate((True, False)):
             try:
-                batch = EvalBatches(loop.train.data, size, 0, 1, world.device, on_device=there).first()
+                batch = EvalBatches(sized(loop.train.data, size), size, 0, 1, world.device, on_device=there).first()
                 losses[row, world.rank] = trials.loss_of(self._subject, batch, trains)
             except Exception:  # training reports it
                 losses[row, world.rank] = torch.nan

@@ -11,7 +11,8 @@ import torch
 
 from ddpexp.config.schema import Trainer
 from ddpexp.config.validate import TEST_SET
-from ddpexp.data.batches import EvalBatches, TrainBatches
+from ddpexp.data.batches import EvalBatches
+from ddpexp.data.streams import Batches
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import Control
@@ -39,7 +40,7 @@ class Evaluation:
     control: Control
     logger: Logger
     options: Trainer
-    train: TrainBatches
+    train: Batches
     average: WeightAverage | None = None
     monitored: dict[str, str] = field(default_factory=dict)  # metrics that callbacks read, by the keys that name them
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpexp.config.schema import Trainer
-from ddpexp.data.batches import EvalBatches, TrainBatches
+from ddpexp.data.batches import EvalBatches
+from ddpexp.data.streams import Batches
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
@@ -52,7 +53,7 @@ class Loop:
     schedule: Schedule
     precision: Precision
     world: World
-    train: TrainBatches
+    train: Batches
     evals: Mapping[str, EvalBatches]
     logger: Logger
     control: Control

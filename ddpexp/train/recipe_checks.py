@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpexp.config.build import did_you_mean
 from ddpexp.data.datasets import IndexData, Splits
+from ddpexp.data.streams import Stream, as_stream
 from ddpexp.errors import RefusedError
 from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.task import HasTrainStep
@@ -68,11 +69,18 @@ def check_splits(splits: Any, target: str) -> Splits:
             'Splits(train, {"eval": ...}), {} for none.'
         )
     for name, part in {"train": splits.train, **splits.evals}.items():
+        if isinstance(as_stream(part), Stream):
+            continue
         if isinstance(part, DataLoader):
             raise RefusedError(f"{data}: `{name}` is a DataLoader: return its data set; ddpexp makes the batches.")
         if isinstance(part, IterableDataset) or not isinstance(part, _MapStyle | IndexData):
+            stream = (
+                " An iterable of unknown length is given as ddpexp.data.streams.Stream(open), where open(index, count) "
+                "returns its index-th of `count` parts."
+            )
             raise RefusedError(
                 f"{data}: `{name}` is a {type(part).__name__}: a data set needs __len__ and __getitem__ (map-style)."
+                f"{stream if isinstance(part, Iterable) else ''}"
             )
         if len(part) == 0:
             raise RefusedError(f"{data} returned no samples for `{name}`.")

@@ -11,6 +11,7 @@ from ddpexp.config.instantiate import Node
 from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.data.batch_plan import counted, epochs_text
 from ddpexp.data.batches import TrainBatches
+from ddpexp.data.streams import Batches, StreamBatches
 from ddpexp.launch import Layout
 from ddpexp.loggers.base import Logger
 from ddpexp.run.directory import RunDir
@@ -35,7 +36,7 @@ class Report:
     models: Models
     single: bool  # the model is one module, not a mapping of modules
     shares_memory: bool  # gradients are reduced through shared memory, not by the backend
-    train: TrainBatches
+    train: Batches
     num_steps: int
 
     def headline(self) -> str:
@@ -49,17 +50,18 @@ class Report:
         crowded = f"; {local} share {counted(cores, 'core')}" if layout.device == "cpu" and local > cores else ""
         shared = ", gradients through shared memory" if self.shares_memory else ""
         epochs, per_epoch = self.num_steps / self.train.steps_per_epoch, self.train.steps_per_epoch
+        is_stream = isinstance(self.train, StreamBatches)
         batch = plan.formula()
         if experiment.trainer.reduction == "exact":
             batch += ", summed in one order at every number of workers"
         lines = {
             "recipe": " ".join([experiment.recipe.name, *self.run.options()]),
-            "data": (note or f"{experiment.data.target}, {len(self.train.data):,} samples to train") + self._limits(),
+            "data": (note or f"{experiment.data.target}, {self.train.description}") + self._limits(),
             "model": f"{_model(experiment.model)}, {size}, {_numbers(experiment.trainer)}",
             **({"groups": f"{len(groups)}: {first_few(groups, 4)}"} if groups else {}),
             "world": f"{workers} ({layout.backend}{shared}), {counted(layout.threads, 'thread')} each{crowded}",
             "batch": f"{plan.global_batch_size} = {batch}",
-            "steps": f"{self.num_steps:,} ({epochs_text(epochs, per_epoch)})",
+            "steps": f"{self.num_steps:,}" if is_stream else f"{self.num_steps:,} ({epochs_text(epochs, per_epoch)})",
             "folder": relative(self.run.path),
         }
         return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
@@ -69,8 +71,8 @@ class Report:
         trainer = self.experiment.trainer
         parts = []
         if trainer.limit_train_samples is not None:
-            parts.append(f"trained on {len(self.train.data):,} samples")
-        if self.train.samples_per_epoch != len(self.train.data):
+            parts.append(f"trained on {trainer.limit_train_samples:,} samples")
+        if isinstance(self.train, TrainBatches) and self.train.samples_per_epoch != len(self.train.data):
             parts.append(f"{self.train.samples_per_epoch:,} samples an epoch")
         if trainer.limit_eval_batches is not None:
             parts.append(f"evaluated on at most {trainer.limit_eval_batches * trainer.global_batch_size:,} of each set")

@@ -19,6 +19,7 @@ from ddpexp.checkpoint.layout import lay_out
 from ddpexp.checkpoint.reader import copy_into, open_model, open_part, read_part, read_rank_state, weights_sha256
 from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.config.schema import Trainer
+from ddpexp.data.streams import StreamBatches
 from ddpexp.distributed.rng import HostRandom
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
@@ -51,6 +52,7 @@ class RunState:
     recorded: Mapping[str, Any] = field(default_factory=dict)  # positions of loggers, as the checkpoint stores them
     callbacks: Callbacks = field(default_factory=Callbacks)
     config: bytes | None = None  # config.yaml as this start read it
+    stream: StreamBatches | None = None  # what this rank trains on, if that is a stream
 
     @classmethod
     def from_config(
@@ -81,7 +83,9 @@ class RunState:
         """Save the run; see `ddpexp.train.state.Checkpointer`."""
         callbacks = self.callbacks.state() if self.world.is_rank_zero else {}
         buffers = _cloned(self.strategy.local_buffers())
-        local = _non_empty({"random": self.random.state(), "buffers": buffers, "callbacks": callbacks})
+        local = _non_empty({
+            "random": self.random.state(), "buffers": buffers, "callbacks": callbacks, "stream": self.stream_state(),
+        })  # fmt: skip
         with self.strategy.synced_buffers():
             digest = self._weights_sha256() if end else None
             if state.step == self.resumed_from:  # this checkpoint exists already
@@ -116,6 +120,10 @@ class RunState:
             records = {**self.recorded, **positions}  # those of a logger that this start does not have stay as they are
             self.writer.save(state.step, Content(models, parts, local or None, texts, facts, records, files))
         return digest
+
+    def stream_state(self) -> dict[str, Any]:
+        """Return the positions of this rank's shards of the stream; of several ranks that share them, one has them."""
+        return self.stream.state() if self.stream is not None and self.strategy.data.reports else {}
 
     def _weights_sha256(self) -> str | None:
         """Return the hash of the weights. Ranks: rank zero, the others None; communicates if tensors are sharded."""
@@ -185,6 +193,9 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
     checkpointer.resumed_from = checkpoint.step
     _restore_callbacks(checkpoint, checkpointer.callbacks, loop.world)
     _restore_local(checkpoint, world_size, loop.strategy, checkpointer, loop.world)
+    if checkpointer.stream is not None:
+        states = (read_rank_state(checkpoint, rank) or {} for rank in range(world_size))
+        checkpointer.stream.restore((state.get("stream") for state in states), where)
 
 
 def _restore_average(checkpoint: Checkpoint, average: WeightAverage, name: str, where: str, loop: Loop) -> None:

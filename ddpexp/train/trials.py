@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpexp.data.batches import EvalBatches, TrainBatches
+from ddpexp.data.batches import EvalBatches
 from ddpexp.data.samples import origin, tensors_of
+from ddpexp.data.streams import Batches
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.replica import Models
@@ -113,17 +114,24 @@ class _Update:
         return True
 
 
-def different_samples(train: TrainBatches, evals: Mapping[str, EvalBatches]) -> str | None:
+def different_samples(train: Batches, evals: Mapping[str, EvalBatches]) -> str | None:
     """Return the problem of a data set that returns different samples at the same index."""
-    here = replace(train, num_workers=0)
-    readers: dict[str, tuple[Any, Callable[[], Any]]] = {"train": (train.data, lambda: next(here.steps(0, 1)))}
+
+    def from_the_beginning() -> Any:
+        return next(replace(train, num_workers=0).steps(0, 1))
+
+    readers: dict[str, tuple[Any, Callable[[], Any]]] = {"train": (train.data, from_the_beginning)}
     for name, batches in evals.items():
         readers[name] = (batches.data, batches.first)
     for name, (data, read) in readers.items():
         if not _same(read(), read()):
             whole = origin(data, [0])[0]
             function = next(
-                (found for key in ("gather", "__getitems__", "__getitem__") if (found := getattr(whole, key, None))),
+                (
+                    found
+                    for key in ("gather", "__getitems__", "__getitem__", "open")
+                    if (found := getattr(whole, key, None))
+                ),
                 whole,
             )
             return (

@@ -25,8 +25,8 @@ from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import plan_batches
-from ddpexp.data.batches import TrainBatches
 from ddpexp.data.loader import shared_memory_warning
+from ddpexp.data.streams import StreamBatches
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
@@ -41,7 +41,6 @@ from ddpexp.system.hardware import usable_cores
 from ddpexp.train import gpu_memory, lazy_dynamo
 from ddpexp.train.build import (
     RunContext,
-    arrange,
     build_average,
     build_callbacks,
     build_evals,
@@ -49,7 +48,6 @@ from ddpexp.train.build import (
     build_loop,
     build_model,
     build_strategy,
-    check_held_out,
     count_steps,
     import_all,
     load_data,
@@ -57,6 +55,7 @@ from ddpexp.train.build import (
     open_data,
 )
 from ddpexp.train.choose_checkpoint import choose
+from ddpexp.train.choose_samples import arrange, check_held_out
 from ddpexp.train.compilations import Compilations, end_processes, limit_processes
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.evaluate import chosen_sets
@@ -74,6 +73,7 @@ from ddpexp.train.recipe_checks import check_task
 from ddpexp.train.report import Report
 from ddpexp.train.run_state import RunState, restore_checkpoint, truncate_records
 from ddpexp.train.same_data import check_same_data, inputs_of
+from ddpexp.train.streaming import build_batches, warn_of_streams
 
 
 def main(path: str, worker_args: str, control: Control | None = None) -> int:
@@ -150,15 +150,14 @@ def build(context: RunContext) -> Built:
         lazy_dynamo.defer()
 
     undivided = load_data(experiment, context.prepared, world)
-    inputs = inputs_of(context, undivided) if world.is_rank_zero else {}
     splits = arrange(undivided, experiment, world)
+    inputs = inputs_of(context, undivided, splits.order) if world.is_rank_zero else {}
     check_held_out(experiment, splits, undivided)
     data = experiment.strategy.data_rank(world.rank, world.world_size)
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data.size)
-    batches = TrainBatches(
-        splits.train, plan, data.rank, trainer.seed, world.device, experiment.data.num_workers,
-        trainer.timeout.data_seconds, experiment.data.on_device, splits.order,
-    )  # fmt: skip
+    batches = build_batches(experiment, splits, plan, data.rank, world.device)
+    if isinstance(batches, StreamBatches) and world.is_rank_zero:
+        warn_of_streams(batches, trainer, log)
 
     newest, damaged = choose(run, world, experiment.run.resume == "require")
     initial_weights = InitialWeights(context, newest)
@@ -177,6 +176,7 @@ def build(context: RunContext) -> Built:
     average = build_average(strategy, trainer, batches.steps_per_epoch, num_steps)
     checkpointer = RunState.from_config(run, trainer, strategy, average, logger, world)
     checkpointer.recorded, checkpointer.inputs = recorded, inputs
+    checkpointer.stream = batches if isinstance(batches, StreamBatches) else None
     checkpointer.callbacks = build_callbacks(experiment, replace(world, memory=strategy.memory), num_steps)
     report = Report(
         experiment, run, context.layout, context.prepared, strategy.modules, strategy.single,

@@ -261,7 +261,23 @@ strategy=deepspeed_stage_2 is not a known option. strategy.shard_optimizer=true 
 > strategy=mp
 strategy=mp is not a known option. There is no splitting by layers: strategy=fsdp gives each worker a share of every
 > strategy=tp
-strategy=tp is not a known option. There is data parallelism: strategy=fsdp for models that do not fit into one worker.
+strategy=tp is not a known option. There is no tensor or pipeline parallelism: strategy=fsdp trains models that do not f
+> strategy=context_parallel
+strategy=context_parallel is not a known option. There is no context or sequence parallelism: trainer.activation_checkpo
+> strategy=moe
+strategy=moe is not a known option. There is no expert parallelism: strategy=fsdp shards the parameters of all experts.
+> strategy=zero-3
+strategy=zero-3 is not a known option. Did you mean strategy=fsdp?
+> strategy=hybrid
+strategy=hybrid is not a known option. strategy=fsdp strategy.dp_replicate_size=2 keeps two replicas, each of them shard
+> strategy=fsdp strategy.zero_stage=3
+strategy.zero_stage is not a known key. strategy.shard_optimizer=true divides the optimizer's state among the workers (Z
+> strategy.tensor_parallel_size=2
+strategy.tensor_parallel_size is not a known key. There is no tensor or pipeline parallelism: strategy=fsdp trains model
+> trainer.context_parallel_size=2
+trainer.context_parallel_size is not a known key. There is no context or sequence parallelism: trainer.activation_checkp
+> trainer.expert_parallel_size=2
+trainer.expert_parallel_size is not a known key. There is no expert parallelism: strategy=fsdp shards the parameters of
 > launcher=accelerate
 launcher=accelerate is not a known option. Did you mean launcher=spawn?
 > trainer.seed=${SEED}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ddpexp.config.schema import Trainer
-    from ddpexp.data.batches import TrainBatches
+    from ddpexp.data.streams import Batches
     from ddpexp.distributed.world import World
     from ddpexp.loggers.base import Logger
     from ddpexp.strategy.base import Shard
@@ -81,7 +81,7 @@ class RunView:
     num_steps: int
     _options: Trainer
     _world: World
-    _train: TrainBatches
+    _train: Batches
     models: Mapping[str, nn.Module]  # by name, as built: a single one is `model`
     optimizers: Mapping[str, Optimizer]
     logger: Logger  # rank zero records, those of the others do nothing
@@ -174,11 +174,7 @@ class RunView:
 
     def samples(self, rows: Sequence[int]) -> str:
         """Describe the samples in these rows of the micro-batch in progress, by their indices in the data set."""
-        from ddpexp.data.samples import describe_samples  # imports torch
-
-        first = (self.micro_batch or 0) * self._train.plan.micro_batch_size
-        indices = next(self._train.indices(self.step, self.step + 1)).tolist()
-        return describe_samples(self._train.data, [indices[first + row] for row in rows], "train")
+        return self._train.describe(self.step, self.micro_batch or 0, rows)
 
     def monitor(self, key: str, metric: str) -> None:
         """Announce in `on_start` that this callback reads a metric, which its key `key` names.

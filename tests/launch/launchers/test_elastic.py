@@ -296,8 +296,12 @@ class Machines:
 
     def wait(self, workers: int, start: int = 0) -> int:
         """Wait until so many workers train together, in a later start than that; return which start it is."""
-        wait_for(lambda: len(self.starts()) > start and self.starts()[-1] == workers, 120)
+        wait_for(lambda: (len(self.starts()) > start and self.starts()[-1] == workers) or not self.living(), 120)
+        assert self.living(), [finish(machine, self.run).err for machine in self.started]
         return len(self.starts())
+
+    def living(self) -> list[subprocess.Popen[str]]:
+        return [machine for machine in self.started if machine.poll() is None]
 
     def starts(self) -> list[int]:
         """Return the number of workers of each start that has begun to train."""
@@ -338,9 +342,8 @@ def kill(machine: subprocess.Popen[str]) -> None:
 def machines(recipe: Recipe) -> Iterator[Machines]:
     found = Machines(recipe, recipe.words()[1], f"127.0.0.1:{free_port()}", [])
     yield found
-    for machine in found.started:
-        if machine.poll() is None:
-            kill(machine)
+    for machine in found.living():
+        kill(machine)
 
 
 @pytest.mark.timeout(600)
@@ -377,7 +380,7 @@ def test_ten_late_joins_and_ten_returns(machines: Machines) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_sharded_model_is_resumed_by_the_workers_of_the_machine_that_is_left(recipe: Recipe) -> None:
-    overrides = tuple(word for word in LONG if word != "trainer.reduction=exact")
+    overrides = (*(word for word in LONG if word != "trainer.reduction=exact"), "trainer.micro_batch_size=6")
     sharded = ("strategy=fsdp", "strategy.min_block_mb=0.00001", "trainer.gpus=2", "optimizer.momentum=0.9")
     machines = Machines(
         recipe, recipe.words()[1], f"127.0.0.1:{free_port()}", [], 2, (*overrides, *sharded, "trainer.threads=1")
@@ -391,9 +394,8 @@ def test_a_sharded_model_is_resumed_by_the_workers_of_the_machine_that_is_left(r
         machines.gate.touch()
         done = finish(first, machines.run, 120)
     finally:
-        for machine in machines.started:
-            if machine.poll() is None:
-                kill(machine)
+        for machine in machines.living():
+            kill(machine)
     assert done.code == 0, done.err
     replicas = recipe(*overrides, "trainer.gpus=2", "optimizer.momentum=0.9", f"+task.gate={machines.gate}")
     assert [one["step"] for one in done.metrics()] == [one["step"] for one in replicas.metrics()]

@@ -76,8 +76,15 @@ def files(done: Done) -> set[str]:
     return {str(path.relative_to(done.run)) for path in done.run.rglob("*") if path.is_file()}
 
 
-def test_the_run_is_that_of_spawn(recipe: Recipe, expected: Done) -> None:
-    done = recipe(*ITEMS, "trainer.threads=1", "launcher=inline")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "strategy=ddp",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("strategy=fsdp", "strategy.shard_optimizer=true")),
+    ],
+)
+def test_the_run_is_that_of_spawn(recipe: Recipe, expected: Done, strategy: str) -> None:
+    done = recipe(*ITEMS, "trainer.threads=1", "launcher=inline", strategy)
     assert (done.code, done.err) == (0, "")
     assert done.result()["weights_sha256"] == expected.result()["weights_sha256"]
     assert files(done) == files(expected)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddpexp.data.batches import TrainBatches
 from ddpexp.train.callbacks.find_nonfinite import FindNonFinite
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.metrics import NonFiniteError
@@ -66,6 +67,7 @@ def test_module_step_and_sample_are_named(
     keys: dict[str, Any],
 ) -> None:
     loop, _ = loop_alone(points, tmp_path, points.Sides(), 4)
+    assert isinstance(loop.train, TrainBatches)
     step = next(number for number, block in enumerate(loop.train.indices(0, 4), start=1) if BAD in block)
     message = found(points, tmp_path, lambda: Faulty(backward), **keys)
     what = (

@@ -1,0 +1,97 @@
+"""Building what trains on a stream, and what of a configuration a stream is incompatible with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ddpexp.checkpoint.codec import encode
+from ddpexp.config.schema import Experiment, Trainer
+from ddpexp.data.batch_plan import BatchPlan
+from ddpexp.data.batches import TrainBatches
+from ddpexp.data.datasets import Splits
+from ddpexp.data.streams import Batches, Stream, StreamBatches, as_stream, first_samples
+from ddpexp.errors import DdpexpError, RefusedError
+
+
+def streams_checked(splits: Splits, experiment: Experiment) -> Splits:
+    """Return the sets with evaluation sets that are streams read into memory; a set that is no stream is left alone.
+
+    Raises:
+        RefusedError: the configuration needs what a stream does not have.
+    """
+    train = as_stream(splits.train)
+    if isinstance(train, Stream):
+        _check_keys(experiment)
+    evals = {name: _evaluation_set(name, as_stream(part)) for name, part in splits.evals.items()}
+    return replace(splits, train=train, evals=evals)
+
+
+def _evaluation_set(name: str, part: Any) -> Any:
+    if not isinstance(part, Stream):
+        return part
+    if part.num_samples is None:
+        raise RefusedError(
+            f"the evaluation set `{name}` is a stream, of which only so many samples can be evaluated as are said: "
+            "give it their number, Stream(open, num_samples=1000)."
+        )
+    samples = first_samples(part, part.num_samples)
+    if not samples:
+        raise RefusedError(f"the evaluation set `{name}` is a stream without samples.")
+    return samples
+
+
+def _check_keys(experiment: Experiment) -> None:
+    trainer, data = experiment.trainer, experiment.data
+    wrong: Mapping[str, tuple[object, object, str]] = {
+        "trainer.epochs": (trainer.epochs, None, "null, and trainer.max_steps"),
+        "trainer.limit_train_samples": (trainer.limit_train_samples, None, "null"),
+        "trainer.average_batch_norm": (trainer.average_batch_norm, None, "null"),
+        "data.validation_fraction": (data.validation_fraction, 0.0, "0, and return an evaluation set"),
+        "data.folds": (data.folds, None, "null, and return an evaluation set"),
+        "data.weights": (data.weights, None, "null"),
+        "data.samples_per_epoch": (data.samples_per_epoch, None, "null"),
+        "data.on_device": (data.on_device, False, "false"),
+        "data.num_workers": (data.num_workers, 0, "0: its rank reads it, or processes that it starts itself"),
+    }
+    for key, (value, needed, remedy) in wrong.items():
+        if value != needed:
+            raise RefusedError(f"{key}={value}: `train` is a stream, without a length and indices. Use {remedy}.")
+    if trainer.max_steps is None:
+        raise RefusedError("trainer.max_steps=null: `train` is a stream without a length. Give the number of steps.")
+
+
+def build_batches(experiment: Experiment, splits: Splits, plan: BatchPlan, rank: int, device: torch.device) -> Batches:
+    """Return the training batches of a rank."""
+    trainer, data, train = experiment.trainer, experiment.data, splits.train
+    if isinstance(train, Stream):
+        return StreamBatches(
+            train, plan, rank, trainer.seed, device, trainer.max_steps or 0, _check_state, data.num_workers
+        )
+    return TrainBatches(
+        train, plan, rank, trainer.seed, device, data.num_workers, trainer.timeout.data_seconds, data.on_device,
+        splits.order,
+    )  # fmt: skip
+
+
+def _check_state(state: Any) -> None:
+    """Raise RefusedError if a checkpoint cannot hold the positions of a stream."""
+    try:
+        encode(state, {}, "the position of the stream `train`: ")
+    except DdpexpError as error:
+        raise RefusedError(str(error)) from None
+
+
+def warn_of_streams(batches: StreamBatches, trainer: Trainer, log: logging.Logger) -> None:
+    """Log what a run on a stream cannot do, before its first step."""
+    if warning := batches.warning():
+        log.warning(warning)
+    elif trainer.checkpoint_every == "epoch" and trainer.checkpoint_every_seconds is None:
+        log.warning(
+            "`train` is a stream, whose only epoch is the whole run: trainer.checkpoint_every=epoch saves at the end "
+            "alone. Give a number of steps."
+        )
