@@ -64,7 +64,7 @@ class Free(Optimizer):
             group["training"] = training
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             assert group["training"]
             group["k"] += 1
