@@ -13,8 +13,8 @@ from tests.conftest import PATIENCE, Ddpexp, Done, finish
 
 SMALL = (
     "recipe=gpt", "model.width=16", "model.num_layers=2", "data.block_size=16", "trainer.max_steps=6",
-    "trainer.threads=1", "trainer.global_batch_size=8", "trainer.micro_batch_size=2", "trainer.eval_every=3", "task.sample_tokens=4",
-    "logger=none",
+    "trainer.threads=1", "trainer.global_batch_size=8", "trainer.micro_batch_size=2", "trainer.eval_every=3",
+    "task.sample_tokens=4", "logger=none",
 )  # fmt: skip
 LLAMA = ("model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary", "model.num_kv_heads=2", "model.tied=false")
 EXACT = "trainer.reduction=exact"
