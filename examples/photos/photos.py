@@ -10,7 +10,10 @@ from torch.nn import functional
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut, at half the resolution. Shapes: (batch, in, h, w) -> (batch, out, h/2, w/2)."""
+    """Two convolutions beside a shortcut, at half the resolution.
+
+    Shapes: (batch, channels_in, height, width) -> (batch, channels_out, height / 2, width / 2).
+    """
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         """Build with so many channels."""
