@@ -284,7 +284,7 @@ class Run:
 
         source = self.path if checkpoint == "last" else self._checkpoint(checkpoint).folder
         options = [f"--out={out}"] if split is None else [f"--out={out}", f"--split={split}"]
-        check_success(run_command(["predict", str(source), *self._trusted(), *overrides, *options], None, quiet, True))
+        check_success(run_command(["predict", str(source), *self._trusted(), *overrides, *options], None, quiet))
         return Path(out)
 
     def experiment(self) -> Experiment:
