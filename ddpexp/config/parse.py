@@ -219,7 +219,20 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
         num_workers=convert(values.get("num_workers", 0), int, "data.num_workers"),
         on_device=convert(values.get("on_device", False), bool, "data.on_device"),
         options=node.kwargs,
+        stratify=convert(values.get("stratify"), bool | None, "data.stratify"),
+        group_by=convert(values.get("group_by"), str | None, "data.group_by"),
+        fold=convert(values.get("fold"), int | None, "data.fold"),
+        folds=convert(values.get("folds"), int | None, "data.folds"),
+        weights=_weights(values.get("weights")),
+        samples_per_epoch=convert(values.get("samples_per_epoch"), int | None, "data.samples_per_epoch"),
     )
+
+
+def _weights(value: Any) -> str | Node | None:
+    if isinstance(value, Mapping):
+        return _node(value, "data.weights")
+    found: str | None = convert(value, str | None, "data.weights")
+    return found
 
 
 def _schedule(values: Mapping[str, Any]) -> Schedule | Node:
