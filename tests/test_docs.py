@@ -211,6 +211,8 @@ def accept(words: Sequence[str]) -> None:
         assert words[1] in SCRIPTS
     elif words[:1] == ["trust"]:
         assert all(re.fullmatch(r"--remove|[\w.]+", word) for word in words[1:])
+    elif words[:1] == ["new"]:
+        assert len(words) == 2 or words[2] == "--like", words
     elif words[:1] == ["plan"]:
         accept_run(PlanArguments.of(words[1:]).run)
     elif words[:1] == ["doctor"]:
