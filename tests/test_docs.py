@@ -97,6 +97,10 @@ ONLY_WITH = {
     "logger.mlflow.checkpoint=best": ["logger=mlflow", "trainer.keep_best=min:eval/loss"],
     "strategy.reshard_after_forward=false": ["strategy=fsdp"],
     "data.documents=file": ["data=text"],
+    "data.channels=1": ["data=image_folder"],
+    "data.broken=skip": ["data=image_folder"],
+    "data.mixup=0.2": ["data=image_folder"],
+    "data.cutmix=1": ["data=image_folder"],
     "data.documents=line": ["data=text"],
     "trainer.average_batch_norm=100": ["trainer.ema_decay=0.999"],
     "trainer.nodes=1:4": ["launcher=elastic"],
@@ -107,7 +111,7 @@ ONLY_WITH = {
 # Other programs' lines in blocks.
 OTHERS = re.compile(
     r"pip install |python -m (venv|benchmarks|tests\.(mutate|matrix|requirements))\b|ruff format |tensorboard --logdir "
-    r"|pytest -|wandb login|export "
+    r"|pytest -|wandb login|export |python examples/photos/draw\.py "
 )
 
 
