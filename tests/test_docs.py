@@ -18,6 +18,7 @@ import yaml
 
 from ddpexp.cli.check import run_arguments
 from ddpexp.cli.help import answer
+from ddpexp.cli.predict import predict
 from ddpexp.cli.shells import SCRIPTS
 from ddpexp.cli.subcommands import evaluate, resume, stored_run
 from ddpexp.config import commands
@@ -211,6 +212,8 @@ def accept(words: Sequence[str]) -> None:
         assert resume(list(words[1:]), ["ddpexp", *words]) is not None
     elif words[:1] == ["evaluate"]:
         assert evaluate(list(words[1:]), ["ddpexp", *words]) is not None
+    elif words[:1] == ["predict"]:
+        assert predict(words[1:], ["ddpexp", *words]) is not None
     elif words[:1] in (["table"], ["status"]):
         Arguments.of(words[0], words[1:])
     elif words[:1] == ["sync"]:
