@@ -20,6 +20,7 @@ PROJECTS = Path(__file__).parent / "projects"
 DEFAULT = "points"
 _TEMPLATE = "myproject"  # the name of the package in them all
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+_ARGUMENTS = {"images": "data.root=PICTURES "}  # what the recipe needs beside
 _RENAMED = {"gitignore": ".gitignore"}  # with the dot it would apply to the file itself
 
 _USAGE = f"""{commands.of("new").usage}
@@ -53,7 +54,7 @@ def new(argv: list[str]) -> int:
     typed = shlex.quote(str(place))
     print(f"{place} is ready ({_summary(kind)}); {place / 'README.md'} says what is where. Next:\n")
     print(f"    pip install -e {typed}")
-    print(f"    python -m ddpexp recipe={name} trainer.gpus=2")
+    print(f"    python -m ddpexp recipe={name} {_ARGUMENTS.get(kind, '')}trainer.gpus=2")
     return EXIT_DONE
 
 

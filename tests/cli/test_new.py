@@ -11,6 +11,7 @@ import pytest
 
 from ddpexp.cli.new import kinds, new
 from ddpexp.errors import RefusedError
+from examples.photos.draw import main as draw_photos
 from tests.conftest import PATIENCE, ROOT, Ddpexp
 from tests.examples import install
 
@@ -43,8 +44,12 @@ def test_a_project_is_checked_and_swept(
 ) -> None:
     project = made(tmp_path, kind, monkeypatch)
     environ = {"PYTHONPATH": f"{install(project, tmp_path / 'pip')}:{ROOT}"}
-    assert ddpexp("check", "recipe=my_work", environ=environ).code == 0
-    done = ddpexp("-m", "recipe=my_work", "optimizer.lr=0.01,0.02", "trainer.max_steps=2", environ=environ)
+    words = ["recipe=my_work", "trainer.global_batch_size=8"]
+    if kind == "images":
+        draw_photos(tmp_path / "photos")
+        words += [f"data.root={tmp_path}/photos", "data.size=32"]
+    assert ddpexp("check", *words, environ=environ).code == 0
+    done = ddpexp("-m", *words, "optimizer.lr=0.01,0.02", "trainer.max_steps=2", environ=environ)
     assert done.code == 0, done.err
 
 

@@ -1,0 +1,38 @@
+"""Classes of pictures: the model and the task of the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddpexp.task import Sums
+
+
+class Net(nn.Sequential):
+    """Convolutions that halve the picture, and a linear layer. Shapes: (batch, 3, any, any) -> (batch, num_classes)."""
+
+    def __init__(self, num_classes: int, width: int, depth: int) -> None:
+        """Build it with `width` channels in the first of `depth` stages, twice as many in each of the next."""
+        widths = [width * 2**stage for stage in range(depth)]
+        stages = [_stage(before, after) for before, after in zip([3, *widths[:-1]], widths, strict=True)]
+        pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        super().__init__(*stages, pooled, nn.Linear(widths[-1], num_classes))
+
+
+def _stage(before: int, after: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU())
+
+
+@dataclass(frozen=True)
+class Classify:
+    """Cross entropy and accuracy."""
+
+    def step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        """Return sums over the batch, in training and in evaluation: ddpexp divides by the counts of all workers."""
+        pictures, labels = batch
+        scores = model(pictures)
+        loss = functional.cross_entropy(scores, labels, reduction="sum")
+        classes = labels if labels.dim() == 1 else labels.argmax(1)  # data.mixup and data.cutmix give probabilities
+        return loss, len(labels), {"accuracy": ((scores.argmax(1) == classes).sum(), len(labels))}
