@@ -37,6 +37,10 @@ COMMANDS = (
         "write what a model predicts for each sample", ("infer", "inference", "forward"),
     ),
     Command(
+        "export", "RUN_DIR --out FOLDER [--format NAME] [key=value ...]",
+        "write a trained model for other programs", ("save", "convert", "onnx"),
+    ),
+    Command(
         "status", "DIR [--json]", "how far a run or a sweep is, and what to type next", ("info", "show", "state", "ps"),
     ),
     Command(
