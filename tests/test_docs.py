@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from ddpexp.cli.check import run_arguments
-from ddpexp.cli.help import answer
 from ddpexp.cli.export import check as check_export
+from ddpexp.cli.help import answer
 from ddpexp.cli.predict import predict
 from ddpexp.cli.shells import SCRIPTS
 from ddpexp.cli.subcommands import evaluate, option_values, resume, stored_run

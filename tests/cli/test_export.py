@@ -16,6 +16,8 @@ from ddpexp.cli.subcommands import weights_of
 from ddpexp.errors import RefusedError
 from tests.conftest import ROOT
 
+FEW = ("data.source=embedded", "data.embedded_train=8", "data.embedded_test=8")
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -25,7 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command_writes_a_folder_and_prints_the_difference(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_export(["RUN", "--out", "out", "--format=pt"], ["ddpexp", "export"]) == 0
+    assert run_export(["RUN", "--out", "out", "--format=pt", *FEW], ["ddpexp", "export"]) == 0
     printed = capsys.readouterr().out
     assert printed == "out: export.json, model.pt\ngreatest difference from the model on a batch: 0\n"
     record = json.loads(Path("out/export.json").read_text())
@@ -35,7 +37,7 @@ def test_the_command_writes_a_folder_and_prints_the_difference(run: Path, capsys
 
 @pytest.mark.parametrize("kind", ["safetensors", pytest.param("pt2", marks=pytest.mark.slow)])
 def test_what_was_written_gives_the_same(run: Path, kind: str) -> None:
-    request = request_of(weights_of(["RUN"], "export", ["ddpexp", "export"]), Path("out"), kind)
+    request = request_of(weights_of(["RUN", *FEW], "export", ["ddpexp", "export"]), Path("out"), kind)
     answer = export_model(request)
     assert answer["difference"] < 1e-5
     assert answer["files"] == ["export.json", f"model.{kind}"]
