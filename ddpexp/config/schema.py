@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -150,6 +150,7 @@ class Data:
     num_workers: int
     on_device: bool
     options: Mapping[str, Any]
+    sources: Mapping[str, Data] = field(default_factory=dict)  # of a mixture, by name
 
 
 @dataclass(frozen=True)
