@@ -47,12 +47,8 @@ def mix(
             f"an epoch of the mixture has {total:,} samples, fewer than trainer.global_batch_size={batch_size}: set "
             "data.samples_per_epoch."
         )
-    order = MixtureOrder(
-        orders,
-        lengths,
-        starts or [(0, [order.samples_per_epoch for order in orders])],
-        total // batch_size * batch_size,
-    )
+    by_size = [(0, [order.samples_per_epoch for order in orders])]
+    order = MixtureOrder(orders, lengths, starts or by_size, total // batch_size * batch_size)
     train = IndexMixture(names, sets, order) if all(isinstance(data, IndexData) for data in sets) else (
         ItemMixture(names, sets, order)
     )  # fmt: skip
@@ -86,10 +82,10 @@ class IndexMixture:
         return self.mixed.order(seed, epoch)
 
     def gather(self, indices: Tensor, device: torch.device) -> Any:
-        """Gather from each source what is its own, and put it in the order of the indices. Shapes: as in its `gather`."""
+        """Gather from each source its own samples, and put them in the order of the indices. Shapes: as in theirs."""
         ends = torch.tensor(list(accumulate(map(len, self.parts))))
         sources = torch.bucketize(indices, ends, right=True)
-        numbers = sources.unique().tolist()
+        numbers = sorted(set(sources.tolist()))
         places = [torch.nonzero(sources == number).view(-1) for number in numbers]
         firsts = [int(ends[number]) - len(self.parts[number]) for number in numbers]
         batches = [
@@ -115,7 +111,7 @@ class IndexMixture:
 
     def select(self, indices: NDArray[np.int64]) -> IndexMixture:
         """Return the mixture of these samples alone."""
-        return _selected(self, indices)
+        return replace(self, **_selected(self, indices))
 
     def _different(self, numbers: Sequence[int], batches: Sequence[Any]) -> DdpexpError:
         forms = "; ".join(f"{self.names[number]} {form(batch)}" for number, batch in zip(numbers, batches, strict=True))
@@ -154,7 +150,7 @@ class ItemMixture:
 
     def select(self, indices: NDArray[np.int64]) -> ItemMixture:
         """Return the mixture of these samples alone."""
-        return _selected(self, indices)
+        return replace(self, **_selected(self, indices))
 
 
 @dataclass(frozen=True)
@@ -167,15 +163,13 @@ class _Table:
         return self.indices[positions]
 
 
-def _selected(mixture: Any, indices: NDArray[np.int64]) -> Any:
-    """Return a mixture with those samples of each source that are among the indices, each source shuffled."""
+def _selected(mixture: IndexMixture | ItemMixture, indices: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the fields of a mixture with those samples of each source that are among the indices."""
     parts, first = [], 0
     for name, part in zip(mixture.names, mixture.parts, strict=True):
         own = indices[(indices >= first) & (indices < first + len(part))] - first
         if not len(own):
-            raise RefusedError(
-                f"of the source {name} no sample is left to train on: use more samples, or a weight of 0."
-            )
+            raise RefusedError(f"of the source {name} no sample is left to train on: keep more samples.")
         kept = select(part, _Table(own), 0, len(own), "a part of the mixture")
         parts.append(kept)
         first += len(part)
@@ -184,7 +178,7 @@ def _selected(mixture: Any, indices: NDArray[np.int64]) -> Any:
     mixed = replace(
         mixture.mixed, sources=orders, lengths=lengths, samples_per_epoch=int(mixture.samples_per_epoch * share)
     )
-    return replace(mixture, parts=parts, mixed=mixed)
+    return {"parts": parts, "mixed": mixed}
 
 
 def _joined(batches: Sequence[Any], back: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The weights of the sources of a mixture, and their schedule. Free of torch and numpy: the configuration is checked."""
+"""The weights of the sources of a mixture, and their schedule. Free of torch and numpy, for the configuration."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def _checked(weights: Mapping[Any, Any], names: Sequence[str], key: str) -> tupl
             raise RefusedError(f"{key}.{name} is the weight of no source in data.sources. {hint}")
     for name in names:
         if name not in weights:
-            raise RefusedError(
-                f"{key} has no weight for the source {name}: give one to each of {listed}; 0 leaves out."
-            )
+            raise RefusedError(f"{key} has no weight for the source {name}: give one to each of {listed}.")
         value = weights[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise RefusedError(f"{key}.{name}={value}: use a number from 0 on.")
