@@ -55,11 +55,13 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "mixture": "ddpexp.data.mixture.dataset.mix",
         "mnist": "ddpexp.data.mnist.dataset.load",
         "images": "ddpexp.data.images.dataset.load",
+        "image_folder": "ddpexp.data.image_folder.dataset.load",
         "text": "ddpexp.data.text.dataset.load",
     },
     "data.prepare": {
         "mnist": "ddpexp.data.mnist.prepare.prepare",
         "images": "ddpexp.data.images.files.prepare",
+        "image_folder": "ddpexp.data.image_folder.prepare.prepare",
         "text": "ddpexp.data.text.prepare.prepare",
     },
 }

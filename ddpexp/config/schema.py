@@ -22,7 +22,11 @@ Auto = Literal["auto"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
-DATA_KEYS = ("prepare", "validation_fraction", "num_workers", "on_device")  # what every data section understands
+# What every data section understands.
+DATA_KEYS = (
+    "prepare", "validation_fraction", "num_workers", "on_device",
+    "stratify", "group_by", "fold", "folds", "weights", "samples_per_epoch",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,17 @@ class Data:
     num_workers: int
     on_device: bool
     options: Mapping[str, Any]
+<<<<<<< HEAD
     sources: Mapping[str, Data] = field(default_factory=dict)  # of a mixture, by name
+=======
+    # Older runs do not have these.
+    stratify: bool | None = None
+    group_by: str | None = None
+    fold: int | None = None
+    folds: int | None = None
+    weights: str | Node | None = None
+    samples_per_epoch: int | None = None
+>>>>>>> main
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,41 @@ class EpochData(Protocol):
 
 
 @runtime_checkable
+<<<<<<< HEAD
 class DrawingData(Protocol):
     """An index data set that knows whether its `gather` may draw random numbers, because it consists of others."""
 
     @property
     def draws(self) -> bool:
         """Return whether `gather` may use torch's random number generators."""
+=======
+class StagedData(Protocol):
+    """An index data set whose `gather` has two halves, of which the first runs ahead of the steps on a GPU."""
+
+    def fetch(self, indices: Tensor, pinned: bool) -> Any:
+        """Make a batch on the host, in any thread, without random number generators. Shapes: as in `gather`."""
+        ...
+
+    def finish(self, batch: Any, device: torch.device) -> Any:
+        """Move what `fetch` has made to the device, and return what `gather` would."""
+        ...
+
+
+@runtime_checkable
+class PairedData(Protocol):
+    """What `of_epoch` may return: each sample is mixed with a partner, another sample of the same global batch.
+
+    The partner of position p of the global batch is position p ^ 1, whatever the number of workers and micro-batches;
+    that of the last one of an odd number is itself. A rank fetches the partners of its samples too.
+    """
+
+    def fetch_pairs(self, indices: Tensor, partners: Tensor, pinned: bool) -> Any:
+        """Make a batch on the host, as `StagedData.fetch`. Shapes: `indices` and `partners` (batch,)."""
+        ...
+
+    def finish(self, batch: Any, device: torch.device) -> Any:
+        """Move the batch to the device, mix each sample with its partner, and return what `gather` would."""
+>>>>>>> main
         ...
 
 
@@ -160,6 +189,26 @@ def of_epoch(data: IndexData, seed: int, epoch: int) -> IndexData:
     if isinstance(data, Subset):
         return replace(data, data=of_epoch(data.data, seed, epoch))
     return data.of_epoch(seed, epoch) if isinstance(data, EpochData) else data
+
+
+def is_staged(data: IndexData) -> bool:
+    """Return whether a set, which may be a subset, fetches batches ahead or mixes samples with partners."""
+    return is_staged(data.data) if isinstance(data, Subset) else isinstance(data, StagedData | PairedData)
+
+
+def fetch(data: Any, indices: Tensor, partners: Tensor | None, pinned: bool) -> Any:
+    """Fetch a batch of a staged set, which may be a subset; without partners those are the samples themselves."""
+    if isinstance(data, Subset):
+        places = data.places(indices)
+        return fetch(data.data, places, None if partners is None else data.places(partners), pinned)
+    if isinstance(data, PairedData):
+        return data.fetch_pairs(indices, indices if partners is None else partners, pinned)
+    return data.fetch(indices, pinned)
+
+
+def finish(data: Any, batch: Any, device: torch.device) -> Any:
+    """Move a fetched batch of a staged set, which may be a subset, to the device."""
+    return finish(data.data, batch, device) if isinstance(data, Subset) else data.finish(batch, device)
 
 
 def on_device(splits: Splits, device: torch.device) -> Splits:

@@ -32,6 +32,7 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
     if data.sources:
         return _of_mixture({name: prepare(source, trust) for name, source in data.sources.items()})
     if data.prepare is None:
+        _check_values(data, None)
         return None
     if key_of("data.prepare", data.prepare) is not None:
         description = instantiate(Node(data.prepare, data.options), trust, "data.prepare")
@@ -46,6 +47,7 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
             f"data.prepare={data.prepare} must return its `facts` as a mapping, such as {{'num_classes': 10}}, not "
             f"{description['facts']!r}."
         )
+    _check_values(data, description.get("num_train"))
     return dict(description)
 
 
@@ -88,6 +90,19 @@ def with_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> str
         RefusedError: a fact that is not there.
     """
     return facts.resolve_text(text, used_facts(text, data, prepared))
+
+
+def _check_values(data: Data, num_train: Any) -> None:
+    """Check the files with a value for each training sample; where their number is not known yet, the workers do."""
+    weighted = isinstance(data.weights, str) and data.weights != "balanced"
+    if weighted or (data.group_by is not None and data.group_by.endswith((".npy", ".txt", ".csv"))):
+        from ddpexp.data.weights import checked_groups, checked_weights, read_values  # late: numpy
+
+        count = num_train if isinstance(num_train, int) else None
+        if weighted:
+            checked_weights(read_values(str(data.weights), "data.weights"), count, f"data.weights={data.weights}")
+        if data.group_by is not None and data.group_by.endswith((".npy", ".txt", ".csv")):
+            checked_groups(read_values(data.group_by, "data.group_by"), count, data.group_by)
 
 
 def call_and_answer(

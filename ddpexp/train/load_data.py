@@ -82,6 +82,9 @@ def _check_keys(experiment: Experiment) -> None:
         "trainer.limit_train_samples": (trainer.limit_train_samples, None, "null"),
         "trainer.average_batch_norm": (trainer.average_batch_norm, None, "null"),
         "data.validation_fraction": (data.validation_fraction, 0.0, "0, and return an evaluation set"),
+        "data.folds": (data.folds, None, "null, and return an evaluation set"),
+        "data.weights": (data.weights, None, "null"),
+        "data.samples_per_epoch": (data.samples_per_epoch, None, "null"),
         "data.on_device": (data.on_device, False, "false"),
         "data.num_workers": (data.num_workers, 0, "0: its rank reads it, or processes that it starts itself"),
     }

@@ -41,7 +41,6 @@ from ddpexp.system.hardware import usable_cores
 from ddpexp.train import gpu_memory, lazy_dynamo
 from ddpexp.train.build import (
     RunContext,
-    arrange,
     build_average,
     build_callbacks,
     build_evals,
@@ -49,7 +48,6 @@ from ddpexp.train.build import (
     build_loop,
     build_model,
     build_strategy,
-    check_held_out,
     count_steps,
     import_all,
     load_data,
@@ -57,6 +55,7 @@ from ddpexp.train.build import (
     open_data,
 )
 from ddpexp.train.choose_checkpoint import choose
+from ddpexp.train.choose_samples import arrange, check_held_out
 from ddpexp.train.compilations import Compilations, end_processes, limit_processes
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.evaluate import chosen_sets
@@ -151,8 +150,8 @@ def build(context: RunContext) -> Built:
         lazy_dynamo.defer()
 
     undivided = load_data(experiment, context.prepared, world)
-    inputs = inputs_of(context, undivided) if world.is_rank_zero else {}
     splits = arrange(undivided, experiment, world)
+    inputs = inputs_of(context, undivided, splits.order) if world.is_rank_zero else {}
     check_held_out(experiment, splits, undivided)
     data = experiment.strategy.data_rank(world.rank, world.world_size)
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data.size)

@@ -117,7 +117,7 @@ def test_a_recipe_that_names_no_model_or_no_data_is_refused(mine: Path) -> None:
     )
     assert refusal(*typed, "model=linear", "data.num_workers=2") == (
         "data is missing: recipe=part names none. Write data: {_target_: mine.load} in the recipe, or choose an "
-        "option: data=images or data=mnist or data=text."
+        "option: data=image_folder or data=images or data=mnist or data=text."
     )
     assert refusal(*typed, "model.hidden=3") == (
         "model.hidden: no model is chosen, by the recipe or by model=... . Available: model=lenet, model=linear."
@@ -497,12 +497,24 @@ def test_a_relative_config_folder_is_written_down_as_an_absolute_one(
 
 def test_a_colliding_name_draws_a_warning_that_names_the_file(mine: Path) -> None:
     write(mine / "model/lenet.yaml", "_target_: mine.Net\n")
-    made = composed(f"--config-dir={mine}", "recipe=mine", "model=lenet")
-    assert made.values["model"]["_target_"] == "ddpexp.recipes.mnist.LeNet"
-    assert made.warnings == (
+    assert composed(f"--config-dir={mine}", "recipe=mine").warnings == (
         f"{mine}/model/lenet.yaml is not used: ddpexp has its own model/lenet. Give yours another name.",
     )
-    assert composed(f"--config-dir={mine}", "recipe=mine").warnings == made.warnings
+
+
+def test_a_colliding_name_that_is_chosen_is_refused_with_both_files(mine: Path) -> None:
+    write(mine / "model/lenet.yaml", "_target_: mine.Net\n")
+    write(mine / "logger/csv.yaml", "csv: {_target_: mine.Csv}\n")
+    for override, group, option in (
+        ("model=lenet", "model", "lenet"),
+        ("logger=csv", "logger", "csv"),
+        ("logger=[tensorboard,csv]", "logger", "csv"),
+    ):
+        assert refusal(f"--config-dir={mine}", "recipe=mine", override) == (
+            f"{group}={option} is chosen, and two files have that name: {mine}/{group}/{option}.yaml, which is hidden, "
+            f"and ddpexp's own {conf_folder()}/{group}/{option}.yaml. Give yours another name, such as "
+            f"{group}/my_{option}.yaml for {group}=my_{option}."
+        )
 
 
 def test_a_config_folder_with_recipes_of_which_none_is_chosen_draws_a_warning(mine: Path) -> None:

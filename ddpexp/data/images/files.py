@@ -55,8 +55,8 @@ def prepare(
     if not any((folder / f"{part}-{what}.npy").exists() for part in _PARTS for what in ("images", "labels")):
         raise RefusedError(
             f"data.root={folder} {_instead(folder)}: data=images reads train-images.npy, train-labels.npy, "
-            "test-images.npy and test-labels.npy there. Store the images as such arrays with numpy.save, or have a "
-            "recipe of your own read them as they are, for example with torchvision.datasets.ImageFolder."
+            "test-images.npy and test-labels.npy there. Store the images as such arrays with numpy.save, or read "
+            "folders of JPEG, PNG or WebP images, one for each class, with data=image_folder."
         )
     found = {(part, what): _read(folder / f"{part}-{what}.npy") for part in _PARTS for what in ("images", "labels")}
     for part in _PARTS:

@@ -23,9 +23,7 @@ class Stage:
     weights: tuple[float, ...]
 
 
-def check_mixture(
-    sources: Mapping[str, Any], weights: Mapping[Any, Any] | None = None, samples_per_epoch: int | None = None
-) -> None:
+def check_mixture(sources: Mapping[str, Any], weights: Any = None, samples_per_epoch: int | None = None) -> None:
     """Check the keys of `data=mixture` with each other.
 
     Raises:

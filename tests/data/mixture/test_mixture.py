@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,9 @@ from ddpexp.data.mixture.order import MixtureOrder, _cycle
 from ddpexp.data.mixture.weights import quotas, stages
 from ddpexp.data.order import Shuffled
 from ddpexp.errors import DdpexpError, RefusedError
+from tests.conftest import Ddpexp
+from tests.points import Recipe
+from tests.test_interruptions import kill_everything, same
 
 CPU = torch.device("cpu")
 
@@ -157,3 +162,42 @@ def test_sources_that_do_not_fit_together_are_named() -> None:
         train.gather(torch.tensor([0, 1, 100, 101]), CPU)
     with pytest.raises(RefusedError, match="an epoch of the mixture has 140 samples"):
         mix({"a": Splits(points(100, 0), {}), "b": Splits(points(40, 0), {})}, None, None, 256)
+
+
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    return warm_environ
+
+
+MIXED = (
+    "data=mixture", "+data@data.sources.a=points", "+data@data.sources.b=points",
+    "~data.sources.a.num_workers", "~data.sources.b.num_workers", "~data.sources.a.validation_fraction",
+    "~data.sources.b.validation_fraction", "data.sources.a.train=50", "trainer.max_steps=40", "trainer.epochs=null",
+    "data.weights={0: {a: 0.5, b: 0.5}, 20: {a: 0.1, b: 0.9}}", "trainer.micro_batch_size=6",
+    "trainer.reduction=exact", "trainer.checkpoint_every=5", "trainer.eval_every=20", "+task.pace=0",
+)  # fmt: skip
+CODE = """\
+class Paced(Sides):
+    def __init__(self, pace=0):
+        pass
+
+    def step(self, model, batch):
+        time.sleep(float(os.environ.get("PACE", "0")))
+        return super().step(model, batch)
+"""
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_the_run_ends_with_the_same_result(tmp_path: Path, environ: dict[str, str]) -> None:
+    recipe = Recipe(Ddpexp(tmp_path, environ), CODE)
+    overrides = (*MIXED, "task._target_=points.Paced")
+    undisturbed = recipe(*overrides)
+    assert undisturbed.code == 0, undisturbed.err
+    other = recipe(*overrides, "data.weights={0: {a: 0.5, b: 0.5}, 21: {a: 0.1, b: 0.9}}", run=undisturbed.run)
+    assert (other.code, "data.weights" in other.err) == (2, True), other.err
+    for number in range(20):
+        chance = random.Random(number)
+        process, run = recipe.start(*overrides, f"trainer.gpus={(1, 2, 4)[number % 3]}", environ={"PACE": "0.02"})
+        time.sleep(chance.uniform(0.6, 2.5))
+        kill_everything(process, run)
+        same(recipe(*overrides, f"trainer.gpus={chance.choice((1, 2, 4))}", run=run), undisturbed)
