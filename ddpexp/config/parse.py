@@ -220,7 +220,12 @@ def _data(values: Mapping[str, Any], trust: Trust, where: str = "data") -> Data:
         num_workers=convert(values.get("num_workers", 0), int, "data.num_workers"),
         on_device=convert(values.get("on_device", False), bool, "data.on_device"),
         options=node.kwargs,
-<<<<<<< HEAD
+        stratify=convert(values.get("stratify"), bool | None, "data.stratify"),
+        group_by=convert(values.get("group_by"), str | None, "data.group_by"),
+        fold=convert(values.get("fold"), int | None, "data.fold"),
+        folds=convert(values.get("folds"), int | None, "data.folds"),
+        weights=_weights(values.get("weights")),
+        samples_per_epoch=convert(values.get("samples_per_epoch"), int | None, "data.samples_per_epoch"),
         sources=_sources(node, trust, where) if registry.key_of("data", node.target) == "mixture" else {},
     )
 
@@ -240,14 +245,6 @@ def _sources(mixture: Node, trust: Trust, where: str) -> Mapping[str, Data]:
             raise RefusedError(f"{here} is a mixture itself: list its sources in {where}.sources.")
     return types.MappingProxyType(
         {name: _data(section, trust, f"{where}.sources.{name}") for name, section in sources.items()}
-=======
-        stratify=convert(values.get("stratify"), bool | None, "data.stratify"),
-        group_by=convert(values.get("group_by"), str | None, "data.group_by"),
-        fold=convert(values.get("fold"), int | None, "data.fold"),
-        folds=convert(values.get("folds"), int | None, "data.folds"),
-        weights=_weights(values.get("weights")),
-        samples_per_epoch=convert(values.get("samples_per_epoch"), int | None, "data.samples_per_epoch"),
->>>>>>> main
     )
 
 

@@ -154,9 +154,6 @@ class Data:
     num_workers: int
     on_device: bool
     options: Mapping[str, Any]
-<<<<<<< HEAD
-    sources: Mapping[str, Data] = field(default_factory=dict)  # of a mixture, by name
-=======
     # Older runs do not have these.
     stratify: bool | None = None
     group_by: str | None = None
@@ -164,7 +161,7 @@ class Data:
     folds: int | None = None
     weights: str | Node | None = None
     samples_per_epoch: int | None = None
->>>>>>> main
+    sources: Mapping[str, Data] = field(default_factory=dict)  # of a mixture, by name
 
 
 @dataclass(frozen=True)

@@ -56,14 +56,16 @@ class EpochData(Protocol):
 
 
 @runtime_checkable
-<<<<<<< HEAD
 class DrawingData(Protocol):
     """An index data set that knows whether its `gather` may draw random numbers, because it consists of others."""
 
     @property
     def draws(self) -> bool:
         """Return whether `gather` may use torch's random number generators."""
-=======
+        ...
+
+
+@runtime_checkable
 class StagedData(Protocol):
     """An index data set whose `gather` has two halves, of which the first runs ahead of the steps on a GPU."""
 
@@ -90,7 +92,6 @@ class PairedData(Protocol):
 
     def finish(self, batch: Any, device: torch.device) -> Any:
         """Move the batch to the device, mix each sample with its partner, and return what `gather` would."""
->>>>>>> main
         ...
 
 

@@ -35,7 +35,7 @@ def load_sets(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Spl
         name: _load(source, of_sources.get(name), experiment.trust, f"data.sources.{name}")
         for name, source in data.sources.items()
     }
-    weights, samples_per_epoch = data.options.get("weights"), data.options.get("samples_per_epoch")
+    weights, samples_per_epoch = data.options.get("source_weights"), data.samples_per_epoch
     return streams_checked(mix(parts, weights, samples_per_epoch, experiment.trainer.global_batch_size), experiment)
 
 

@@ -23,7 +23,7 @@ class Stage:
     weights: tuple[float, ...]
 
 
-def check_mixture(sources: Mapping[str, Any], weights: Any = None, samples_per_epoch: int | None = None) -> None:
+def check_mixture(sources: Mapping[str, Any], source_weights: Any = None) -> None:
     """Check the keys of `data=mixture` with each other.
 
     Raises:
@@ -34,13 +34,11 @@ def check_mixture(sources: Mapping[str, Any], weights: Any = None, samples_per_e
             "data.sources={}: a mixture needs sources, each a kind of data below a name of its own, such as "
             "+data@data.sources.digits=mnist, or in a recipe: docs/data.md."
         )
-    if samples_per_epoch is not None and samples_per_epoch < 1:
-        raise RefusedError(f"data.samples_per_epoch={samples_per_epoch}: use 1 or more, or null.")
-    stages(weights, list(sources))
+    stages(source_weights, list(sources))
 
 
 def stages(weights: Mapping[Any, Any] | None, names: Sequence[str]) -> list[Stage]:
-    """Return the schedule that `data.weights` describes; none if the sizes of the sources decide.
+    """Return the schedule that `data.source_weights` describes; none if the sizes of the sources decide.
 
     Raises:
         RefusedError: the weights do not fit the sources, or are no weights.
@@ -49,19 +47,21 @@ def stages(weights: Mapping[Any, Any] | None, names: Sequence[str]) -> list[Stag
         return []
     if not isinstance(weights, Mapping) or not weights:
         raise RefusedError(
-            f"data.weights={weights} is no mapping: give each source a weight, such as "
-            f"data.weights={{{names[0]}: 0.7, {names[-1]}: 0.3}}."
+            f"data.source_weights={weights} is no mapping: give each source a weight, such as "
+            f"data.source_weights={{{names[0]}: 0.7, {names[-1]}: 0.3}}."
         )
     if not all(isinstance(value, Mapping) for value in weights.values()):
-        return [Stage(0, _checked(weights, names, "data.weights"))]
+        return [Stage(0, _checked(weights, names, "data.source_weights"))]
     for step in weights:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise RefusedError(f"data.weights has the key {step!r}, where the number of a step belongs, such as 1000.")
+            raise RefusedError(
+                f"data.source_weights has the key {step!r}, where the number of a step belongs, such as 1000."
+            )
     if 0 not in weights:
         raise RefusedError(
-            f"data.weights begins at step {min(weights)}, and the steps before have no weights: give those from step 0."
+            f"data.source_weights begins at step {min(weights)}, and the steps before have no weights: give those from step 0."
         )
-    return [Stage(step, _checked(weights[step], names, f"data.weights.{step}")) for step in sorted(weights)]
+    return [Stage(step, _checked(weights[step], names, f"data.source_weights.{step}")) for step in sorted(weights)]
 
 
 def _checked(weights: Mapping[Any, Any], names: Sequence[str], key: str) -> tuple[float, ...]:

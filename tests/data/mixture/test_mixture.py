@@ -95,16 +95,19 @@ def test_a_cycle_has_every_source_that_has_a_weight() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"a": 1}, "data.weights has no weight for the source b: give one to each of a, b."),
-        ({"a": 1, "b": 1, "bb": 2}, "data.weights.bb is the weight of no source in data.sources. Did you mean b?"),
-        ({"a": 1, "b": -1}, "data.weights.b=-1: use a number from 0 on."),
-        ({"a": 1, "b": True}, "data.weights.b=True: use a number"),
-        ({"a": 0, "b": 0}, "data.weights: all weights are 0"),
-        ({"a": 1, "b": 1e-9}, "data.weights.b=1e-09 is less than a millionth"),
-        ({10: {"a": 1, "b": 1}}, "data.weights begins at step 10, and"),
-        ({"x": {"a": 1, "b": 1}}, "data.weights has the key 'x', where the number of a step belongs"),
-        ({0: {"a": 1, "b": 1}, 5: {"a": 1}}, "data.weights.5 has no weight for the source b"),
-        ([1, 2], "data.weights=[1, 2] is no mapping: give each source a weight, such as"),
+        ({"a": 1}, "data.source_weights has no weight for the source b: give one to each of a, b."),
+        (
+            {"a": 1, "b": 1, "bb": 2},
+            "data.source_weights.bb is the weight of no source in data.sources. Did you mean b?",
+        ),
+        ({"a": 1, "b": -1}, "data.source_weights.b=-1: use a number from 0 on."),
+        ({"a": 1, "b": True}, "data.source_weights.b=True: use a number"),
+        ({"a": 0, "b": 0}, "data.source_weights: all weights are 0"),
+        ({"a": 1, "b": 1e-9}, "data.source_weights.b=1e-09 is less than a millionth"),
+        ({10: {"a": 1, "b": 1}}, "data.source_weights begins at step 10, and"),
+        ({"x": {"a": 1, "b": 1}}, "data.source_weights has the key 'x', where the number of a step belongs"),
+        ({0: {"a": 1, "b": 1}, 5: {"a": 1}}, "data.source_weights.5 has no weight for the source b"),
+        ([1, 2], "data.source_weights=[1, 2] is no mapping: give each source a weight, such as"),
     ],
 )
 def test_weights_that_do_not_fit_the_sources_are_refused(weights: Any, message: str) -> None:
@@ -173,7 +176,7 @@ MIXED = (
     "data=mixture", "+data@data.sources.a=points", "+data@data.sources.b=points",
     "~data.sources.a.num_workers", "~data.sources.b.num_workers", "~data.sources.a.validation_fraction",
     "~data.sources.b.validation_fraction", "data.sources.a.train=50", "trainer.max_steps=40", "trainer.epochs=null",
-    "data.weights={0: {a: 0.5, b: 0.5}, 20: {a: 0.1, b: 0.9}}", "trainer.micro_batch_size=6",
+    "data.source_weights={0: {a: 0.5, b: 0.5}, 20: {a: 0.1, b: 0.9}}", "trainer.micro_batch_size=6",
     "trainer.reduction=exact", "trainer.checkpoint_every=5", "trainer.eval_every=20", "+task.pace=0",
 )  # fmt: skip
 CODE = """\
@@ -193,8 +196,8 @@ def test_killed_twenty_times_the_run_ends_with_the_same_result(tmp_path: Path, e
     overrides = (*MIXED, "task._target_=points.Paced")
     undisturbed = recipe(*overrides)
     assert undisturbed.code == 0, undisturbed.err
-    other = recipe(*overrides, "data.weights={0: {a: 0.5, b: 0.5}, 21: {a: 0.1, b: 0.9}}", run=undisturbed.run)
-    assert (other.code, "data.weights" in other.err) == (2, True), other.err
+    other = recipe(*overrides, "data.source_weights={0: {a: 0.5, b: 0.5}, 21: {a: 0.1, b: 0.9}}", run=undisturbed.run)
+    assert (other.code, "data.source_weights" in other.err) == (2, True), other.err
     for number in range(20):
         chance = random.Random(number)
         process, run = recipe.start(*overrides, f"trainer.gpus={(1, 2, 4)[number % 3]}", environ={"PACE": "0.02"})
