@@ -26,8 +26,8 @@ def mix(
 ) -> Splits:
     """Return the sources as one training set, with the evaluation sets of each by the name of the source.
 
-    `weights` are those of `data.source_weights`, by name or by step and name. `batch_size` is the global one: an epoch has a
-    whole number of them, so that no sample is left out.
+    `weights` are those of `data.source_weights`, by name or by step and name. `batch_size` is the global one: an epoch
+    has a whole number of them, so that no sample is left out.
 
     Raises:
         RefusedError: a source is a stream, or an epoch has no global batch.

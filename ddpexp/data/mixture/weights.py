@@ -59,7 +59,7 @@ def stages(weights: Mapping[Any, Any] | None, names: Sequence[str]) -> list[Stag
             )
     if 0 not in weights:
         raise RefusedError(
-            f"data.source_weights begins at step {min(weights)}, and the steps before have no weights: give those from step 0."
+            f"data.source_weights begins at step {min(weights)}, and no step before has any: give those from step 0."
         )
     return [Stage(step, _checked(weights[step], names, f"data.source_weights.{step}")) for step in sorted(weights)]
 

@@ -98,7 +98,7 @@ def test_a_cycle_has_every_source_that_has_a_weight() -> None:
         ({"a": 1}, "data.source_weights has no weight for the source b: give one to each of a, b."),
         (
             {"a": 1, "b": 1, "bb": 2},
-            "data.source_weights.bb is the weight of no source in data.sources. Did you mean b?",
+            "data.source_weights.bb is the weight of no source in data.sources. Did you mean b",
         ),
         ({"a": 1, "b": -1}, "data.source_weights.b=-1: use a number from 0 on."),
         ({"a": 1, "b": True}, "data.source_weights.b=True: use a number"),
