@@ -96,6 +96,10 @@ ONLY_WITH = {
     "logger.mlflow.checkpoint=best": ["logger=mlflow", "trainer.keep_best=min:eval/loss"],
     "strategy.reshard_after_forward=false": ["strategy=fsdp"],
     "data.documents=file": ["data=text"],
+    "data.channels=1": ["data=image_folder"],
+    "data.broken=skip": ["data=image_folder"],
+    "data.mixup=0.2": ["data=image_folder"],
+    "data.cutmix=1": ["data=image_folder"],
     "data.documents=line": ["data=text"],
     "trainer.average_batch_norm=100": ["trainer.ema_decay=0.999"],
     "trainer.nodes=1:4": ["launcher=elastic"],
@@ -106,7 +110,7 @@ ONLY_WITH = {
 # Other programs' lines in blocks.
 OTHERS = re.compile(
     r"pip install |python -m (venv|benchmarks|tests\.(mutate|matrix|requirements))\b|ruff format |tensorboard --logdir "
-    r"|pytest -|wandb login|export "
+    r"|pytest -|wandb login|export |python examples/photos/draw\.py "
 )
 
 
@@ -208,6 +212,8 @@ def accept(words: Sequence[str]) -> None:
         assert words[1] in SCRIPTS
     elif words[:1] == ["trust"]:
         assert all(re.fullmatch(r"--remove|[\w.]+", word) for word in words[1:])
+    elif words[:1] == ["new"]:
+        assert len(words) == 2 or words[2] == "--like", words
     elif words[:1] == ["plan"]:
         accept_run(PlanArguments.of(words[1:]).run)
     elif words[:1] == ["doctor"]:

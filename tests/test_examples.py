@@ -25,6 +25,7 @@ from ddpexp.errors import RefusedError
 from examples.finetune.finetune import Transformer
 from examples.gpt.gpt import load as load_text
 from examples.mine.mine import Stable
+from examples.photos.draw import main as draw_photos
 from tests.conftest import PATIENCE, ROOT, Ddpexp, Done
 from tests.examples import DOCUMENTS, EXAMPLES
 from tests.terminals import Session
@@ -95,6 +96,8 @@ def train(ddpexp: Ddpexp, name: str, *overrides: str) -> Done:
     if name == "finetune":  # from the weights of another run
         save_file(Transformer(classes=8).state_dict(), ddpexp.folder / "pretrained.safetensors")
         few = (f"run.init_from={ddpexp.folder}/pretrained.safetensors",)
+    if name == "photos":
+        draw_photos(ddpexp.folder / "photos")
     done = ddpexp("--config-dir", str(config), f"recipe={name}", f"run.dir={run}", *few, *overrides)
     assert (done.code, done.err) == (0, "")
     return replace(done, run=run)

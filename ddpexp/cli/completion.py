@@ -48,6 +48,9 @@ _OPTIONS = {
     "plan": ("--config-dir", "--help"),
     "doctor": ("--config-dir", "--help"),
     "check": ("--config-dir", "--help"),
+    "sync": ("--config-dir", "--help"),
+    "trust": ("--help",),
+    "new": ("--help",),
     "help": ("--config-dir",),
     "completion": ("--help",),
 }
@@ -187,13 +190,17 @@ def _candidates(words: list[str], current: str) -> Iterable[Word]:
     ]
     if name == "completion":
         return [] if named else map(Word, SCRIPTS)
+    if name == "new":
+        from ddpexp.cli.new import kinds
+
+        return map(Word, kinds()) if last == "--like" else []
     if name == "status":
         return [] if named else _paths(current)
     if name == "table":
         return [*_of_table(current), *_paths(current)]
     if name == "help":
         return _parts(_catalogue(words[1:]), current)
-    if name in ("resume", "evaluate"):
+    if name in ("resume", "evaluate", "sync"):
         if named:
             return _overrides(_of_run(Path(named[0]), words[1:]), current, False)
         return _paths(current, (lambda path: path.endswith(".safetensors")) if name == "evaluate" else None)
@@ -208,7 +215,11 @@ def _own_options(command: str) -> Sequence[str]:
         from ddpexp.plan.arguments import NUMBERS, SWITCHES
 
         return (*SWITCHES, *NUMBERS)
-    if command in ("doctor", "check", "status"):
+    if command == "new":
+        return ("--like",)
+    if command == "trust":
+        return ("--remove",)
+    if command in ("doctor", "check", "status", "sync"):
         return ("--json",)
     if command == "evaluate":
         return ("--split", "--json")

@@ -150,6 +150,12 @@ def _trust(argv: list[str], _server: Server | None) -> int:
     return trust(argv[1:])
 
 
+def _new(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.cli.new import new
+
+    return new(argv[1:])
+
+
 def _help(argv: list[str], server: Server | None) -> int:
     arguments = [argument for argument in argv[1:] if argument not in _HELP]
     return _explain(arguments or (["help"] if len(argv) > 1 else []), server, by_name=True)
@@ -256,6 +262,7 @@ _COMMANDS = {
     "doctor": _doctor,
     "check": _check,
     "trust": _trust,
+    "new": _new,
     "help": _help,
     "completion": _completion,
     "member": _member,  # what launchers start, and no person types
@@ -287,7 +294,7 @@ def _will_fork(argv: list[str]) -> bool:
         return True
     if (
         not argv
-        or argv[0] in ("table", "status", "sync", "plan", "trust", "help", "completion")
+        or argv[0] in ("table", "status", "sync", "plan", "trust", "new", "help", "completion")
         or commands.unknown(argv[0]) is not None
     ):
         return False

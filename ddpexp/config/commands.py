@@ -62,6 +62,10 @@ COMMANDS = (
         "trust", "[--remove] [PACKAGE | PACKAGE.CLASS ...]", "let configurations name code of installed packages",
         ("allow", "untrust"),
     ),
+    Command(
+        "new", "NAME [--like PROJECT]", "make a folder with a project of your own",
+        ("init", "create", "startproject", "scaffold", "template"),
+    ),
     Command("help", "[COMMAND | GROUP | GROUP=OPTION | KEY ...]", "explain one command, group, option or key", ("man",
         "doc")),
     Command("completion", "bash | zsh | fish", "print the script that lets a shell complete ddpexp", ("complete",)),
