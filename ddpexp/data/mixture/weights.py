@@ -52,6 +52,7 @@ def stages(weights: Mapping[Any, Any] | None, names: Sequence[str]) -> list[Stag
         )
     if not all(isinstance(value, Mapping) for value in weights.values()):
         return [Stage(0, _checked(weights, names, "data.source_weights"))]
+    weights = {int(key) if str(key).isdecimal() else key: value for key, value in weights.items()}  # JSON's are texts
     for step in weights:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise RefusedError(

@@ -84,6 +84,12 @@ def test_a_position_in_a_billion_samples_takes_milliseconds() -> None:
     assert min(seconds) < 0.1  # the figure, below 5 ms, is of benchmarks: here is only that nothing is walked through
 
 
+def test_steps_may_be_texts_as_json_has_them() -> None:
+    one, other = {"a": 1, "b": 2}, {"a": 3, "b": 4}
+    assert stages({"100": other, "0": one}, ["a", "b"]) == stages({0: one, 100: other}, ["a", "b"])
+    assert [stage.step for stage in stages({"100": other, "0": one}, ["a", "b"])] == [0, 100]
+
+
 def test_a_cycle_has_every_source_that_has_a_weight() -> None:
     assert quotas((7, 3)) == [7000, 3000]
     assert quotas((1, 0, 1)) == [5000, 0, 5000]
