@@ -20,7 +20,7 @@ from ddpexp.config.build import build, convert, did_you_mean, nearest, shown, un
 from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
 from ddpexp.config.plugins import full_name, installed
-from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Recipe, Run, Trainer
+from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Predict, Recipe, Run, Trainer
 from ddpexp.config.validate import ALERT_URL, check, check_alert_url
 from ddpexp.data.mixture.weights import check_mixture
 from ddpexp.errors import RefusedError
@@ -64,7 +64,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
             ]
             raise unknown_key(str(key), sections, "", keys, kind="section")
     for name in sections:
-        if name in LISTED and values.get(name) is None:
+        if name in (*LISTED, "predict") and values.get(name) is None:
             values[name] = {}
         if values.get(name) is None and name in ("model", "data"):
             continue  # below, when what is there is known to be right
@@ -94,6 +94,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         callbacks=_callbacks(values["callbacks"]),
         trainer=trainer,
         run=run,
+        predict=build(Predict, values["predict"], "predict"),
     )
     check(experiment)
     return experiment

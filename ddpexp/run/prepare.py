@@ -74,13 +74,12 @@ def used_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> dic
     """Return the facts of the prepared data that a configuration, as YAML, refers to.
 
     Raises:
-        RefusedError: a fact that is not there.
+        RefusedError: a fact that is not there, or a model that is too small for them.
     """
-    return (
-        facts.used(load_yaml(text), (prepared or {}).get("facts") or {}, f"data.prepare={data.prepare}")
-        if facts.refers(text)
-        else {}
-    )
+    given = (prepared or {}).get("facts") or {}
+    if "vocab_size" in given:
+        facts.check_model(load_yaml(text), given)
+    return facts.used(load_yaml(text), given, f"data.prepare={data.prepare}") if facts.refers(text) else {}
 
 
 def with_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> str:
