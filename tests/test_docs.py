@@ -19,6 +19,7 @@ import yaml
 from ddpexp.cli.check import run_arguments
 from ddpexp.cli.data import arguments_of as data_arguments
 from ddpexp.cli.help import answer
+from ddpexp.cli.predict import predict
 from ddpexp.cli.shells import SCRIPTS
 from ddpexp.cli.subcommands import evaluate, resume, stored_run
 from ddpexp.config import commands
@@ -49,6 +50,8 @@ PLACEHOLDERS = {
     "/runs/first": "mnist",
     "FOLDER...": "sweep",
     "FOLDER": "sweep",
+    "gpt2/model.safetensors": "weights.safetensors",
+    "ckpt.pt": "weights.safetensors",
     "recipe=...": "recipe=mnist",
     "sweep.slots=N": "sweep.slots=2",
 }
@@ -62,7 +65,7 @@ NOT_TYPED = {
     "run.trust=[...]": "any prefix",
     "launcher.rdzv_endpoint=..., which keeps the list of the machines, does not answer any more": "a message",
     "key=$TOKEN": "any key",
-    "data.path=FILE": "a key of examples/gpt",
+    "data.path=FILE": "a key of examples/nextbyte",
     "data.token=$TOKEN": "a user's own key",
     "scheduler._target_=mine.Stable": "a user's own class",
     "model.pretrained=true": "a key of others' models",
@@ -96,6 +99,13 @@ ONLY_WITH = {
     "logger.wandb.checkpoint=best": ["logger=wandb", "trainer.keep_best=min:eval/loss"],
     "logger.mlflow.checkpoint=best": ["logger=mlflow", "trainer.keep_best=min:eval/loss"],
     "strategy.reshard_after_forward=false": ["strategy=fsdp"],
+    "model.positions=rotary": ["recipe=gpt"],
+    "model.positions=learned": ["recipe=gpt"],
+    "model.norm=rmsnorm": ["recipe=gpt"],
+    "model.mlp=swiglu": ["recipe=gpt"],
+    "model.tied=false": ["recipe=gpt"],
+    "model.bias=true": ["recipe=gpt"],
+    "model.dropout=0.1": ["recipe=gpt"],
     "data.documents=file": ["data=text"],
     "data.channels=1": ["data=image_folder"],
     "data.broken=skip": ["data=image_folder"],
@@ -203,6 +213,8 @@ def accept(words: Sequence[str]) -> None:
         assert resume(list(words[1:]), ["ddpexp", *words]) is not None
     elif words[:1] == ["evaluate"]:
         assert evaluate(list(words[1:]), ["ddpexp", *words]) is not None
+    elif words[:1] == ["predict"]:
+        assert predict(words[1:], ["ddpexp", *words]) is not None
     elif words[:1] in (["table"], ["status"]):
         Arguments.of(words[0], words[1:])
     elif words[:1] == ["sync"]:

@@ -43,6 +43,7 @@ _OPTIONS = {
     "": ("--config-dir", "--multirun", "--cfg", "--help", "--version"),
     "resume": ("--config-dir", "--help"),
     "evaluate": ("--config-dir", "--help"),
+    "predict": ("--config-dir", "--help"),
     "status": ("--help",),
     "table": ("--help",),
     "plan": ("--config-dir", "--help"),
@@ -200,10 +201,12 @@ def _candidates(words: list[str], current: str) -> Iterable[Word]:
         return [*_of_table(current), *_paths(current)]
     if name == "help":
         return _parts(_catalogue(words[1:]), current)
-    if name in ("resume", "evaluate", "sync"):
+    if name in ("resume", "evaluate", "predict", "sync"):
         if named:
             return _overrides(_of_run(Path(named[0]), words[1:]), current, False)
-        return _paths(current, (lambda path: path.endswith(".safetensors")) if name == "evaluate" else None)
+        return _paths(
+            current, (lambda path: path.endswith(".safetensors")) if name in ("evaluate", "predict") else None
+        )
     beginning = [Word(one.name, one.summary) for one in commands.COMMANDS] if not words else []
     multirun = bool({"-m", "--multirun"} & set(words))
     return [*beginning, *_overrides(_catalogue(words[1:] if name else words), current, multirun)]
@@ -223,6 +226,10 @@ def _own_options(command: str) -> Sequence[str]:
         return ("--json",)
     if command == "evaluate":
         return ("--split", "--json")
+    if command == "predict":
+        from ddpexp.cli.predict import OPTIONS
+
+        return OPTIONS
     if command == "table":
         from ddpexp.sweep.arguments import FLAGS, VALUED
 

@@ -82,6 +82,13 @@ def _evaluate(argv: list[str], server: Server | None) -> int:
     return code
 
 
+def _predict(argv: list[str], server: Server | None) -> int:
+    from ddpexp.cli.predict import predict
+
+    found = predict(argv[1:], sys.argv)
+    return EXIT_DONE if found is None else _launch(*found, server)
+
+
 def _resume(argv: list[str], server: Server | None) -> int:
     from ddpexp.cli.subcommands import resume
     from ddpexp.sweep.folder import SweepDir
@@ -262,6 +269,7 @@ def _check_runs_once(what: str) -> None:
 _COMMANDS = {
     "resume": _resume,
     "evaluate": _evaluate,
+    "predict": _predict,
     "status": _look,
     "table": _look,
     "sync": _sync,
@@ -318,7 +326,7 @@ def _will_fork(argv: list[str]) -> bool:
         for argument in argv
     )
     here = all(name in _FORK_HERE and _FORK_HERE[name] in (None, *os.environ) for name in chosen)
-    if argv[:1] in (["evaluate"], ["resume"], ["doctor"]):
+    if argv[:1] in (["evaluate"], ["predict"], ["resume"], ["doctor"]):
         return here and not fresh and len(argv) > (argv[0] != "doctor") and not _HELP & set(argv)
     asks = any(argument.startswith("-") and not argument.startswith(_NO_QUESTION) for argument in argv)
     return here and not asks and not fresh

@@ -33,6 +33,10 @@ COMMANDS = (
         ("eval", "test", "valid", "validate"),
     ),
     Command(
+        "predict", "RUN_DIR_OR_WEIGHTS --out FILE [key=value ...] [options]",
+        "write what a model predicts for each sample", ("infer", "inference", "forward"),
+    ),
+    Command(
         "status", "DIR [--json]", "how far a run or a sweep is, and what to type next", ("info", "show", "state", "ps"),
     ),
     Command(
