@@ -90,10 +90,9 @@ def _predict(argv: list[str], server: Server | None) -> int:
 
 
 def _export(argv: list[str], _server: Server | None) -> int:
-    from ddpexp.cli.export import run_export
+    from ddpexp.cli import export
 
-    outcome.stop_on_signals()
-    return run_export(argv[1:], sys.argv)
+    return export.run_export(argv[1:], sys.argv)
 
 
 def _resume(argv: list[str], server: Server | None) -> int:
