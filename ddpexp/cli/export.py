@@ -16,7 +16,6 @@ from ddpexp.cli.subcommands import Weights, option_values, weights_of
 from ddpexp.config import commands
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError
-from ddpexp.run import outcome
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare
 from ddpexp.system.files import relative
@@ -64,7 +63,6 @@ def run_export(argv: Sequence[str], command: Sequence[str]) -> int:
     found = weights_of(others, "export", command)
     if found.home is None or not is_checkpoint(found.weights):
         raise RefusedError(f"export {found.weights}: name a run directory, or one of its checkpoints.")
-    outcome.stop_on_signals()
     answer = _answer(request_of(found, out, kind))
     if "refused" in answer:
         raise RefusedError(f"export {others[0]}: {answer['refused']}")

@@ -85,14 +85,14 @@ def _evaluate(argv: list[str], server: Server | None) -> int:
 def _predict(argv: list[str], server: Server | None) -> int:
     from ddpexp.cli.predict import predict
 
-    found = predict(argv[1:], sys.argv)
-    return EXIT_DONE if found is None else _launch(*found, server)
+    return EXIT_DONE if (found := predict(argv[1:], sys.argv)) is None else _launch(*found, server)
 
 
 def _export(argv: list[str], _server: Server | None) -> int:
-    from ddpexp.cli import export
+    from ddpexp.cli.export import run_export
 
-    return export.run_export(argv[1:], sys.argv)
+    outcome.stop_on_signals()
+    return run_export(argv[1:], sys.argv)
 
 
 def _resume(argv: list[str], server: Server | None) -> int:
