@@ -84,7 +84,7 @@ class TarShards:
 
 
 def decode(data: bytes, extension: str, image_size: int | None = None) -> Any:
-    """Return the value of a file: images as uint8 of shape (channels, height, width), `cls` as an int.
+    """Return the value of a file: images as float32 of shape (3, height, width), from 0 to 1, `cls` as an int.
 
     With `image_size` the shorter side is scaled to it and the middle is cropped.
     """
@@ -105,7 +105,7 @@ def _pixels(image: Image.Image, size: int | None) -> torch.Tensor:
         width, height = (max(size, round(side * scale)) for side in image.size)
         left, top = (width - size) // 2, (height - size) // 2
         image = image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div_(255)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ _END = bytes(512)  # a block of zeros ends an archive
 
 
 def prepare(
-    train: str,
+    path: str,
     eval: str | None = None,
     files: list[str] | tuple[str, ...] = ("jpg", "cls"),
     image_size: int | None = None,
@@ -47,9 +47,9 @@ def prepare(
         raise RefusedError(
             "data.files=[]: name the files of a sample by their extensions, such as data.files=[jpg,cls]."
         )
-    sets = {"train": _indexed("data.train", train, files)}
-    if eval is not None:
-        sets["eval"] = _indexed("data.eval", eval, files)
+    sets = {"train": _indexed("data.path", path, files)}
+    if eval_path is not None:
+        sets["eval"] = _indexed("data.eval_path", eval_path, files)
     counts = ", ".join(f"{one['num_samples']:,} samples in {len(one['shards'])} shards" for one in sets.values())
     return {
         "name": "tar_shards",
@@ -61,7 +61,7 @@ def prepare(
         "window_blocks": window_blocks,
         "hash": cache_name("tar_shards", [[one["identity"], list(files)] for one in sets.values()]),
         "num_train": sets["train"]["num_samples"],
-        "num_test": sets["eval"]["num_samples"] if eval is not None else 0,
+        "num_test": sets["eval"]["num_samples"] if eval_path is not None else 0,
         "note": f"tar shards: {counts}",
     }
 

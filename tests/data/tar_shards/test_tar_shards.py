@@ -56,7 +56,7 @@ def test_every_file_of_every_sample_is_found_and_decoded(tmp_path: Path) -> None
     splits = load(prepared)
     for number in (29, 0, 17):
         image, label, array, text, values = splits.train[number]
-        assert (image.shape, image.dtype, image[0, 0, 0]) == ((3, 4, 6), torch.uint8, number)
+        assert (image.shape, image.dtype, round(float(image[0, 0, 0]) * 255)) == ((3, 4, 6), torch.float32, number)
         assert (label, text, values) == (number, f"text {number}", {"number": number})
         assert array.tolist() == [number] * 3
     assert splits.evals["eval"][0][1] == 10
@@ -95,14 +95,14 @@ def test_a_shard_that_is_cut_off_is_named(tmp_path: Path, cut: int, message: str
         ({"files": ["jpg", "cls"]}, "the sample part/0000 of"),
         ({"files": ["tiff"]}, "data.files names tiff, which is not decoded"),
         ({"files": []}, "data.files=[]: name the files"),
-        ({"train": "nowhere-*.tar"}, "data.train=nowhere-*.tar names no file"),
+        ({"path": "nowhere-*.tar"}, "data.path=nowhere-*.tar names no file"),
         ({"block_samples": 0}, "data.block_samples=0: use 1 or more"),
     ],
 )
 def test_bad_keys_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     pattern = str(write(tmp_path, shards=1) / "train-*.tar")
     with pytest.raises(RefusedError, match=re.escape(message)):
-        prepare(**{"train": pattern, "files": ["cls"], **keys})
+        prepare(**{"path": pattern, "files": ["cls"], **keys})
 
 
 @pytest.mark.parametrize(
