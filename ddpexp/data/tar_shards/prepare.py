@@ -21,7 +21,7 @@ _END = bytes(512)  # a block of zeros ends an archive
 
 def prepare(
     path: str,
-    eval: str | None = None,
+    eval_path: str | None = None,
     files: list[str] | tuple[str, ...] = ("jpg", "cls"),
     image_size: int | None = None,
     shuffle: Literal["global", "blocks"] = "global",
