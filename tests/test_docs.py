@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from ddpexp.cli.check import run_arguments
+from ddpexp.cli.data import arguments_of as data_arguments
 from ddpexp.cli.help import answer
 from ddpexp.cli.predict import predict
 from ddpexp.cli.shells import SCRIPTS
@@ -230,6 +231,8 @@ def accept(words: Sequence[str]) -> None:
         accept_run(PlanArguments.of(words[1:]).run)
     elif words[:1] == ["doctor"]:
         accept_run(DoctorArguments.of(words[1:]).run)
+    elif words[:1] == ["data"]:
+        accept_run(data_arguments(words[1:])[0])
     elif words[:1] == ["check"]:
         accept_run(run_arguments(words[1:]))
     else:

@@ -126,6 +126,13 @@ def _plan(argv: list[str], _server: Server | None) -> int:
     return plan(argv[1:])
 
 
+def _data(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.cli.data import data
+
+    outcome.stop_on_signals()
+    return data(argv[1:])
+
+
 def _sync(argv: list[str], _server: Server | None) -> int:
     from ddpexp.cli.sync import sync
 
@@ -269,6 +276,7 @@ _COMMANDS = {
     "plan": _plan,
     "doctor": _doctor,
     "check": _check,
+    "data": _data,
     "trust": _trust,
     "new": _new,
     "help": _help,
@@ -302,7 +310,7 @@ def _will_fork(argv: list[str]) -> bool:
         return True
     if (
         not argv
-        or argv[0] in ("table", "status", "sync", "plan", "trust", "new", "help", "completion")
+        or argv[0] in ("table", "status", "sync", "plan", "data", "trust", "new", "help", "completion")
         or commands.unknown(argv[0]) is not None
     ):
         return False

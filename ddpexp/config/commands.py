@@ -63,6 +63,10 @@ COMMANDS = (
         ("lint", "verify", "dry_run", "debug"),
     ),
     Command(
+        "data", "[key=value ...] [--config-dir DIR] [options]",
+        "prepare the data, and show what the model will see", ("dataset", "prepare", "preview"),
+    ),
+    Command(
         "trust", "[--remove] [PACKAGE | PACKAGE.CLASS ...]", "let configurations name code of installed packages",
         ("allow", "untrust"),
     ),
