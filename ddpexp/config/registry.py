@@ -56,12 +56,14 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "mnist": "ddpexp.data.mnist.dataset.load",
         "images": "ddpexp.data.images.dataset.load",
         "image_folder": "ddpexp.data.image_folder.dataset.load",
+        "tar_shards": "ddpexp.data.tar_shards.dataset.load",
         "text": "ddpexp.data.text.dataset.load",
     },
     "data.prepare": {
         "mnist": "ddpexp.data.mnist.prepare.prepare",
         "images": "ddpexp.data.images.files.prepare",
         "image_folder": "ddpexp.data.image_folder.prepare.prepare",
+        "tar_shards": "ddpexp.data.tar_shards.prepare.prepare",
         "text": "ddpexp.data.text.prepare.prepare",
     },
 }
