@@ -17,10 +17,12 @@ import pytest
 import yaml
 
 from ddpexp.cli.check import run_arguments
+from ddpexp.cli.data import arguments_of as data_arguments
+from ddpexp.cli.export import check as check_export
 from ddpexp.cli.help import answer
 from ddpexp.cli.predict import predict
 from ddpexp.cli.shells import SCRIPTS
-from ddpexp.cli.subcommands import evaluate, resume, stored_run
+from ddpexp.cli.subcommands import evaluate, option_values, resume, stored_run
 from ddpexp.config import commands
 from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import conf_folder, groups
@@ -214,6 +216,9 @@ def accept(words: Sequence[str]) -> None:
         assert evaluate(list(words[1:]), ["ddpexp", *words]) is not None
     elif words[:1] == ["predict"]:
         assert predict(words[1:], ["ddpexp", *words]) is not None
+    elif words[:1] == ["export"]:
+        options, _ = option_values(words[1:], "export", {"--out": "", "--format": ""})
+        check_export(Path(options["--out"]), options["--format"])
     elif words[:1] in (["table"], ["status"]):
         Arguments.of(words[0], words[1:])
     elif words[:1] == ["sync"]:
@@ -230,6 +235,8 @@ def accept(words: Sequence[str]) -> None:
         accept_run(PlanArguments.of(words[1:]).run)
     elif words[:1] == ["doctor"]:
         accept_run(DoctorArguments.of(words[1:]).run)
+    elif words[:1] == ["data"]:
+        accept_run(data_arguments(words[1:])[0])
     elif words[:1] == ["check"]:
         accept_run(run_arguments(words[1:]))
     else:

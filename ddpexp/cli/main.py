@@ -85,8 +85,14 @@ def _evaluate(argv: list[str], server: Server | None) -> int:
 def _predict(argv: list[str], server: Server | None) -> int:
     from ddpexp.cli.predict import predict
 
-    found = predict(argv[1:], sys.argv)
-    return EXIT_DONE if found is None else _launch(*found, server)
+    return EXIT_DONE if (found := predict(argv[1:], sys.argv)) is None else _launch(*found, server)
+
+
+def _export(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.cli.export import run_export
+
+    outcome.stop_on_signals()
+    return run_export(argv[1:], sys.argv)
 
 
 def _resume(argv: list[str], server: Server | None) -> int:
@@ -124,6 +130,13 @@ def _plan(argv: list[str], _server: Server | None) -> int:
 
     outcome.stop_on_signals()
     return plan(argv[1:])
+
+
+def _data(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.cli.data import data
+
+    outcome.stop_on_signals()
+    return data(argv[1:])
 
 
 def _sync(argv: list[str], _server: Server | None) -> int:
@@ -263,12 +276,14 @@ _COMMANDS = {
     "resume": _resume,
     "evaluate": _evaluate,
     "predict": _predict,
+    "export": _export,
     "status": _look,
     "table": _look,
     "sync": _sync,
     "plan": _plan,
     "doctor": _doctor,
     "check": _check,
+    "data": _data,
     "trust": _trust,
     "new": _new,
     "help": _help,
@@ -302,7 +317,7 @@ def _will_fork(argv: list[str]) -> bool:
         return True
     if (
         not argv
-        or argv[0] in ("table", "status", "sync", "plan", "trust", "new", "help", "completion")
+        or argv[0] in ("table", "status", "sync", "plan", "data", "export", "trust", "new", "help", "completion")
         or commands.unknown(argv[0]) is not None
     ):
         return False

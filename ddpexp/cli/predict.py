@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpexp.cli.subcommands import weights_of
+from ddpexp.cli.subcommands import option_values, weights_of
 from ddpexp.config import commands
-from ddpexp.config.build import did_you_mean
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.run.prediction import Prediction, Source, check_format, check_out
@@ -23,8 +22,7 @@ or of a safetensors file.
 
 Other data is named by overrides, such as data.root=OTHER. docs/predict.md."""
 
-OPTIONS = ("--out", "--split")
-_OTHERS = ("--config-dir", "-cd")
+_EXAMPLES = {"--out": "--out predictions.npz", "--split": "--split test"}
 
 
 def predict(argv: Sequence[str], command: Sequence[str]) -> tuple[Launcher, Prediction] | None:
@@ -36,7 +34,7 @@ def predict(argv: Sequence[str], command: Sequence[str]) -> tuple[Launcher, Pred
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
         return None
-    options, others = _options(argv)
+    options, others = option_values(argv, "predict", _EXAMPLES)
     if not others:
         raise RefusedError(f"predict with what?\n{_USAGE}")
     if "--out" not in options:
@@ -47,25 +45,3 @@ def predict(argv: Sequence[str], command: Sequence[str]) -> tuple[Launcher, Pred
     found = weights_of(others, "predict", command)
     source = Source(found.weights, found.home, out, options.get("--split"))
     return found.experiment.launcher, Prediction(found.experiment, found.text, source)
-
-
-def _options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options of this command, and the other arguments."""
-    options: dict[str, str] = {}
-    others: list[str] = []
-    remaining = iter(argv)
-    for argument in remaining:
-        name, equals, value = argument.partition("=")
-        if name in OPTIONS:
-            value = value if equals else next(remaining, "")
-            if not value or value.startswith("-") or name in options:
-                raise RefusedError(f"predict {name}: it takes one value, once, such as {_EXAMPLES[name]}.")
-            options[name] = value
-        elif argument.startswith("--") and name not in _OTHERS:
-            raise RefusedError(f"predict {name}: no such option.{did_you_mean(name, (*OPTIONS, *_OTHERS))}")
-        else:
-            others.append(argument)
-    return options, others
-
-
-_EXAMPLES = {"--out": "--out predictions.npz", "--split": "--split test"}

@@ -13,7 +13,7 @@ import yaml
 
 from ddpexp.checkpoint import weights
 from ddpexp.config import commands, trusted
-from ddpexp.config.build import nearest
+from ddpexp.config.build import did_you_mean, nearest
 from ddpexp.config.compose import compose
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.names import named
@@ -204,7 +204,7 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
     if not foreign:
         return
     if {run.path.stat().st_uid, run.config.stat().st_uid} != {os.getuid()}:
-        if command[1:2] in (["evaluate"], ["predict"]):
+        if command[1:2] in (["evaluate"], ["predict"], ["export"]):
             return  # its code is refused as that of any configuration is
         key, target = next(iter(foreign.items()))
         raise RefusedError(
@@ -257,6 +257,29 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     found = weights_of([argument for argument in argv if argument != "--json"], "evaluate", command)
     experiment = found.experiment
     return experiment.launcher, Evaluation(experiment, found.text, found.weights, split, answers="--json" in argv)
+
+
+def option_values(argv: Sequence[str], command: str, examples: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the values of a command's own options, each with an example in `examples`, and the other arguments.
+
+    Raises:
+        RefusedError: an unknown option, or one without a value or given twice.
+    """
+    options: dict[str, str] = {}
+    others: list[str] = []
+    remaining = iter(argv)
+    for argument in remaining:
+        name, equals, value = argument.partition("=")
+        if name in examples:
+            value = value if equals else next(remaining, "")
+            if not value or value.startswith("-") or name in options:
+                raise RefusedError(f"{command} {name}: it takes one value, once, such as {examples[name]}.")
+            options[name] = value
+        elif argument.startswith("--") and name not in _OPTIONS:
+            raise RefusedError(f"{command} {name}: no such option.{did_you_mean(name, (*examples, *_OPTIONS))}")
+        else:
+            others.append(argument)
+    return options, others
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,10 @@ COMMANDS = (
         "write what a model predicts for each sample", ("infer", "inference", "forward"),
     ),
     Command(
+        "export", "RUN_DIR --out FOLDER [--format NAME] [key=value ...]",
+        "write a trained model for other programs", ("save", "convert", "onnx"),
+    ),
+    Command(
         "status", "DIR [--json]", "how far a run or a sweep is, and what to type next", ("info", "show", "state", "ps"),
     ),
     Command(
@@ -61,6 +65,10 @@ COMMANDS = (
     Command(
         "check", "[key=value ...] [--config-dir DIR] [--json]", "try a recipe in two steps and report its mistakes",
         ("lint", "verify", "dry_run", "debug"),
+    ),
+    Command(
+        "data", "[key=value ...] [--config-dir DIR] [options]",
+        "prepare the data, and show what the model will see", ("dataset", "prepare", "preview"),
     ),
     Command(
         "trust", "[--remove] [PACKAGE | PACKAGE.CLASS ...]", "let configurations name code of installed packages",

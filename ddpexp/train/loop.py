@@ -198,10 +198,12 @@ class Loop:
         if self.checkpointer is not None:
             self.checkpointer.check()
         due = Due.after(step, self.num_steps, self.train.steps_per_epoch, self.options)
-        return due._replace(
-            evaluation=due.evaluation and bool(self._evaluation.periodic),
-            checkpoint=due.checkpoint and self.checkpointer is not None,
-        )
+        if due.evaluation or due.checkpoint:
+            return due._replace(
+                evaluation=due.evaluation and bool(self._evaluation.periodic),
+                checkpoint=due.checkpoint and self.checkpointer is not None,
+            )
+        return due
 
     def _checkpoint_overdue(self) -> bool:
         """Return whether the time for a checkpoint has come. Ranks: rank zero's answer counts, since clocks differ."""

@@ -117,7 +117,7 @@ def test_a_recipe_that_names_no_model_or_no_data_is_refused(mine: Path) -> None:
     )
     assert refusal(*typed, "model=linear", "data.num_workers=2") == (
         "data is missing: recipe=part names none. Write data: {_target_: mine.load} in the recipe, or choose an "
-        "option: data=image_folder or data=images or data=mnist or data=text."
+        "option: data=image_folder or data=images or data=mixture or data=mnist or data=tar_shards or data=text."
     )
     assert refusal(*typed, "model.hidden=3") == (
         "model.hidden: no model is chosen, by the recipe or by model=... . Available: "
@@ -195,8 +195,9 @@ def test_every_shipped_recipe_composes_with_every_optimizer_schedule_and_model(r
 
 
 def test_every_shipped_data_option_composes() -> None:
+    needed = {"mixture": ["+data@data.sources.a=mnist"], "tar_shards": ["data.path=shards-*.tar"]}
     for option in options("data"):
-        assert experiment(f"data={option}").data.target
+        assert experiment(f"data={option}", *needed.get(option, ())).data.target
 
 
 def test_another_optimizer_inherits_nothing_from_the_recipes_tuned_one() -> None:
