@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from ddpexp.cli.check import run_arguments
+from ddpexp.cli.generate import parse_options
 from ddpexp.cli.help import answer
 from ddpexp.cli.predict import predict
 from ddpexp.cli.shells import SCRIPTS
@@ -212,6 +213,8 @@ def accept(words: Sequence[str]) -> None:
         assert resume(list(words[1:]), ["ddpexp", *words]) is not None
     elif words[:1] == ["evaluate"]:
         assert evaluate(list(words[1:]), ["ddpexp", *words]) is not None
+    elif words[:1] == ["generate"]:
+        assert parse_options(words[1:])[1]
     elif words[:1] == ["predict"]:
         assert predict(words[1:], ["ddpexp", *words]) is not None
     elif words[:1] in (["table"], ["status"]):

@@ -44,6 +44,7 @@ _OPTIONS = {
     "resume": ("--config-dir", "--help"),
     "evaluate": ("--config-dir", "--help"),
     "predict": ("--config-dir", "--help"),
+    "generate": ("--config-dir", "--help"),
     "status": ("--help",),
     "table": ("--help",),
     "plan": ("--config-dir", "--help"),
@@ -201,7 +202,7 @@ def _candidates(words: list[str], current: str) -> Iterable[Word]:
         return [*_of_table(current), *_paths(current)]
     if name == "help":
         return _parts(_catalogue(words[1:]), current)
-    if name in ("resume", "evaluate", "predict", "sync"):
+    if name in ("resume", "evaluate", "predict", "generate", "sync"):
         if named:
             return _overrides(_of_run(Path(named[0]), words[1:]), current, False)
         return _paths(
@@ -230,6 +231,10 @@ def _own_options(command: str) -> Sequence[str]:
         from ddpexp.cli.predict import OPTIONS
 
         return OPTIONS
+    if command == "generate":
+        from ddpexp.cli.generate import OPTIONS as OF_GENERATE
+
+        return OF_GENERATE
     if command == "table":
         from ddpexp.sweep.arguments import FLAGS, VALUED
 

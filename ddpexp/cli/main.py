@@ -89,6 +89,12 @@ def _predict(argv: list[str], server: Server | None) -> int:
     return EXIT_DONE if found is None else _launch(*found, server)
 
 
+def _generate(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.cli.generate import generate
+
+    return generate(argv[1:], sys.argv)
+
+
 def _resume(argv: list[str], server: Server | None) -> int:
     from ddpexp.cli.subcommands import resume
     from ddpexp.sweep.folder import SweepDir
@@ -263,6 +269,7 @@ _COMMANDS = {
     "resume": _resume,
     "evaluate": _evaluate,
     "predict": _predict,
+    "generate": _generate,
     "status": _look,
     "table": _look,
     "sync": _sync,
@@ -302,7 +309,7 @@ def _will_fork(argv: list[str]) -> bool:
         return True
     if (
         not argv
-        or argv[0] in ("table", "status", "sync", "plan", "trust", "new", "help", "completion")
+        or argv[0] in ("table", "generate", "status", "sync", "plan", "trust", "new", "help", "completion")
         or commands.unknown(argv[0]) is not None
     ):
         return False

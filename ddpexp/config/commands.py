@@ -37,6 +37,10 @@ COMMANDS = (
         "write what a model predicts for each sample", ("infer", "inference", "forward"),
     ),
     Command(
+        "generate", "RUN_DIR [--prompt TEXT] [--tokens N] [options]", "print what a language model of a run writes",
+        ("sample", "complete", "chat"),
+    ),
+    Command(
         "status", "DIR [--json]", "how far a run or a sweep is, and what to type next", ("info", "show", "state", "ps"),
     ),
     Command(
