@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,6 +168,7 @@ class Data:
     folds: int | None = None
     weights: str | Node | None = None
     samples_per_epoch: int | None = None
+    sources: Mapping[str, Data] = field(default_factory=dict)  # of a mixture, by name
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,16 @@ class EpochData(Protocol):
 
 
 @runtime_checkable
+class DrawingData(Protocol):
+    """An index data set that knows whether its `gather` may draw random numbers, because it consists of others."""
+
+    @property
+    def draws(self) -> bool:
+        """Return whether `gather` may use torch's random number generators."""
+        ...
+
+
+@runtime_checkable
 class StagedData(Protocol):
     """An index data set whose `gather` has two halves, of which the first runs ahead of the steps on a GPU."""
 
@@ -260,7 +270,9 @@ def _part_of(whole: IndexData, part: Any, device: torch.device) -> IndexData:
 
 def may_draw(data: IndexData) -> bool:
     """Return whether `gather` may use torch's random number generators."""
-    return may_draw(data.data) if isinstance(data, Subset) else not isinstance(data, EpochData)
+    if isinstance(data, Subset):
+        return may_draw(data.data)
+    return data.draws if isinstance(data, DrawingData) else not isinstance(data, EpochData)
 
 
 def hold_out(train: Any, fraction: float) -> tuple[Any, Any]:

@@ -63,6 +63,7 @@ from ddpexp.train.evaluate import evaluate as compute_metrics
 from ddpexp.train.initial_weights import InitialWeights
 from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
+from ddpexp.train.load_data import build_batches, warn_of_streams
 from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import MetricError
 from ddpexp.train.offline import forbid_downloads
@@ -73,7 +74,6 @@ from ddpexp.train.recipe_checks import check_task
 from ddpexp.train.report import Report
 from ddpexp.train.run_state import RunState, restore_checkpoint, truncate_records
 from ddpexp.train.same_data import check_same_data, inputs_of
-from ddpexp.train.streaming import build_batches, warn_of_streams
 
 
 def main(path: str, worker_args: str, control: Control | None = None) -> int:
