@@ -106,6 +106,7 @@ ONLY_WITH = {
     "model.tied=false": ["recipe=gpt"],
     "model.bias=true": ["recipe=gpt"],
     "model.dropout=0.1": ["recipe=gpt"],
+    "data.tokenizer=char": ["data=text"],
     "data.documents=file": ["data=text"],
     "data.channels=1": ["data=image_folder"],
     "data.broken=skip": ["data=image_folder"],

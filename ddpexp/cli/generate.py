@@ -132,10 +132,10 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
         name, equals, value = argument.partition("=")
         key = name[2:].replace("-", "_")
         if name.startswith("--") and key in hints:
-            value = value if equals else next(remaining, None)
-            if value is None or key in typed:
+            given = value if equals else next(remaining, None)
+            if given is None or key in typed:
                 raise RefusedError(f"generate {name}: it takes one value, once.")
-            typed[key] = convert(value if key == "prompt" else _number(value), hints[key], f"generate {name}")
+            typed[key] = convert(given if key == "prompt" else _number(given), hints[key], f"generate {name}")
         elif name.startswith("--") and name not in _CONFIG_DIR:
             raise RefusedError(f"generate {name}: no such option.{did_you_mean(name, (*OPTIONS, *_CONFIG_DIR))}")
         else:
