@@ -19,6 +19,7 @@ import yaml
 from ddpexp.cli.check import run_arguments
 from ddpexp.cli.data import arguments_of as data_arguments
 from ddpexp.cli.export import check as check_export
+from ddpexp.cli.generate import parse_options
 from ddpexp.cli.help import answer
 from ddpexp.cli.predict import predict
 from ddpexp.cli.shells import SCRIPTS
@@ -107,6 +108,7 @@ ONLY_WITH = {
     "model.tied=false": ["recipe=gpt"],
     "model.bias=true": ["recipe=gpt"],
     "model.dropout=0.1": ["recipe=gpt"],
+    "data.tokenizer=char": ["data=text"],
     "data.documents=file": ["data=text"],
     "data.channels=1": ["data=image_folder"],
     "data.broken=skip": ["data=image_folder"],
@@ -214,6 +216,8 @@ def accept(words: Sequence[str]) -> None:
         assert resume(list(words[1:]), ["ddpexp", *words]) is not None
     elif words[:1] == ["evaluate"]:
         assert evaluate(list(words[1:]), ["ddpexp", *words]) is not None
+    elif words[:1] == ["generate"]:
+        assert parse_options(words[1:])[1]
     elif words[:1] == ["predict"]:
         assert predict(words[1:], ["ddpexp", *words]) is not None
     elif words[:1] == ["export"]:

@@ -45,6 +45,7 @@ _OPTIONS = {
     "evaluate": ("--config-dir", "--help"),
     "predict": ("--config-dir", "--help"),
     "export": ("--config-dir", "--help"),
+    "generate": ("--config-dir", "--help"),
     "status": ("--help",),
     "table": ("--help",),
     "plan": ("--config-dir", "--help"),
@@ -202,7 +203,7 @@ def _candidates(words: list[str], current: str) -> Iterable[Word]:
         return [*_of_table(current), *_paths(current)]
     if name == "help":
         return _parts(_catalogue(words[1:]), current)
-    if name in ("resume", "evaluate", "predict", "export", "sync"):
+    if name in ("resume", "evaluate", "predict", "export", "generate", "sync"):
         if named:
             return _overrides(_of_run(Path(named[0]), words[1:]), current, False)
         return _paths(
@@ -228,9 +229,15 @@ def _own_options(command: str) -> Sequence[str]:
     if command == "evaluate":
         return ("--split", "--json")
     if command == "predict":
-        return ("--out", "--split")
+        from ddpexp.cli.predict import OPTIONS
+
+        return OPTIONS
     if command == "export":
         return ("--out", "--format")
+    if command == "generate":
+        from ddpexp.cli.generate import OPTIONS as OF_GENERATE
+
+        return OF_GENERATE
     if command == "table":
         from ddpexp.sweep.arguments import FLAGS, VALUED
 

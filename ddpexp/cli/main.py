@@ -95,6 +95,12 @@ def _export(argv: list[str], _server: Server | None) -> int:
     return run_export(argv[1:], sys.argv)
 
 
+def _generate(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.cli.generate import generate
+
+    return generate(argv[1:], sys.argv)
+
+
 def _resume(argv: list[str], server: Server | None) -> int:
     from ddpexp.cli.subcommands import resume
     from ddpexp.sweep.folder import SweepDir
@@ -277,6 +283,7 @@ _COMMANDS = {
     "evaluate": _evaluate,
     "predict": _predict,
     "export": _export,
+    "generate": _generate,
     "status": _look,
     "table": _look,
     "sync": _sync,
@@ -317,7 +324,8 @@ def _will_fork(argv: list[str]) -> bool:
         return True
     if (
         not argv
-        or argv[0] in ("table", "status", "sync", "plan", "data", "export", "trust", "new", "help", "completion")
+        or argv[0]
+        in ("table", "status", "sync", "plan", "data", "export", "generate", "trust", "new", "help", "completion")
         or commands.unknown(argv[0]) is not None
     ):
         return False

@@ -41,6 +41,10 @@ COMMANDS = (
         "write a trained model for other programs", ("save", "convert", "onnx"),
     ),
     Command(
+        "generate", "RUN_DIR [--prompt TEXT] [--tokens N] [options]", "print what a language model of a run writes",
+        ("sample", "complete", "chat"),
+    ),
+    Command(
         "status", "DIR [--json]", "how far a run or a sweep is, and what to type next", ("info", "show", "state", "ps"),
     ),
     Command(

@@ -118,7 +118,8 @@ def test_what_is_given_first_stands_first() -> None:
 def test_a_users_groups_and_their_comments_are_shown_beside_ours(mine: Path) -> None:
     text = answer([f"--config-dir={mine}", "recipe=mine"], by_name=False)
     for lines in (
-        "  recipe     mine*, mnist\n", "  model      base, deep*, lenet, linear\n", "  augment    noise\n",
+        "  recipe     gpt, mine*, mnist\n",
+        "  model      base, deep*, gpt_124m, gpt_1b, gpt_tiny, lenet, linear, llama_7b\n", "  augment    noise\n",
         "\nrecipe=mine: Learns a parity.\n", "\nmodel=deep: Many layers.\n",
         "  model.depth=3                             a whole number\n      How many.\n",
         "  model.hidden=8                            a whole number\n      Units of a layer.\n",
@@ -212,7 +213,7 @@ class Toy(SearchPathPlugin):
     write(tmp_path / "site/toy/configs/model/toynet.yaml", "# A toy.\n_target_: toy.Net\n# Its units.\nunits: 3\n")
     done = ddpexp("--help", "model=toynet", environ={"PYTHONPATH": f"{ddpexp.environ['PYTHONPATH']}:{tmp_path}/site"})
     assert (done.code, done.err) == (0, "")
-    assert "\n  model      lenet, linear, toynet*\n" in done.out
+    assert "\n  model      gpt_124m, gpt_1b, gpt_tiny, lenet, linear, llama_7b, toynet*\n" in done.out
     assert "\nmodel=toynet: A toy.\n" in done.out
     assert "\n  model.units=3                             a whole number\n      Its units.\n" in done.out
 

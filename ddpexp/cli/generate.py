@@ -1,0 +1,179 @@
+"""The command `ddpexp generate`: what a trained language model writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from ddpexp.cli.subcommands import stored_run
+from ddpexp.config import commands
+from ddpexp.config.build import convert, did_you_mean
+from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, DdpexpError, RefusedError
+from ddpexp.run.directory import RunDir
+from ddpexp.system.process import die_with_parent
+from ddpexp.system.programs import python
+from ddpexp.system.terminal import print_message
+
+_USAGE = f"""{commands.of("generate").usage}
+
+Print what the model of a run with data=text writes, on a GPU if there is one.
+
+  --prompt TEXT      what it continues; default: a new line
+  --tokens N         how many tokens it adds; default: 200
+  --temperature T    divides the scores, 0 takes the most likely; default: 0.8
+  --top_k K          draw from the K most likely tokens; default: 200
+  --seed S           of the random numbers; default: 0
+  --checkpoint C     last (default), best, or a step
+  --device D         auto (default), cpu or cuda"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to generate, as typed."""
+
+    prompt: str = ""
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int | None = 200
+    seed: int = 0
+    checkpoint: Literal["last", "best"] | int = "last"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+OPTIONS = tuple(f"--{field.name}" for field in fields(Options))
+_CONFIG_DIR = ("--config-dir", "-cd")
+
+
+def generate(argv: Sequence[str], command: Sequence[str]) -> int:
+    """Generate in a process of its own, which imports torch, and return its exit code.
+
+    Raises:
+        RefusedError: no such run, one without text, or an option that means nothing.
+    """
+    if {"--help", "-h"} & set(argv):
+        print(_USAGE)
+        return EXIT_DONE
+    options, others = parse_options(argv)
+    if not others:
+        raise RefusedError(f"generate with what?\n{_USAGE}")
+    run, experiment, _ = stored_run("generate", others, command)
+    tokenizer = _tokenizer(run)
+    arguments = [
+        os.getpid(),
+        str(run.path.resolve()),
+        _config_dir(others),
+        list(experiment.run.trust),
+        tokenizer,
+        asdict(options),
+    ]
+    sys.stdout.flush()
+    return subprocess.run(python("ddpexp.cli.generate:child", *arguments), check=False).returncode
+
+
+def child(
+    parent: int,
+    path: str,
+    config_dir: str | None,
+    trust: Sequence[str],
+    tokenizer: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> int:
+    """Subprocess entry point: load the model and print what it writes."""
+    die_with_parent(parent)
+    try:
+        print(_written(path, config_dir, trust, tokenizer, Options(**options)))
+    except DdpexpError as error:
+        print_message(f"ddpexp: {error}")
+        return EXIT_REFUSED
+    return EXIT_DONE
+
+
+def _written(
+    path: str, config_dir: str | None, trust: Sequence[str], tokenizer: Mapping[str, Any], options: Options
+) -> str:
+    import torch
+
+    from ddpexp.cli.api.opened import open_run
+    from ddpexp.data.text.tokenizer import from_record, prompt_of
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise RefusedError("generate --device cuda: there is no GPU here. Use --device cpu.")
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    reader = from_record(tokenizer)
+    prompt = prompt_of(reader, options.prompt)
+    model = open_run(path, config_dir=config_dir, trust=trust).model(options.checkpoint)
+    if not callable(getattr(model, "generate", None)):
+        raise RefusedError(
+            f"generate {path}: {type(model).__name__} has no method generate(tokens, num_tokens, temperature, top_k, "
+            "seed), which the model of recipe=gpt has."
+        )
+    model = model.to("cuda" if on_gpu else "cpu")
+    begin = torch.tensor([prompt], device="cuda" if on_gpu else "cpu")
+    tokens = model.generate(begin, options.tokens, options.temperature, options.top_k, options.seed)[0].tolist()
+    return reader.decode(tokens if options.prompt else tokens[len(prompt) :])
+
+
+def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Return the options of this command, and the other arguments.
+
+    Raises:
+        RefusedError: an unknown option, or a value that means nothing.
+    """
+    typed: dict[str, Any] = {}
+    others: list[str] = []
+    hints = get_type_hints(Options)
+    remaining = iter(argv)
+    for argument in remaining:
+        name, equals, value = argument.partition("=")
+        key = name[2:].replace("-", "_")
+        if name.startswith("--") and key in hints:
+            given = value if equals else next(remaining, None)
+            if given is None or key in typed:
+                raise RefusedError(f"generate {name}: it takes one value, once.")
+            typed[key] = convert(given if key == "prompt" else _number(given), hints[key], f"generate {name}")
+        elif name.startswith("--") and name not in _CONFIG_DIR:
+            raise RefusedError(f"generate {name}: no such option.{did_you_mean(name, (*OPTIONS, *_CONFIG_DIR))}")
+        else:
+            others.append(argument)
+            if argument in _CONFIG_DIR:
+                others += [*filter(None, [next(remaining, None)])]
+    options = Options(**typed)
+    for key, least in (("tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
+        value = getattr(options, key)
+        if value is not None and not value >= least:
+            raise RefusedError(f"generate --{key} {value}: use {least} or more.")
+    return options, others
+
+
+def _number(text: str) -> Any:
+    """Return a number, None for null, or the text itself."""
+    if text in ("null", "none"):
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _config_dir(arguments: Sequence[str]) -> str | None:
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in _CONFIG_DIR:
+            return str(Path(value if equals else arguments[place + 1]).expanduser().absolute())
+    return None
+
+
+def _tokenizer(run: RunDir) -> Mapping[str, Any]:
+    """Return the record of the tokenizer of a run. Raises: RefusedError, if it has none."""
+    data = (run.read_if_present(run.manifest) or {}).get("data") or {}
+    tokenizer = (data.get("facts") or {}).get("tokenizer")
+    if not isinstance(tokenizer, Mapping):
+        raise RefusedError(f"generate {run.path}: it was not trained on data=text, so no tokenizer is stored with it.")
+    return tokenizer

@@ -1,0 +1,65 @@
+"""`ddpexp generate`: what it takes, and what a run writes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ddpexp.cli.generate import Options, parse_options
+from ddpexp.errors import RefusedError
+from tests.conftest import Ddpexp
+
+
+def test_options_stand_anywhere_among_the_arguments() -> None:
+    typed = [
+        "--prompt",
+        "--x 3",
+        "run",
+        "--tokens=5",
+        "--config-dir",
+        "mine/conf",
+        "--top-k",
+        "null",
+        "--temperature",
+        "0",
+    ]
+    assert parse_options(typed) == (
+        Options(prompt="--x 3", tokens=5, top_k=None, temperature=0.0),
+        ["run", "--config-dir", "mine/conf"],
+    )
+    assert parse_options(["run", "--prompt", "7", "--checkpoint", "30"])[0] == Options(prompt="7", checkpoint=30)
+
+
+@pytest.mark.parametrize(
+    ("typed", "sentence"),
+    [
+        ("--token 3", "generate --token: no such option. Did you mean --tokens?"),
+        ("--tokens", "generate --tokens: it takes one value, once."),
+        ("--seed 1 --seed 2", "generate --seed: it takes one value, once."),
+        ("--tokens 0", "generate --tokens 0: use 1 or more."),
+        ("--temperature -1", "generate --temperature -1.0: use 0 or more."),
+        ("--top_k x", "generate --top_k=x is not"),
+        ("--device gpu", "generate --device=gpu is not"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(typed: str, sentence: str) -> None:
+    with pytest.raises(RefusedError, match=f"^{re.escape(sentence)}"):
+        parse_options(["run", *typed.split()])
+
+
+def test_a_run_writes_without_its_data_and_the_same_for_a_seed(ddpexp: Ddpexp) -> None:
+    text = ddpexp.folder / "text.txt"
+    text.write_text("abc def ghi\n" * 100)
+    done = ddpexp(
+        "recipe=gpt", f"data.path={text}", "data.block_size=8", "model.width=16", "model.num_layers=1",
+        "trainer.max_steps=2", "logger=none", "launcher=inline", "trainer.eval_every=0",
+    )  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    text.unlink()
+    written = ddpexp("generate", str(done.run), "--prompt", "abc", "--tokens", "20", "--device", "cpu")
+    assert (written.code, written.err) == (0, "")
+    assert re.fullmatch(r"abc[a-i \n]{20}\n", written.out)
+    refused = ddpexp("generate", str(done.run), "--prompt", "xyz")
+    assert refused.code == 2
+    assert refused.err.startswith("ddpexp: the text holds 'x', which is not among the 11 characters")
