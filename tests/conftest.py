@@ -207,7 +207,7 @@ class Ddpexp:
         self._count += 1
         run = self.folder / f"run{self._count}"
         typed = list(words)
-        if not any(word.startswith(("run.dir=", "-", *commands.NAMES)) for word in words):
+        if not any(word in commands.NAMES or word.startswith(("run.dir=", "-")) for word in words):
             typed.append(f"run.dir={run}")
         process = start_command(typed, self.folder, warm_too({**self.environ, **(environ or {})}))
         return process, run

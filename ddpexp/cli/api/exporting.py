@@ -1,0 +1,170 @@
+"""The process of `ddpexp export`: writes a trained model, and compares what was written with the model on a batch."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpexp.checkpoint.format import open_checkpoint
+from ddpexp.checkpoint.loading import load_weights
+from ddpexp.cli.api.build import export, saved_model
+from ddpexp.config.parse import load
+from ddpexp.config.schema import Experiment
+from ddpexp.data.batches import EvalBatches
+from ddpexp.distributed.world import World
+from ddpexp.errors import RefusedError
+from ddpexp.system import files
+from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.process import die_with_parent
+from ddpexp.train.build import build_model, open_data
+
+_CPU = torch.device("cpu")
+_SAMPLES = 4  # that are compared
+_INPUTS = ("inputs", "input", "input_ids", "images", "x")  # keys of a batch that is a mapping
+_HF_FILE_BYTES = 5_000_000_000
+RECORD = "export.json"
+
+
+def main(parent: int, answers: int, request: Mapping[str, Any]) -> None:
+    """Subprocess entry point: export, and write the result as JSON to the descriptor `answers`."""
+    die_with_parent(parent)
+    answer: dict[str, Any]
+    try:
+        answer = export_model(request)
+    except RefusedError as error:
+        answer = {"refused": str(error)}
+    except OSError as error:
+        answer = {"refused": f"{request['out']} cannot be written: {reason_with_limit(error, Path(request['out']))}."}
+    except Exception as error:  # of the user's code, or of what torch cannot export
+        traceback.print_exc()
+        answer = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    with open(answers, "w") as file:
+        json.dump(answer, file)
+
+
+def export_model(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the folder, complete or not at all; return the names of its files and the greatest difference."""
+    experiment, source, out = load(request["config"]), Path(request["weights"]), Path(request["out"])
+    kind, averaged = request["format"], open_checkpoint(source).has_average
+    model = saved_model(experiment, source, averaged)
+    inputs = _inputs(experiment, request["data"])
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    try:
+        export(source, temporary, averaged, False, _HF_FILE_BYTES if kind == "hf" else 1 << 62)
+        if not isinstance(model, nn.Module):
+            if kind not in ("safetensors", "hf"):
+                raise RefusedError(
+                    f"--format {kind} is for one model, and this recipe has {', '.join(model)}: use safetensors."
+                )
+            difference = None
+        else:
+            difference = _written(kind, _plain(experiment, temporary), model, inputs, temporary)
+        record = {**request["made"], "format": kind, "difference": difference}
+        files.write(temporary / RECORD, json.dumps(record, indent=2) + "\n")
+        if out.is_dir():
+            out.rmdir()  # it is empty
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    names = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+    return {"files": names, "difference": difference}
+
+
+def _written(kind: str, plain: nn.Module, model: nn.Module, inputs: Tensor, folder: Path) -> float:
+    """Write a format that is not safetensors; return the greatest difference from the model."""
+    expected = _outputs(model, inputs)
+    if kind in ("safetensors", "hf"):
+        return _difference(expected, _outputs(plain, inputs))
+    for path in list(folder.iterdir()):
+        path.unlink()
+    path = folder / f"model.{kind}"
+    if kind == "pt":
+        torch.save(plain.state_dict(), path)
+        return _difference(expected, _outputs(plain, inputs))
+    rows = torch.export.Dim("batch", min=1)
+    if kind == "pt2":
+        with torch.no_grad():
+            program = torch.export.export(plain, (inputs,), dynamic_shapes=({0: rows},))
+        torch.export.save(program, path)
+        return _difference(expected, _outputs(program.module(), inputs))  # no file that may hold code is loaded
+    torch.onnx.export(plain, (inputs,), path, dynamo=True, dynamic_shapes=({0: rows},), verbose=False)
+    import onnxruntime  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    results = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
+    return _difference(expected, [torch.from_numpy(result) for result in results])
+
+
+def _plain(experiment: Experiment, folder: Path) -> nn.Module:
+    """Return the model without adapters, with the exported weights."""
+    model = build_model(replace(experiment, trainer=replace(experiment.trainer, lora=None)), trains=False)
+    weights = folder if (folder / "model.safetensors.index.json").exists() else folder / "model.safetensors"
+    load_weights({"model": model}, weights, f"export {weights}", False)
+    plain: nn.Module = model.eval()
+    return plain
+
+
+def _inputs(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Tensor:
+    """Return what the model gets of a batch of the data."""
+    splits = open_data(experiment, prepared, World(0, 0, 0, 1, 1, _CPU))
+    data = next(iter(splits.evals.values()), splits.train)
+    batch = EvalBatches(data, _SAMPLES, 0, 1, _CPU).first()
+    return inputs_of(batch)
+
+
+def inputs_of(batch: Any) -> Tensor:
+    """Return the tensor of a batch that is the model's argument.
+
+    Raises:
+        RefusedError: which one it is cannot be known.
+    """
+    found = batch
+    if isinstance(batch, Mapping):
+        found = next((batch[key] for key in _INPUTS if key in batch), None)
+    elif isinstance(batch, tuple | list) and batch:
+        found = batch[0]
+    if not isinstance(found, Tensor):
+        raise RefusedError(
+            "the model cannot be compared: of a batch of the data it should get the first of a tuple, or of a mapping "
+            f"one of {', '.join(_INPUTS)}, and that is no tensor. From Python, open_run(DIR).export(FOLDER) writes the "
+            "weights without a comparison."
+        )
+    return found
+
+
+def _outputs(model: Any, inputs: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        return list(_tensors(model(inputs)))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output in their order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, tuple | list):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
+    """Return the greatest difference between outputs.
+
+    Raises:
+        RefusedError: they are not of the same shapes.
+    """
+    if not expected or [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
+        raise RefusedError("the exported model returns tensors of other shapes than the model: it is not written.")
+    pairs = zip(expected, found, strict=True)
+    return max(float((one.double() - other.double()).abs().max()) if one.numel() else 0.0 for one, other in pairs)

@@ -1,0 +1,137 @@
+"""The command `ddpexp export`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpexp import __version__
+from ddpexp.checkpoint.format import is_checkpoint
+from ddpexp.cli.subcommands import Weights, option_values, weights_of
+from ddpexp.config import commands
+from ddpexp.config.build import did_you_mean
+from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError
+from ddpexp.run.directory import RunDir
+from ddpexp.run.prepare import prepare
+from ddpexp.system.files import relative
+from ddpexp.system.programs import python
+
+FORMATS = {
+    "safetensors": (),
+    "hf": (),
+    "pt": (),
+    "pt2": (),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),  # with what each needs
+}
+_EXAMPLES = {"--out": "--out exported", "--format": "--format safetensors"}
+_OF_DATA = ("mean", "std", "num_classes", "classes", "shape", "vocab_size")  # that a program needs to use the model
+
+_USAGE = f"""{commands.of("export").usage}
+
+Write the newest model of a run directory, or that of a checkpoint, into a new
+folder, and compare it with the model on a batch of the data.
+
+  --out FOLDER     new or empty
+  --format NAME    safetensors (the default), hf (safetensors in parts, as
+                   Hugging Face's libraries write it), pt (a state_dict of
+                   torch.save), pt2 (torch.export), onnx
+
+docs/export.md."""
+
+
+def run_export(argv: Sequence[str], command: Sequence[str]) -> int:
+    """Export the model that `argv` names, print what was written, and return the exit code.
+
+    Raises:
+        RefusedError: no such weights, a folder that is not empty, or a format that is not installed.
+    """
+    if {"--help", "-h"} & set(argv):
+        print(_USAGE)
+        return EXIT_DONE
+    options, others = option_values(argv, "export", _EXAMPLES)
+    if not others:
+        raise RefusedError(f"export what?\n{_USAGE}")
+    if "--out" not in options:
+        raise RefusedError(f"export {others[0]}: where to? Add --out FOLDER.")
+    out, kind = Path(options["--out"]).expanduser(), options.get("--format", "safetensors")
+    check(out, kind)
+    found = weights_of(others, "export", command)
+    if found.home is None or not is_checkpoint(found.weights):
+        raise RefusedError(f"export {found.weights}: name a run directory, or one of its checkpoints.")
+    answer = _answer(request_of(found, out, kind))
+    if "refused" in answer:
+        raise RefusedError(f"export {others[0]}: {answer['refused']}")
+    if "failed" in answer:
+        raise DdpexpError(f"export {others[0]} --format {kind}: {answer['failed']}")
+    compared = "several models, not compared" if answer["difference"] is None else (
+        f"greatest difference from the model on a batch: {answer['difference']:.3g}"
+    )  # fmt: skip
+    print(f"{relative(out)}: {', '.join(answer['files'])}\n{compared}")
+    return EXIT_DONE
+
+
+def check(out: Path, kind: str) -> None:
+    """Check the options.
+
+    Raises:
+        RefusedError: no such format, a package that it needs is missing, or the folder cannot be made.
+    """
+    if kind not in FORMATS:
+        raise RefusedError(f"--format {kind} is no format.{did_you_mean(kind, FORMATS, '--format ')}")
+    missing = [name for name in FORMATS[kind] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RefusedError(f"--format {kind} needs {', '.join(missing)}: pip install {' '.join(FORMATS[kind])}.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RefusedError(f"--out {out} is no empty folder: export into a new one.")
+    parent = out.absolute().parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise RefusedError(f"--out {out}: {parent} is no directory that can be written.")
+
+
+def request_of(found: Weights, out: Path, kind: str) -> dict[str, Any]:
+    """Return what the process that exports needs."""
+    assert found.home is not None
+    manifest = RunDir(found.home).read_if_present(RunDir(found.home).manifest) or {}
+    trained_on = manifest.get("data")
+    return {
+        "config": found.text,
+        "weights": str(found.weights.resolve()),
+        "out": str(out.absolute()),
+        "format": kind,
+        "data": prepare(found.experiment.data, found.experiment.trust),
+        "made": {
+            "ddpexp": __version__,
+            "run": str(found.home.resolve()),
+            "weights": found.weights.name,
+            "data": described(trained_on if isinstance(trained_on, Mapping) else {}),
+        },
+    }
+
+
+def described(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a program must know of the data that a model was trained on: preprocessing and names of classes."""
+    facts = data.get("facts")
+    known = {**data, **facts} if isinstance(facts, Mapping) else data
+    return {key: known[key] for key in ("name", *_OF_DATA) if key in known}
+
+
+def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        python("ddpexp.cli.api.exporting:main", os.getpid(), writing, request),
+        pass_fds=[writing],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    os.close(writing)
+    with open(reading) as file:
+        text = file.read()
+    status = process.wait()
+    if status or not text:
+        raise DdpexpError(f"export: the process that exports ended with exit code {status}: see its output above.")
+    answer: dict[str, Any] = json.loads(text)
+    return answer

@@ -1,0 +1,1 @@
+"""Samples in tar files, in WebDataset's layout."""

@@ -1,0 +1,151 @@
+"""Samples of tar shards, read at random places and decoded, and the order in blocks."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from ddpexp.data.datasets import Splits
+from ddpexp.data.order import Order, Permutation
+from ddpexp.errors import RefusedError
+
+
+def load(prepared: Mapping[str, Any]) -> Splits:
+    """Open the shards that `ddpexp.data.tar_shards.prepare` has indexed.
+
+    Raises:
+        RefusedError: they are not those of the index.
+    """
+    files, size = prepared["files"], prepared["image_size"]
+    sets = {name: TarShards.open(facts, files, size) for name, facts in prepared["sets"].items()}
+    train = sets.pop("train")
+    blocks = BlockOrder(len(train), prepared["block_samples"], prepared["window_blocks"])
+    return Splits(train, sets, blocks if prepared["shuffle"] == "blocks" else None)
+
+
+@dataclass(frozen=True)
+class TarShards:
+    """A map-style data set: sample i is a tuple of its decoded files."""
+
+    shards: Sequence[str]
+    index: NDArray[np.int64]  # mapped; a row for each sample: shard, then offset and size of each file
+    files: Sequence[str]
+    image_size: int | None
+    _open: dict[tuple[int, int], int] = field(default_factory=dict)  # descriptors by process and shard
+
+    @classmethod
+    def open(cls, facts: Mapping[str, Any], files: Sequence[str], image_size: int | None) -> TarShards:
+        """Open what `prepare` has described.
+
+        Raises:
+            RefusedError: a shard is not the one of the index.
+        """
+        for path, (_, size) in zip(facts["shards"], facts["identity"], strict=True):
+            try:
+                found = os.stat(path).st_size
+            except OSError as error:
+                raise RefusedError(f"{path}: {error.strerror}, and the index has samples of it.") from None
+            if found != size:
+                raise RefusedError(
+                    f"{path} has {found:,} bytes here and {size:,} in the index: it is another shard, or cut off."
+                )
+        return cls(facts["shards"], np.load(facts["index"], mmap_mode="r"), files, image_size)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.index)
+
+    def __getitem__(self, position: int) -> tuple[Any, ...]:
+        """Read and decode a sample."""
+        shard, *places = self.index[position].tolist()
+        descriptor = self._descriptor(shard)
+        sample = []
+        for name, offset, size in zip(self.files, places[::2], places[1::2], strict=True):
+            data = os.pread(descriptor, size, offset)
+            if len(data) < size:
+                raise OSError(f"{self.shards[shard]} is cut off: {len(data):,} of {size:,} bytes at {offset:,}")
+            sample.append(decode(data, name.split(";")[0].rpartition(".")[2], self.image_size))
+        return tuple(sample)
+
+    def _descriptor(self, shard: int) -> int:
+        key = os.getpid(), shard
+        if key not in self._open:
+            self._open[key] = os.open(self.shards[shard], os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[key]
+
+
+def decode(data: bytes, extension: str, image_size: int | None = None) -> Any:
+    """Return the value of a file: images as float32 of shape (3, height, width), from 0 to 1, `cls` as an int.
+
+    With `image_size` the shorter side is scaled to it and the middle is cropped.
+    """
+    if extension in ("jpg", "jpeg", "png", "webp"):
+        with Image.open(io.BytesIO(data)) as image:
+            return _pixels(image.convert("RGB"), image_size)
+    if extension == "json":
+        return json.loads(data)
+    if extension == "npy":
+        return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
+    text = data.decode()
+    return int(text) if extension == "cls" else text
+
+
+def _pixels(image: Image.Image, size: int | None) -> torch.Tensor:
+    if size is not None:
+        scale = size / min(image.size)
+        width, height = (max(size, round(side * scale)) for side in image.size)
+        left, top = (width - size) // 2, (height - size) // 2
+        image = image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div_(255)
+
+
+@dataclass(frozen=True)
+class BlockOrder:
+    """A shuffle in two levels, for disks and networks that are slow at random access: pure, and O(1) to seek.
+
+    Blocks of consecutive samples are permuted, and within windows of several blocks their samples.
+    """
+
+    samples_per_epoch: int
+    block_samples: int
+    window_blocks: int
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """Return the order of one epoch."""
+        num_blocks = self.samples_per_epoch // self.block_samples
+        return _EpochBlocks(self, seed, epoch, Permutation(num_blocks, seed, epoch) if num_blocks else None)
+
+
+@dataclass(frozen=True)
+class _EpochBlocks:
+    blocks: BlockOrder
+    seed: int
+    epoch: int
+    permutation: Permutation | None  # of the whole blocks; the incomplete one stays the last
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices at these positions. Shapes: any; the result has the same."""
+        size, length = self.blocks.block_samples, self.blocks.samples_per_epoch
+        window = size * self.blocks.window_blocks
+        flat = np.asarray(positions, np.int64).ravel()
+        places = np.empty_like(flat)
+        numbers, within = np.divmod(flat, window)
+        for number in np.unique(numbers).tolist():
+            chosen = np.flatnonzero(numbers == number)
+            first = number * window
+            seed = self.seed * 0x9E3779B97F4A7C15 + number + 1
+            places[chosen] = first + Permutation(min(window, length - first), seed, self.epoch)(within[chosen])
+        slots, rest = np.divmod(places, size)
+        if self.permutation is not None:
+            whole = np.flatnonzero(slots < self.permutation.length)
+            places[whole] = self.permutation(slots[whole]) * size + rest[whole]
+        return places.reshape(np.shape(positions))

@@ -1,0 +1,92 @@
+"""`ddpexp export`: a model for other programs, compared with the one that was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpexp.cli.api.exporting import _difference, export_model, inputs_of
+from ddpexp.cli.export import described, request_of, run_export
+from ddpexp.cli.subcommands import weights_of
+from ddpexp.errors import RefusedError
+from tests.conftest import ROOT
+
+FEW = ("data.source=embedded", "data.embedded_train=8", "data.embedded_test=8")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(ROOT / "tests/kept/mnist", tmp_path / "RUN"))
+
+
+def test_the_command_writes_a_folder_and_prints_the_difference(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_export(["RUN", "--out", "out", "--format=pt", *FEW], ["ddpexp", "export"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == "out: export.json, model.pt\ngreatest difference from the model on a batch: 0\n"
+    record = json.loads(Path("out/export.json").read_text())
+    assert (record["format"], record["difference"], record["weights"]) == ("pt", 0.0, "step-00000050")
+    assert sorted(path.name for path in Path().iterdir()) == ["RUN", "cache", "out"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", pytest.param("pt2", marks=pytest.mark.slow)])
+def test_what_was_written_gives_the_same(run: Path, kind: str) -> None:
+    request = request_of(weights_of(["RUN", *FEW], "export", ["ddpexp", "export"]), Path("out"), kind)
+    answer = export_model(request)
+    assert answer["difference"] < 1e-5
+    assert answer["files"] == ["export.json", f"model.{kind}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "export what?"),
+        (["RUN"], "where to? Add --out FOLDER."),
+        (["RUN", "--out", "out", "--format", "pt3"], "--format pt3 is no format. Did you mean --format pt"),
+        (["RUN", "--out", "RUN"], "is no empty folder"),
+        (["RUN", "--out", "none/out"], "is no directory that can be written"),
+        (["NONE", "--out", "out"], "export NONE: there is no such directory or file."),
+        (["RUN/checkpoints/step-00000050/model.safetensors", "--out", "out"], "name a run directory, or one of its"),
+        (["RUN", "--out", "out", "--fromat=pt"], "Did you mean --format?"),
+    ],
+)
+def test_what_is_wrong_is_refused(run: Path, arguments: list[str], sentence: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        run_export(arguments, ["ddpexp", "export", *arguments])
+    assert sentence in str(refused.value)
+    assert not Path("out").exists()
+
+
+def test_onnx_names_what_to_install(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RefusedError, match="pip install onnx onnxscript onnxruntime"):
+        run_export(["RUN", "--out", "out", "--format=onnx"], ["ddpexp", "export"])
+
+
+@pytest.mark.parametrize("batch", [torch.ones(2), (torch.ones(2), 0), [torch.ones(2)], {"inputs": torch.ones(2)}])
+def test_the_inputs_of_a_batch(batch: Any) -> None:
+    assert torch.equal(inputs_of(batch), torch.ones(2))
+
+
+@pytest.mark.parametrize("batch", [{"pixels": torch.ones(2)}, ("text", 0), ()])
+def test_a_batch_without_inputs_is_refused(batch: Any) -> None:
+    with pytest.raises(RefusedError, match="the model cannot be compared"):
+        inputs_of(batch)
+
+
+def test_the_greatest_difference_is_that_of_all_outputs() -> None:
+    one, other = [torch.zeros(2), torch.ones(3)], [torch.zeros(2), torch.tensor([1.0, 1.5, 1.0])]
+    assert _difference(one, other) == 0.5
+    with pytest.raises(RefusedError, match="other shapes"):
+        _difference(one, other[:1])
+
+
+def test_preprocessing_and_the_names_of_classes_go_with_the_model() -> None:
+    data = {"name": "images", "mean": [0.5], "std": [0.2], "folder": "/x", "facts": {"classes": ["cat"], "other": 1}}
+    assert described(data) == {"name": "images", "mean": [0.5], "std": [0.2], "classes": ["cat"]}

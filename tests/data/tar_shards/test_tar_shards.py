@@ -1,0 +1,144 @@
+"""Tar shards: an index that finds every file, its order in blocks, and one sentence for what is wrong."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ddpexp.data.batch_plan import plan_batches
+from ddpexp.data.batches import TrainBatches
+from ddpexp.data.tar_shards.dataset import BlockOrder, load
+from ddpexp.data.tar_shards.prepare import prepare
+from ddpexp.errors import RefusedError
+
+
+def encoded(number: int) -> dict[str, bytes]:
+    image, array = io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (6, 4), (number, 7, 9)).save(image, "PNG")
+    np.save(array, np.full(3, number))
+    return {
+        "png": image.getvalue(), "cls": str(number).encode(), "npy": array.getvalue(),
+        "txt": f"text {number}".encode(), "json": b'{"number": %d}' % number,
+    }  # fmt: skip
+
+
+def write(folder: Path, shards: int = 3, samples: int = 10, only: Any = None) -> Path:
+    for shard in range(shards):
+        with tarfile.open(folder / f"train-{shard:03}.tar", "w") as archive:
+            for number in range(shard * samples, (shard + 1) * samples):
+                for extension, data in encoded(number).items():
+                    if only is None or extension in only:
+                        member = tarfile.TarInfo(f"part/{number:04}.{extension}")
+                        member.size = len(data)
+                        archive.addfile(member, io.BytesIO(data))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def test_every_file_of_every_sample_is_found_and_decoded(tmp_path: Path) -> None:
+    files = ["jpg;png", "cls", "npy", "txt", "json"]
+    prepared = prepare(str(write(tmp_path) / "train-*.tar"), str(tmp_path / "train-001.tar"), files)
+    assert (prepared["num_train"], prepared["num_test"]) == (30, 10)
+    splits = load(prepared)
+    for number in (29, 0, 17):
+        image, label, array, text, values = splits.train[number]
+        assert (image.shape, image.dtype, round(float(image[0, 0, 0]) * 255)) == ((3, 4, 6), torch.float32, number)
+        assert (label, text, values) == (number, f"text {number}", {"number": number})
+        assert array.tolist() == [number] * 3
+    assert splits.evals["eval"][0][1] == 10
+    small = load(prepare(str(tmp_path / "train-*.tar"), None, files, image_size=2)).train
+    assert small[5][0].shape == (3, 2, 2)
+
+
+def test_an_index_is_made_once_and_anew_for_other_shards(tmp_path: Path) -> None:
+    pattern = str(write(tmp_path) / "train-*.tar")
+    first = prepare(pattern, None, ["cls"])
+    made = os.stat(first["sets"]["train"]["index"]).st_mtime_ns
+    assert os.stat(prepare(pattern, None, ["cls"])["sets"]["train"]["index"]).st_mtime_ns == made
+    write(tmp_path, shards=1, samples=12)
+    second = prepare(pattern, None, ["cls"])
+    assert (second["num_train"], second["hash"] == first["hash"]) == (32, False)
+    with pytest.raises(RefusedError, match="it is another shard, or cut off"):
+        load(first)
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [(700, "unexpected end of data|cut off"), (-1, "is cut off"), (3, "cannot be read as a tar")],
+)
+def test_a_shard_that_is_cut_off_is_named(tmp_path: Path, cut: int, message: str) -> None:
+    path = write(tmp_path, shards=1) / "train-000.tar"
+    data = path.read_bytes()
+    path.write_bytes(data[: -(-len(data.rstrip(b"\0")) // 512) * 512] if cut == -1 else data[:cut])
+    with pytest.raises(RefusedError, match=message) as caught:
+        prepare(str(path), None, ["cls"])
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"files": ["jpg", "cls"]}, "the sample part/0000 of"),
+        ({"files": ["tiff"]}, "data.files names tiff, which is not decoded"),
+        ({"files": []}, "data.files=[]: name the files"),
+        ({"path": "nowhere-*.tar"}, "data.path=nowhere-*.tar names no file"),
+        ({"block_samples": 0}, "data.block_samples=0: use 1 or more"),
+    ],
+)
+def test_bad_keys_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    pattern = str(write(tmp_path, shards=1) / "train-*.tar")
+    with pytest.raises(RefusedError, match=re.escape(message)):
+        prepare(**{"path": pattern, "files": ["cls"], **keys})
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "window"), [(1000, 32, 4), (64, 32, 4), (31, 32, 4), (5000, 1, 100), (97, 10, 1)]
+)
+def test_an_order_in_blocks_visits_each_sample_once_and_reads_few_blocks_at_a_time(
+    length: int, block: int, window: int
+) -> None:
+    order = BlockOrder(length, block, window)
+    indices = order.order(3, 1)(np.arange(length))
+    assert sorted(indices.tolist()) == list(range(length))
+    assert order.order(3, 1)(np.arange(length // 2, length)).tolist() == indices[length // 2 :].tolist()
+    assert order.order(3, 2)(np.arange(length)).tolist() != indices.tolist()
+    first = indices[: block * window]
+    assert len(np.unique(first // block)) <= window + 1
+    assert first.tolist() != sorted(first.tolist())
+
+
+def test_a_position_in_a_billion_samples_is_found_without_a_walk() -> None:
+    order, places = BlockOrder(10**9, 1024, 16), np.arange(8 * 10**8, 8 * 10**8 + 64)
+    seconds = []
+    for epoch in range(3):
+        begin = time.perf_counter()
+        assert len(set(order.order(0, epoch)(places).tolist())) == 64
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 0.1  # the figure, below 5 ms, is measured apart
+
+
+def test_every_number_of_workers_has_the_same_batches_in_blocks(tmp_path: Path) -> None:
+    splits = load(prepare(str(write(tmp_path) / "*.tar"), None, ["cls"], None, "blocks", 4, 2))
+
+    def labels(size: int, rank: int, workers: int = 0) -> list[list[int]]:
+        batches = TrainBatches(
+            splits.train, plan_batches(8, 2, size), rank, 0, torch.device("cpu"), workers, order=splits.order
+        )
+        return [[label for [part] in step for label in part.tolist()] for step in batches.steps(2, 9)]
+
+    whole = labels(1, 0)
+    assert [first + second for first, second in zip(labels(2, 0), labels(2, 1, workers=1), strict=True)] == whole
