@@ -95,7 +95,8 @@ class LateStarts:
         """Return a sentence for each entry whose step a run of so many steps does not reach."""
         return [
             f"trainer.freeze_until.step={entry.step} is not reached in {num_steps:,} steps: "
-            f"{', '.join(entry.patterns)} will not be trained, as with trainer.freeze=[{','.join(entry.patterns)}], which costs less."
+            f"{', '.join(entry.patterns)} will not be trained, as with "
+            f"trainer.freeze=[{','.join(entry.patterns)}], which costs less."
             for entry in self.entries
             if entry.step >= num_steps
         ]
