@@ -44,6 +44,7 @@ def check_usable(path: Path, description: str, converts: bool = False) -> None:
     if not path.exists():
         download = " Download it first: ddpexp reads only local files." if "://" in description else ""
         raise RefusedError(f"{description}: there is no such file.{download}")
+    _check_no_peft(path, description)
     if not converts and is_pickled(path):
         target = path.with_suffix(".safetensors").name
         code = (
@@ -56,6 +57,16 @@ def check_usable(path: Path, description: str, converts: bool = False) -> None:
             f"{description}: {path.name} cannot be read as safetensors: torch.save has written it, and such a file "
             f"can hold any code, so it is never loaded here. Convert it once, in its folder, and name {target} (where "
             f"it holds more than a state_dict, take that part of `found`): python -c {argument}"
+        )
+
+
+def _check_no_peft(path: Path, description: str) -> None:
+    folder = path if path.is_dir() else path.parent
+    if (folder / "adapter_config.json").is_file() and (path.is_dir() or path.name.startswith("adapter_model.")):
+        raise RefusedError(
+            f"{description}: {folder.name} holds adapters of the peft library, without the model that they are for. "
+            f"Merge them into it once, PeftModel.from_pretrained(MODEL, '{folder.name}').merge_and_unload()"
+            ".save_pretrained('merged'), and name the folder merged."
         )
 
 

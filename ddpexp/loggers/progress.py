@@ -11,6 +11,8 @@ from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Null
 from ddpexp.system.text import metric_text, one_line
 
+_MAX_RATES = 4  # of parameter groups, shown one by one
+
 
 class Progress(Null):
     """Show how far the run is, and its metrics."""
@@ -24,7 +26,7 @@ class Progress(Null):
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         """Show training metrics as progress, and evaluations as lines."""
         if any(name.startswith("train/") for name in values):
-            shown = "  ".join(_shown(name.removeprefix("train/"), value) for name, value in values.items())
+            shown = "  ".join(_training_texts({name.removeprefix("train/"): value for name, value in values.items()}))
             line = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  epoch {epoch:5.2f}  {shown}"
             brief = "  ".join(
                 _shown(name, values[f"train/{name}"]) for name in ("loss", "accuracy") if f"train/{name}" in values
@@ -37,6 +39,20 @@ class Progress(Null):
         else:
             shown = "  ".join(_shown(name, value) for name, value in values.items())
             self._log.info(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  epoch {epoch:5.2f}  {shown}")
+
+
+def _training_texts(values: Mapping[str, float]) -> list[str]:
+    """Return each value as text; many rates of parameter groups together, as the lowest and the highest."""
+    rates = {name: value for name, value in values.items() if name.startswith("lr/")}
+    if len(rates) <= _MAX_RATES:
+        return [_shown(name, value) for name, value in values.items()]
+    low, high = (metric_text("lr", rate) for rate in (min(rates.values()), max(rates.values())))
+    together = {next(iter(rates)): f"lr {low} to {high} in {len(rates)} groups"}
+    return [
+        together.get(name, "") or _shown(name, value)
+        for name, value in values.items()
+        if name not in rates or name in together
+    ]
 
 
 def _shown(name: str, value: float) -> str:

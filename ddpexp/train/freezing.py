@@ -91,6 +91,16 @@ class LateStarts:
         """Return what is frozen at first, an entry each."""
         return [f"{', '.join(entry.patterns)}: {entry}" for entry in self.entries]
 
+    def never_reached(self, num_steps: int) -> list[str]:
+        """Return a sentence for each entry whose step a run of so many steps does not reach."""
+        return [
+            f"trainer.freeze_until.step={entry.step} is not reached in {num_steps:,} steps: "
+            f"{', '.join(entry.patterns)} will not be trained, as with "
+            f"trainer.freeze=[{','.join(entry.patterns)}], which costs less."
+            for entry in self.entries
+            if entry.step >= num_steps
+        ]
+
     def drop_gradients(self, step: int) -> None:
         """Drop the gradients that are not to be used in a step. Units: steps, from 0."""
         for entry in self.entries:

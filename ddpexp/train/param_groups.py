@@ -99,13 +99,19 @@ def groups_of(experiment: Experiment, parameters: Sequence[Described]) -> list[G
 
 
 def group_texts(experiment: Experiment, models: Mapping[str, nn.Module], single: bool) -> list[str]:
-    """Return each parameter group as text, such as `backbone 1,200 (lr=0.001)`; without groups nothing."""
-    sizes = {id(p): 0 if is_lazy(p) else p.numel() for module in models.values() for p in module.parameters()}
+    """Return each parameter group as text, such as `backbone 1,200 (lr=0.001)`; without groups nothing.
+
+    It counts what is trained. With `trainer.lora` the optimizer has no other parameters, and no other groups.
+    """
+    parameters = [p for module in models.values() for p in module.parameters()]
+    sizes = {id(p): 0 if is_lazy(p) or not p.requires_grad else p.numel() for p in parameters}
     described = describe(models, single)
     keys, texts = list(described), []
     for group in groups_of(experiment, list(described.values())) or ():
         values = ", ".join(f"{key}={shown(value)}" for key, value in _rounded(group.settings).items())
         size = sum(sizes[keys[position]] for position in group.members)
+        if experiment.trainer.lora is not None and not size:
+            continue
         texts.append(f"{group.name} {size:,}{f' ({values})' if values else ''}")
     return texts
 

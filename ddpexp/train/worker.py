@@ -60,6 +60,7 @@ from ddpexp.train.compilations import Compilations, end_processes, limit_process
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.evaluate import evaluate as compute_metrics
+from ddpexp.train.freezing import LateStarts
 from ddpexp.train.initial_weights import InitialWeights
 from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
@@ -186,6 +187,8 @@ def build(context: RunContext) -> Built:
     _log_other_bits(experiment, plan.gradient_accumulation_steps, log)
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
+    for sentence in LateStarts.of(trainer, strategy.modules, strategy.single).never_reached(num_steps):
+        log.warning(sentence)
     initial_weights.finish()
     return Built(loop, checkpointer, report, newest, damaged, compilations)
 

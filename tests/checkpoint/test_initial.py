@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddpexp.checkpoint.initial import find
+from ddpexp.checkpoint.weights import check_usable
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.config.schema import Run
@@ -55,6 +56,14 @@ def test_what_is_no_run_has_no_best_and_no_average(tmp_path: Path) -> None:
     assert "run.init_weights=ema: that is for a run or a checkpoint" in refused(
         init_from=str(tmp_path), init_weights="ema"
     )
+
+
+@pytest.mark.parametrize("name", ["", "adapter_model.safetensors", "adapter_model.bin"])
+def test_adapters_of_peft_are_refused_with_how_to_merge_them(tmp_path: Path, name: str) -> None:
+    for file in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(RefusedError, match=r"^x: \S+ holds adapters of the peft library, .* name the folder merged\.$"):
+        check_usable(tmp_path / name, "x", converts=True)
 
 
 def test_names_are_looked_up_before_workers_start() -> None:

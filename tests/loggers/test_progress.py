@@ -9,7 +9,7 @@ import pytest
 
 from ddpexp.launch.workers.control import Control
 from ddpexp.launch.workers.lines import Lines
-from ddpexp.loggers.progress import Progress
+from ddpexp.loggers.progress import Progress, _training_texts
 
 TRAIN = {
     "train/loss": 0.123456, "train/accuracy": 0.98765, "train/lr": 0.05, "train/grad_norm": 1.5,
@@ -56,3 +56,14 @@ def test_a_watcher_gets_progress_and_shows_it_itself(log: logging.Logger, caplog
 def test_a_metric_that_a_recipe_lacks_is_left_out(log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
     Progress(Control(None), log, 9).scalars(3, 0.1, {"train/loss": 2.0, "train/lr": 1e-5})
     assert caplog.messages == ["step 3/9  epoch  0.10  loss 2  lr 1e-05"]
+
+
+def test_many_rates_are_shown_as_the_lowest_and_the_highest() -> None:
+    rates = {f"lr/{name}": 0.1 * number for number, name in enumerate("abcde", 1)}
+    assert _training_texts({"loss": 1.0, **rates, "grad_norm": 2.0}) == [
+        "loss 1",
+        "lr 0.1 to 0.5 in 5 groups",
+        "grad_norm 2",
+    ]
+    few = {"loss": 1.0, "lr/a": 0.1, "lr/b": 0.2}
+    assert _training_texts(few) == ["loss 1", "lr/a 0.1", "lr/b 0.2"]

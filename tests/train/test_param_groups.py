@@ -482,6 +482,27 @@ def test_what_is_frozen_is_counted() -> None:
     assert count_text(experiment_of().trainer, {"model": nn.Linear(2, 2)}, True) == "6 parameters"
 
 
+def test_a_late_start_beyond_the_end_is_remarked_upon() -> None:
+    late = LateStarts.of(
+        experiment_of("trainer.freeze_until={step: 5, match: [embed.*]}").trainer, {"model": Tied()}, True
+    )
+    assert late.never_reached(6) == []
+    assert late.never_reached(5) == [
+        "trainer.freeze_until.step=5 is not reached in 5 steps: embed.* will not be trained, as with "
+        "trainer.freeze=[embed.*], which costs less."
+    ]
+
+
+def test_groups_count_what_is_trained_and_with_adapters_name_no_others() -> None:
+    model = Tied()
+    model.backbone.requires_grad_(False)
+    overrides = ("trainer.param_groups=[{match: ['backbone.*'], lr_scale: 0.1}]",)
+    texts = group_texts(experiment_of(*overrides), {"model": model}, True)
+    assert [text.partition(" (")[0] for text in texts] == ["other 31", "backbone 0"]
+    texts = group_texts(experiment_of(*overrides, "trainer.lora={match: [head]}"), {"model": model}, True)
+    assert [text.partition(" (")[0] for text in texts] == ["other 31"]
+
+
 def test_gradients_are_dropped_until_the_step() -> None:
     model = Tied()
     entries = "trainer.freeze_until=[{step: 2, match: [backbone.*]}, {step: 3, match: [backbone.0.*, scale]}]"
