@@ -13,6 +13,8 @@ from typing import Any, cast
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ddpexp.config import facts
+from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError
 
 _RESOLVED, _NODES = 10_000, 200_000
@@ -34,6 +36,7 @@ def bounded_interpolations() -> Iterator[None]:
     Raises:
         RefusedError: there is more.
     """
+    register_resolver("facts", facts.reference, replace=True)
     plain = Container.resolve_parse_tree
     resolved = nodes = characters = 0
     deadline = time.process_time() + _SECONDS

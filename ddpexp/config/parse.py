@@ -15,13 +15,14 @@ from typing import Any
 
 import yaml
 
-from ddpexp.config import registry
+from ddpexp.config import facts, registry
 from ddpexp.config.build import build, convert, did_you_mean, nearest, shown, unknown_key
 from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
 from ddpexp.config.plugins import full_name, installed
-from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Recipe, Run, Trainer
+from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Predict, Recipe, Run, Trainer
 from ddpexp.config.validate import ALERT_URL, check, check_alert_url
+from ddpexp.data.mixture.weights import check_mixture
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.strategy.options import Options
@@ -63,7 +64,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
             ]
             raise unknown_key(str(key), sections, "", keys, kind="section")
     for name in sections:
-        if name in LISTED and values.get(name) is None:
+        if name in (*LISTED, "predict") and values.get(name) is None:
             values[name] = {}
         if values.get(name) is None and name in ("model", "data"):
             continue  # below, when what is there is known to be right
@@ -75,6 +76,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     run = build(Run, values["run"], "run")
     trust = Trust(run.trust, Path(run.code) if run.code else None)
     check_trusted(values, trust)
+    facts.check(values)
     trainer = build(Trainer, values["trainer"], "trainer")
     for name in ("model", "data"):
         if not _is_chosen(name, values.get(name)):
@@ -92,6 +94,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         callbacks=_callbacks(values["callbacks"]),
         trainer=trainer,
         run=run,
+        predict=build(Predict, values["predict"], "predict"),
     )
     check(experiment)
     return experiment
@@ -203,13 +206,14 @@ def _strategy(values: Mapping[str, Any]) -> Options:
     return build(options, values, "strategy")
 
 
-def _data(values: Mapping[str, Any], trust: Trust) -> Data:
-    node = _node({key: value for key, value in values.items() if key not in DATA_KEYS}, "data")
-    prepare = convert(values.get("prepare"), str | None, "data.prepare")
+def _data(values: Mapping[str, Any], trust: Trust, where: str = "data") -> Data:
+    node = _node({key: value for key, value in values.items() if key not in DATA_KEYS}, where)
+    key = f"{where}.prepare"
+    prepare = convert(values.get("prepare"), str | None, key)
     if prepare is not None:
-        check_target(prepare, trust, "data.prepare")
-        if registry.key_of("data.prepare", prepare) is not None:  # ours are quick to import; a user's may import torch
-            _typed_arguments(locate(prepare, trust, "data.prepare"), node.kwargs, "data")
+        check_target(prepare, trust, key)
+        if registry.key_of(key, prepare) is not None:  # ours are quick to import; a user's may import torch
+            _typed_arguments(locate(prepare, trust, key), node.kwargs, where)
     return Data(
         target=node.target,
         prepare=prepare,
@@ -217,7 +221,39 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
         num_workers=convert(values.get("num_workers", 0), int, "data.num_workers"),
         on_device=convert(values.get("on_device", False), bool, "data.on_device"),
         options=node.kwargs,
+        stratify=convert(values.get("stratify"), bool | None, "data.stratify"),
+        group_by=convert(values.get("group_by"), str | None, "data.group_by"),
+        fold=convert(values.get("fold"), int | None, "data.fold"),
+        folds=convert(values.get("folds"), int | None, "data.folds"),
+        weights=_weights(values.get("weights")),
+        samples_per_epoch=convert(values.get("samples_per_epoch"), int | None, "data.samples_per_epoch"),
+        sources=_sources(node, trust, where) if registry.key_of("data", node.target) == "mixture" else {},
     )
+
+
+def _sources(mixture: Node, trust: Trust, where: str) -> Mapping[str, Data]:
+    """Return the sources of a mixture by name, once its other keys are checked."""
+    _typed_arguments(check_mixture, mixture.kwargs, where)
+    sources = mixture.kwargs.get("sources", {})
+    check_mixture(**mixture.kwargs)
+    for name, section in sources.items():
+        here = f"{where}.sources.{name}"
+        if not isinstance(section, Mapping):
+            raise RefusedError(f"{here}={section} is no section with the keys of a kind of data.")
+        if key := next((key for key in DATA_KEYS if key in section and key != "prepare"), None):
+            raise RefusedError(f"{here}.{key} belongs to the whole mixture: use {where}.{key}.")
+        if registry.key_of("data", section.get("_target_")) == "mixture":
+            raise RefusedError(f"{here} is a mixture itself: list its sources in {where}.sources.")
+    return types.MappingProxyType(
+        {name: _data(section, trust, f"{where}.sources.{name}") for name, section in sources.items()}
+    )
+
+
+def _weights(value: Any) -> str | Node | None:
+    if isinstance(value, Mapping):
+        return _node(value, "data.weights")
+    found: str | None = convert(value, str | None, "data.weights")
+    return found
 
 
 def _schedule(values: Mapping[str, Any]) -> Schedule | Node:

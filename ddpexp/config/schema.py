@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,11 @@ Auto = Literal["auto"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
-DATA_KEYS = ("prepare", "validation_fraction", "num_workers", "on_device")  # what every data section understands
+# What every data section understands.
+DATA_KEYS = (
+    "prepare", "validation_fraction", "num_workers", "on_device",
+    "stratify", "group_by", "fold", "folds", "weights", "samples_per_epoch",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,13 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Predict:
+    """How `ddpexp predict` uses the weights."""
+
+    batch_size: Auto | int = "auto"
+
+
+@dataclass(frozen=True)
 class Data:
     """The data: who prepares it, who loads it, and what every kind of data understands."""
 
@@ -150,6 +161,14 @@ class Data:
     num_workers: int
     on_device: bool
     options: Mapping[str, Any]
+    # Older runs do not have these.
+    stratify: bool | None = None
+    group_by: str | None = None
+    fold: int | None = None
+    folds: int | None = None
+    weights: str | Node | None = None
+    samples_per_epoch: int | None = None
+    sources: Mapping[str, Data] = field(default_factory=dict)  # of a mixture, by name
 
 
 @dataclass(frozen=True)
@@ -168,6 +187,7 @@ class Experiment:
     callbacks: Mapping[str, Node]  # in the order of their calls, by the key below `callbacks`
     trainer: Trainer
     run: Run
+    predict: Predict = Predict()  # older runs do not have it
 
     @property
     def trust(self) -> Trust:
@@ -179,6 +199,7 @@ TYPED_SECTIONS: Mapping[str, Any] = {
     "trainer": Trainer,
     "strategy": DDPOptions,  # of the other kinds, `ddpexp.config.parse` finds the class
     "run": Run,
+    "predict": Predict,
     "recipe": Recipe,
 }
 """The sections whose keys are fields with types, checked by `parse`."""

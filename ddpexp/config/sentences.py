@@ -24,7 +24,17 @@ from ddpexp.config.plugins import plugin_folders
 from ddpexp.errors import RefusedError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
-_RESOLVERS = ("oc.env", "oc.select", "oc.decode", "oc.create", "oc.dict.keys", "oc.dict.values", "hydra", "now")
+_RESOLVERS = (
+    "facts",
+    "oc.env",
+    "oc.select",
+    "oc.decode",
+    "oc.create",
+    "oc.dict.keys",
+    "oc.dict.values",
+    "hydra",
+    "now",
+)
 _YAML = {  # PyYAML's messages, each with what it mostly means
     "found unexpected end of stream": " (a quote is not closed)",
     "found character '\\t'": " (a tab: indent with spaces)",

@@ -14,6 +14,7 @@ from ddpexp.config.numerics import check_param_dtype, check_speed
 from ddpexp.config.optimizer_arguments import arguments_of, check_arguments
 from ddpexp.config.param_groups import check_freeze_until, check_layer_decay, check_param_groups, late_starts
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
+from ddpexp.config.sampling import check_epoch, check_sampling
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
@@ -95,6 +96,9 @@ def check(experiment: Experiment) -> None:
     _check_recipe(experiment.recipe)
     _check_run(experiment.run)
     _check_data(experiment.data)
+    if (size := experiment.predict.batch_size) != "auto" and size < 1:
+        raise RefusedError(f"predict.batch_size={size} is too small: use 1 or more, or auto.")
+    check_sampling(experiment.data)
     check_arguments(experiment.optimizer)
     experiment.strategy.check(experiment.trainer)
     _check_together(experiment)
@@ -283,6 +287,7 @@ def _check_data(data: Data) -> None:
 def _check_together(experiment: Experiment) -> None:
     """Check keys of several sections against each other."""
     trainer = experiment.trainer
+    check_epoch(experiment.data, trainer.global_batch_size)
     _check_callbacks(experiment)
     _check_schedule(experiment)
     check_strategy_and_average(experiment)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpexp.data.batch_plan import BatchPlan
-from ddpexp.data.datasets import IndexData, may_draw, of_epoch, training_order
+from ddpexp.data.datasets import (
+    IndexData,
+    TokenData,
+    fetch,
+    finish,
+    is_staged,
+    may_draw,
+    of_epoch,
+    training_order,
+    whole_set,
+)
 from ddpexp.data.loader import Key, load
 from ddpexp.data.order import TrainingOrder
+from ddpexp.data.prefetch import ahead, num_ahead
 from ddpexp.data.samples import describe_samples, user_code_error
 from ddpexp.distributed.rng import DATA, EVAL, seed_of, seed_torch
 from ddpexp.distributed.transfers import moved
@@ -74,6 +85,10 @@ class TrainBatches:
         Random numbers drawn by the data set are a function of seed, step and micro-batch. The augmentation by a data
         set with `of_epoch` is a function of seed, epoch and sample, however the batch is split.
         """
+        if isinstance(self.data, IndexData) and is_staged(self.data):
+            for staged, fetched in ahead(self._fetches(from_step, to_step), num_ahead(self.device), self.device):
+                yield [finish(staged, batch, self.device) for batch in fetched]
+            return
         if isinstance(self.data, IndexData):
             seeded, begun = may_draw(self.data), -1
             for first, block in self._blocks(from_step, to_step):
@@ -89,6 +104,17 @@ class TrainBatches:
         micro_batches = load(self.data, "train", keys, self.num_workers, self.device, self.timeout_seconds)
         for _ in range(from_step, to_step):
             yield [to_device(next(micro_batches), self.device) for _ in range(self.plan.gradient_accumulation_steps)]
+
+    def _fetches(self, from_step: int, to_step: int) -> Iterator[Callable[[], tuple[IndexData, list[Any]]]]:
+        """Yield for each step a function that fetches its micro-batches, on the host."""
+        begun, share = -1, (-1, self.plan.micro_batch_size)
+        partner_blocks = self._blocks(from_step, to_step, partners=True)
+        for (first, block), (_, partner_block) in zip(self._blocks(from_step, to_step), partner_blocks, strict=True):
+            if (epoch := first // self.steps_per_epoch) != begun:
+                data, begun = of_epoch(self.data, self.seed, epoch), epoch
+            for indices, partners in zip(torch.from_numpy(block), torch.from_numpy(partner_block), strict=True):
+                pairs = list(zip(indices.view(share), partners.view(share), strict=True))
+                yield partial(_fetch_step, data, pairs, self.device.type == "cuda")
 
     def indices(self, from_step: int, to_step: int) -> Iterator[NDArray[np.int64]]:
         """Yield for each step the indices of this rank's samples. Shapes: (accumulation * micro_batch_size,)."""
@@ -106,13 +132,17 @@ class TrainBatches:
         indices = next(self.indices(step, step + 1)).tolist()
         return describe_samples(self.data, [indices[first + row] for row in rows], "train")
 
-    def _blocks(self, from_step: int, to_step: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    def _blocks(self, from_step: int, to_step: int, partners: bool = False) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield blocks of steps of one epoch: the number of the first step, and the indices of all.
+
+        With `partners` those of the other half of each pair of neighboring positions in the global batch.
 
         Shapes: (num_steps, accumulation * micro_batch_size).
         """
         total, share = self.plan.global_batch_size, self.plan.gradient_accumulation_steps * self.plan.micro_batch_size
         offsets = np.arange(self.rank * share, (self.rank + 1) * share)
+        if partners:
+            offsets = np.where(offsets ^ 1 < total, offsets ^ 1, offsets)
         step, block = from_step, _FIRST_BLOCK
         begun = -1
         while step < to_step:
@@ -155,7 +185,15 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches; another rank may have one more."""
-        if isinstance(self.data, IndexData):
+        if isinstance(self.data, IndexData) and is_staged(self.data):
+            pinned = self.device.type == "cuda"
+            tasks = (
+                partial(_fetch, self.data, self.name, torch.arange(start, stop), None, pinned)
+                for start, stop in self._ranges()
+            )
+            for batch in ahead(tasks, num_ahead(self.device), self.device):
+                yield finish(self.data, batch, self.device)
+        elif isinstance(self.data, IndexData):
             for start, stop in self._ranges():
                 seed_torch(seed_of(0, EVAL, 0, start), self.device)
                 indices = torch.arange(start, stop, device=self.device if self.on_device else "cpu")
@@ -185,9 +223,29 @@ class EvalBatches:
             yield start, min(start + self.batch_size, self.num_samples)
 
 
+def rates(data: Any, samples_per_second: float) -> dict[str, float]:
+    """Return what is recorded of the speed: samples and, of `TokenData`, tokens per second."""
+    speed = {"samples_per_second": samples_per_second}
+    whole = whole_set(data)
+    if isinstance(whole, TokenData):
+        speed["tokens_per_second"] = samples_per_second * whole.tokens_per_sample
+    return speed
+
+
 def _gather(data: IndexData, name: str, indices: Tensor, device: torch.device) -> Any:
     try:
         return data.gather(indices, device)
+    except Exception as error:
+        raise user_code_error(error, describe_samples(data, indices.tolist(), name)) from error
+
+
+def _fetch_step(data: IndexData, pairs: list[tuple[Tensor, Tensor]], pinned: bool) -> tuple[IndexData, list[Any]]:
+    return data, [_fetch(data, "train", indices, partners, pinned) for indices, partners in pairs]
+
+
+def _fetch(data: IndexData, name: str, indices: Tensor, partners: Tensor | None, pinned: bool) -> Any:
+    try:
+        return fetch(data, indices, partners, pinned)
     except Exception as error:
         raise user_code_error(error, describe_samples(data, indices.tolist(), name)) from error
 

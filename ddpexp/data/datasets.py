@@ -44,6 +44,16 @@ class DeviceData(Protocol):
 
 
 @runtime_checkable
+class TokenData(Protocol):
+    """An index data set of sequences of one length, of which runs record the tokens per second."""
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Return the length of a sample."""
+        ...
+
+
+@runtime_checkable
 class EpochData(Protocol):
     """An index data set that differs in each training epoch because of augmentation.
 
@@ -52,6 +62,46 @@ class EpochData(Protocol):
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:
         """Return the data set to train on in one epoch; for evaluation the data set itself is used."""
+        ...
+
+
+@runtime_checkable
+class DrawingData(Protocol):
+    """An index data set that knows whether its `gather` may draw random numbers, because it consists of others."""
+
+    @property
+    def draws(self) -> bool:
+        """Return whether `gather` may use torch's random number generators."""
+        ...
+
+
+@runtime_checkable
+class StagedData(Protocol):
+    """An index data set whose `gather` has two halves, of which the first runs ahead of the steps on a GPU."""
+
+    def fetch(self, indices: Tensor, pinned: bool) -> Any:
+        """Make a batch on the host, in any thread, without random number generators. Shapes: as in `gather`."""
+        ...
+
+    def finish(self, batch: Any, device: torch.device) -> Any:
+        """Move what `fetch` has made to the device, and return what `gather` would."""
+        ...
+
+
+@runtime_checkable
+class PairedData(Protocol):
+    """What `of_epoch` may return: each sample is mixed with a partner, another sample of the same global batch.
+
+    The partner of position p of the global batch is position p ^ 1, whatever the number of workers and micro-batches;
+    that of the last one of an odd number is itself. A rank fetches the partners of its samples too.
+    """
+
+    def fetch_pairs(self, indices: Tensor, partners: Tensor, pinned: bool) -> Any:
+        """Make a batch on the host, as `StagedData.fetch`. Shapes: `indices` and `partners` (batch,)."""
+        ...
+
+    def finish(self, batch: Any, device: torch.device) -> Any:
+        """Move the batch to the device, mix each sample with its partner, and return what `gather` would."""
         ...
 
 
@@ -152,6 +202,26 @@ def of_epoch(data: IndexData, seed: int, epoch: int) -> IndexData:
     return data.of_epoch(seed, epoch) if isinstance(data, EpochData) else data
 
 
+def is_staged(data: IndexData) -> bool:
+    """Return whether a set, which may be a subset, fetches batches ahead or mixes samples with partners."""
+    return is_staged(data.data) if isinstance(data, Subset) else isinstance(data, StagedData | PairedData)
+
+
+def fetch(data: Any, indices: Tensor, partners: Tensor | None, pinned: bool) -> Any:
+    """Fetch a batch of a staged set, which may be a subset; without partners those are the samples themselves."""
+    if isinstance(data, Subset):
+        places = data.places(indices)
+        return fetch(data.data, places, None if partners is None else data.places(partners), pinned)
+    if isinstance(data, PairedData):
+        return data.fetch_pairs(indices, indices if partners is None else partners, pinned)
+    return data.fetch(indices, pinned)
+
+
+def finish(data: Any, batch: Any, device: torch.device) -> Any:
+    """Move a fetched batch of a staged set, which may be a subset, to the device."""
+    return finish(data.data, batch, device) if isinstance(data, Subset) else data.finish(batch, device)
+
+
 def on_device(splits: Splits, device: torch.device) -> Splits:
     """Return the data sets with their samples on the device; samples shared by several subsets are stored once.
 
@@ -160,13 +230,13 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
     """
     parts = {"train": splits.train, **splits.evals}
     for name, part in parts.items():
-        if not isinstance(_whole(part), DeviceData):
+        if not isinstance(whole_set(part), DeviceData):
             raise RefusedError(
-                f"data.on_device=true: `{name}` is a {type(_whole(part)).__name__}, which cannot be moved to a "
+                f"data.on_device=true: `{name}` is a {type(whole_set(part)).__name__}, which cannot be moved to a "
                 "device. Return ddpexp.data.datasets.Arrays, give it num_bytes and to(device), or leave "
                 "data.on_device=false."
             )
-    wholes = {id(whole): whole for whole in map(_whole, parts.values())}
+    wholes = {id(whole): whole for whole in map(whole_set, parts.values())}
     if device.type == "cuda":
         size, (free, _) = device_bytes(splits), torch.cuda.mem_get_info(device)
         if size > free:
@@ -175,19 +245,20 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
                 f"{free / 1e9:,.1f} GB are free. Leave data.on_device=false."
             )
     there = {number: whole.to(device) for number, whole in wholes.items()}
-    train, *evals = (_part_of(there[id(_whole(part))], part, device) for part in parts.values())
+    train, *evals = (_part_of(there[id(whole_set(part))], part, device) for part in parts.values())
     own = splits.train if isinstance(splits.train, OrderedData) else None  # an order is a matter of the host
     return Splits(train, dict(zip(splits.evals, evals, strict=True)), splits.order or own)
 
 
 def device_bytes(splits: Splits) -> int:
     """Return the size of the samples of all sets on a device."""
-    wholes = {id(whole): whole for whole in map(_whole, (splits.train, *splits.evals.values()))}
+    wholes = {id(whole): whole for whole in map(whole_set, (splits.train, *splits.evals.values()))}
     return sum(whole.num_bytes for whole in wholes.values())
 
 
-def _whole(data: Any) -> Any:
-    return _whole(data.data) if isinstance(data, Subset) else data
+def whole_set(data: Any) -> Any:
+    """Return the data set that a subset is of."""
+    return whole_set(data.data) if isinstance(data, Subset) else data
 
 
 def _part_of(whole: IndexData, part: Any, device: torch.device) -> IndexData:
@@ -199,7 +270,9 @@ def _part_of(whole: IndexData, part: Any, device: torch.device) -> IndexData:
 
 def may_draw(data: IndexData) -> bool:
     """Return whether `gather` may use torch's random number generators."""
-    return may_draw(data.data) if isinstance(data, Subset) else not isinstance(data, EpochData)
+    if isinstance(data, Subset):
+        return may_draw(data.data)
+    return data.draws if isinstance(data, DrawingData) else not isinstance(data, EpochData)
 
 
 def hold_out(train: Any, fraction: float) -> tuple[Any, Any]:

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from ddpexp.data.datasets import Arrays, IndexData, OrderedData, Splits
 from ddpexp.data.loader import load
+from ddpexp.data.order import TrainingOrder
 from ddpexp.data.streams import Stream
+from ddpexp.data.weights import Weighted
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import LoaderError
 
@@ -30,7 +32,9 @@ _DEPTH = 20
 _WORKER_SECONDS = 5  # for a DataLoader worker to produce a sample
 
 
-def fingerprint(splits: Splits, identified: bool, num_workers: int) -> dict[str, dict[str, Any]]:
+def fingerprint(
+    splits: Splits, identified: bool, num_workers: int, order: TrainingOrder | None = None
+) -> dict[str, dict[str, Any]]:
     """Return the number of samples of each set, and a hash of each part of a sample.
 
     Samples are read as in training: in this process, or in a DataLoader worker if there are any, so that the data set
@@ -47,6 +51,8 @@ def fingerprint(splits: Splits, identified: bool, num_workers: int) -> dict[str,
         found[name] = {"samples": len(part), **({"content": content} if content else {})}
     if isinstance(splits.train, OrderedData):
         found["train"]["samples_per_epoch"] = splits.train.samples_per_epoch
+    if isinstance(order, Weighted):
+        found["train"]["weights"] = order.digest
     return found
 
 
@@ -96,6 +102,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
                 f"an epoch of `{name}` had {_counted(_of_an_epoch(was))} samples and has "
                 f"{_counted(_of_an_epoch(is_now))} now"
             )
+        elif was.get("weights") != is_now.get("weights"):
+            found.append(f"`{name}` is drawn by other weights")
         else:
             old, new = was.get("content"), is_now.get("content")
             if (

@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
-from ddpexp.config.schema import Experiment, Trainer
+from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
 from ddpexp.data.datasets import Splits, device_bytes
 from ddpexp.data.samples import tensors_of
 from ddpexp.data.streams import Stream, sized
+from ddpexp.data.weights import Passes
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -95,7 +96,7 @@ def collect(
     data_size = experiment.strategy.data_rank(0, layout.world_size).size
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
     before = _own_memory()
-    splits = open_data(experiment, prepared, _ALONE) if num_samples is None else _placeholder(trainer, num_samples)
+    splits = open_data(experiment, prepared, _ALONE) if num_samples is None else _placeholder(experiment, num_samples)
     train, there = splits.train, experiment.data.on_device and num_samples is None
     data_bytes = max(0, _own_memory() - before) if num_samples is None else None
     if isinstance(train, Stream):
@@ -169,9 +170,11 @@ def _of_a_pass(
     return found
 
 
-def _placeholder(trainer: Trainer, num_samples: int) -> Splits:
+def _placeholder(experiment: Experiment, num_samples: int) -> Splits:
     """Return data sets of this size without samples."""
-    return Splits(range(min(num_samples, trainer.limit_train_samples or num_samples)), {})
+    length, per_epoch = experiment.trainer.limit_train_samples or num_samples, experiment.data.samples_per_epoch
+    samples = range(min(num_samples, length))
+    return Splits(samples, {}, Passes(per_epoch, len(samples)) if per_epoch is not None else None)
 
 
 def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool, torch.device]:

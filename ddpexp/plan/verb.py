@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ddpexp.config import commands
 from ddpexp.config.compose import compose
+from ddpexp.config.facts import refers
 from ddpexp.config.parse import parse
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import plan_batches
@@ -21,7 +22,7 @@ from ddpexp.plan.layout import Assumed, assume
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import Costs
 from ddpexp.run.directory import RunDir
-from ddpexp.run.prepare import prepare
+from ddpexp.run.prepare import prepare, with_facts
 from ddpexp.run.training import Training
 from ddpexp.system.terminal import print_message
 
@@ -91,8 +92,10 @@ def _plans(runs: Sequence[Sequence[str]], arguments: PlanArguments) -> list[Outc
     if not possible:
         return [run for run in foreseen if isinstance(run, DdpexpError)]
     experiment, num_samples = possible[0].experiment, arguments.num_samples
-    data = prepare(experiment.data, experiment.trust) if num_samples is None else None
-    configurations = [(run.text, run.assumed.layout) for run in possible]
+    with_data = num_samples is None or any(refers(run.text) for run in possible)
+    prepared = prepare(experiment.data, experiment.trust) if with_data else None
+    configurations = [(with_facts(run.text, run.experiment.data, prepared), run.assumed.layout) for run in possible]
+    data = prepared if num_samples is None else None
     gathered = iter(gather(configurations, data, num_samples, arguments.plot is not None))
     plans: list[Outcome | DdpexpError] = []
     for run in foreseen:

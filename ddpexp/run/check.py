@@ -19,7 +19,7 @@ from ddpexp.launch import Job, Layout, Participants
 from ddpexp.run import pretrained
 from ddpexp.run.directory import RunDir
 from ddpexp.run.lock import Owner
-from ddpexp.run.prepare import prepare
+from ddpexp.run.prepare import prepare, with_facts
 from ddpexp.run.stored_config import job_identity
 from ddpexp.run.worker_request import worker_request
 
@@ -58,20 +58,22 @@ class Check(Job):
     def begin(self, layout: Layout, participants: Participants) -> None:
         """Prepare the data and a run directory."""
         self.run.checkpoints.mkdir(parents=True)
-        self.run.config.write_text(self._text)
+        data = prepare(self.experiment.data, self.experiment.trust)
+        text = with_facts(self._text, self.experiment.data, data)
+        self.run.config.write_text(text)
         self.run.manifest.write_text("{}")
         earlier = self._folder / {"one": "", "resumed": "one", "two": "resumed"}[self.part] / "checkpoints"
         if self.part == "resumed":
             (earlier / folder_name(1)).rename(self.run.checkpoints / folder_name(1))
         shutil.rmtree(earlier, ignore_errors=True)  # there is room for those of one part
         if self.part == "one":
-            pretrained.fetch(self.experiment.model, self._text)
+            pretrained.fetch(self.experiment.model, text)
         request = {
-            "config": self._text,
+            "config": text,
             "run": str(self.run.path),
             "part": self.part,
             "layout": asdict(layout),
-            "data": prepare(self.experiment.data, self.experiment.trust),
+            "data": data,
         }
         self.arguments = [json.dumps(request)]
 

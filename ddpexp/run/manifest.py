@@ -21,7 +21,7 @@ from ddpexp.run.repository import Snapshot
 from ddpexp.system.files import first_free_name, sha256
 from ddpexp.system.job_schedulers import restart_count
 
-_OF_THE_RUN = ("data", "config", "init_from", "earlier", "starts")  # keys of the whole run, not of a start
+_OF_THE_RUN = ("data", "facts", "config", "init_from", "earlier", "starts")  # keys of the whole run, not of a start
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Start:
     code: Snapshot
     inputs: Mapping[str, Any] | None = None  # hashes that identify configuration and code
     changes: Sequence[str] = ()  # the log's notes on differences from the previous start
+    facts: Mapping[str, Any] | None = None  # of the data, which the configuration refers to
 
 
 def describe(
@@ -61,7 +62,9 @@ def describe(
         "changes": list(start.changes),
         "restart": restart_count(),
     }
-    of_the_run = {"init_from": before["init_from"]} if before and "init_from" in before else {}
+    of_the_run = {key: before[key] for key in ("init_from", "facts") if key in before} if before else {}
+    if start.facts:
+        of_the_run["facts"] = {**of_the_run.get("facts", {}), **start.facts}
     earlier = _earlier(before, facts) if before else []
     return {**facts, "data": dict(data) if data else None, **of_the_run, "earlier": earlier}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -9,12 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ddpexp.config import facts
 from ddpexp.config.instantiate import Node, Trust, instantiate
 from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Data
 from ddpexp.errors import RefusedError
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
+from ddpexp.system.yaml_text import load_yaml
 
 
 def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
@@ -26,7 +29,10 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
     Raises:
         RefusedError: the data is missing, damaged or cannot be stored.
     """
+    if data.sources:
+        return _of_mixture({name: prepare(source, trust) for name, source in data.sources.items()})
     if data.prepare is None:
+        _check_values(data, None)
         return None
     if key_of("data.prepare", data.prepare) is not None:
         description = instantiate(Node(data.prepare, data.options), trust, "data.prepare")
@@ -36,7 +42,66 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
         raise RefusedError(
             f"data.prepare={data.prepare} must return a mapping with at least a `name`, not {description!r}."
         )
+    if not isinstance(description.get("facts", {}), Mapping):
+        raise RefusedError(
+            f"data.prepare={data.prepare} must return its `facts` as a mapping, such as {{'num_classes': 10}}, not "
+            f"{description['facts']!r}."
+        )
+    _check_values(data, description.get("num_train"))
     return dict(description)
+
+
+def _of_mixture(sources: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+    """Return the description of a mixture: facts are those that all sources have alike."""
+    known = {name: source or {} for name, source in sources.items()}
+    every = [source.get("facts") or {} for source in known.values()]
+    shared = {key: value for key, value in every[0].items() if all(other.get(key) == value for other in every)}
+    hashes = [
+        next((str(source[key]) for key in ("sha256", "hash") if key in source), None) for source in known.values()
+    ]
+    notes = [
+        f"{name}: {source.get('note') or source.get('name') or 'loaded by the workers'}"
+        for name, source in known.items()
+    ]
+    described = {"name": "mixture", "sources": dict(sources), "facts": shared, "note": f"mixture of {'; '.join(notes)}"}
+    if None in hashes:
+        return described
+    text = json.dumps([*zip(known, hashes, strict=True)])
+    return {**described, "hash": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def used_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the facts of the prepared data that a configuration, as YAML, refers to.
+
+    Raises:
+        RefusedError: a fact that is not there, or a model that is too small for them.
+    """
+    given = (prepared or {}).get("facts") or {}
+    if "vocab_size" in given:
+        facts.check_model(load_yaml(text), given)
+    return facts.used(load_yaml(text), given, f"data.prepare={data.prepare}") if facts.refers(text) else {}
+
+
+def with_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> str:
+    """Return a configuration with the facts of the prepared data in place of its references to them.
+
+    Raises:
+        RefusedError: a fact that is not there.
+    """
+    return facts.resolve_text(text, used_facts(text, data, prepared))
+
+
+def _check_values(data: Data, num_train: Any) -> None:
+    """Check the files with a value for each training sample; where their number is not known yet, the workers do."""
+    weighted = isinstance(data.weights, str) and data.weights != "balanced"
+    if weighted or (data.group_by is not None and data.group_by.endswith((".npy", ".txt", ".csv"))):
+        from ddpexp.data.weights import checked_groups, checked_weights, read_values  # late: numpy
+
+        count = num_train if isinstance(num_train, int) else None
+        if weighted:
+            checked_weights(read_values(str(data.weights), "data.weights"), count, f"data.weights={data.weights}")
+        if data.group_by is not None and data.group_by.endswith((".npy", ".txt", ".csv")):
+            checked_groups(read_values(data.group_by, "data.group_by"), count, data.group_by)
 
 
 def call_and_answer(

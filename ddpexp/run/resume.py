@@ -9,13 +9,14 @@ from typing import Any
 
 from ddpexp.checkpoint.format import complete_checkpoints, scan
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
+from ddpexp.config.facts import resolve
 from ddpexp.data.batch_plan import counted
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.rendezvous.layout import check_threads
 from ddpexp.run.directory import RunDir
 from ddpexp.run.same_inputs import check_same_code
-from ddpexp.run.stored_config import Stored, edit_notes, parse_config, read_config, read_stored
+from ddpexp.run.stored_config import Stored, edit_notes, parse_config, read_config, read_stored, recorded_facts
 from ddpexp.system.job_schedulers import recorded_job
 from ddpexp.system.secrets import masked_tree
 from ddpexp.system.text import metric_text, one_line
@@ -50,7 +51,7 @@ def inspect(run: RunDir, start: Start) -> PreviousRun:
         FinishedError: there is nothing to do. RefusedError: the run cannot or should not be resumed.
     """
     manifest, result = run.read_if_present(run.manifest), run.read_if_present(run.result) or {}
-    new = parse_config(start.text)
+    new = _new_config(start, manifest)
     stored = read_stored(run, manifest)
     changes = _changes(run, stored, new, start.overrides)
     edits = stored.edits if stored is not None else ()
@@ -107,7 +108,14 @@ def changes_of(run: RunDir, start: Start) -> list[Change]:
     Raises:
         RefusedError: the stored configuration cannot be read.
     """
-    return _changes(run, read_stored(run, run.read_if_present(run.manifest)), parse_config(start.text), start.overrides)
+    manifest = run.read_if_present(run.manifest)
+    return _changes(run, read_stored(run, manifest), _new_config(start, manifest), start.overrides)
+
+
+def _new_config(start: Start, manifest: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the configuration of this start, with the facts of the data that the run was started with."""
+    new: dict[str, Any] = resolve(parse_config(start.text), recorded_facts(manifest))
+    return new
 
 
 def _changes(run: RunDir, stored: Stored | None, new: Mapping[str, Any], overrides: Sequence[str]) -> list[Change]:

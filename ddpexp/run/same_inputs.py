@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.checkpoint.format import newest
+from ddpexp.config.build import shown
 from ddpexp.config.instantiate import targets
 from ddpexp.config.plugins import full_name
 from ddpexp.errors import RefusedError
 from ddpexp.run import sources
 from ddpexp.run.directory import RunDir
+from ddpexp.run.stored_config import recorded_facts
 from ddpexp.system.secrets import masked_tree
 
 _IDENTITY = ("name", "sha256", "hash")  # keys of the result of `prepare` that identify the data
@@ -94,6 +97,7 @@ def check_same_data(
     Raises:
         RefusedError: the data has changed and run.allow_changes does not list it.
     """
+    _check_same_facts(recorded_facts(manifest), data, name)
     before = manifest.get("data") if manifest else None
     data = masked_tree(data)  # as the manifest stores it
     if not isinstance(before, Mapping) or data is None:
@@ -107,6 +111,23 @@ def check_same_data(
         "other samples. Make the same data available (data.root=...), type run.allow_changes=[data] to resume with "
         "this, or start a new run with another run.dir."
     )
+
+
+def _check_same_facts(before: Mapping[str, Any], data: Mapping[str, Any] | None, name: str) -> None:
+    """Compare the facts of the data that the configuration of the run was resolved with.
+
+    Raises:
+        RefusedError: one has changed; run.allow_changes does not help, because the model was built with it.
+    """
+    now = (data or {}).get("facts") or {}
+    for key, value in before.items():
+        if key not in now or json.loads(json.dumps(now[key])) != value:
+            here = f"{key}={shown(now[key])}" if key in now else f"no {key}"
+            raise RefusedError(
+                f"{name} was started with {key}={shown(value)}, a fact of its data (${{facts:{key}}}), and the data "
+                f"here has {here}: what was built with it would not fit. Make the same data available "
+                "(data.root=...), or start a new run with another run.dir."
+            )
 
 
 def _data(data: Mapping[str, Any]) -> str:

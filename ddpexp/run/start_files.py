@@ -10,8 +10,11 @@ from typing import Any
 
 import yaml
 
+from ddpexp.config import facts
+from ddpexp.config.schema import Data
 from ddpexp.run import directory, manifest
 from ddpexp.run.directory import RunDir
+from ddpexp.run.prepare import used_facts
 from ddpexp.run.resume import PreviousRun
 from ddpexp.system import files
 from ddpexp.system.terminal import print_message
@@ -22,7 +25,8 @@ class StartFiles:
 
     def __init__(self, text: str, overrides: Sequence[str]) -> None:
         """Take the configuration as YAML, and the overrides it was composed from. Writes nothing yet."""
-        self._text, self._overrides = text, overrides
+        self.text, self._overrides = text, overrides
+        self.facts: dict[str, Any] = {}  # of the data, which the configuration refers to
         self._before: dict[Path, str] = {}  # files of a resumed run, before this start changed them
         self._added: list[Path] = []  # files that this start has added to a resumed run
 
@@ -31,23 +35,33 @@ class StartFiles:
         """Return whether this start has changed the files of a resumed run."""
         return bool(self._before)
 
+    def resolve_facts(self, data: Data, prepared: Mapping[str, Any] | None) -> None:
+        """Put the facts of the prepared data in place of the configuration's references to them.
+
+        Raises:
+            RefusedError: a fact that is not there.
+        """
+        self.facts = used_facts(self.text, data, prepared)
+        self.text = facts.resolve_text(self.text, self.facts)
+
     def config_text(self, run: RunDir, previous: PreviousRun | None) -> str:
         """Return the text of config.yaml: this command's, or the existing one if it means the same."""
         if previous is not None and not previous.replaces and run.config.exists() and run.overrides.exists():
-            return run.config.read_text()
-        return self._text
+            text = run.config.read_text()
+            return self.text if facts.refers(text) else text  # a submission has written references
+        return self.text
 
     def write(
         self,
         run: RunDir,
         previous: PreviousRun | None,
-        facts: Mapping[str, Any] | None,
+        contents: Mapping[str, Any] | None,
         extra_files: Mapping[Path, bytes] = MappingProxyType({}),
     ) -> None:
         """Write this command's configuration and manifest.
 
         An existing manifest is replaced before config.yaml and records its new hash: a start that is killed in between
-        must not look like a manual edit. `facts` are the contents of the manifest, `extra_files` are files it refers
+        must not look like a manual edit. `contents` are those of the manifest, `extra_files` are files it refers
         to.
         """
         has_manifest = previous is not None and previous.manifest is not None
@@ -62,7 +76,7 @@ class StartFiles:
                 print_message(f"ddpexp: resuming {files.relative(run.path)}")
         text, text_before = self.config_text(run, previous), self._before.get(run.config)
         manifest_text = (
-            files.dumps({**facts, "config": manifest.accepted(text, text_before)}) if facts is not None else None
+            files.dumps({**contents, "config": manifest.accepted(text, text_before)}) if contents is not None else None
         )
         for path, content in extra_files.items():
             self._added.append(path)

@@ -12,6 +12,7 @@ import yaml
 
 from ddpexp.checkpoint.format import CONFIG, complete_checkpoints, newest
 from ddpexp.config.compare import Change, compare
+from ddpexp.config.facts import resolve
 from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.system.files import check_yaml, check_yaml_text, sha256, shortest
@@ -38,18 +39,25 @@ def read_stored(run: RunDir, manifest: Mapping[str, Any] | None) -> Stored | Non
     tree = read_config(run)
     if tree is None:
         return None
+    tree = resolve(tree, recorded_facts(manifest))
     text = _accepted(run, manifest, sha256(run.config.read_text()))
     if text is None:
         return Stored(tree)
     try:
         check_yaml_text(text)
-        before = parse_config(text)
+        before = resolve(parse_config(text), recorded_facts(manifest))
     except (ValueError, yaml.YAMLError) as error:
         raise RefusedError(f"{run.manifest} cannot be read: {error}.") from None
     if not isinstance(before, dict) or not isinstance(before.get("run"), dict):
         raise RefusedError(f"{run.manifest} holds no configuration of a run.")
     edits = compare(before, masked_tree(tree), ())
     return Stored(before, edits) if edits else Stored(tree)  # otherwise only a comment was edited
+
+
+def recorded_facts(manifest: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the facts of its data that a run was started with."""
+    recorded = manifest.get("facts") if manifest else None
+    return recorded if isinstance(recorded, Mapping) else {}
 
 
 def _accepted(run: RunDir, manifest: Mapping[str, Any] | None, now: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -25,7 +24,7 @@ from ddpexp.launch import Job, Layout, Participants
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import alerts, directory, lock, manifest, pretrained, repository, resume, sync
 from ddpexp.run.directory import RunDir
-from ddpexp.run.prepare import prepare
+from ddpexp.run.prepare import prepare, used_facts
 from ddpexp.run.resume_arguments import config_options, trust_arguments
 from ddpexp.run.same_inputs import check_same_data, code_of
 from ddpexp.run.start_files import StartFiles
@@ -95,8 +94,14 @@ class Training(Job):
         super().check_range(layouts)
 
     def prepare(self) -> None:
-        """Prepare the data on this host."""
-        prepare(self.experiment.data, self.experiment.trust)
+        """Prepare the data on this host, for a later command that resolves the references to its facts."""
+        data = self.experiment.data
+        used_facts(self._text, data, prepare(data, self.experiment.trust))
+
+    def _prepare(self) -> dict[str, Any] | None:
+        data = prepare(self.experiment.data, self.experiment.trust)
+        self._files.resolve_facts(self.experiment.data, data)
+        return data
 
     def create(self) -> Path:
         """Create the run directory, or resume the run in it, for a later command."""
@@ -155,16 +160,16 @@ class Training(Job):
         # that is in use is refused before its data is prepared.
         initial_weights = self._initial_weights(participants.earlier)
         is_new = self._existing(participants.earlier) is None
-        data = prepare(self.experiment.data, self.experiment.trust) if is_new else None
+        data = self._prepare() if is_new else None
         run, previous = self._claim(participants.earlier)
         if not is_new:
-            data = prepare(self.experiment.data, self.experiment.trust)
+            data = self._prepare()
         notes: list[str] = []
         if previous is not None:
             data_notes = check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
             layout, notes = resume.resolve_layout(previous, layout, self.request.threads)
             notes += data_notes
-        fetched = not resume.has_checkpoint(run) and pretrained.fetch(self.experiment.model, self._text)
+        fetched = not resume.has_checkpoint(run) and pretrained.fetch(self.experiment.model, self._files.text)
         initial_weights = initial.as_safetensors(self.experiment.run, initial_weights, run.path, notes)
         self._layout = layout
         before = previous.manifest if previous else None
@@ -172,13 +177,13 @@ class Training(Job):
         inputs = {"config_sha256": files.sha256(self._files.config_text(run, previous)), "code": code.fingerprint}
         snapshot = repository.snapshot(Path(home) if (home := self.identity["run"].get("code")) else None, code.files)
         diff, path = manifest.diff_of(run, snapshot, before)
-        start = manifest.Start(layout, self._argv, participants, snapshot, inputs, notes)
+        start = manifest.Start(layout, self._argv, participants, snapshot, inputs, notes, self._files.facts)
         with self._refuse_if_unwritable(run):
             self._write(
                 run, previous, manifest.describe(start, data, before, diff), {path: snapshot.diff} if path else {}
             )
         self._worker_args = {
-            "notes": notes, "config": _digest(run.config), "pretrained": fetched, **initial_weights
+            "notes": notes, "config": files.digest(run.config), "pretrained": fetched, **initial_weights
         }  # fmt: skip
         self._enter(run, data)
 
@@ -198,7 +203,7 @@ class Training(Job):
         assert self.run is not None
         return {
             "run": str(self.run.path.resolve()),
-            "manifest": _digest(self.run.manifest),
+            "manifest": files.digest(self.run.manifest),
             "worker_args": self._worker_args,
         }
 
@@ -210,7 +215,9 @@ class Training(Job):
         """
         run, self._worker_args = RunDir(Path(shared["run"])), shared["worker_args"]
         deadline = time.monotonic() + _PROBE_SECONDS
-        while _digest(run.manifest) != shared["manifest"] or _digest(run.config) != self._worker_args["config"]:
+        while (
+            files.digest(run.manifest) != shared["manifest"] or files.digest(run.config) != self._worker_args["config"]
+        ):
             if time.monotonic() > deadline:
                 raise RefusedError(
                     f"run.dir={run.path}, made on the first host, is not visible on {directory.host()}: put it where "
@@ -218,7 +225,7 @@ class Training(Job):
                 )
             time.sleep(0.1)
         if self._worker_args["pretrained"]:  # this host may have a cache of its own
-            pretrained.fetch(self.experiment.model, self._text)
+            pretrained.fetch(self.experiment.model, run.config.read_text())
         self._enter(run, prepare(self.experiment.data, self.experiment.trust))
 
     def fail(self, failure: Failure) -> None:
@@ -391,10 +398,3 @@ class Training(Job):
 
 def _report(run: RunDir) -> None:
     caller.report(caller.Directory(str(run.path.absolute())))
-
-
-def _digest(path: Path) -> str | None:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return None

@@ -48,6 +48,7 @@ def table_as_dict(rows: Sequence[Row], goal: Goal) -> dict[str, Any]:
                 "done": len(groups[place].values),
                 "mean": finite(groups[place].mean),
                 "std": finite(groups[place].std),
+                "interval": [finite(end) for end in groups[place].interval or ()] or None,
             }
             for place in best_first([group.mean for group in groups], goal)
         ],

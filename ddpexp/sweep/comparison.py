@@ -15,12 +15,18 @@ if TYPE_CHECKING:
     pass
 
 
-SEED = "trainer.seed"
+SEED, FOLD = "trainer.seed", "data.fold"
+
+# Student's t for an interval of 95 %, by the degrees of freedom from 1.
+_T95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Group:
-    """Jobs that differ only in their seed."""
+    """Jobs that differ only in their seed or fold."""
 
     overrides: Mapping[str, str]
     jobs: int
@@ -37,6 +43,17 @@ class Group:
         if len(self.values) < 2:
             return None
         return statistics.stdev(self.values) if all(map(math.isfinite, self.values)) else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Return the ends of the 95 % confidence interval of the mean, by Student's t; None for a single value."""
+        mean, std, freedom = self.mean, self.std, len(self.values) - 1
+        if mean is None or std is None:
+            return None
+        # Beyond the table by Cornish and Fisher's expansion, right to three digits there.
+        t = _T95[freedom - 1] if freedom <= len(_T95) else 1.959964 + 2.37227 / freedom + 2.8225 / freedom**2
+        half = t * std / math.sqrt(freedom + 1)
+        return mean - half, mean + half
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
@@ -67,15 +84,20 @@ def best_of(rows: Sequence[Row], goal: Goal) -> Row | None:
     return None
 
 
-def over_seeds(rows: Sequence[Row]) -> list[Group]:
-    """Return what the seeds have in common, for each combination of the other values.
+def repeats(rows: Sequence[Row]) -> list[str]:
+    """Return the keys whose values repeat an experiment, the seed and the fold, as far as they vary."""
+    return [key for key in varying(rows) if key in (SEED, FOLD)]
 
-    Nothing where the seed does not vary.
+
+def over_seeds(rows: Sequence[Row]) -> list[Group]:
+    """Return what the seeds, or the folds, have in common, for each combination of the other values.
+
+    Nothing where neither varies.
     """
-    keys = varying(rows)
-    if SEED not in keys:
+    repeated = repeats(rows)
+    if not repeated:
         return []
-    keys.remove(SEED)
+    keys = [key for key in varying(rows) if key not in repeated]
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.overrides.get(key, "") for key in keys), []).append(row)

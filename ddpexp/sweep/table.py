@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ddpexp.sweep.comparison import (
+    FOLD,
     Group,
     best_first,
     best_of,
     metrics_of,
     num_distinguished_pairs,
     over_seeds,
+    repeats,
     sorted_rows,
     varying,
 )
@@ -103,10 +105,12 @@ def _leaves(every: Sequence[Row], names: Sequence[str], keys: int, metrics: int,
 
 
 def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
-    """Lay out means over seeds; None where no seeds vary or nothing is to be compared."""
+    """Lay out means over seeds or folds; None where neither vary or nothing is to be compared."""
     groups = over_seeds(rows)
     if not groups or goal.metric is None:
         return None
+    repeated = repeats(rows)
+    by_fold = FOLD in repeated
     best = goal.best([group.mean for group in groups])
     order = best_first([group.mean for group in groups], goal)
     lines = [
@@ -114,6 +118,7 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
             *map(cell_text, groups[place].overrides.values()),
             shown(goal.metric, groups[place].mean),
             shown(goal.metric, groups[place].std, "-"),
+            *([_interval(goal.metric, groups[place])] if by_fold else []),
             _count(groups[place]),
             "best" if place == best else "",
         ]
@@ -121,12 +126,12 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     ]
     keys = list(groups[0].overrides)
     numeric = [all(_is_number(group.overrides[key]) for group in groups) for key in keys]
-    header = [*keys, f"mean {goal.metric}", "std", "seeds", ""]
+    counted = "runs" if len(repeated) > 1 else "folds" if by_fold else "seeds"
+    header = [*keys, f"mean {goal.metric}", "std", *(["95 % interval"] if by_fold else []), counted, ""]
+    aligned = [*numeric, *[True] * (4 if by_fold else 3), False]
     place = order.index(best) if best is not None else None
     leaves = sorted(range(len(keys)), key=lambda place: (num_distinguished_pairs(groups, keys[place]), -place))[:-1]
-    return Grid(
-        [cell_text(name) for name in header], lines, [*numeric, True, True, True, False], place, leaves, len(keys)
-    )
+    return Grid([cell_text(name) for name in header], lines, aligned, place, leaves, len(keys))
 
 
 def render(
@@ -247,6 +252,10 @@ def _turn(row: Row) -> tuple[int, float]:
 def _count(group: Group) -> str:
     done = len(group.values)
     return str(done) if done == group.jobs else f"{done} of {group.jobs}"
+
+
+def _interval(metric: str, group: Group) -> str:
+    return " to ".join(shown(metric, end) for end in group.interval) if group.interval is not None else "-"
 
 
 def cell_text(text: str) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ddpexp.config.instantiate import Node, instantiate, locate, targets
-from ddpexp.config.schema import Data, Experiment, Trainer
+from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.config.validate import TEST_SET
-from ddpexp.data.batch_plan import BatchPlan, counted
+from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import EvalBatches
-from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device, training_order
+from ddpexp.data.datasets import Splits
 from ddpexp.data.streams import Batches, Stream
 from ddpexp.distributed.rng import DATA, seed_everything, seed_of
 from ddpexp.distributed.world import World
@@ -40,8 +40,10 @@ from ddpexp.train.activation_checkpointing import checkpoint_activations
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.callbacks.hooks import Callbacks
+from ddpexp.train.choose_samples import arrange
 from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
+from ddpexp.train.load_data import load_sets
 from ddpexp.train.loop import Loop
 from ddpexp.train.lora import add_adapters
 from ddpexp.train.optimizer_average import average_of
@@ -52,12 +54,10 @@ from ddpexp.train.recipe_checks import (
     check_logger,
     check_model,
     check_signature,
-    check_splits,
     check_takes_directory,
     check_task,
 )
 from ddpexp.train.run_state import RunState
-from ddpexp.train.streaming import streams_checked
 from ddpexp.train.torch_rates import TorchRates
 from ddpexp.train.torch_schedule import TorchSchedule
 
@@ -86,7 +86,14 @@ def import_all(experiment: Experiment, world: World) -> None:
         RefusedError: a name is not allowed, or does not exist.
     """
     data = Node(experiment.data.target, {} if experiment.data.prepare else experiment.data.options)
-    nodes = {"data": data, "model": experiment.model, "task": experiment.task, "optimizer": experiment.optimizer}
+    weights = {"data.weights": experiment.data.weights} if isinstance(experiment.data.weights, Node) else {}
+    nodes = {
+        "data": data,
+        **weights,
+        "model": experiment.model,
+        "task": experiment.task,
+        "optimizer": experiment.optimizer,
+    }
     if isinstance(experiment.scheduler, Node):
         nodes["scheduler"] = experiment.scheduler
     if isinstance(experiment.scheduler, TorchSchedule):
@@ -117,61 +124,9 @@ def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
     """
     data = experiment.data
     seed_everything(_DATA_SEED)
-    if data.prepare is None:
-        returned = instantiate(Node(data.target, data.options), experiment.trust, "data")
-    else:
-        returned = instantiate(Node(data.target), experiment.trust, "data", prepared)
-    splits = streams_checked(check_splits(returned, data.target), experiment)
+    splits = load_sets(experiment, prepared)
     _check_same_sizes(splits, data.target, world)
     return splits
-
-
-def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
-    """Hold out the validation samples, choose those to train on, and move the data sets to the device if configured."""
-    data, limit = experiment.data, experiment.trainer.limit_train_samples
-    if data.validation_fraction:
-        splits = _hold_out(splits, data)
-    if limit is not None:
-        splits = replace(splits, train=choose_samples(splits.train, limit))
-    return on_device(splits, world.device) if data.on_device else splits
-
-
-def check_held_out(experiment: Experiment, splits: Splits, undivided: Splits) -> None:
-    """Check that data.validation_fraction leaves a global batch to train.
-
-    Raises:
-        RefusedError: it does not, and without it there is one.
-    """
-    if isinstance(splits.train, Stream):
-        return
-    size = experiment.trainer.global_batch_size
-    left, before = (training_order(train).samples_per_epoch for train in (splits.train, undivided.train))
-    if left < size <= before:
-        fraction = experiment.data.validation_fraction
-        raise RefusedError(
-            f"data.validation_fraction={fraction} leaves {counted(left, 'training sample')} of {before:,}, fewer than "
-            f"trainer.global_batch_size={size}. Use at most data.validation_fraction={_share(before, size):g}."
-        )
-
-
-def _share(total: int, kept: int) -> float:
-    """Return the largest fraction of four digits that can be held out of `total` samples and leave `kept`."""
-    return math.floor((total - kept) / total * 1e4) / 1e4
-
-
-def _hold_out(splits: Splits, data: Data) -> Splits:
-    """Move a fraction of the training samples into a set named `validation`."""
-    if len(splits.train) < 2:
-        raise RefusedError(
-            f"data.validation_fraction={data.validation_fraction}: {len(splits.train)} samples cannot be divided."
-        )
-    if "validation" in splits.evals:
-        raise RefusedError(
-            f"data.validation_fraction={data.validation_fraction}: {data.target} has a `validation` set of its own. "
-            "Use 0."
-        )
-    train, validation = hold_out(splits.train, data.validation_fraction)
-    return replace(splits, train=train, evals={**splits.evals, "validation": validation})
 
 
 def _check_same_sizes(splits: Splits, target: str, world: World) -> None:

@@ -8,19 +8,23 @@ from typing import Any
 from ddpexp.checkpoint.format import Checkpoint
 from ddpexp.data import fingerprint
 from ddpexp.data.datasets import Splits
+from ddpexp.data.order import TrainingOrder
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import relative
 from ddpexp.train.build import RunContext
 
 
-def inputs_of(context: RunContext, splits: Splits) -> dict[str, Any]:
-    """Return what identifies the configuration and code, as the command recorded them, and the data of this start."""
+def inputs_of(context: RunContext, splits: Splits, order: TrainingOrder | None) -> dict[str, Any]:
+    """Return what identifies the configuration and code, as the command recorded them, and the data of this start.
+
+    `order` is that of the training set, where it is not its own.
+    """
     recorded = context.run.read(context.run.manifest).get("inputs")
     prepared = context.prepared
     identified = prepared is not None and any(key in prepared for key in fingerprint.IDENTITY)
     return {
         **(recorded if isinstance(recorded, dict) else {}),
-        "data": fingerprint.fingerprint(splits, identified, context.experiment.data.num_workers),
+        "data": fingerprint.fingerprint(splits, identified, context.experiment.data.num_workers, order),
     }
 
 

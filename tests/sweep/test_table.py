@@ -349,3 +349,22 @@ def test_files_are_replaced_as_a_whole_and_a_link_is_not_followed(tmp_path: Path
 )  # fmt: skip
 def test_times_are_for_people(seconds: float | None, text: str) -> None:
     assert table.duration(seconds) == text
+
+
+def test_folds_have_a_mean_and_an_interval_by_students_t() -> None:
+    values = [0.1, 0.2, 0.3, 0.4, 0.5]
+    rows = [row(fold, value, overrides={"model": "a", "data.fold": str(fold)}) for fold, value in enumerate(values)]
+    [group] = comparison.over_seeds(rows)
+    half = 2.776 * statistics.stdev(values) / math.sqrt(5)
+    assert group.interval == pytest.approx((0.3 - half, 0.3 + half))
+    grid = table.seeds_grid(rows, LOSS)
+    assert grid is not None
+    assert grid.header == ["mean eval/loss", "std", "95 % interval", "folds", ""]
+    assert grid.lines == [["0.3", "0.1581", "0.1037 to 0.4963", "5", "best"]]
+    both = [row(n, 0.1, overrides={"trainer.seed": str(n % 2), "data.fold": str(n // 2)}) for n in range(4)]
+    grid = table.seeds_grid(both, LOSS)
+    assert grid is not None
+    assert grid.header[-2:] == ["runs", ""]
+    [group] = comparison.over_seeds([row(n, n / 100, overrides={"data.fold": str(n)}) for n in range(61)])
+    assert group.interval is not None
+    assert group.interval[1] - 0.3 == pytest.approx(2.0003 * statistics.stdev(group.values) / math.sqrt(61), rel=1e-4)

@@ -14,7 +14,8 @@ from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.data.datasets import Splits
 from ddpexp.errors import RefusedError
-from ddpexp.train.build import arrange, check_held_out, load_data
+from ddpexp.train.build import load_data
+from ddpexp.train.choose_samples import arrange, check_held_out
 from tests.fitting import ALONE
 
 DRAWN = """\

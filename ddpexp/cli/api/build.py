@@ -18,6 +18,7 @@ from ddpexp.checkpoint import initial
 from ddpexp.checkpoint.export import export_adapters, export_weights
 from ddpexp.checkpoint.format import open_checkpoint
 from ddpexp.checkpoint.loading import load_weights
+from ddpexp.config import facts
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.schema import Experiment
 from ddpexp.data.datasets import Splits
@@ -86,6 +87,14 @@ def open_splits(experiment: Experiment) -> Splits:
     experiment.trust.make_importable()
     with _unchanged_random_state():
         return open_data(experiment, prepare(experiment.data, experiment.trust), _ALONE)
+
+
+def facts_of(experiment: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of the data that a configuration refers to; prepares the data if it refers to any."""
+    if not any(facts.referring(values)):
+        return {}
+    prepared = prepare(experiment.data, experiment.trust)
+    return facts.used(values, (prepared or {}).get("facts") or {}, f"data.prepare={experiment.data.prepare}")
 
 
 def new_task(experiment: Experiment) -> Any:

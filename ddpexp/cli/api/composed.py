@@ -86,7 +86,19 @@ class Composed:
         """
         from ddpexp.cli.api.build import new_model
 
-        return new_model(self.experiment)
+        return new_model(self._with_facts())
+
+    def _with_facts(self) -> Experiment:
+        """Return the experiment with the facts of the data that it refers to; prepares the data if it does."""
+        from ddpexp.cli.api.build import facts_of
+        from ddpexp.config import facts
+        from ddpexp.config.parse import parse
+
+        return (
+            parse(facts.resolve(self._values, found))
+            if (found := facts_of(self.experiment, self._values))
+            else self.experiment
+        )
 
     def data(self) -> Splits:
         """Return the data sets that a run reads, `train` and `evals` by name; prepares the data if necessary."""
@@ -98,4 +110,4 @@ class Composed:
         """Return the recipe's task."""
         from ddpexp.cli.api.build import new_task
 
-        return new_task(self.experiment)
+        return new_task(self._with_facts())

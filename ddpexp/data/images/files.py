@@ -5,6 +5,7 @@ Standard library only, and fast to import: the launching command imports this mo
 
 from __future__ import annotations
 
+import array as arrays
 import ast
 import hashlib
 import math
@@ -21,7 +22,8 @@ _PARTS = ("train", "test")
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 _MAX_DEPTH = 2  # levels of folders below data.root that are searched for images
 _MAX_ENTRIES = 2000  # entries that are looked at
-_LABELS = ("|u1", "|i1", "<i2", "<i4", "<i8")
+_LABELS = {"|u1": "B", "|i1": "b", "<i2": "h", "<i4": "i", "<i8": "q"}  # with the type codes of `array`
+_MAX_CLASSES = 100_000  # larger labels are no classes
 _HASHED_BYTES = 1 << 16  # at both ends of a file: enough to distinguish data sets, and fast
 
 
@@ -40,7 +42,7 @@ def prepare(
     """Check that the four files exist and fit together; return a description of the data.
 
     The result is JSON: name, folder (absolute), hash (of the sizes and both ends of the files), num_train,
-    num_test, note, and the options.
+    num_test, note, the options, and facts (which a configuration may refer to).
 
     Raises: RefusedError, if a file or an option is invalid.
     """
@@ -53,8 +55,8 @@ def prepare(
     if not any((folder / f"{part}-{what}.npy").exists() for part in _PARTS for what in ("images", "labels")):
         raise RefusedError(
             f"data.root={folder} {_instead(folder)}: data=images reads train-images.npy, train-labels.npy, "
-            "test-images.npy and test-labels.npy there. Store the images as such arrays with numpy.save, or have a "
-            "recipe of your own read them as they are, for example with torchvision.datasets.ImageFolder."
+            "test-images.npy and test-labels.npy there. Store the images as such arrays with numpy.save, or read "
+            "folders of JPEG, PNG or WebP images, one for each class, with data=image_folder."
         )
     found = {(part, what): _read(folder / f"{part}-{what}.npy") for part in _PARTS for what in ("images", "labels")}
     for part in _PARTS:
@@ -78,6 +80,7 @@ def prepare(
         "std": list(std),
         "flip": flip,
         "crop": crop,
+        "facts": {**_classes(folder), "shape": [1, *shape[1:]] if len(shape) == 3 else list(shape[1:])},
     }
 
 
@@ -171,6 +174,25 @@ def _described(file: BinaryIO) -> tuple[_Array, int]:
     if header["fortran_order"] or not all(isinstance(one, int) and one >= 0 for one in shape):
         raise ValueError
     return _Array(kind, shape, ""), begin + math.prod(shape) * int(kind[2:])
+
+
+def _classes(folder: Path) -> dict[str, Any]:
+    """Return the number of classes, which is that of the largest label and one, and their names."""
+    largest = max(_largest(folder / f"{part}-labels.npy") for part in _PARTS)
+    if not 0 <= largest < _MAX_CLASSES:
+        return {}
+    return {"num_classes": largest + 1, "classes": [str(label) for label in range(largest + 1)]}
+
+
+def _largest(path: Path) -> int:
+    """Return the largest number in a checked `.npy` file of labels."""
+    with open(path, "rb") as file:
+        contents, _ = _described(file)
+        labels = arrays.array(_LABELS[contents.kind])
+        offset = path.stat().st_size - contents.shape[0] * labels.itemsize
+        file.seek(offset)
+        labels.frombytes(file.read())
+    return max(labels)
 
 
 def _spoken(shape: tuple[int, ...]) -> str:

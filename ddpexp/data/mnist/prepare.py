@@ -69,7 +69,7 @@ def prepare(
     called if synthetic digits replace MNIST. `patience` defaults to AUTO_PATIENCE or DOWNLOAD_PATIENCE by source.
 
     The result is JSON: name, source, folder (absolute), sha256 (over the SHA-256 of the four unpacked IDX files),
-    num_train, num_test, note (a phrase for people).
+    num_train, num_test, note (a phrase for people), facts (which a configuration may refer to).
 
     Raises: RefusedError, if the data or a folder is invalid.
     """
@@ -300,6 +300,7 @@ def _identity(cache: Cache, source: str, way: str, title: str) -> dict[str, Any]
         "num_train": record["num_train"],
         "num_test": record["num_test"],
         "note": f"{title}, {record['num_train']:,} + {record['num_test']:,} images, {way}",
+        "facts": {"num_classes": 10, "classes": [str(digit) for digit in range(10)], "shape": [1, 28, 28]},
     }
 
 

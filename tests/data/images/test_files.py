@@ -30,6 +30,19 @@ def test_what_is_found_is_reported(folder: Path) -> None:
     assert found["note"] == f"20 + 4 images of 3 x 8 x 8, from files in {folder}"
 
 
+@pytest.mark.parametrize("kind", ["u1", "i1", "i2", "i4", "i8"])
+def test_the_facts_are_classes_and_shape(folder: Path, kind: str) -> None:
+    np.save(folder / "test-labels.npy", np.array([0, 2, 1, 0], kind))
+    assert prepared(folder)["facts"] == {"num_classes": 3, "classes": ["0", "1", "2"], "shape": [3, 8, 8]}
+
+
+@pytest.mark.parametrize("labels", [[-1] * 4, [10**6] * 4])
+def test_labels_that_are_no_classes_give_no_number_of_classes(folder: Path, labels: list[int]) -> None:
+    for part, count in (("train", 20), ("test", 4)):
+        np.save(folder / f"{part}-labels.npy", np.resize(np.array(labels), count))
+    assert prepared(folder)["facts"] == {"shape": [3, 8, 8]}
+
+
 @pytest.mark.parametrize("name", ["train-images.npy", "test-labels.npy"])
 def test_other_content_has_another_hash_wherever_it_lies(folder: Path, name: str) -> None:
     before = prepared(folder)["hash"]

@@ -1,0 +1,1 @@
+"""Folders of images, one folder for each class: decoded once, read as batches."""

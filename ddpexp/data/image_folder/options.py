@@ -1,0 +1,98 @@
+"""How images are cut and changed, as configured: the keys of `data=image_folder` below the cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from ddpexp.errors import RefusedError
+
+_MOST_PIXELS = 4096
+_MARGIN = 8 / 7  # of what is stored or shown to what is cut out of it: 256 pixels for 224
+_MOST_MAGNITUDE = 30
+
+
+@dataclass(frozen=True)
+class Options:
+    """The transforms of training and evaluation; see conf/data/image_folder.yaml."""
+
+    size: int = 224
+    eval_size: int | Literal["auto"] = "auto"
+    scale: tuple[float, ...] = (0.08, 1.0)
+    ratio: tuple[float, ...] = (0.75, 1.3333)
+    flip: bool = True
+    color_jitter: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    rand_augment: int = 0
+    rand_augment_magnitude: int = 9
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    channels: int = 3
+
+    def resolved(self) -> Options:
+        """Return the options without `auto`, checked. Raises: RefusedError."""
+        if self.channels not in (1, 3):
+            raise RefusedError(f"data.channels={self.channels}: use 3 for RGB or 1 for grey.")
+        if not 1 <= self.size <= _MOST_PIXELS:
+            raise RefusedError(f"data.size={self.size}: use 1 to {_MOST_PIXELS} pixels.")
+        eval_size = math.ceil(self.size * _MARGIN) if self.eval_size == "auto" else self.eval_size
+        if not self.size <= eval_size <= _MOST_PIXELS:
+            raise RefusedError(
+                f"data.eval_size={eval_size} is below data.size={self.size}, which is cut out of it: use "
+                f"{self.size} to {_MOST_PIXELS} pixels."
+            )
+        for key, pair, most in (("scale", self.scale, 1.0), ("ratio", self.ratio, math.inf)):
+            if len(pair) != 2 or not 0 < pair[0] <= pair[1] <= most:
+                example = "[0.08, 1.0]" if key == "scale" else "[0.75, 1.3333]"
+                raise RefusedError(f"data.{key}={list(pair)} is no range: use two numbers such as {example}.")
+        self._check_strengths()
+        self._check_norm()
+        mean, std = (tuple(values * self.channels if len(values) == 1 else values) for values in (self.mean, self.std))
+        return replace(self, eval_size=eval_size, mean=mean[: self.channels], std=std[: self.channels])
+
+    def _check_strengths(self) -> None:
+        if len(self.color_jitter) != 4 or not all(0 <= one <= 1 for one in self.color_jitter[:3]) or not (
+            0 <= self.color_jitter[3] <= 0.5
+        ):  # fmt: skip
+            raise RefusedError(
+                f"data.color_jitter={list(self.color_jitter)}: use four strengths, of brightness, contrast and "
+                "saturation from 0 to 1 and of hue from 0 to 0.5, such as [0.4, 0.4, 0.4, 0.1]."
+            )
+        if not 0 <= self.rand_augment <= 10 or not 0 <= self.rand_augment_magnitude <= _MOST_MAGNITUDE:
+            raise RefusedError(
+                f"data.rand_augment={self.rand_augment} data.rand_augment_magnitude={self.rand_augment_magnitude}: use "
+                f"0 to 10 operations of magnitude 0 to {_MOST_MAGNITUDE}."
+            )
+        for key, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
+            if not 0 <= alpha < math.inf:
+                raise RefusedError(f"data.{key}={alpha}: use 0 for none, or a number above it, such as 0.2.")
+
+    def _check_norm(self) -> None:
+        for key, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, 3) or (len(values) < self.channels and len(values) != 1):
+                raise RefusedError(f"data.{key}={list(values)}: use one number for each channel, or one for all.")
+        if not all(value > 0 for value in self.std):
+            raise RefusedError(f"data.std={list(self.std)} divides the images: use numbers above 0.")
+
+    def side_of(self, cache_size: int | Literal["auto"]) -> int:
+        """Return the shortest side of images in the cache. Units: pixels. Raises: RefusedError."""
+        side = math.ceil(self.size * _MARGIN) if cache_size == "auto" else cache_size
+        if not 1 <= side <= _MOST_PIXELS:
+            raise RefusedError(f"data.cache_size={cache_size}: use auto, or 1 to {_MOST_PIXELS} pixels.")
+        return side
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the options as JSON."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+
+def options_of(prepared: Mapping[str, Any]) -> Options:
+    """Return the options that a preparation has stored."""
+    values: dict[str, Any] = {}
+    for field in fields(Options):
+        value = prepared[field.name]
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    return Options(**values)

@@ -1,0 +1,212 @@
+"""Processes that measure, check and decode images before training, and what they report while they do it."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import IO, Any
+
+from ddpexp.errors import RefusedError
+from ddpexp.system.process import die_with_parent
+from ddpexp.system.programs import python
+from ddpexp.system.terminal import print_message
+
+_LINE_SECONDS = 10.0  # between lines about the progress, without a terminal
+_ALONE = 32  # this many images are done here: processes would take longer to start
+
+
+@contextmanager
+def processes(num_images: int, side: int, channels: int) -> Iterator[Pool]:
+    """Yield a pool for so many images, and end its processes afterwards."""
+    number = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, -(-num_images // _ALONE))
+    pool = Pool(number, side, channels)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+class Pool:
+    """Processes, each of which handles a chunk of images at a time; with only one to use, this process does."""
+
+    def __init__(self, number: int, side: int, channels: int) -> None:
+        """Start them; `side` and `channels` are those of `decode`."""
+        self._sizes = side, channels
+        command = python("ddpexp.data.image_folder.pool:serve", os.getpid(), side, channels)
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(number if number > 1 else 0)
+        ]
+        self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
+        for process in self._processes:
+            self._idle.put(process)
+
+    def run(self, chunks: Sequence[dict[str, Any]], title: str, finish: Callable[[int, dict[str, Any]], None]) -> None:
+        """Handle all chunks and call `finish` in this thread with the number of each and its answer, in any order.
+
+        Raises:
+            OSError: nothing can be written. RefusedError: a process ended.
+        """
+        total, done = sum(len(chunk["images"]) for chunk in chunks), 0
+        with _progress(total, title) as report:
+            if not self._processes:
+                for number, chunk in enumerate(chunks):
+                    finish(number, _checked(handle(chunk, *self._sizes)))
+                    report(done := done + len(chunk["images"]))
+                return
+            answers: queue.SimpleQueue[tuple[int, dict[str, Any] | BaseException]] = queue.SimpleQueue()
+            with ThreadPoolExecutor(len(self._processes)) as threads:
+                try:
+                    for number, chunk in enumerate(chunks):
+                        threads.submit(self._ask, number, chunk, answers)
+                    for _ in chunks:
+                        number, answer = answers.get()
+                        if isinstance(answer, BaseException):
+                            raise answer
+                        finish(number, _checked(answer))
+                        report(done := done + len(chunks[number]["images"]))
+                except BaseException:
+                    threads.shutdown(wait=False, cancel_futures=True)
+                    self.close()
+                    raise
+
+    def run_all(self, chunks: Sequence[dict[str, Any]], title: str) -> list[dict[str, Any]]:
+        """Handle all chunks and return their answers. Raises: as `run`."""
+        answers: dict[int, dict[str, Any]] = {}
+        self.run(chunks, title, answers.__setitem__)
+        return [answers[number] for number in range(len(chunks))]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    _close(stream)
+
+    def _ask(self, number: int, chunk: dict[str, Any], answers: Any) -> None:
+        process = self._idle.get()
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps(chunk) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            if not line:
+                raise OSError
+            answers.put((number, json.loads(line)))
+        except (OSError, ValueError):
+            answers.put((number, RefusedError(_death(process.wait()))))
+        finally:
+            self._idle.put(process)
+
+
+def serve(parent: int, side: int, channels: int) -> None:
+    """Subprocess entry point: handle chunks, one in each line of standard input, until it ends."""
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command decides when to end
+    for line in sys.stdin:
+        print(json.dumps(handle(json.loads(line), side, channels)), flush=True)
+
+
+def handle(chunk: dict[str, Any], side: int, channels: int) -> dict[str, Any]:
+    """Handle a chunk; its `work` is to `measure` images, to `check` them, or to write their `pixels` or `bytes`.
+
+    Its `images` are pairs of a path and an offset in the file `target`, where `lengths` are reserved. The answer has
+    the `sizes` of measured images (height and width, None for broken ones), or the `broken` ones of the others: number
+    and reason; or the `error` of the system.
+    """
+    from ddpexp.data.image_folder.decode import BrokenImageError, decode, size_of  # late: it imports Pillow
+
+    sizes: list[list[int] | None] = []
+    broken = []
+    target = os.open(chunk["target"], os.O_WRONLY) if chunk.get("target") else None
+    try:
+        for number, (path, offset) in enumerate(chunk["images"]):
+            try:
+                if chunk["work"] == "measure":
+                    sizes.append(list(size_of(path, side)))
+                    continue
+                with open(path, "rb") as file:
+                    data = file.read()
+                image = decode(data, side, channels)
+            except (BrokenImageError, OSError) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                if chunk["work"] == "measure":
+                    sizes.append(None)
+                else:
+                    broken.append([number, reason])
+                continue
+            content = image.tobytes() if chunk["work"] == "pixels" else data
+            if target is not None and len(content) != chunk["lengths"][number]:
+                broken.append([number, "it changed while it was read"])
+                continue
+            if target is not None:
+                _write(target, content, offset)
+    except OSError as error:
+        return {"error": [error.errno, error.strerror]}
+    finally:
+        if target is not None:
+            os.close(target)
+    return {"sizes": sizes, "broken": broken}
+
+
+def _write(target: int, content: bytes, offset: int) -> None:
+    view = memoryview(content)
+    while view:
+        written = os.pwrite(target, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    if "error" in answer:
+        raise OSError(*answer["error"])
+    return answer
+
+
+def _close(stream: IO[str]) -> None:
+    try:
+        stream.close()
+    except OSError:  # what was not yet written to a process that has ended
+        pass
+
+
+def _death(code: int) -> str:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    hint = ": out of memory?" if code == -signal.SIGKILL else ": see its output above."
+    return f"a process that prepares the images of data.root {how}{hint} Start again to resume the preparation."
+
+
+@contextmanager
+def _progress(total: int, title: str) -> Iterator[Callable[[int], None]]:
+    """Yield a function that shows how many images are done: a bar on a terminal, otherwise a line every 10 s."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    began = last = time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _LINE_SECONDS:
+            last = time.monotonic()
+            left = (last - began) / done * (total - done)
+            text = f"ddpexp: {title}: {done:,} of {total:,} images, about {left:,.0f} s left"
+            print_message(text, sys.stdout)
+
+    yield report

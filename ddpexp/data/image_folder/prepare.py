@@ -1,0 +1,319 @@
+"""Preparing a folder of images: every image is checked once, and decoded into a cache that all workers map.
+
+Standard library only (Pillow is imported when there is something to prepare), and fast to import: the launching command
+imports this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache, read_cache, user_cache, write_file, write_npy
+from ddpexp.data.image_folder.options import Options
+from ddpexp.data.image_folder.pool import Pool, processes
+from ddpexp.data.image_folder.scan import Folder, ImageFile, scan
+from ddpexp.errors import RefusedError
+from ddpexp.system.limits import human
+from ddpexp.system.oom import memory_left
+from ddpexp.system.terminal import print_message
+from ddpexp.system.text import first_few
+
+_VERSION = 1  # of the files in a cache, and of what `decode` returns
+_CHUNK = 64  # images that a process handles at a time, at least
+_CHUNKS = 256  # of a part, at most
+_LISTED = 3
+_SHARE = 0.8  # of the free disk, and of the memory, that a cache may take by itself
+_MODES = ("auto", "raw", "jpeg", "none")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Mode = Literal["raw", "jpeg", "none"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The size of each image as decoded, and the bytes that a cache takes. Units: bytes."""
+
+    sizes: Mapping[str, Sequence[Any]]  # of each part: [height, width] of each image, None for broken ones
+    raw: int
+    files: int
+
+
+def prepare(
+    root: str | None,
+    cache: Literal["auto", "raw", "jpeg", "none"] = "auto",
+    cache_size: int | Literal["auto"] = "auto",
+    broken: Literal["stop", "skip"] = "stop",
+    channels: int = 3,
+    size: int = 224,
+    eval_size: int | Literal["auto"] = "auto",
+    scale: tuple[float, ...] = (0.08, 1.0),
+    ratio: tuple[float, ...] = (0.75, 1.3333),
+    flip: bool = True,
+    color_jitter: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0),
+    rand_augment: int = 0,
+    rand_augment_magnitude: int = 9,
+    mixup: float = 0.0,
+    cutmix: float = 0.0,
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406),
+    std: tuple[float, ...] = (0.229, 0.224, 0.225),
+) -> dict[str, Any]:
+    """Make sure that a cache of the images below `root` exists; return a description of the data.
+
+    The arguments are the keys of conf/data/image_folder.yaml. The result is JSON: name, folder (absolute), root,
+    hash (of names, classes and sizes of the files, and of how they are decoded), num_train, num_test, note, cache
+    (raw, jpeg or none), parts, facts and options.
+
+    Raises: RefusedError, if the images or an option are invalid, or the cache cannot be written.
+    """
+    options = Options(
+        size, eval_size, scale, ratio, flip, color_jitter, rand_augment, rand_augment_magnitude, mixup, cutmix,
+        mean, std, channels,
+    ).resolved()  # fmt: skip
+    side = options.side_of(cache_size)
+    if cache not in _MODES or broken not in ("stop", "skip"):
+        raise RefusedError(
+            f"data.cache={cache} data.broken={broken}: use one of {', '.join(_MODES)}, and stop or skip."
+        )
+    folder = scan(root)
+    complete = _find(folder, side, channels, cache) or _make(folder, side, channels, cache)
+    lost = complete.record["broken"]
+    if lost and broken == "stop":
+        raise RefusedError(_broken_text(folder, lost))
+    if lost:
+        print_message(f"ddpexp: data.broken=skip: {_broken_list(lost)} left out of training and evaluation")
+    return _description(folder, complete, side, options)
+
+
+def choose(raw: int, files: int, free: int, memory: int) -> tuple[Mode, str]:
+    """Return which cache `data.cache=auto` makes, and why. Units: bytes."""
+    if raw <= _SHARE * free and raw <= _SHARE * memory:
+        return "raw", f"{human(raw)} of pixels fit into the free disk ({human(free)}) and memory ({human(memory)})"
+    too_large = "memory" if raw <= _SHARE * free else "the free disk"
+    of = memory if raw <= _SHARE * free else free
+    if files <= _SHARE * free:
+        return (
+            "jpeg",
+            f"{human(raw)} of pixels are too much for {too_large} ({human(of)}); the files take {human(files)}",
+        )
+    return "none", f"the free disk ({human(free)}) has no room for {human(raw)} of pixels or {human(files)} of files"
+
+
+def _bases(folder: Folder) -> list[Path]:
+    return list(dict.fromkeys((folder.root, user_cache())))
+
+
+def _name(folder: Folder, side: int, channels: int, mode: str) -> str:
+    files = {part: [astuple(file) for file in files] for part, files in folder.parts.items()}
+    return cache_name(f"images-{mode}", [_VERSION, side, channels, folder.classes, files])
+
+
+def _find(folder: Folder, side: int, channels: int, mode: str) -> Cache | None:
+    """Return a complete cache of these very files."""
+    for name in (_name(folder, side, channels, mode) for mode in ([mode] if mode != "auto" else _MODES[1:])):
+        for base in _bases(folder):
+            if (cache := read_cache(base / CACHES / name)) is not None:
+                return cache
+    return None
+
+
+def _make(folder: Folder, side: int, channels: int, mode: str) -> Cache:
+    total = sum(map(len, folder.parts.values()))
+    with processes(total, side, channels) as pool:
+        sizes = _measure(folder, pool, channels)
+        if mode == "auto":
+            mode, why = choose(sizes.raw, sizes.files, _free(folder), _memory())
+            print_message(f"ddpexp: data.cache={mode}: {why}", sys.stdout)
+        space = {"raw": sizes.raw, "jpeg": sizes.files}.get(mode, 0) + 100 * total
+
+        def fill(place: Path) -> dict[str, Any]:
+            return _fill(place, folder, sizes, mode, channels, pool)
+
+        name = _name(folder, side, channels, mode)
+        return make_cache(_bases(folder), name, fill, human(space), "preparing the same images")
+
+
+def _measure(folder: Folder, pool: Pool, channels: int) -> Sizes:
+    """Read the headers of all images, so that the sizes of caches are known before one is written."""
+    found: dict[str, list[Any]] = {}
+    for part, files in folder.parts.items():
+        chunks = [
+            {"work": "measure", "images": [[str(folder.root / file.path), 0] for file in files[begin:end]]}
+            for begin, end in _ranges(len(files))
+        ]
+        answers = pool.run_all(chunks, "reading sizes")
+        found[part] = [size for answer in answers for size in answer["sizes"]]
+    raw = sum(size[0] * size[1] * channels for sizes in found.values() for size in sizes if size)
+    return Sizes(found, raw, sum(file.num_bytes for files in folder.parts.values() for file in files))
+
+
+def _fill(place: Path, folder: Folder, sizes: Sizes, mode: str, channels: int, pool: Pool) -> dict[str, Any]:
+    """Write all parts to a folder, in which a killed command may have begun. Raises: OSError."""
+    lost: dict[str, str] = {}
+    nums = {}
+    for part, files in folder.parts.items():
+        lengths = [_length(file, size, mode, channels) for file, size in zip(files, sizes.sizes[part], strict=True)]
+        offsets = [0, *accumulate(lengths)]
+        if mode != "none":
+            _reserve(place / f"{part}.bin", offsets[-1])
+        broken = _run_chunks(place, part, [str(folder.root / file.path) for file in files], offsets, mode, pool)
+        kept = [number for number in range(len(files)) if number not in broken]
+        if not kept:
+            raise RefusedError(f"none of the {len(files):,} images of {folder.root} for {part} can be read.")
+        _write_index(place, part, [files[number] for number in kept], [
+            (offsets[number], *sizes.sizes[part][number], lengths[number]) for number in kept
+        ])  # fmt: skip
+        nums[part] = len(kept)
+        lost |= {files[number].path: reason for number, reason in broken.items()}
+    for marker in place.glob("*.done"):
+        marker.unlink()
+    return {"parts": nums, "broken": lost}
+
+
+def _length(file: ImageFile, size: Any, mode: str, channels: int) -> int:
+    """Return the bytes of an image in the cache."""
+    if size is None or mode == "none":
+        return 0
+    return int(size[0] * size[1] * channels) if mode == "raw" else file.num_bytes
+
+
+def _run_chunks(
+    place: Path, part: str, paths: Sequence[str], offsets: Sequence[int], mode: str, pool: Pool
+) -> dict[int, str]:
+    """Decode what a killed command has not; return the broken images with the reasons."""
+    broken: dict[int, str] = {}
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    chunks, ranges = [], []
+    for begin, end in _ranges(len(paths)):
+        marker = place / f"{part}-{begin}.done"
+        if (known := _read_marker(marker, boot)) is not None:
+            broken |= known
+            continue
+        marker.unlink(missing_ok=True)
+        chunks.append({
+            "work": {"raw": "pixels", "jpeg": "bytes", "none": "check"}[mode],
+            "target": str(place / f"{part}.bin") if mode != "none" else None,
+            "images": [[path, offset] for path, offset in zip(paths[begin:end], offsets[begin:end], strict=True)],
+            "lengths": [offsets[number + 1] - offsets[number] for number in range(begin, end)],
+        })  # fmt: skip
+        ranges.append(begin)
+
+    def finish(number: int, answer: dict[str, Any]) -> None:
+        begin = ranges[number]
+        found = {begin + place: reason for place, reason in answer["broken"]}
+        broken.update(found)
+        write_file(place / f"{part}-{begin}.done", json.dumps([boot, found]).encode())
+
+    pool.run(chunks, f"preparing {part}", finish)
+    return broken
+
+
+def _read_marker(marker: Path, boot: str) -> dict[int, str] | None:
+    """Return the broken images of a chunk that is done; None if it is not, or its pixels may not have got to disk."""
+    try:
+        then, broken = json.loads(marker.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return {int(number): reason for number, reason in broken.items()} if then == boot else None
+
+
+def _ranges(total: int) -> list[tuple[int, int]]:
+    length = max(_CHUNK, -(-total // _CHUNKS))
+    return [(begin, min(begin + length, total)) for begin in range(0, total, length)]
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Take the space for a file at once: a disk that is too small is noticed before anything is decoded."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        if size:
+            os.posix_fallocate(descriptor, 0, size)
+        os.truncate(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _write_index(place: Path, part: str, files: Sequence[ImageFile], rows: Sequence[tuple[int, ...]]) -> None:
+    """Write where each image is, its height, width and bytes, its class, and its name."""
+    names = [os.fsencode(file.path) for file in files]
+    ends = list(accumulate(map(len, names)))
+    table = array("q", (value for row in rows for value in row))
+    for name, shape, values in (
+        ("index", (len(rows), 4), table),
+        ("labels", (len(files),), array("q", (file.label for file in files))),
+        ("name-ends", (len(files),), array("q", ends)),
+    ):
+        (place / f"{part}-{name}.npy").unlink(missing_ok=True)
+        write_npy(place / f"{part}-{name}.npy", shape, values.tobytes(), "<i8")
+    (place / f"{part}-names.bin").unlink(missing_ok=True)
+    write_file(place / f"{part}-names.bin", b"".join(names))
+
+
+def _free(folder: Folder) -> int:
+    """Return the free bytes where the cache would be written."""
+    for base in _bases(folder):
+        place = next(parent for parent in (base, *base.parents) if parent.exists())
+        if os.access(place, os.W_OK):
+            return shutil.disk_usage(place).free
+    return 0
+
+
+def _memory() -> int:
+    """Return the free memory of this machine or container. Units: bytes."""
+    free = memory_left()
+    return free if free is not None else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _broken_list(lost: Mapping[str, str]) -> str:
+    few = first_few([f"{path}: {reason}" for path, reason in sorted(lost.items())], _LISTED, "; ")
+    return f"{len(lost):,} broken image{'s' if len(lost) > 1 else ''} ({few})"
+
+
+def _broken_text(folder: Folder, lost: Mapping[str, str]) -> str:
+    them = "them" if len(lost) > 1 else "it"
+    return (
+        f"data.root={folder.root} holds {_broken_list(lost)}: replace or remove {them}, or leave {them} out with "
+        "data.broken=skip."
+    )
+
+
+def _description(folder: Folder, cache: Cache, side: int, options: Options) -> dict[str, Any]:
+    nums, lost = cache.record["parts"], cache.record["broken"]
+    digest = hashlib.sha256(json.dumps([_VERSION, side, options.channels, folder.classes]).encode())
+    for part, files in folder.parts.items():
+        for file in files:
+            if file.path not in lost:
+                digest.update(
+                    f"{part}\0{file.path}\0{file.label}\0{file.num_bytes}\n".encode("utf-8", "surrogateescape")
+                )
+    mode = cache.folder.name.split("-")[1]
+    num_test = nums.get("eval", 0)
+    stored = sum(size for name, size in cache.record["sizes"].items())
+    return {
+        "name": "image_folder",
+        "folder": str(cache.folder),
+        "root": str(folder.root),
+        "hash": digest.hexdigest(),
+        "num_train": nums["train"],
+        "num_test": num_test,
+        "note": f"{nums['train']:,} + {num_test:,} images of {len(folder.classes):,} classes, from {folder.root}, "
+        f"data.cache={mode} ({human(stored)} in {cache.folder})",
+        "cache": mode,
+        "side": side,
+        "parts": list(nums),
+        "facts": {
+            "classes": list(folder.classes),
+            "num_classes": len(folder.classes),
+            "shape": [options.channels, options.size, options.size],
+        },
+        **options.as_json(),
+    }

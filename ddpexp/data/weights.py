@@ -1,0 +1,205 @@
+"""Which samples an epoch draws: with replacement by weights, or an epoch longer or shorter than the data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpexp.data.order import Order, Permutation, mix
+from ddpexp.errors import RefusedError
+
+FILES = (".npy", ".txt", ".csv")
+_STRIDE = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Draw samples with replacement, each in proportion to its weight, as evenly as an epoch allows.
+
+    An epoch of n draws cuts the total weight into n equal stretches and draws one sample from each: the stretches in
+    the order of a permutation, and the place within each from a hash of seed, epoch and stretch. So any run of samples
+    in the table is drawn as often as its share says, to less than two draws, where independent draws would miss by the
+    square root of their number; and the draw at a position costs O(log(number of samples)).
+
+    Shapes: sequence (num_samples,), the samples in the order of the table; weights (num_samples,), in that order.
+    """
+
+    samples_per_epoch: int
+    sequence: NDArray[np.int64]
+    weights: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, weights: NDArray[np.float64], samples_per_epoch: int, classes: NDArray[Any] | None = None) -> Weighted:
+        """Lay out the table: samples of a class side by side, so that its share is met, and else shuffled."""
+        shuffled = Permutation(len(weights), seed=0, epoch=2)(np.arange(len(weights)))
+        if classes is not None:
+            shuffled = shuffled[np.argsort(classes[shuffled], kind="stable")]
+        return cls(samples_per_epoch, shuffled, weights[shuffled])
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """Return the draws of one epoch."""
+        return _Draws(self, Permutation(self.samples_per_epoch, seed, epoch))
+
+    @cached_property
+    def ends(self) -> NDArray[np.float64]:
+        """Return where the stretch of each sample ends. Units: draws of an epoch."""
+        sums = np.cumsum(self.weights)  # one by one: the same bits everywhere
+        ends: NDArray[np.float64] = sums * (self.samples_per_epoch / sums[-1])
+        ends[np.flatnonzero(self.weights)[-1] :] = np.inf  # rounding leaves no draw without a sample
+        return ends
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a hash of what is drawn."""
+        parts = np.array([self.samples_per_epoch]), self.sequence, self.weights
+        return hashlib.sha256(
+            b"".join(part.astype(part.dtype.newbyteorder("<")).tobytes() for part in parts)
+        ).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """The draws of one epoch."""
+
+    table: Weighted
+    stretches: Permutation
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        stretch = self.stretches(positions)
+        words = mix(self._key + stretch.astype(np.uint64) * _STRIDE)
+        within = (words >> np.uint64(11)) * 2.0**-53
+        # The stretches begin elsewhere in each epoch, so that no two samples always share one.
+        at = stretch + within + self._shift
+        at -= np.where(at >= self.table.samples_per_epoch, self.table.samples_per_epoch, 0)
+        found: NDArray[np.int64] = self.table.sequence[np.searchsorted(self.table.ends, at, side="right")]
+        return found
+
+    @cached_property
+    def _key(self) -> np.uint64:
+        key = np.frombuffer(b"ddpdraws", dtype="<u8").astype(np.uint64)
+        for part in (self.stretches.length, self.stretches.seed, self.stretches.epoch):
+            key = mix((key ^ np.uint64(part % 2**64)) + _STRIDE)
+        word: np.uint64 = key[0]
+        return word
+
+    @cached_property
+    def _shift(self) -> float:
+        return float(mix(np.array([self._key ^ _STRIDE], np.uint64))[0] >> np.uint64(11)) * 2.0**-53
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Epochs of another length than the data: one pass over all samples after the other, cut into epochs."""
+
+    samples_per_epoch: int
+    num_samples: int
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """Return the stretch of one epoch."""
+        first = epoch * self.samples_per_epoch
+        passes = range(first // self.num_samples, (first + self.samples_per_epoch - 1) // self.num_samples + 1)
+        return _Stretch(
+            first, self.num_samples, tuple(Permutation(self.num_samples, seed, number) for number in passes)
+        )
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """A stretch of the passes over the data."""
+
+    first: int
+    num_samples: int
+    passes: Sequence[Permutation]
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        number, place = np.divmod(np.asarray(positions) + self.first, self.num_samples)
+        indices = np.empty(place.shape, np.int64)
+        for one in self.passes:
+            here = number == one.epoch
+            if here.any():
+                indices[here] = one(place[here])
+        return indices
+
+
+def class_balanced(classes: NDArray[Any]) -> NDArray[np.float64]:
+    """Return weights by which every class is drawn equally often."""
+    _, number, counts = np.unique(classes, return_inverse=True, return_counts=True)
+    weights: NDArray[np.float64] = 1.0 / counts[number]
+    return weights
+
+
+def read_values(path: str, key: str) -> NDArray[Any]:
+    """Read a value for each sample: an array of an `.npy` file, or a line for each in `.txt` or `.csv`.
+
+    The first line of a `.csv` file may be a header. `key` is the configuration key that names the file.
+
+    Raises:
+        RefusedError: the file cannot be read.
+    """
+    file = Path(os.path.expanduser(path))
+    try:
+        if file.suffix == ".npy":
+            values: NDArray[Any] = np.load(file, allow_pickle=False)
+        else:
+            lines = [line.strip().strip('"') for line in file.read_text().splitlines() if line.strip()]
+            values = np.array(lines[1:] if file.suffix == ".csv" and lines and not _is_number(lines[0]) else lines)
+    except OSError as error:
+        raise RefusedError(f"{key}={path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, EOFError) as error:
+        raise RefusedError(f"{key}={path} is not an array of numbers stored by numpy.save ({error}).") from None
+    if values.ndim != 1:
+        raise RefusedError(f"{key}={path} holds an array of shape {values.shape}: store one value for each sample.")
+    return values
+
+
+def checked_weights(values: Any, num_samples: int | None, key: str) -> NDArray[np.float64]:
+    """Return weights as numbers; `key` is the override that gives them, None as number of samples: not known yet.
+
+    Raises:
+        RefusedError: they are negative, not finite, all zero, or not one for each sample.
+    """
+    try:
+        weights = np.asarray(values, dtype=np.float64)
+    except (ValueError, TypeError) as error:
+        raise RefusedError(f"{key} holds something other than numbers: {error}.") from None
+    if weights.ndim != 1 or (num_samples is not None and len(weights) != num_samples):
+        raise RefusedError(
+            f"{key} gives {len(weights) if weights.ndim == 1 else f'an array of shape {weights.shape}'} "
+            f"{'weights ' if weights.ndim == 1 else ''}for {num_samples:,} training samples: give one for each, also "
+            "for those that are held out."
+        )
+    wrong = np.flatnonzero(~(weights >= 0) | np.isinf(weights))
+    if wrong.size:
+        raise RefusedError(f"{key}: the weight of sample {wrong[0]} is {weights[wrong[0]]:g}. Use 0 or more.")
+    if not weights.any():
+        raise RefusedError(
+            f"{key}: all weights are 0, so there is nothing to draw. Give some samples a weight above 0."
+        )
+    return weights
+
+
+def checked_groups(values: NDArray[Any], num_samples: int | None, name: str) -> NDArray[Any]:
+    """Return the groups that `data.group_by` names.
+
+    Raises:
+        RefusedError: they are not one for each sample.
+    """
+    if num_samples is not None and len(values) != num_samples:
+        raise RefusedError(f"data.group_by={name} gives {len(values):,} values for {num_samples:,} training samples.")
+    return values
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

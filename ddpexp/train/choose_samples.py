@@ -1,0 +1,137 @@
+"""Which samples a run trains on and which it holds out, by the keys of the sections `data` and `trainer`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpexp.config.instantiate import Node, instantiate
+from ddpexp.config.schema import Data, Experiment
+from ddpexp.data.batch_plan import counted
+from ddpexp.data.columns import column_of, labels_of, places_in
+from ddpexp.data.datasets import OrderedData, Splits, choose_samples, on_device, part, select, training_order
+from ddpexp.data.order import TrainingOrder
+from ddpexp.data.partition import Part, fold_parts, fraction_parts
+from ddpexp.data.streams import Stream
+from ddpexp.data.weights import FILES, Passes, Weighted, checked_groups, checked_weights, class_balanced, read_values
+from ddpexp.distributed.world import World
+from ddpexp.errors import RefusedError
+
+
+def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
+    """Hold out samples, choose and order those to train on, and move the data sets to the device if configured.
+
+    Raises:
+        RefusedError: the data does not allow it.
+    """
+    data, limit, whole = experiment.data, experiment.trainer.limit_train_samples, splits.train
+    if data.validation_fraction or data.folds is not None:
+        splits = _hold_out(splits, data)
+    if limit is not None:
+        splits = replace(splits, train=choose_samples(splits.train, limit))
+    if data.weights is not None or (data.samples_per_epoch is not None and not data.sources):  # a mixture has its own
+        splits = replace(splits, order=_order(splits.train, whole, experiment))
+    return on_device(splits, world.device) if data.on_device else splits
+
+
+def check_held_out(experiment: Experiment, splits: Splits, undivided: Splits) -> None:
+    """Check that what is held out leaves a global batch to train.
+
+    Raises:
+        RefusedError: it does not, and without it there is one.
+    """
+    if isinstance(splits.train, Stream):
+        return
+    size = experiment.trainer.global_batch_size
+    left, before = (training_order(train).samples_per_epoch for train in (splits.train, undivided.train))
+    fraction = experiment.data.validation_fraction
+    if fraction and left < size <= before:
+        raise RefusedError(
+            f"data.validation_fraction={fraction} leaves {counted(left, 'training sample')} of {before:,}, fewer than "
+            f"trainer.global_batch_size={size}. Use at most data.validation_fraction={_share(before, size):g}."
+        )
+
+
+def _share(total: int, kept: int) -> float:
+    """Return the largest fraction of four digits that can be held out of `total` samples and leave `kept`."""
+    return math.floor((total - kept) / total * 1e4) / 1e4
+
+
+def _hold_out(splits: Splits, data: Data) -> Splits:
+    """Move some of the training samples into a set named `validation`."""
+    train = splits.train
+    key = f"data.folds={data.folds}" if data.folds else f"data.validation_fraction={data.validation_fraction}"
+    if len(train) < (data.folds or 2):
+        raise RefusedError(f"{key}: {len(train)} samples cannot be divided.")
+    if "validation" in splits.evals:
+        off = "null" if data.folds else "0"
+        raise RefusedError(f"{key}: {data.target} has a `validation` set of its own. Use {off}.")
+    kept, held = _parts(train, data)
+    return replace(splits, train=select(train, *kept, key), evals={**splits.evals, "validation": part(train, *held)})
+
+
+def _parts(train: Any, data: Data) -> tuple[Part, Part]:
+    """Return the samples to train on, and those that are held out."""
+    stratify = data.folds is not None if data.stratify is None else data.stratify
+    labels = labels_of(train) if stratify else None
+    if data.stratify and labels is None:
+        raise RefusedError(f"data.stratify=true: {_no_labels(train)} Use data.stratify=false.")
+    groups = _groups(train, data.group_by) if data.group_by is not None else None
+    if data.folds is None or data.fold is None:
+        return fraction_parts(len(train), data.validation_fraction, labels, groups)
+    return fold_parts(len(train), data.fold, data.folds, labels, groups)
+
+
+def _groups(train: Any, name: str) -> NDArray[Any]:
+    groups = read_values(name, "data.group_by") if name.endswith(FILES) else column_of(train, name)
+    if groups is None:
+        raise RefusedError(
+            f"data.group_by={name} is no column of the training set, a {type(train).__name__}, and no file (.npy, .txt "
+            "or .csv) with a value for each training sample."
+        )
+    return checked_groups(groups, len(train), name)
+
+
+def _order(train: Any, whole: Any, experiment: Experiment) -> TrainingOrder:
+    """Return the order of drawing from the samples to train on, which are part of the `whole` training set."""
+    data = experiment.data
+    if isinstance(train, OrderedData):
+        name = "weights" if data.weights is not None else "samples_per_epoch"
+        raise RefusedError(
+            f"data.{name}: `train` is a {type(train).__name__} with a training order of its own. Use data.{name}=null."
+        )
+    length = data.samples_per_epoch or len(train)
+    if data.weights is None:
+        return Passes(length, len(train))
+    indices = places_in(train, whole)
+    if data.weights == "balanced":
+        labels = labels_of(whole)
+        if labels is None:
+            raise RefusedError(f"data.weights=balanced: {_no_labels(whole)} Use a file of weights or a function.")
+        classes = labels[indices]
+        return Weighted.of(class_balanced(classes), length, classes)
+    weights = _weights(data.weights, whole, experiment)[indices]
+    if not weights.any():
+        raise RefusedError(
+            "data.weights: all samples with a weight above 0 are held out or left out, so there is nothing to draw."
+        )
+    return Weighted.of(weights, length)
+
+
+def _weights(weights: str | Node, whole: Any, experiment: Experiment) -> NDArray[np.float64]:
+    if isinstance(weights, Node):
+        found = instantiate(weights, experiment.trust, "data.weights", whole)
+        return checked_weights(found, len(whole), f"data.weights._target_={weights.target}")
+    key = f"data.weights={weights}"
+    return checked_weights(read_values(weights, "data.weights"), len(whole), key)
+
+
+def _no_labels(data: Any) -> str:
+    return (
+        f"the labels of the training set, a {type(data).__name__}, are not known: give it an attribute `labels` with "
+        "one for each sample."
+    )

@@ -1,0 +1,114 @@
+"""Facts of the data in a configuration: where `${facts:...}` may stand, and what it becomes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import ddpexp as package
+from ddpexp.config import facts
+from ddpexp.config.compose import compose
+from ddpexp.errors import RefusedError
+from ddpexp.run.same_inputs import check_same_data
+from tests.conftest import SMALL, Ddpexp
+
+FACTS = {"num_classes": 3, "classes": ["cat", "dog", "owl"], "shape": [1, 28, 28]}
+TINY = ("recipe=mnist", "data.source=embedded", "data.embedded_train=64", "data.embedded_test=16")
+
+
+def test_a_reference_becomes_the_value_with_its_type() -> None:
+    tree = {
+        "classes": "${facts:num_classes}",
+        "name": "of ${facts:num_classes}",
+        "first": ["${facts:shape.0}"],
+        "else": 1,
+        "later": "${facts:vocab_size}",
+    }
+    assert facts.resolve(tree, FACTS) == {
+        "classes": 3,
+        "name": "of 3",
+        "first": [1],
+        "else": 1,
+        "later": "${facts:vocab_size}",
+    }
+    assert facts.resolve_text("model:\n  classes: ${facts:classes}\n", FACTS) == (
+        "model:\n  classes:\n  - cat\n  - dog\n  - owl\n"
+    )
+
+
+def test_the_facts_that_are_used_are_named() -> None:
+    assert facts.used({"model": {"in": "${facts:shape.0}", "out": "${facts:num_classes}"}}, FACTS, "mine") == {
+        "shape": [1, 28, 28],
+        "num_classes": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "available", "sentence"),
+    [
+        ("num_clases", FACTS, "returns the facts classes, num_classes, shape, and no num_clases. Did you mean"),
+        ("num_classes", {}, "model.out=${facts:num_classes}: data.prepare=mine returns no facts, and no num_classes."),
+        ("shape.3", FACTS, "the fact shape is [1, 28, 28], which has no 3."),
+    ],
+)
+def test_a_fact_that_is_not_there_is_refused(name: str, available: Mapping[str, Any], sentence: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        facts.used({"model": {"out": f"${{facts:{name}}}"}}, available, "data.prepare=mine")
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["trainer.max_steps=${facts:num_classes}"], "trainer is checked before the data is prepared"),
+        (["data.embedded_test=${facts:num_classes}"], "the facts come from the data's preparation"),
+        (["data.prepare=null", "model.hidden=${facts:num_classes}"], "data.prepare is not set"),
+        (["model.hidden=${facts:}"], "names no fact of the data"),
+        (["model.hidden=${fact:num_classes}"], "Did you mean ${facts:...}?"),
+    ],
+)
+def test_where_a_reference_cannot_stand_it_is_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        package.compose([*TINY, *overrides])
+    assert sentence in str(refused.value)
+
+
+def test_another_key_may_refer_to_one_that_is_a_fact() -> None:
+    composed = compose([*TINY, "model.hidden=${facts:num_classes}", "+model.other=${model.hidden}"])
+    assert composed is not None
+    assert "${model" not in composed.text
+    assert composed.values["model"]["other"] == "${facts:num_classes}"
+
+
+def test_a_composed_model_has_the_facts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    experiment = package.compose([*TINY, "model.hidden=${facts:num_classes}"])
+    assert experiment.model()[-1].in_features == 10
+
+
+def test_data_with_other_facts_is_refused_with_both_values() -> None:
+    before = {"facts": {"num_classes": 3}, "data": {"name": "pets", "facts": FACTS}}
+    assert check_same_data(before, {"name": "pets", "facts": FACTS}, "outputs/a") == []
+    with pytest.raises(RefusedError, match=r"started with num_classes=3, a fact .* has num_classes=4:"):
+        check_same_data(before, {"name": "pets", "facts": {"num_classes": 4}}, "outputs/a", ["data"])
+    with pytest.raises(RefusedError, match="the data here has no num_classes:"):
+        check_same_data(before, {"name": "pets"}, "outputs/a")
+
+
+def test_a_run_has_the_values_in_its_files_and_resumes_with_them(ddpexp: Ddpexp) -> None:
+    model = ("model=lenet", "model.hidden=${facts:num_classes}")
+    done = ddpexp(*SMALL, *model, "trainer.max_steps=2", "trainer.eval_every=0")
+    assert done.code == 0, done.err
+    assert "  hidden: 10\n" in (done.run / "config.yaml").read_text()
+    manifest = done.manifest()
+    assert manifest["facts"] == {"num_classes": 10}
+    again = ddpexp(*SMALL, *model, "trainer.max_steps=2", "trainer.eval_every=0", f"run.dir={done.run}")
+    assert (again.code, "is finished at step 2" in again.out + again.err) == (0, True)
+    manifest["facts"]["num_classes"] = 12  # as if the data had changed
+    (done.run / "manifest.json").write_text(json.dumps(manifest))
+    other = ddpexp("resume", str(done.run), "trainer.max_steps=4")
+    assert other.code == 2
+    assert "was started with num_classes=12, a fact of its data" in other.err

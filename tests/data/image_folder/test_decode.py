@@ -1,0 +1,86 @@
+"""Every kind of image becomes the same upright pixels; what is broken is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddpexp.data.image_folder.decode import BrokenImageError, decode, size_of
+from tests.data.image_folder.conftest import photo
+
+_COLORS = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [255, 255, 0]]], np.uint8)
+QUARTERS = Image.fromarray(np.kron(_COLORS, np.ones((16, 24, 1), np.uint8)))  # red, green, blue, yellow
+
+
+def corners(image: Image.Image) -> list[tuple[int, ...]]:
+    """Return the rounded colors in the corners: 0 or 255 in each channel."""
+    array = np.asarray(image.convert("RGB")) > 127
+    return [tuple((array[y, x] * 255).tolist()) for y in (2, -3) for x in (2, -3)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"),
+    [("RGB", "jpg"), ("RGB", "png"), ("RGB", "webp"), ("CMYK", "jpg"), ("P", "png"), ("RGBA", "png"), ("RGBA", "webp")],
+)
+def test_every_mode_and_format_becomes_rgb(mode: str, suffix: str, tmp_path: Path) -> None:
+    path = str(tmp_path / f"image.{suffix}")
+    QUARTERS.convert(mode).save(path)
+    image = decode(path, 100, 3)
+    assert (image.mode, image.size, size_of(path, 100)) == ("RGB", (48, 32), (32, 48))
+    assert corners(image) == [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]
+    assert decode(path, 100, 1).mode == "L"
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "LA", "I;16"])
+def test_grey_images_stay_grey(mode: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "image.png")
+    ramp = np.tile(np.arange(0, 256, 8, dtype=np.uint8), (20, 1))
+    image = Image.fromarray(ramp.astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(ramp).convert(mode)
+    image.save(path)
+    decoded = np.asarray(decode(path, 100, 1)).astype(int)
+    if mode == "1":
+        assert set(decoded.ravel()) == {0, 255}
+    else:
+        assert np.abs(decoded - ramp).max() <= 1
+    assert (np.asarray(decode(path, 100, 3)) == decoded[..., None]).all()
+
+
+def test_transparent_parts_become_white(tmp_path: Path) -> None:
+    path = str(tmp_path / "image.png")
+    Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(path)
+    assert (np.asarray(decode(path, 100, 3)) == 255).all()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_is_applied(orientation: int, tmp_path: Path) -> None:
+    undo = {1: None, 2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}[orientation]  # of Pillow's transpositions
+    stored = QUARTERS if undo is None else QUARTERS.transpose(Image.Transpose(undo))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = str(tmp_path / "image.jpg")
+    stored.save(path, exif=exif, quality=95)
+    image = decode(path, 100, 3)
+    assert size_of(path, 100) == (32, 48)
+    assert (image.size, corners(image)) == ((48, 32), [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)])
+
+
+@pytest.mark.parametrize("size", [(400, 300), (300, 400), (301, 77), (50, 50)])
+def test_shortest_side_is_limited_and_known_from_the_header(size: tuple[int, int], tmp_path: Path) -> None:
+    path = str(tmp_path / "image.jpg")
+    photo(*size, 0).save(path)
+    image = decode(path, 64, 3)
+    assert min(image.size) == min(64, *size)
+    assert size_of(path, 64) == (image.height, image.width)
+
+
+def test_broken_images_are_reported_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "image.jpg"
+    photo(200, 200, 0).save(path)
+    whole = path.read_bytes()
+    for content, reason in ((b"", "empty"), (b"<html>", "no image"), (whole[: len(whole) // 2], "truncated")):
+        path.write_bytes(content)
+        with pytest.raises(BrokenImageError, match=reason):
+            decode(str(path), 100, 3)

@@ -1,0 +1,193 @@
+"""Folders of images are found, checked and decoded once; what is wrong is one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddpexp.data.image_folder import pool
+from ddpexp.data.image_folder import prepare as preparing
+from ddpexp.data.image_folder.prepare import choose, prepare
+from ddpexp.data.image_folder.scan import scan
+from ddpexp.errors import RefusedError
+from tests.data.image_folder.conftest import photo
+
+
+def refusal(root: Path | None, **options: Any) -> str:
+    with pytest.raises(RefusedError) as refused:
+        prepare(str(root) if root else None, **options)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_description_has_facts_and_is_json(photos: Path) -> None:
+    prepared = prepare(str(photos), size=16)
+    assert prepared == json.loads(json.dumps(prepared))
+    assert prepared["facts"] == {"classes": ["cat", "dog"], "num_classes": 2, "shape": [3, 16, 16]}
+    assert (prepared["num_train"], prepared["num_test"], prepared["parts"]) == (12, 4, ["train", "eval"])
+    assert "12 + 4 images of 2 classes" in prepared["note"]
+    assert Path(prepared["folder"]).parent == photos / ".ddpexp-cache"
+
+
+def test_second_start_decodes_nothing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(str(photos))
+    monkeypatch.setattr(pool, "handle", pytest.fail)
+    assert prepare(str(photos)) == prepared
+
+
+@pytest.mark.parametrize("change", ["content", "time", "new file", "removed file"])
+def test_cache_of_other_files_is_not_used(change: str, photos: Path) -> None:
+    before = prepare(str(photos))
+    path = photos / "train" / "cat" / "0.jpg"
+    if change == "content":
+        photo(40, 30, 99).save(path)
+    elif change == "time":
+        os.utime(path, ns=(0, 0))
+    elif change == "new file":
+        shutil.copy(path, path.with_name("new.jpg"))
+    else:
+        path.unlink()
+    after = prepare(str(photos))
+    assert after["folder"] != before["folder"]
+    assert (after["hash"] == before["hash"]) == (change == "time")
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ([], "is empty"),
+        (["a.jpg"], "holds no folders, only a.jpg"),
+        (["cat/a.jpg"], "holds one class, cat"),
+        (["cat/a.txt", "dog/a.jpg"], "no JPEG, PNG or WebP images of cat"),
+        (["cat/.hidden.jpg", "dog/.hidden.jpg"], "holds no JPEG, PNG or WebP images (names ending in .jpg"),
+        (["val/cat/a.jpg"], "holds val/ but no train/"),
+        (["train/cat/a.jpg", "train/dog/a.jpg", "val/cow/a.jpg"], "classes that"),
+        (["train/cat/a.jpg", "train/dog/a.jpg", "val/cat/a.jpg", "valid/cat/a.jpg"], "val/ and valid/"),
+    ],
+)
+def test_folder_of_another_layout_is_one_sentence(layout: list[str], message: str, tmp_path: Path) -> None:
+    for name in layout:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    assert message in refusal(tmp_path)
+
+
+def test_folder_that_is_not_there_or_not_named_is_one_sentence(tmp_path: Path) -> None:
+    assert "data.root is not set" in refusal(None)
+    assert "No such file or directory" in refusal(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 0}, "data.size=0"),
+        ({"eval_size": 20, "size": 32}, "data.eval_size=20 is below data.size=32"),
+        ({"scale": (0.5, 0.1)}, "data.scale=[0.5, 0.1]"),
+        ({"color_jitter": (0.4,)}, "data.color_jitter=[0.4]"),
+        ({"mixup": -1.0}, "data.mixup=-1.0"),
+        ({"mean": (0.5, 0.5)}, "data.mean=[0.5, 0.5]"),
+        ({"std": (0.0,)}, "data.std=[0.0]"),
+        ({"channels": 2}, "data.channels=2"),
+        ({"cache_size": 0}, "data.cache_size=0"),
+        ({"rand_augment_magnitude": 31}, "data.rand_augment_magnitude=31"),
+        ({"cache": "memory"}, "data.cache=memory"),
+    ],
+)
+def test_invalid_option_is_named(options: dict[str, Any], message: str, photos: Path) -> None:
+    assert message in refusal(photos, **options)
+
+
+@pytest.mark.parametrize("cache", ["raw", "jpeg", "none"])
+def test_broken_images_stop_by_name_or_are_skipped_and_listed(
+    cache: str, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = (photos / "train/cat/1.jpg").read_bytes()
+    (photos / "train/cat/1.jpg").write_bytes(whole[: len(whole) - 200])
+    (photos / "train/dog/2.jpg").write_bytes(b"<html>")
+    text = refusal(photos, cache=cache)
+    assert "2 broken images (train/cat/1.jpg: " in text
+    assert "train/dog/2.jpg: it is no image" in text
+    prepared = prepare(str(photos), cache=cache, broken="skip")  # type: ignore[arg-type]
+    assert "2 broken images" in capsys.readouterr().err
+    assert prepared["num_train"] == 10
+    labels = np.load(Path(prepared["folder"]) / "train-labels.npy")
+    assert labels.tolist() == [0] * 5 + [1] * 5
+
+
+def test_killed_preparation_resumes_with_what_is_missing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "_CHUNK", 4)
+    handle = pool.handle
+    decoded: list[str] = []
+
+    def killed(chunk: dict[str, Any], *sizes: int) -> dict[str, Any]:
+        if chunk["work"] == "pixels":
+            if len(decoded) == 2:
+                raise KeyboardInterrupt
+            decoded.append(chunk["images"][0][0])
+        return handle(chunk, *sizes)
+
+    monkeypatch.setattr(pool, "handle", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(str(photos), cache="raw")
+    first, decoded[:] = list(decoded), []
+    prepared = prepare(str(photos), cache="raw")  # the two chunks that are missing
+    assert len(decoded) == 2
+    assert not set(first) & set(decoded)
+    monkeypatch.setattr(pool, "handle", handle)
+    fresh = photos.with_name("fresh")
+    shutil.copytree(photos, fresh, ignore=shutil.ignore_patterns(".ddpexp-cache"))
+    again = prepare(str(fresh), cache="raw")
+    for name in ("train.bin", "train-index.npy", "eval.bin", "train-labels.npy", "train-names.bin"):
+        assert Path(prepared["folder"], name).read_bytes() == Path(again["folder"], name).read_bytes()
+
+
+def test_full_disk_is_one_sentence_and_leaves_nothing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert "No space left on device" in refusal(photos, cache="raw")
+    assert not os.listdir(photos / ".ddpexp-cache")
+
+
+def test_processes_prepare_what_one_process_would(photos: Path) -> None:
+    alone = prepare(str(photos), cache="raw")
+    before = Path(alone["folder"], "train.bin").read_bytes()
+    shutil.rmtree(alone["folder"])
+    folder = scan(str(photos))
+    several = pool.Pool(2, alone["side"], 3)
+    try:
+        sizes = preparing._measure(folder, several, 3)
+        place = photos.parent
+        preparing._fill(place, folder, sizes, "raw", 3, several)
+    finally:
+        several.close()
+    assert (place / "train.bin").read_bytes() == before
+
+
+def test_process_that_dies_is_one_sentence(photos: Path) -> None:
+    several = pool.Pool(2, 32, 3)
+    for process in several._processes:
+        process.kill()
+    with pytest.raises(RefusedError, match="was killed by SIGKILL: out of memory"):
+        preparing._measure(scan(str(photos)), several, 3)
+
+
+@pytest.mark.parametrize(
+    ("raw", "files", "free", "memory", "mode"),
+    [(70, 10, 100, 100, "raw"), (90, 10, 100, 1000, "jpeg"), (90, 10, 1000, 100, "jpeg"), (900, 90, 100, 1000, "none")],
+)
+def test_cache_is_chosen_by_disk_and_memory(raw: int, files: int, free: int, memory: int, mode: str) -> None:
+    assert choose(raw, files, free, memory)[0] == mode
+
+
+def test_one_folder_of_classes_has_no_evaluation_set(photos: Path) -> None:
+    prepared = prepare(str(photos / "train"))
+    assert (prepared["num_train"], prepared["num_test"], prepared["parts"]) == (12, 0, ["train"])

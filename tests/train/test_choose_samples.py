@@ -1,0 +1,152 @@
+"""Samples that are held out and drawn, by the keys of a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from ddpexp.config.compose import compose
+from ddpexp.config.parse import parse
+from ddpexp.data.batch_plan import plan_batches
+from ddpexp.data.batches import TrainBatches
+from ddpexp.data.datasets import Arrays, Splits
+from ddpexp.distributed.world import World
+from ddpexp.errors import RefusedError
+from ddpexp.train.choose_samples import arrange
+
+CPU = torch.device("cpu")
+ALONE = World(0, 0, 0, 1, 1, CPU)
+LABELS = np.array([0] * 160 + [1] * 40)
+
+
+class Items(Dataset[tuple[int, int]]):
+    """A map-style set with labels and groups."""
+
+    def __init__(self, count: int = 200) -> None:
+        self.targets = LABELS[:count].tolist()
+        self.patients = [f"p{index // 8}" for index in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, self.targets[index]
+
+
+class Bare(Dataset[int]):
+    """A map-style set of which nothing is known."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def by_label(data: Arrays, factor: float) -> list[float]:
+    return [1.0 + (factor - 1) * int(label) for label in data.tensors[1]]
+
+
+def rows() -> Arrays:
+    return Arrays([torch.arange(200), torch.from_numpy(LABELS)])
+
+
+def arranged(data: Any, *overrides: str) -> Splits:
+    made = compose(["data.source=embedded", "trainer.global_batch_size=20", "trainer.gpus=1", *overrides])
+    assert made is not None
+    return arrange(Splits(data, {}), parse(made.values), ALONE)
+
+
+def seen(splits: Splits, steps: int, size: int = 1) -> list[list[int]]:
+    """Return the samples of each global batch."""
+    parts = [
+        TrainBatches(splits.train, plan_batches(20, "auto", size), rank, 0, CPU, order=splits.order).steps(0, steps)
+        for rank in range(size)
+    ]
+    return [[int(index) for [batch] in step for index in batch[0]] for step in zip(*parts, strict=True)]
+
+
+def held_out(splits: Splits) -> list[int]:
+    part = splits.evals["validation"]
+    if isinstance(part, torch.utils.data.Subset):
+        return list(part.indices)
+    return list(map(int, part.gather(torch.arange(len(part)), CPU)[0]))
+
+
+@pytest.mark.parametrize("kind", [rows, Items])
+def test_balanced_classes_are_drawn_alike_by_any_number_of_workers(kind: Any) -> None:
+    splits = arranged(kind(), "data.weights=balanced", "data.folds=5", "data.fold=1", "data.samples_per_epoch=100")
+    alone = seen(splits, 15)
+    assert alone == seen(splits, 15, 2) == seen(splits, 15, 4)
+    assert not {index for step in alone for index in step} & set(held_out(splits))
+    for epoch in range(3):
+        drawn = [index for step in alone[5 * epoch : 5 * epoch + 5] for index in step]
+        assert abs(int(LABELS[drawn].sum()) - 50) < 2
+
+
+@pytest.mark.parametrize("kind", [rows, Items])
+def test_folds_hold_out_each_sample_once_and_each_class_by_its_share(kind: Any) -> None:
+    held = [held_out(arranged(kind(), "data.folds=4", f"data.fold={fold}")) for fold in range(4)]
+    assert sorted(index for fold in held for index in fold) == list(range(200))
+    assert {int(LABELS[fold].sum()) for fold in held} == {10}
+
+
+def test_a_fraction_is_stratified_on_request_and_groups_stay_together(tmp_path: Path) -> None:
+    held = held_out(arranged(rows(), "data.validation_fraction=0.1", "data.stratify=true"))
+    assert (len(held), int(LABELS[held].sum())) == (20, 4)
+    held = held_out(arranged(Items(), "data.folds=5", "data.fold=2", "data.group_by=patients"))
+    assert all(index - index % 8 + other in held for index in held for other in range(8))
+    (tmp_path / "groups.txt").write_text("\n".join(Items().patients))
+    file = f"data.group_by={tmp_path}/groups.txt"
+    assert held_out(arranged(rows(), "data.folds=5", "data.fold=2", file)) == sorted(held)
+
+
+def test_weights_of_a_file_follow_the_samples_through_what_is_left_out(tmp_path: Path) -> None:
+    np.save(tmp_path / "w.npy", np.where(np.arange(200) % 3 == 0, 1.0, 0.0))
+    splits = arranged(
+        rows(), f"data.weights={tmp_path}/w.npy", "data.validation_fraction=0.2", "trainer.limit_train_samples=90"
+    )
+    assert {index % 3 for step in seen(splits, 8) for index in step} == {0}
+    assert splits.order is not None
+    assert splits.order.samples_per_epoch == 90
+
+
+def test_weights_may_come_from_a_function() -> None:
+    function = f"data.weights={{_target_: {__name__}.by_label, factor: 4}}"
+    splits = arranged(rows(), function, f"run.trust=[{__name__}]")
+    drawn = [index for step in seen(splits, 10) for index in step]
+    assert abs(int(LABELS[drawn].sum()) - 100) < 6
+
+
+@pytest.mark.parametrize(
+    ("data", "overrides", "message"),
+    [
+        (Bare(), ["data.weights=balanced"], r"data\.weights=balanced: the labels of the training set, a Bare, are not"),
+        (Bare(), ["data.validation_fraction=0.1", "data.stratify=true"], r"data\.stratify=true: the labels"),
+        (rows(), ["data.folds=5", "data.fold=0", "data.group_by=house"], r"data\.group_by=house is no column"),
+        (rows(), ["data.folds=500", "data.fold=0"], r"data\.folds=500: 200 samples cannot be divided\."),
+        (rows(), ["data.fold=1"], r"data\.fold=1 is one of how many\? Type data\.folds"),
+        (rows(), ["data.folds=5"], r"data\.folds=5: which fold is held out\? Type data\.fold=0"),
+        (rows(), ["data.folds=5", "data.fold=5"], r"data\.fold=5 is none of data\.folds=5: use 0 to 4\."),
+        (rows(), ["data.folds=1", "data.fold=0"], r"data\.folds=1 is too small"),
+        (rows(), ["data.folds=5", "data.fold=0", "data.validation_fraction=0.1"], "both hold out samples"),
+        (rows(), ["data.stratify=true"], r"data\.stratify=true is about the held-out samples, and none are"),
+        (rows(), ["data.group_by=x"], r"data\.group_by=x is about the held-out samples"),
+        (rows(), ["data.weights=balance"], r"data\.weights=balance: use balanced, a file"),
+        (rows(), ["data.weights=none.npy"], r"data\.weights=none\.npy cannot be read: No such file"),
+        (rows(), ["data.samples_per_epoch=0"], r"data\.samples_per_epoch=0 is too small"),
+        (
+            rows(),
+            ["data.samples_per_epoch=10"],
+            r"data\.samples_per_epoch=10 is fewer than trainer\.global_batch_size=20",
+        ),
+    ],
+)
+def test_what_means_nothing_is_refused(data: Any, overrides: list[str], message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        arranged(data, *overrides)
