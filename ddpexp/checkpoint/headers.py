@@ -29,6 +29,8 @@ class Entry:
     dtype: str  # as the format names it, such as F32
     file: Path
     stored_as: str  # its name in the file: of tied tensors, the only one that is stored
+    begin: int  # of its bytes in the file
+    end: int
 
     @property
     def num_elements(self) -> int:
@@ -54,7 +56,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         if not isinstance(header, dict) or not is_shallow(header, _DEPTH):
             raise ValueError("its header is no table of tensors")
         metadata = header.pop("__metadata__", None) or {}
-        entries = {name: _entry(path, name, values, size - 8 - num_bytes) for name, values in header.items()}
+        entries = {name: _entry(path, name, values, 8 + num_bytes, size) for name, values in header.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         raise RefusedError(f"{path.name} cannot be read as safetensors ({reason}).") from None
@@ -64,13 +66,13 @@ def read_header(path: Path) -> dict[str, Entry]:
     return {**entries, **tied}
 
 
-def _entry(path: Path, name: str, values: Mapping[str, Any], num_bytes: int) -> Entry:
+def _entry(path: Path, name: str, values: Mapping[str, Any], base: int, size: int) -> Entry:
     shape, (begin, end) = tuple(values["shape"]), values["data_offsets"]
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)) or begin > end:
         raise ValueError(f"{name} has a shape or a position that cannot be")
-    if end > num_bytes:
-        raise ValueError(f"it is cut off: {name} would end at byte {end:,} of {num_bytes:,}")
-    return Entry(shape, str(values["dtype"]), path, name)
+    if end > size - base:
+        raise ValueError(f"it is cut off: {name} would end at byte {end:,} of {size - base:,}")
+    return Entry(shape, str(values["dtype"]), path, name, base + begin, base + end)
 
 
 def read_index(path: Path) -> dict[str, Entry]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ddpexp.checkpoint.codec import DTYPES
+from ddpexp.checkpoint.headers import Entry, read_header
 from ddpexp.errors import RefusedError
 
 _BUFFER_BYTES = 16 << 20  # for what cannot be read into its place
@@ -82,27 +82,29 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
     Raises:
         RefusedError: it cannot be read as one.
     """
-    from safetensors import SafetensorError, safe_open
+    entries = read_header(path)  # not the safetensors library: it maps the whole file, as memory that may be written to
+    tensors = {}
+    for name, entry in entries.items():
+        if entry.dtype not in DTYPES:
+            raise RefusedError(f"{path} cannot be read: it holds tensors of the type {entry.dtype}.")
+        dtype = DTYPES[entry.dtype]
+        if entry.end - entry.begin != entry.num_elements * dtype.itemsize:
+            raise RefusedError(f"{path} cannot be read as safetensors ({name} has another size than its shape).")
+        tensors[name] = StoredTensor(path, entry.begin, dtype, entry.shape)
+    _check_places(path, entries.values())
+    return tensors
 
-    try:
-        check_plain_file(path)
-        with safe_open(str(path), framework="pt") as file:  # checks the header against the size of the file
-            metadata = file.metadata() or {}
-        with path.open("rb") as raw:
-            length = int.from_bytes(raw.read(8), "little")
-            header = json.loads(raw.read(length))
-        tensors = {
-            name: StoredTensor(
-                path, 8 + length + entry["data_offsets"][0], DTYPES[entry["dtype"]], tuple(entry["shape"])
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except KeyError as error:
-        raise RefusedError(f"{path} cannot be read: it holds tensors of the type {error.args[0]}.") from None
-    except (OSError, SafetensorError, ValueError) as error:
-        raise RefusedError(f"{path} cannot be read as safetensors ({error}).") from None
-    return {**tensors, **{name: tensors[first] for name, first in _ties(metadata, tensors).items()}}
+
+def _check_places(path: Path, entries: Collection[Entry]) -> None:
+    """Check that the tensors of a file lie one after the other, up to its end.
+
+    Raises:
+        RefusedError: they do not.
+    """
+    stored = sorted({(entry.begin, entry.end) for entry in entries if entry.begin != entry.end})
+    ends = [end for _, end in stored]
+    if [begin for begin, _ in stored[1:]] != ends[:-1] or (ends and ends[-1] != path.stat().st_size):
+        raise RefusedError(f"{path} cannot be read as safetensors (its tensors do not fill the file).")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

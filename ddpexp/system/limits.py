@@ -87,7 +87,8 @@ def reason(error: BaseException | str, path: Path | None = None) -> str | None:
     if number == errno.EFBIG:
         return _describe_rlimit("KiB a file", resource.RLIMIT_FSIZE, "f", 1024)
     if number == errno.ENOMEM:
-        return _describe_rlimit("KiB of address space", resource.RLIMIT_AS, "v", 1024)
+        data = _describe_rlimit("KiB of data", resource.RLIMIT_DATA, "d", 1024)
+        return _describe_rlimit("KiB of address space", resource.RLIMIT_AS, "v", 1024) or data
     if number == errno.EAGAIN:
         return _describe_process_limit()
     if "no usable temporary directory" in text:  # Source: Python's tempfile.gettempdir

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import resource
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +144,50 @@ def test_another_model_and_a_file_that_has_changed_are_refused(file: Path) -> No
         stored["half"].read()
     with pytest.raises(RefusedError, match=r"cannot be read as safetensors"):
         open_tensors(file)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        ({"w": ("F32", [3], 0, 8)}, "w has another size than its shape"),
+        ({"w": ("F32", [2], 0, 8), "v": ("F32", [2], 4, 12)}, "its tensors do not fill the file"),
+        ({"w": ("F32", [1], 0, 4), "v": ("F32", [1], 8, 12)}, "its tensors do not fill the file"),
+        ({"w": ("F32", [2], 0, 8)}, "its tensors do not fill the file"),
+        ({"w": ("F32", [4], 0, 16)}, "it is cut off"),
+        ({"w": ("F4", [24], 0, 12)}, "it holds tensors of the type F4"),
+    ],
+)
+def test_a_header_that_describes_another_file_is_refused(
+    tmp_path: Path, tensors: dict[str, tuple[str, list[int], int, int]], sentence: str
+) -> None:
+    header = json.dumps(
+        {
+            name: {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+            for name, (dtype, shape, begin, end) in tensors.items()
+        }
+    ).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
+    with pytest.raises(RefusedError, match=sentence):
+        open_tensors(path)
+
+
+def test_a_file_larger_than_the_memory_that_is_allowed_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    header = b'{"w": {"dtype": "U8", "shape": [1073741824], "data_offsets": [0, 1073741824]}}'
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 30))
+    child = os.fork()
+    if child == 0:
+        [used] = re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        limit = (int(used) << 10) + (100 << 20)  # the file would count where it is mapped as memory of the process
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        ended = 1
+        with suppress(BaseException):
+            ended = int(open_tensors(path)["w"].read(1 << 20, 3).tolist() != [0, 0, 0])
+        os._exit(ended)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_long_files_are_written_in_pieces_of_which_each_rank_of_a_start_hashes_its_share(
