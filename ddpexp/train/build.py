@@ -126,7 +126,8 @@ def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
     data = experiment.data
     seed_everything(_DATA_SEED)
     if data.prepare is None:
-        returned = instantiate(Node(data.target, data.options), experiment.trust, "data")
+        options = {**data.options, **own_arguments(data, experiment.trust)}
+        returned = instantiate(Node(data.target, options), experiment.trust, "data")
     else:
         returned = instantiate(Node(data.target), experiment.trust, "data", prepared)
     splits = streams_checked(check_splits(returned, data.target), experiment)
