@@ -61,6 +61,7 @@ from ddpexp.train.run_state import RunState
 from ddpexp.train.streaming import streams_checked
 from ddpexp.train.torch_rates import TorchRates
 from ddpexp.train.torch_schedule import TorchSchedule
+from ddpexp.train.transform_samples import own_arguments
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,9 @@ def import_all(experiment: Experiment, world: World) -> None:
         RefusedError: a name is not allowed, or does not exist.
     """
     data = Node(experiment.data.target, {} if experiment.data.prepare else experiment.data.options)
-    weights = {"data.weights": experiment.data.weights} if isinstance(experiment.data.weights, Node) else {}
     nodes = {
         "data": data,
-        **weights,
+        **sample_nodes(experiment.data),
         "model": experiment.model,
         "task": experiment.task,
         "optimizer": experiment.optimizer,
