@@ -24,6 +24,7 @@ BENCHMARKS = {
     "steps": "The training step",
     "reduction": "Small models on one host",
     "input": "Data that fits into memory",
+    "images": "Folders of photographs",
     "order": "The order of samples",
     "callbacks": "Callbacks in a step",
     "loggers": "Remote loggers",

@@ -88,6 +88,25 @@ class HasFinish(Protocol):
 
 
 @runtime_checkable
+class HasPredict(Protocol):
+    """A task whose weights `ddpexp predict` can use."""
+
+    def predict(self, model: Any, batch: Any) -> Any:
+        """Return what is predicted for a batch: a tensor or an array of numbers, or a mapping of names to such.
+
+            def predict(self, model, batch):
+                probabilities = model(batch[0]).softmax(1)
+                return {"label": probabilities.argmax(1), "probability": probabilities}
+
+        Called in evaluation mode, without gradients, under autocast if `trainer.precision` requires it.
+
+        Shapes: a row for each sample of the batch, in their order; rows of the same shape in every batch.
+        Ranks: any; must not communicate.
+        """
+        ...
+
+
+@runtime_checkable
 class HasOptimizers(Protocol):
     """A task that assigns its parameters to optimizers itself: parameter groups, or several optimizers."""
 

@@ -60,6 +60,11 @@ class Classify:
         correct = (scores.argmax(1) == labels).sum()
         return loss, len(labels), {"accuracy": (correct, len(labels))}
 
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Return the digit and the probability of each. Shapes: label (batch,), probability (batch, 10)."""
+        probability = model(batch[0]).softmax(1)
+        return {"label": probability.argmax(1), "probability": probability}
+
     def on_eval(self, model: nn.Module, batch: tuple[Tensor, Tensor], logger: Logger, step: int) -> None:
         """Show the first images of the evaluation with what the network takes them for; other inputs are not shown."""
         if batch[0].dim() != 4:

@@ -13,8 +13,8 @@ EXAMPLES = ROOT / "examples"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def install(example: str, folder: Path) -> Path:
-    """Install the package in `examples/EXAMPLE` as pip does it; return the folder to add to PYTHONPATH."""
+def install(example: str | Path, folder: Path) -> Path:
+    """Install the package in `examples/EXAMPLE`, or elsewhere, as pip does; return the folder to add to PYTHONPATH."""
     source, target = folder / "source", folder / "installed"
     shutil.copytree(EXAMPLES / example, source, ignore=shutil.ignore_patterns("__pycache__"))  # builds write into it
     options = "-q --no-index --no-deps --no-build-isolation --disable-pip-version-check --target".split()

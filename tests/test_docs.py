@@ -17,7 +17,9 @@ import pytest
 import yaml
 
 from ddpexp.cli.check import run_arguments
+from ddpexp.cli.data import arguments_of as data_arguments
 from ddpexp.cli.help import answer
+from ddpexp.cli.predict import predict
 from ddpexp.cli.shells import SCRIPTS
 from ddpexp.cli.subcommands import evaluate, resume, stored_run
 from ddpexp.config import commands
@@ -48,6 +50,8 @@ PLACEHOLDERS = {
     "/runs/first": "mnist",
     "FOLDER...": "sweep",
     "FOLDER": "sweep",
+    "gpt2/model.safetensors": "weights.safetensors",
+    "ckpt.pt": "weights.safetensors",
     "recipe=...": "recipe=mnist",
     "sweep.slots=N": "sweep.slots=2",
 }
@@ -61,7 +65,7 @@ NOT_TYPED = {
     "run.trust=[...]": "any prefix",
     "launcher.rdzv_endpoint=..., which keeps the list of the machines, does not answer any more": "a message",
     "key=$TOKEN": "any key",
-    "data.path=FILE": "a key of examples/gpt",
+    "data.path=FILE": "a key of examples/nextbyte",
     "data.token=$TOKEN": "a user's own key",
     "scheduler._target_=mine.Stable": "a user's own class",
     "model.pretrained=true": "a key of others' models",
@@ -95,7 +99,18 @@ ONLY_WITH = {
     "logger.wandb.checkpoint=best": ["logger=wandb", "trainer.keep_best=min:eval/loss"],
     "logger.mlflow.checkpoint=best": ["logger=mlflow", "trainer.keep_best=min:eval/loss"],
     "strategy.reshard_after_forward=false": ["strategy=fsdp"],
+    "model.positions=rotary": ["recipe=gpt"],
+    "model.positions=learned": ["recipe=gpt"],
+    "model.norm=rmsnorm": ["recipe=gpt"],
+    "model.mlp=swiglu": ["recipe=gpt"],
+    "model.tied=false": ["recipe=gpt"],
+    "model.bias=true": ["recipe=gpt"],
+    "model.dropout=0.1": ["recipe=gpt"],
     "data.documents=file": ["data=text"],
+    "data.channels=1": ["data=image_folder"],
+    "data.broken=skip": ["data=image_folder"],
+    "data.mixup=0.2": ["data=image_folder"],
+    "data.cutmix=1": ["data=image_folder"],
     "data.documents=line": ["data=text"],
     "trainer.average_batch_norm=100": ["trainer.ema_decay=0.999"],
     "trainer.nodes=1:4": ["launcher=elastic"],
@@ -106,7 +121,7 @@ ONLY_WITH = {
 # Other programs' lines in blocks.
 OTHERS = re.compile(
     r"pip install |python -m (venv|benchmarks|tests\.(mutate|matrix|requirements))\b|ruff format |tensorboard --logdir "
-    r"|pytest -|wandb login|export "
+    r"|pytest -|wandb login|export |python examples/photos/draw\.py "
 )
 
 
@@ -198,6 +213,8 @@ def accept(words: Sequence[str]) -> None:
         assert resume(list(words[1:]), ["ddpexp", *words]) is not None
     elif words[:1] == ["evaluate"]:
         assert evaluate(list(words[1:]), ["ddpexp", *words]) is not None
+    elif words[:1] == ["predict"]:
+        assert predict(words[1:], ["ddpexp", *words]) is not None
     elif words[:1] in (["table"], ["status"]):
         Arguments.of(words[0], words[1:])
     elif words[:1] == ["sync"]:
@@ -208,10 +225,14 @@ def accept(words: Sequence[str]) -> None:
         assert words[1] in SCRIPTS
     elif words[:1] == ["trust"]:
         assert all(re.fullmatch(r"--remove|[\w.]+", word) for word in words[1:])
+    elif words[:1] == ["new"]:
+        assert len(words) == 2 or words[2] == "--like", words
     elif words[:1] == ["plan"]:
         accept_run(PlanArguments.of(words[1:]).run)
     elif words[:1] == ["doctor"]:
         accept_run(DoctorArguments.of(words[1:]).run)
+    elif words[:1] == ["data"]:
+        accept_run(data_arguments(words[1:])[0])
     elif words[:1] == ["check"]:
         accept_run(run_arguments(words[1:]))
     else:

@@ -23,8 +23,9 @@ from ddpexp.config.parse import parse
 from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
 from examples.finetune.finetune import Transformer
-from examples.gpt.gpt import load as load_text
 from examples.mine.mine import Stable
+from examples.nextbyte.nextbyte import load as load_text
+from examples.photos.draw import main as draw_photos
 from tests.conftest import PATIENCE, ROOT, Ddpexp, Done
 from tests.examples import DOCUMENTS, EXAMPLES
 from tests.terminals import Session
@@ -95,6 +96,8 @@ def train(ddpexp: Ddpexp, name: str, *overrides: str) -> Done:
     if name == "finetune":  # from the weights of another run
         save_file(Transformer(classes=8).state_dict(), ddpexp.folder / "pretrained.safetensors")
         few = (f"run.init_from={ddpexp.folder}/pretrained.safetensors",)
+    if name == "photos":
+        draw_photos(ddpexp.folder / "photos")
     done = ddpexp("--config-dir", str(config), f"recipe={name}", f"run.dir={run}", *few, *overrides)
     assert (done.code, done.err) == (0, "")
     return replace(done, run=run)
@@ -109,10 +112,10 @@ def test_the_example_trains(ddpexp: Ddpexp, name: str) -> None:
 
 def test_a_trained_gpt_continues_a_prompt(ddpexp: Ddpexp) -> None:
     small = ("model.width=16", "model.layers=1", "data.context=16", "trainer.max_steps=2", "trainer.gpus=1")
-    done = train(ddpexp, "gpt", *small)
+    done = train(ddpexp, "nextbyte", *small)
     metrics = done.result()["metrics"]
     assert metrics["eval/perplexity"] == pytest.approx(math.exp(metrics["eval/loss"]))
-    script = [sys.executable, str(EXAMPLES / "gpt/sample.py")]
+    script = [sys.executable, str(EXAMPLES / "nextbyte/sample.py")]
     sampled = subprocess.run([*script, str(done.run), "After ten"], capture_output=True, text=True, timeout=PATIENCE)
     assert (sampled.returncode, sampled.stderr) == (0, "")
     assert sampled.stdout.startswith("After ten")

@@ -24,7 +24,7 @@ PUBLIC = {
     "open_sweep": ["directory", "config_dir", "trust"],
     "Run": [
         "checkpoints", "config", "config_dir", "error", "evaluate", "experiment", "export", "load_into", "metrics",
-        "model", "path", "result", "status", "trust",
+        "model", "path", "predict", "result", "status", "trust",
     ],
     "SavedCheckpoint": ["is_best", "is_complete", "metrics", "path", "step"],
     "Sweep": ["best", "config_dir", "path", "rows", "runs", "trust"],

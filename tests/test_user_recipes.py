@@ -228,12 +228,12 @@ def test_help_shows_the_users_options_and_keys_beside_ours(ddpexp: Ddpexp, proje
 
 
 def test_a_name_of_ours_draws_a_warning_and_stays_ours(ddpexp: Ddpexp, project: Path) -> None:
-    write(project / "conf/optimizer/sgd.yaml", "_target_: torch.optim.SGD\nlr: 123.0\n")
+    write(project / "conf/optimizer/adam.yaml", "_target_: torch.optim.SGD\nlr: 123.0\n")
     done = train(ddpexp, project / "conf", "mine")
     assert done.code == 0, done.err
-    place = project / "conf/optimizer/sgd.yaml"
+    place = project / "conf/optimizer/adam.yaml"
     assert (
-        f"ddpexp: warning: {place} is not used: ddpexp has its own optimizer/sgd. Give yours another name.\n"
+        f"ddpexp: warning: {place} is not used: ddpexp has its own optimizer/adam. Give yours another name.\n"
         in done.err
     )
     assert yaml.safe_load((done.run / "config.yaml").read_text())["optimizer"]["lr"] != 123.0

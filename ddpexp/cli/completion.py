@@ -43,11 +43,15 @@ _OPTIONS = {
     "": ("--config-dir", "--multirun", "--cfg", "--help", "--version"),
     "resume": ("--config-dir", "--help"),
     "evaluate": ("--config-dir", "--help"),
+    "predict": ("--config-dir", "--help"),
     "status": ("--help",),
     "table": ("--help",),
     "plan": ("--config-dir", "--help"),
     "doctor": ("--config-dir", "--help"),
     "check": ("--config-dir", "--help"),
+    "sync": ("--config-dir", "--help"),
+    "trust": ("--help",),
+    "new": ("--help",),
     "help": ("--config-dir",),
     "completion": ("--help",),
 }
@@ -187,16 +191,22 @@ def _candidates(words: list[str], current: str) -> Iterable[Word]:
     ]
     if name == "completion":
         return [] if named else map(Word, SCRIPTS)
+    if name == "new":
+        from ddpexp.cli.new import kinds
+
+        return map(Word, kinds()) if last == "--like" else []
     if name == "status":
         return [] if named else _paths(current)
     if name == "table":
         return [*_of_table(current), *_paths(current)]
     if name == "help":
         return _parts(_catalogue(words[1:]), current)
-    if name in ("resume", "evaluate"):
+    if name in ("resume", "evaluate", "predict", "sync"):
         if named:
             return _overrides(_of_run(Path(named[0]), words[1:]), current, False)
-        return _paths(current, (lambda path: path.endswith(".safetensors")) if name == "evaluate" else None)
+        return _paths(
+            current, (lambda path: path.endswith(".safetensors")) if name in ("evaluate", "predict") else None
+        )
     beginning = [Word(one.name, one.summary) for one in commands.COMMANDS] if not words else []
     multirun = bool({"-m", "--multirun"} & set(words))
     return [*beginning, *_overrides(_catalogue(words[1:] if name else words), current, multirun)]
@@ -208,10 +218,18 @@ def _own_options(command: str) -> Sequence[str]:
         from ddpexp.plan.arguments import NUMBERS, SWITCHES
 
         return (*SWITCHES, *NUMBERS)
-    if command in ("doctor", "check", "status"):
+    if command == "new":
+        return ("--like",)
+    if command == "trust":
+        return ("--remove",)
+    if command in ("doctor", "check", "status", "sync"):
         return ("--json",)
     if command == "evaluate":
         return ("--split", "--json")
+    if command == "predict":
+        from ddpexp.cli.predict import OPTIONS
+
+        return OPTIONS
     if command == "table":
         from ddpexp.sweep.arguments import FLAGS, VALUED
 

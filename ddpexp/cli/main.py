@@ -82,6 +82,13 @@ def _evaluate(argv: list[str], server: Server | None) -> int:
     return code
 
 
+def _predict(argv: list[str], server: Server | None) -> int:
+    from ddpexp.cli.predict import predict
+
+    found = predict(argv[1:], sys.argv)
+    return EXIT_DONE if found is None else _launch(*found, server)
+
+
 def _resume(argv: list[str], server: Server | None) -> int:
     from ddpexp.cli.subcommands import resume
     from ddpexp.sweep.folder import SweepDir
@@ -119,6 +126,13 @@ def _plan(argv: list[str], _server: Server | None) -> int:
     return plan(argv[1:])
 
 
+def _data(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.cli.data import data
+
+    outcome.stop_on_signals()
+    return data(argv[1:])
+
+
 def _sync(argv: list[str], _server: Server | None) -> int:
     from ddpexp.cli.sync import sync
 
@@ -148,6 +162,12 @@ def _trust(argv: list[str], _server: Server | None) -> int:
     from ddpexp.cli.trust import trust
 
     return trust(argv[1:])
+
+
+def _new(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.cli.new import new
+
+    return new(argv[1:])
 
 
 def _help(argv: list[str], server: Server | None) -> int:
@@ -249,13 +269,16 @@ def _check_runs_once(what: str) -> None:
 _COMMANDS = {
     "resume": _resume,
     "evaluate": _evaluate,
+    "predict": _predict,
     "status": _look,
     "table": _look,
     "sync": _sync,
     "plan": _plan,
     "doctor": _doctor,
     "check": _check,
+    "data": _data,
     "trust": _trust,
+    "new": _new,
     "help": _help,
     "completion": _completion,
     "member": _member,  # what launchers start, and no person types
@@ -287,7 +310,7 @@ def _will_fork(argv: list[str]) -> bool:
         return True
     if (
         not argv
-        or argv[0] in ("table", "status", "sync", "plan", "trust", "help", "completion")
+        or argv[0] in ("table", "status", "sync", "plan", "data", "trust", "new", "help", "completion")
         or commands.unknown(argv[0]) is not None
     ):
         return False
@@ -303,7 +326,7 @@ def _will_fork(argv: list[str]) -> bool:
         for argument in argv
     )
     here = all(name in _FORK_HERE and _FORK_HERE[name] in (None, *os.environ) for name in chosen)
-    if argv[:1] in (["evaluate"], ["resume"], ["doctor"]):
+    if argv[:1] in (["evaluate"], ["predict"], ["resume"], ["doctor"]):
         return here and not fresh and len(argv) > (argv[0] != "doctor") and not _HELP & set(argv)
     asks = any(argument.startswith("-") and not argument.startswith(_NO_QUESTION) for argument in argv)
     return here and not asks and not fresh

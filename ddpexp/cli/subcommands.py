@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
     if not foreign:
         return
     if {run.path.stat().st_uid, run.config.stat().st_uid} != {os.getuid()}:
-        if command[1:2] == ["evaluate"]:
+        if command[1:2] in (["evaluate"], ["predict"]):
             return  # its code is refused as that of any configuration is
         key, target = next(iter(foreign.items()))
         raise RefusedError(
@@ -253,26 +254,47 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
         return None
     _check_spelling(argv)
     split, argv = _split_option(argv)
-    name, arguments = _source([argument for argument in argv if argument != "--json"], "evaluate")
-    source = Path(name)
+    found = weights_of([argument for argument in argv if argument != "--json"], "evaluate", command)
+    experiment = found.experiment
+    return experiment.launcher, Evaluation(experiment, found.text, found.weights, split, answers="--json" in argv)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights that a command names, and their configuration."""
+
+    weights: Path
+    home: Path | None  # the run directory that they lie in
+    experiment: Experiment
+    text: str  # of the configuration
+
+
+def weights_of(argv: list[str], name: str, command: Sequence[str]) -> Weights:
+    """Return the weights that the arguments of the command `name` name, with the configuration that the others make.
+
+    Raises:
+        RefusedError: no such weights, or a configuration that does not fit.
+    """
+    named, arguments = _source(argv, name)
+    source = Path(named)
     if not source.exists():
-        first = "" if "=" not in name else f" Name the weights first, as in evaluate RUN_DIR {name}."
-        raise RefusedError(f"evaluate {source}: there is no such directory or file.{first}")
+        first = "" if "=" not in named else f" Name the weights first, as in {name} RUN_DIR {named}."
+        raise RefusedError(f"{name} {source}: there is no such directory or file.{first}")
     if source.suffix == ".py":
         raise RefusedError(
-            f"evaluate {source}: this is code. Name a run directory, a checkpoint or a file of weights (.safetensors)."
+            f"{name} {source}: this is code. Name a run directory, a checkpoint or a file of weights (.safetensors)."
         )
     home = next((folder for folder in (source, *source.resolve().parents) if weights.is_run(folder)), None)
     if home is None and source.is_dir() and (below := runs_below(source)):
-        raise RefusedError(f"evaluate {source}: it is no run directory.{below}")
+        raise RefusedError(f"{name} {source}: it is no run directory.{below}")
     if home is not None and source.is_file() and source.suffix in _RECORDS:
-        raise RefusedError(f"evaluate {source}: this file holds no weights. Did you mean {files.typed(home)}?")
+        raise RefusedError(f"{name} {source}: this file holds no weights. Did you mean {files.typed(home)}?")
     if home is not None:
         text, experiment = _of_run(home, arguments, command)
     else:
-        text, experiment = _of_arguments(source, arguments)
-    found = weights.find(source, f"evaluate {source}", lambda text: print_message(f"ddpexp: warning: {text}"))
-    return experiment.launcher, Evaluation(experiment, text, found, split, answers="--json" in argv)
+        text, experiment = _of_arguments(source, arguments, name)
+    found = weights.find(source, f"{name} {source}", lambda text: print_message(f"ddpexp: warning: {text}"))
+    return Weights(found, home, experiment, text)
 
 
 def _check_spelling(argv: Sequence[str]) -> None:
@@ -339,12 +361,12 @@ def _of_run(home: Path, arguments: list[str], command: Sequence[str]) -> tuple[s
     return text, parse(values)
 
 
-def _of_arguments(source: Path, arguments: list[str]) -> tuple[str, Experiment]:
+def _of_arguments(source: Path, arguments: list[str], name: str) -> tuple[str, Experiment]:
     if not arguments:
         raise RefusedError(
-            f"evaluate {source}: it lies in no run directory, so name its recipe, for example recipe=mnist."
+            f"{name} {source}: it lies in no run directory, so name its recipe, for example recipe=mnist."
         )
     composed = compose(arguments)
     if composed is None:
-        raise RefusedError(f"evaluate {source}: {' '.join(arguments)} is no configuration.")
+        raise RefusedError(f"{name} {source}: {' '.join(arguments)} is no configuration.")
     return composed.text, parse(composed.values)

@@ -33,6 +33,10 @@ COMMANDS = (
         ("eval", "test", "valid", "validate"),
     ),
     Command(
+        "predict", "RUN_DIR_OR_WEIGHTS --out FILE [key=value ...] [options]",
+        "write what a model predicts for each sample", ("infer", "inference", "forward"),
+    ),
+    Command(
         "status", "DIR [--json]", "how far a run or a sweep is, and what to type next", ("info", "show", "state", "ps"),
     ),
     Command(
@@ -59,8 +63,16 @@ COMMANDS = (
         ("lint", "verify", "dry_run", "debug"),
     ),
     Command(
+        "data", "[key=value ...] [--config-dir DIR] [options]",
+        "prepare the data, and show what the model will see", ("dataset", "prepare", "preview"),
+    ),
+    Command(
         "trust", "[--remove] [PACKAGE | PACKAGE.CLASS ...]", "let configurations name code of installed packages",
         ("allow", "untrust"),
+    ),
+    Command(
+        "new", "NAME [--like PROJECT]", "make a folder with a project of your own",
+        ("init", "create", "startproject", "scaffold", "template"),
     ),
     Command("help", "[COMMAND | GROUP | GROUP=OPTION | KEY ...]", "explain one command, group, option or key", ("man",
         "doc")),

@@ -18,7 +18,7 @@ UNSET = object()  # the value of a key that one of the trees does not have
 
 # How a run is started, watched and written down: may differ from start to start.
 _FREE = (
-    "launcher", "logger", "run", "data.root", "data.num_workers", "data.on_device", "trainer.timeout",
+    "launcher", "logger", "run", "predict", "data.root", "data.num_workers", "data.on_device", "trainer.timeout",
     *(f"trainer.{name}" for name in (
         "gpus", "nodes", "device", "backend", "threads", "log_every", "eval_every", "checkpoint_every",
         "checkpoint_every_seconds", "activation_checkpointing",

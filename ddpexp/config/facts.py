@@ -85,6 +85,23 @@ def used(values: Mapping[str, Any], facts: Mapping[str, Any], where: str) -> dic
     return found
 
 
+def check_model(values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Check that a model with a vocabulary and a length of its own has room for the tokens of the data.
+
+    Raises:
+        RefusedError: it has not.
+    """
+    model = values.get("model")
+    for key, what in (("vocab_size", "different tokens"), ("block_size", "tokens in a sample")):
+        room, needed = (model or {}).get(key), facts.get(key)
+        if isinstance(room, int) and isinstance(needed, int) and room < needed:
+            other = f"data.block_size={room}" if key == "block_size" else "another data.tokenizer"
+            raise RefusedError(
+                f"model.{key}={room} is too small, as the data has {needed:,} {what}: use model.{key}={needed} or "
+                f"more, or {other}."
+            )
+
+
 def resolve(values: Any, facts: Mapping[str, Any]) -> Any:
     """Return the values with the facts in place of the references; what is not there stays a reference."""
     if isinstance(values, Mapping):

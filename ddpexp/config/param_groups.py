@@ -113,6 +113,8 @@ def check_param_groups(entries: Sequence[ParamGroup], arguments: Sequence[str] |
 
 def _check_settings(entry: ParamGroup, where: str, arguments: Sequence[str] | None) -> None:
     for key, value in entry.settings.items():
+        if key == "weight_decay" and value == 0 and not isinstance(value, bool):
+            continue  # so that a recipe may leave vectors without it, whichever optimizer is chosen
         may_be_known = nearest(key, _SELECTORS, 0.8) is None if arguments is None else key in arguments
         if not may_be_known:
             raise unknown_key(key, [*_SELECTORS, *(arguments or ())], where)

@@ -20,8 +20,9 @@ from ddpexp.config.build import build, convert, did_you_mean, nearest, shown, un
 from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
 from ddpexp.config.plugins import full_name, installed
-from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Recipe, Run, Trainer
+from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Predict, Recipe, Run, Trainer
 from ddpexp.config.validate import ALERT_URL, check, check_alert_url
+from ddpexp.data.mixture.weights import check_mixture
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.strategy.options import Options
@@ -63,7 +64,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
             ]
             raise unknown_key(str(key), sections, "", keys, kind="section")
     for name in sections:
-        if name in LISTED and values.get(name) is None:
+        if name in (*LISTED, "predict") and values.get(name) is None:
             values[name] = {}
         if values.get(name) is None and name in ("model", "data"):
             continue  # below, when what is there is known to be right
@@ -93,6 +94,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         callbacks=_callbacks(values["callbacks"]),
         trainer=trainer,
         run=run,
+        predict=build(Predict, values["predict"], "predict"),
     )
     check(experiment)
     return experiment
@@ -204,13 +206,14 @@ def _strategy(values: Mapping[str, Any]) -> Options:
     return build(options, values, "strategy")
 
 
-def _data(values: Mapping[str, Any], trust: Trust) -> Data:
-    node = _node({key: value for key, value in values.items() if key not in DATA_KEYS}, "data")
-    prepare = convert(values.get("prepare"), str | None, "data.prepare")
+def _data(values: Mapping[str, Any], trust: Trust, where: str = "data") -> Data:
+    node = _node({key: value for key, value in values.items() if key not in DATA_KEYS}, where)
+    key = f"{where}.prepare"
+    prepare = convert(values.get("prepare"), str | None, key)
     if prepare is not None:
-        check_target(prepare, trust, "data.prepare")
-        if registry.key_of("data.prepare", prepare) is not None:  # ours are quick to import; a user's may import torch
-            _typed_arguments(locate(prepare, trust, "data.prepare"), node.kwargs, "data")
+        check_target(prepare, trust, key)
+        if registry.key_of(key, prepare) is not None:  # ours are quick to import; a user's may import torch
+            _typed_arguments(locate(prepare, trust, key), node.kwargs, where)
     return Data(
         target=node.target,
         prepare=prepare,
@@ -228,6 +231,25 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
         eval_transform=_functions(values.get("eval_transform"), "data.eval_transform"),
         transform_of=convert(values.get("transform_of", "input"), Literal["input", "sample"], "data.transform_of"),
         collate=next(iter(_functions(values.get("collate"), "data.collate")), None),
+        sources=_sources(node, trust, where) if registry.key_of("data", node.target) == "mixture" else {},
+    )
+
+
+def _sources(mixture: Node, trust: Trust, where: str) -> Mapping[str, Data]:
+    """Return the sources of a mixture by name, once its other keys are checked."""
+    _typed_arguments(check_mixture, mixture.kwargs, where)
+    sources = mixture.kwargs.get("sources", {})
+    check_mixture(**mixture.kwargs)
+    for name, section in sources.items():
+        here = f"{where}.sources.{name}"
+        if not isinstance(section, Mapping):
+            raise RefusedError(f"{here}={section} is no section with the keys of a kind of data.")
+        if key := next((key for key in DATA_KEYS if key in section and key != "prepare"), None):
+            raise RefusedError(f"{here}.{key} belongs to the whole mixture: use {where}.{key}.")
+        if registry.key_of("data", section.get("_target_")) == "mixture":
+            raise RefusedError(f"{here} is a mixture itself: list its sources in {where}.sources.")
+    return types.MappingProxyType(
+        {name: _data(section, trust, f"{where}.sources.{name}") for name, section in sources.items()}
     )
 
 

@@ -52,6 +52,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "fsdp": "ddpexp.strategy.fsdp.options.FSDPOptions",
     },
     "data": {
+        "mixture": "ddpexp.data.mixture.dataset.mix",
         "mnist": "ddpexp.data.mnist.dataset.load",
         "images": "ddpexp.data.images.dataset.load",
         "image_folder": "ddpexp.data.image_folder.dataset.load",
@@ -88,6 +89,7 @@ REMOTE_LOGGERS = ("wandb", "mlflow")
 """Our loggers on other machines, whose classes are free of torch."""
 
 _LISTED = re.compile(r"(logger|callbacks)\.[^.\[]+")  # the place of a logger or a callback, whose key is any name
+_SOURCE = re.compile(r"(data)\.sources\.[^.\[]+(\.prepare)?")  # likewise of a source of a mixture
 
 # Former names of options: section, part, former name, name. Kept for one release; `deprecation_warnings` reports them.
 _RENAMED = (("data", "images", "deviation", "std"),)
@@ -95,7 +97,9 @@ _RENAMED = (("data", "images", "deviation", "std"),)
 
 def section_of(where: str) -> str:
     """Return the section in whose terms a part at the key `where` is named: `logger` for `logger.tensorboard`."""
-    listed = _LISTED.fullmatch(where)
+    listed, source = _LISTED.fullmatch(where), _SOURCE.fullmatch(where)
+    if source is not None:
+        return source[1] + (source[2] or "")
     return listed[1] if listed is not None else where
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,6 +146,13 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Predict:
+    """How `ddpexp predict` uses the weights."""
+
+    batch_size: Auto | int = "auto"
+
+
+@dataclass(frozen=True)
 class Data:
     """The data: who prepares it, who loads it, and what every kind of data understands."""
 
@@ -166,6 +173,7 @@ class Data:
     eval_transform: tuple[Node, ...] = ()
     transform_of: Literal["input", "sample"] = "input"
     collate: Node | None = None
+    sources: Mapping[str, Data] = field(default_factory=dict)  # of a mixture, by name
 
 
 @dataclass(frozen=True)
@@ -184,6 +192,7 @@ class Experiment:
     callbacks: Mapping[str, Node]  # in the order of their calls, by the key below `callbacks`
     trainer: Trainer
     run: Run
+    predict: Predict = Predict()  # older runs do not have it
 
     @property
     def trust(self) -> Trust:
@@ -195,6 +204,7 @@ TYPED_SECTIONS: Mapping[str, Any] = {
     "trainer": Trainer,
     "strategy": DDPOptions,  # of the other kinds, `ddpexp.config.parse` finds the class
     "run": Run,
+    "predict": Predict,
     "recipe": Recipe,
 }
 """The sections whose keys are fields with types, checked by `parse`."""

@@ -135,7 +135,7 @@ def _is_field(override: str) -> bool:
     section, _, name = override.partition("=")[0].partition(".")
     if (section, name) == ("logger", ALERT_URL):
         return True
-    return section in ("trainer", "run") and name in TYPED_SECTIONS[section].__dataclass_fields__
+    return section in ("trainer", "run", "predict") and name in TYPED_SECTIONS[section].__dataclass_fields__
 
 
 def _override(cfg: DictConfig, override: str, adds: bool = False) -> None:

@@ -96,6 +96,8 @@ def check(experiment: Experiment) -> None:
     _check_recipe(experiment.recipe)
     _check_run(experiment.run)
     _check_data(experiment.data)
+    if (size := experiment.predict.batch_size) != "auto" and size < 1:
+        raise RefusedError(f"predict.batch_size={size} is too small: use 1 or more, or auto.")
     check_sampling(experiment.data)
     check_arguments(experiment.optimizer)
     experiment.strategy.check(experiment.trainer)

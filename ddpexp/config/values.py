@@ -68,11 +68,14 @@ def finish(base: Tree, overrides: Sequence[str], added: Path | None, run: Path |
     """Resolve a tree and check what only its values show; `run` is the run directory of a job.
 
     Raises:
-        RefusedError: a value of another type, a name that is not defined, or a file that grants trust.
+        RefusedError: a value of another type, a name that is not defined, a file that grants trust, or one that the
+            command chooses and that an option of ours hides.
     """
     with answered(base.answers):
         values, kept = plain(base.cfg), _resolved_but_secrets(base.cfg, base.answers)
     _check_trust_is_typed(values, overrides)
+    if added is not None:
+        _check_chosen_is_used(added, base.choices, values)
     for tree in (values, kept):
         tree["run"]["code"] = str(added.parent) if added else None
         if run is not None:
@@ -171,12 +174,29 @@ def _unchosen(added: Path, recipe: str, overrides: Sequence[str]) -> Iterator[st
 
 
 def _shadowed(added: Path) -> Iterator[str]:
-    """Yield a warning for each added option that one of ours hides: Hydra searches our folder first."""
-    ours = conf_folder()
+    """Yield a warning for each added option that one of ours hides."""
+    for path, _ in _hidden(added):
+        name = path.relative_to(added).with_suffix("")
+        yield f"{path} is not used: ddpexp has its own {name}. Give yours another name."
+
+
+def _check_chosen_is_used(added: Path, choices: Mapping[str, str], values: Mapping[str, Any]) -> None:
+    for path, ours in _hidden(added):
+        group, option = path.parent.name, path.stem
+        several = values.get(group) if group not in choices else None  # the loggers of a list, by their names
+        if choices.get(group) == option or (isinstance(several, Mapping) and option in several):
+            raise RefusedError(
+                f"{group}={option} is chosen, and two files have that name: {path}, which is hidden, and ddpexp's own "
+                f"{ours}. Give yours another name, such as {group}/my_{option}.yaml for {group}=my_{option}."
+            )
+
+
+def _hidden(added: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield each added option that one of ours hides, and ours: Hydra searches our folder first."""
     for path in sorted(added.glob("*/*.yaml")):
-        name = path.relative_to(added)
-        if (ours / name).is_file():
-            yield f"{path} is not used: ddpexp has its own {name.with_suffix('')}. Give yours another name."
+        ours = conf_folder() / path.relative_to(added)
+        if ours.is_file():
+            yield path, ours
 
 
 def _check_trust_is_typed(values: Mapping[str, Any], typed: Sequence[str]) -> None:

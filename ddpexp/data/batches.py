@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpexp.data.batch_plan import BatchPlan
-from ddpexp.data.datasets import IndexData, fetch, finish, is_staged, may_draw, of_epoch, training_order
+from ddpexp.data.datasets import (
+    IndexData,
+    TokenData,
+    fetch,
+    finish,
+    is_staged,
+    may_draw,
+    of_epoch,
+    training_order,
+    whole_set,
+)
 from ddpexp.data.loader import Key, load
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.prefetch import ahead, num_ahead
@@ -212,6 +222,15 @@ class EvalBatches:
         stride = self.batch_size * self.world_size
         for start in range(self.rank * self.batch_size, self.num_samples, stride):
             yield start, min(start + self.batch_size, self.num_samples)
+
+
+def rates(data: Any, samples_per_second: float) -> dict[str, float]:
+    """Return what is recorded of the speed: samples and, of `TokenData`, tokens per second."""
+    speed = {"samples_per_second": samples_per_second}
+    whole = whole_set(data)
+    if isinstance(whole, TokenData):
+        speed["tokens_per_second"] = samples_per_second * whole.tokens_per_sample
+    return speed
 
 
 def _gather(data: IndexData, name: str, indices: Tensor, device: torch.device) -> Any:

@@ -44,6 +44,16 @@ class DeviceData(Protocol):
 
 
 @runtime_checkable
+class TokenData(Protocol):
+    """An index data set of sequences of one length, of which runs record the tokens per second."""
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Return the length of a sample."""
+        ...
+
+
+@runtime_checkable
 class EpochData(Protocol):
     """An index data set that differs in each training epoch because of augmentation.
 
@@ -52,6 +62,16 @@ class EpochData(Protocol):
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:
         """Return the data set to train on in one epoch; for evaluation the data set itself is used."""
+        ...
+
+
+@runtime_checkable
+class DrawingData(Protocol):
+    """An index data set that knows whether its `gather` may draw random numbers, because it consists of others."""
+
+    @property
+    def draws(self) -> bool:
+        """Return whether `gather` may use torch's random number generators."""
         ...
 
 
@@ -210,13 +230,13 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
     """
     parts = {"train": splits.train, **splits.evals}
     for name, part in parts.items():
-        if not isinstance(_whole(part), DeviceData):
+        if not isinstance(whole_set(part), DeviceData):
             raise RefusedError(
-                f"data.on_device=true: `{name}` is a {type(_whole(part)).__name__}, which cannot be moved to a "
+                f"data.on_device=true: `{name}` is a {type(whole_set(part)).__name__}, which cannot be moved to a "
                 "device. Return ddpexp.data.datasets.Arrays, give it num_bytes and to(device), or leave "
                 "data.on_device=false."
             )
-    wholes = {id(whole): whole for whole in map(_whole, parts.values())}
+    wholes = {id(whole): whole for whole in map(whole_set, parts.values())}
     if device.type == "cuda":
         size, (free, _) = device_bytes(splits), torch.cuda.mem_get_info(device)
         if size > free:
@@ -225,19 +245,20 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
                 f"{free / 1e9:,.1f} GB are free. Leave data.on_device=false."
             )
     there = {number: whole.to(device) for number, whole in wholes.items()}
-    train, *evals = (_part_of(there[id(_whole(part))], part, device) for part in parts.values())
+    train, *evals = (_part_of(there[id(whole_set(part))], part, device) for part in parts.values())
     own = splits.train if isinstance(splits.train, OrderedData) else None  # an order is a matter of the host
     return Splits(train, dict(zip(splits.evals, evals, strict=True)), splits.order or own)
 
 
 def device_bytes(splits: Splits) -> int:
     """Return the size of the samples of all sets on a device."""
-    wholes = {id(whole): whole for whole in map(_whole, (splits.train, *splits.evals.values()))}
+    wholes = {id(whole): whole for whole in map(whole_set, (splits.train, *splits.evals.values()))}
     return sum(whole.num_bytes for whole in wholes.values())
 
 
-def _whole(data: Any) -> Any:
-    return _whole(data.data) if isinstance(data, Subset) else data
+def whole_set(data: Any) -> Any:
+    """Return the data set that a subset is of."""
+    return whole_set(data.data) if isinstance(data, Subset) else data
 
 
 def _part_of(whole: IndexData, part: Any, device: torch.device) -> IndexData:
@@ -249,7 +270,9 @@ def _part_of(whole: IndexData, part: Any, device: torch.device) -> IndexData:
 
 def may_draw(data: IndexData) -> bool:
     """Return whether `gather` may use torch's random number generators."""
-    return may_draw(data.data) if isinstance(data, Subset) else not isinstance(data, EpochData)
+    if isinstance(data, Subset):
+        return may_draw(data.data)
+    return data.draws if isinstance(data, DrawingData) else not isinstance(data, EpochData)
 
 
 def hold_out(train: Any, fraction: float) -> tuple[Any, Any]:

@@ -41,8 +41,8 @@ class Progress(Null):
 
 def _shown(name: str, value: float) -> str:
     name = _one_line(name)  # chosen by the recipe
-    if name == "samples_per_second":
-        return f"{value:,.0f} samples/s"
+    if name in ("samples_per_second", "tokens_per_second"):
+        return f"{value:,.0f} {name.partition('_')[0]}/s"
     return f"{name} {metric_text(name, value)}"
 
 

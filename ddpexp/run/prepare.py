@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -28,6 +29,8 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
     Raises:
         RefusedError: the data is missing, damaged or cannot be stored.
     """
+    if data.sources:
+        return _of_mixture({name: prepare(source, trust) for name, source in data.sources.items()})
     if data.prepare is None:
         _check_values(data, None)
         return None
@@ -48,17 +51,35 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
     return dict(description)
 
 
+def _of_mixture(sources: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+    """Return the description of a mixture: facts are those that all sources have alike."""
+    known = {name: source or {} for name, source in sources.items()}
+    every = [source.get("facts") or {} for source in known.values()]
+    shared = {key: value for key, value in every[0].items() if all(other.get(key) == value for other in every)}
+    hashes = [
+        next((str(source[key]) for key in ("sha256", "hash") if key in source), None) for source in known.values()
+    ]
+    notes = [
+        f"{name}: {source.get('note') or source.get('name') or 'loaded by the workers'}"
+        for name, source in known.items()
+    ]
+    described = {"name": "mixture", "sources": dict(sources), "facts": shared, "note": f"mixture of {'; '.join(notes)}"}
+    if None in hashes:
+        return described
+    text = json.dumps([*zip(known, hashes, strict=True)])
+    return {**described, "hash": hashlib.sha256(text.encode()).hexdigest()}
+
+
 def used_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the facts of the prepared data that a configuration, as YAML, refers to.
 
     Raises:
-        RefusedError: a fact that is not there.
+        RefusedError: a fact that is not there, or a model that is too small for them.
     """
-    return (
-        facts.used(load_yaml(text), (prepared or {}).get("facts") or {}, f"data.prepare={data.prepare}")
-        if facts.refers(text)
-        else {}
-    )
+    given = (prepared or {}).get("facts") or {}
+    if "vocab_size" in given:
+        facts.check_model(load_yaml(text), given)
+    return facts.used(load_yaml(text), given, f"data.prepare={data.prepare}") if facts.refers(text) else {}
 
 
 def with_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> str:

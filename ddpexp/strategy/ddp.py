@@ -160,7 +160,8 @@ class _MicroBatch(AbstractContextManager[None]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for bucket in self._strategy._buckets:
             bucket.last = None
-        self._no_sync.close()
+        if self._strategy._late:
+            self._no_sync.close()
         if kind is None:
             for gradients in self._strategy._gradients:
                 gradients.check(self._last)

@@ -151,11 +151,19 @@ class ShardedOptimizer(Optimizer):
         for whole, local in zip(self._whole, self._local, strict=True):
             if local is not whole:
                 local.grad = None
-        self.gather()
+        self.follow_inner()
 
-    def gather(self) -> None:
-        """Give every rank the rows of the others. Ranks: all; communicates."""
+    def follow_inner(self) -> None:
+        """Take the settings that the inner optimizer has changed, and give every rank the rows of the others.
+
+        Ranks: all; communicates.
+        """
+        self._copy_settings()
         self._gather.gather()
+
+    def _copy_settings(self) -> None:
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update({key: value for key, value in inner.items() if key != "params"})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the whole parameters."""
@@ -194,8 +202,7 @@ class ShardedOptimizer(Optimizer):
             elif self.by_rows:
                 states[index] = {key: _rows_of(value, whole, rows) for key, value in values.items()}
         load_optimizer(self._inner, {**state_dict, "state": states})
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update({key: value for key, value in inner.items() if key != "params"})
+        self._copy_settings()
 
     def _local_parameter(self, whole: Tensor) -> Tensor:
         rows = self._rows.get(whole)

@@ -43,6 +43,7 @@ from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.choose_samples import arrange
 from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
+from ddpexp.train.load_data import load_sets
 from ddpexp.train.loop import Loop
 from ddpexp.train.lora import add_adapters
 from ddpexp.train.optimizer_average import average_of
@@ -53,15 +54,13 @@ from ddpexp.train.recipe_checks import (
     check_logger,
     check_model,
     check_signature,
-    check_splits,
     check_takes_directory,
     check_task,
 )
 from ddpexp.train.run_state import RunState
-from ddpexp.train.streaming import streams_checked
 from ddpexp.train.torch_rates import TorchRates
 from ddpexp.train.torch_schedule import TorchSchedule
-from ddpexp.train.transform_samples import own_arguments
+from ddpexp.train.transform_samples import sample_nodes
 
 
 @dataclass(frozen=True)
@@ -125,12 +124,7 @@ def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
     """
     data = experiment.data
     seed_everything(_DATA_SEED)
-    if data.prepare is None:
-        options = {**data.options, **own_arguments(data, experiment.trust)}
-        returned = instantiate(Node(data.target, options), experiment.trust, "data")
-    else:
-        returned = instantiate(Node(data.target), experiment.trust, "data", prepared)
-    splits = streams_checked(check_splits(returned, data.target), experiment)
+    splits = load_sets(experiment, prepared)
     _check_same_sizes(splits, data.target, world)
     return splits
 

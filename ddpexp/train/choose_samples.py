@@ -35,7 +35,7 @@ def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
         splits = _hold_out(splits, data)
     if limit is not None:
         splits = replace(splits, train=choose_samples(splits.train, limit))
-    if data.weights is not None or data.samples_per_epoch is not None:
+    if data.weights is not None or (data.samples_per_epoch is not None and not data.sources):  # a mixture has its own
         splits = replace(splits, order=_order(splits.train, whole, experiment))
     splits = transformed(splits, experiment)
     return on_device(splits, world.device) if data.on_device else splits

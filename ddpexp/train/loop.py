@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpexp.config.schema import Trainer
-from ddpexp.data.batches import EvalBatches
+from ddpexp.data.batches import EvalBatches, rates
 from ddpexp.data.streams import Batches
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
@@ -198,10 +198,12 @@ class Loop:
         if self.checkpointer is not None:
             self.checkpointer.check()
         due = Due.after(step, self.num_steps, self.train.steps_per_epoch, self.options)
-        return due._replace(
-            evaluation=due.evaluation and bool(self._evaluation.periodic),
-            checkpoint=due.checkpoint and self.checkpointer is not None,
-        )
+        if due.evaluation or due.checkpoint:
+            return due._replace(
+                evaluation=due.evaluation and bool(self._evaluation.periodic),
+                checkpoint=due.checkpoint and self.checkpointer is not None,
+            )
+        return due
 
     def _checkpoint_overdue(self) -> bool:
         """Return whether the time for a checkpoint has come. Ranks: rank zero's answer counts, since clocks differ."""
@@ -257,7 +259,8 @@ class Loop:
         values = {f"train/{name}": value for name, value in means.items()}
         values |= {f"train/lr{suffix}": rate for suffix, rate in self._rates.recorded().items()}
         values |= self._check_norms()
-        values["train/samples_per_second"] = num_steps * self.train.plan.global_batch_size / self._clock.lap()
+        speed = num_steps * self.train.plan.global_batch_size / self._clock.lap()
+        values |= {f"train/{name}": rate for name, rate in rates(self.train.data, speed).items()}
         fault_point("record")
         self.logger.scalars(self.state.step, self._epoch(), values)
         if self._metrics.flagged:

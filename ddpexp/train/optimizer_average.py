@@ -74,7 +74,7 @@ class OptimizerAverage(WeightAverage):
             if isinstance(inner, HasModes):
                 (inner.train if training else inner.eval)()
             if isinstance(optimizer, ShardedOptimizer):
-                optimizer.gather()
+                optimizer.follow_inner()
 
 
 def inner_of(optimizer: Optimizer) -> Optimizer:

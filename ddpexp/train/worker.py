@@ -63,6 +63,7 @@ from ddpexp.train.evaluate import evaluate as compute_metrics
 from ddpexp.train.initial_weights import InitialWeights
 from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
+from ddpexp.train.load_data import build_batches, warn_of_streams
 from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import MetricError
 from ddpexp.train.offline import forbid_downloads
@@ -73,7 +74,6 @@ from ddpexp.train.recipe_checks import check_task
 from ddpexp.train.report import Report
 from ddpexp.train.run_state import RunState, restore_checkpoint, truncate_records
 from ddpexp.train.same_data import check_same_data, inputs_of
-from ddpexp.train.streaming import build_batches, warn_of_streams
 
 
 def main(path: str, worker_args: str, control: Control | None = None) -> int:
@@ -280,13 +280,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     splits, data = open_data(experiment, evaluation["data"], world), DataRank(world.rank, world.world_size)
     sets = chosen_sets(splits.evals, evaluation["split"])
     evals = build_evals(experiment, replace(splits, evals=sets), data, world.device, evaluation["batch_size"])
-    model = build_model(experiment, trains=False)
-    models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
-    for module in models.values():
-        module.to(world.device).eval()
-    source = Path(evaluation["weights"])
-    averaged = experiment.trainer.averages or averages_itself(experiment, source)
-    load_weights(models, source, f"evaluate {evaluation['weights']}", averaged)
+    model, models = build_trained(experiment, Path(evaluation["weights"]), "evaluate", world.device)
     if (batches := experiment.trainer.limit_eval_batches) is not None:
         log.info(
             f"trainer.limit_eval_batches={batches}: at most {max_eval_samples(experiment.trainer):,} samples of a set"
@@ -305,6 +299,17 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
         facts = {"weights": evaluation["weights"], "weights_sha256": digest, "metrics": metrics}
         Path(answer).write_text(dumps(facts))
     world.barrier()
+
+
+def build_trained(experiment: Experiment, source: Path, command: str, device: torch.device) -> tuple[Any, Models]:
+    """Return the model with the weights of a file or checkpoint in evaluation mode, and its modules by name."""
+    model = build_model(experiment, trains=False)
+    models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
+    for module in models.values():
+        module.to(device).eval()
+    averaged = experiment.trainer.averages or averages_itself(experiment, source)
+    load_weights(models, source, f"{command} {source}", averaged)
+    return model, models
 
 
 def situation(

@@ -285,10 +285,10 @@ def said(done: Done) -> tuple[int, str, list[str]]:
 
 
 def test_an_unknown_command_lists_the_commands(ddpexp: Ddpexp, tmp_path: Path) -> None:
-    code, out, lines = said(ddpexp("predict", "x", "run.dir=run"))
+    code, out, lines = said(ddpexp("deploy", "x", "run.dir=run"))
     assert (code, out) == (2, "")
     assert lines[0] == (
-        "ddpexp: predict is not a command. To train, write key=value, as in python -m ddpexp recipe=mnist "
+        "ddpexp: deploy is not a command. To train, write key=value, as in python -m ddpexp recipe=mnist "
         "trainer.gpus=2. "
         "The commands are:"
     )

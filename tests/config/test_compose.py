@@ -113,14 +113,15 @@ def test_a_recipe_that_names_no_model_or_no_data_is_refused(mine: Path) -> None:
     typed = (f"--config-dir={mine}", "recipe=part")
     assert refusal(*typed) == (
         "model is missing: recipe=part names none. Write model: {_target_: mine.Net} in the recipe, or choose an "
-        "option: model=lenet or model=linear."
+        "option: model=gpt_124m or model=gpt_1b or model=gpt_tiny or model=lenet or model=linear or model=llama_7b."
     )
     assert refusal(*typed, "model=linear", "data.num_workers=2") == (
         "data is missing: recipe=part names none. Write data: {_target_: mine.load} in the recipe, or choose an "
         "option: data=image_folder or data=images or data=mnist or data=text."
     )
     assert refusal(*typed, "model.hidden=3") == (
-        "model.hidden: no model is chosen, by the recipe or by model=... . Available: model=lenet, model=linear."
+        "model.hidden: no model is chosen, by the recipe or by model=... . Available: "
+        "model=gpt_124m, model=gpt_1b, model=gpt_tiny, model=lenet, model=linear, model=llama_7b."
     )
     made = experiment(*typed, "model=linear", "data._target_=mine.load", "data.samples=64")
     assert (made.model.target, dict(made.data.options)) == ("ddpexp.recipes.mnist.Linear", {"samples": 64})
@@ -335,14 +336,17 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("scheduler=one_cycle", "scheduler=one_cycle is not a known option. Did you mean scheduler=onecycle?"),
         ("model=[linear2]", "model=linear2 is not a known option. Did you mean model=linear?"),
         ("launcher=torchrun", "launcher=torchrun is not a known option. Did you mean launcher=torchrun-env?"),
-        ("recipe=", "recipe= is not a known option. Available: mnist."),
-        ("model=null", "model=null: every run needs one. Available: lenet, linear."),
+        ("recipe=", "recipe= is not a known option. Available: gpt, mnist."),
+        (
+            "model=null",
+            "model=null: every run needs one. Available: gpt_124m, gpt_1b, gpt_tiny, lenet, linear, llama_7b.",
+        ),
         ("+trainr.gpus=2", "trainr is not a known section. Did you mean trainer?"),
         ("+zzz=2", "zzz is not a known section. Available: recipe, task, model, data, optimizer, scheduler,"),
         ("+trainer.gpu=2", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
         ("+strategy.static=true", "strategy.static is not a known key. Did you mean strategy.static_graph?"),
         ("+data.rot=x", "data.rot is not a known key. Did you mean data.root?"),
-        ("~model", "~model: every run needs one. Available: lenet, linear."),
+        ("~model", "~model: every run needs one. Available: gpt_124m, gpt_1b, gpt_tiny, lenet, linear, llama_7b."),
         ("trainer.gpus", "trainer.gpus has no value: write trainer.gpus=... ."),
         ("trainer.gpus=[", "trainer.gpus=[ has a bracket without its other half."),
         ("=1", "=1 is not an override: write key=value, for example trainer.gpus=2."),
@@ -363,7 +367,7 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("data.embedded_train=many", "data.embedded_train=many is not a number (its default is 60000)."),
         ("-m --cfg job", "--cfg job shows one run: leave -m out, and give each key one value."),
         ("sweep.slots=2", "sweep.slots=2 is for sweeps: add -m, or leave it out."),
-        ("model=1", "model=1 is not a known option. Available: lenet, linear."),
+        ("model=1", "model=1 is not a known option. Available: gpt_124m, gpt_1b, gpt_tiny, lenet, linear, llama_7b."),
         ("optimizer=adamw,true", "optimizer=true is not a known option. Available: adadelta,"),
         ("trainer.seed=1 resume", "resume is a command and stands first: python -m ddpexp resume ... ."),
         (
@@ -497,12 +501,24 @@ def test_a_relative_config_folder_is_written_down_as_an_absolute_one(
 
 def test_a_colliding_name_draws_a_warning_that_names_the_file(mine: Path) -> None:
     write(mine / "model/lenet.yaml", "_target_: mine.Net\n")
-    made = composed(f"--config-dir={mine}", "recipe=mine", "model=lenet")
-    assert made.values["model"]["_target_"] == "ddpexp.recipes.mnist.LeNet"
-    assert made.warnings == (
+    assert composed(f"--config-dir={mine}", "recipe=mine").warnings == (
         f"{mine}/model/lenet.yaml is not used: ddpexp has its own model/lenet. Give yours another name.",
     )
-    assert composed(f"--config-dir={mine}", "recipe=mine").warnings == made.warnings
+
+
+def test_a_colliding_name_that_is_chosen_is_refused_with_both_files(mine: Path) -> None:
+    write(mine / "model/lenet.yaml", "_target_: mine.Net\n")
+    write(mine / "logger/csv.yaml", "csv: {_target_: mine.Csv}\n")
+    for override, group, option in (
+        ("model=lenet", "model", "lenet"),
+        ("logger=csv", "logger", "csv"),
+        ("logger=[tensorboard,csv]", "logger", "csv"),
+    ):
+        assert refusal(f"--config-dir={mine}", "recipe=mine", override) == (
+            f"{group}={option} is chosen, and two files have that name: {mine}/{group}/{option}.yaml, which is hidden, "
+            f"and ddpexp's own {conf_folder()}/{group}/{option}.yaml. Give yours another name, such as "
+            f"{group}/my_{option}.yaml for {group}=my_{option}."
+        )
 
 
 def test_a_config_folder_with_recipes_of_which_none_is_chosen_draws_a_warning(mine: Path) -> None:

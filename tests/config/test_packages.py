@@ -73,8 +73,8 @@ def test_an_installed_packages_recipe_trains_and_is_evaluated_without_run_trust(
     shown = ddpexp("--help", environ=seeing(installed))
     fields = [line.split() for line in shown.out.splitlines()]
     for line in (
-        "recipe mnist*, shapes",
-        "model lenet*, linear, sides",
+        "recipe gpt, mnist*, shapes",
+        "model gpt_124m, gpt_1b, gpt_tiny, lenet*, linear, llama_7b, sides",
         "data image_folder, images, mnist*, shapes, text",
     ):
         assert line.split() in fields

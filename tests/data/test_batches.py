@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddpexp.data.batch_plan import plan_batches
-from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
+from ddpexp.data.batches import EvalBatches, TrainBatches, rates, to_device
 from ddpexp.data.datasets import Arrays, hold_out
 from ddpexp.data.order import Order, Permutation, Shuffled
 from ddpexp.errors import RefusedError
@@ -195,3 +195,11 @@ def test_an_order_that_is_passed_counts_before_that_of_the_data() -> None:
     batches = TrainBatches(Doubled(100), plan_batches(24, "auto", 1), 0, 0, CPU, order=Shuffled(48))
     assert batches.samples_per_epoch == 48
     assert next(batches.indices(0, 1)).tolist() == Permutation(48, 0, 0)(np.arange(24)).tolist()
+
+
+def test_of_sequences_of_one_length_the_tokens_per_second_are_recorded() -> None:
+    class Sequences:
+        tokens_per_sample = 64
+
+    assert rates(Sequences(), 10.0) == {"samples_per_second": 10.0, "tokens_per_second": 640.0}
+    assert rates([1, 2], 10.0) == {"samples_per_second": 10.0}

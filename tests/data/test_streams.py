@@ -20,8 +20,8 @@ from ddpexp.data.datasets import Splits
 from ddpexp.data.fingerprint import differences
 from ddpexp.data.streams import Stream, StreamBatches, as_stream
 from ddpexp.errors import CodeError, DdpexpError, RefusedError
+from ddpexp.train.load_data import streams_checked
 from ddpexp.train.recipe_checks import check_splits
-from ddpexp.train.streaming import streams_checked
 from tests.conftest import Ddpexp, Done
 from tests.fitting import TRAINER
 from tests.points import Recipe

@@ -18,7 +18,8 @@ from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.replica import Replicas
 from ddpexp.strategy.sharded_optimizer import ShardedOptimizer
 from ddpexp.train.combined_optimizer import ALGORITHM, muon
-from tests.fitting import STRATEGY
+from ddpexp.train.optimizer_average import OptimizerAverage, average_of
+from tests.fitting import STRATEGY, TRAINER
 
 Make = Callable[[Any], Optimizer]
 CUT: dict[str, Make] = {
@@ -37,6 +38,43 @@ CUT: dict[str, Make] = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01, t0=1),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
+
+
+class Free(Optimizer):
+    """Schedule-free SGD: it has modes, and counts its steps in the settings of its groups.
+
+    Source: Defazio et al., "The Road Less Scheduled", 2024.
+    """
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9, "k": 0, "training": False})
+
+    def train(self) -> None:
+        self._switch(True, lambda beta: 1 - beta)
+
+    def eval(self) -> None:
+        self._switch(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def _switch(self, training: bool, weight: Callable[[float], float]) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"] if group["training"] != training else ():
+                if "z" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["z"], weight(group["beta"]))
+            group["training"] = training
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["training"]
+            group["k"] += 1
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                parameter.lerp_(z, 1 / group["k"])
+                parameter.sub_(parameter.grad, alpha=group["lr"] * (1 - group["beta"] * (1 - 1 / group["k"])))
+                z.sub_(parameter.grad, alpha=group["lr"])
+
+
 WHOLE: dict[str, Make] = {  # they look at a parameter as a whole, or round its last elements in another way
     "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
@@ -44,6 +82,7 @@ WHOLE: dict[str, Make] = {  # they look at a parameter as a whole, or round its 
     "muon and adamw": lambda p: muon(
         [{"params": [q], ALGORITHM: "muon" if q.dim() == 2 else "adamw"} for q in p], lr=0.01
     ),
+    "schedule-free": lambda p: Free(p, lr=0.01),
 }
 
 
@@ -90,7 +129,8 @@ def batches(world: World, step: int, exact: bool) -> Iterator[tuple[Tensor, bool
 
 
 def train(world: World, strategy: Replicas, optimizer: Optimizer, steps: range, exact: bool = False) -> None:
-    """Take some steps, with the learning rate changing and the gradient clipped."""
+    """Take some steps, with the learning rate changing and the gradient clipped; an average is evaluated after each."""
+    average = average_of(None, strategy.modules, {"optimizer": optimizer}, TRAINER)
     for step in steps:
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
         for rows, last in batches(world, step, exact):
@@ -99,6 +139,11 @@ def train(world: World, strategy: Replicas, optimizer: Optimizer, steps: range, 
         strategy.clip([p for group in optimizer.param_groups for p in group["params"]], 0.7)
         optimizer.step()
         strategy.clear_gradient()
+        if isinstance(average, OptimizerAverage):
+            average.update(step)
+            average.refresh()
+            averages = world.gather_values(average.tensors("model")["hidden.weight"].sum().item())
+            assert averages == averages[:1] * world.world_size
 
 
 def made(strategy: Replicas, make: Make) -> Optimizer:

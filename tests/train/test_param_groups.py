@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddpexp.config.compose import compose_command
-from ddpexp.config.param_groups import FreezeUntil, ParamGroup
+from ddpexp.config.param_groups import FreezeUntil, ParamGroup, check_param_groups
 from ddpexp.config.parse import parse
 from ddpexp.config.schema import Experiment
 from ddpexp.config.values import Composed
@@ -500,3 +500,9 @@ def test_statistics_of_a_frozen_backbone_stay() -> None:
     model(torch.randn(8, 1, 2, 2))
     assert torch.equal(model.get_buffer("backbone.0.running_mean"), torch.zeros(1))
     assert model.head.training
+
+
+def test_no_weight_decay_is_accepted_of_an_optimizer_that_has_none() -> None:
+    check_param_groups([ParamGroup(ndim=1, settings={"weight_decay": 0.0})], ["lr", "etas"])
+    with pytest.raises(RefusedError, match="weight_decay is not a known key"):
+        check_param_groups([ParamGroup(ndim=1, settings={"weight_decay": 0.1})], ["lr", "etas"])

@@ -255,6 +255,38 @@ class Run:
         check_success(ended, run=self)
         return _numbers(json.loads(ended.out)["metrics"])
 
+    def predict(
+        self,
+        out: str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        checkpoint: Literal["best", "last"] | int = "last",
+        split: str | None = None,
+        quiet: bool = True,
+    ) -> Path:
+        """Write what a checkpoint predicts for each sample, as `ddpexp predict` does in a process of its own.
+
+        Args:
+            out: The file: .npz, .npy, .csv or .parquet.
+            overrides: Overrides of the command, such as `["data.root=OTHER"]`.
+            checkpoint: As for `model`.
+            split: The name of an evaluation set, or `"train"`; None for the evaluation set.
+            quiet: Show nothing of what the command prints.
+
+        Returns:
+            The file.
+
+        Raises:
+            RefusedError, RunFailedError, RunInterruptedError: As for `ddpexp.run`.
+        """
+        from ddpexp.cli.api.child import run_command
+        from ddpexp.cli.api.start import check_success
+
+        source = self.path if checkpoint == "last" else self._checkpoint(checkpoint).folder
+        options = [f"--out={out}"] if split is None else [f"--out={out}", f"--split={split}"]
+        check_success(run_command(["predict", str(source), *self._trusted(), *overrides, *options], None, quiet))
+        return Path(out)
+
     def experiment(self) -> Experiment:
         """Return the typed configuration.
 

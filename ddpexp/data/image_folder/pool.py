@@ -206,6 +206,7 @@ def _progress(total: int, title: str) -> Iterator[Callable[[int], None]]:
         if time.monotonic() - last >= _LINE_SECONDS:
             last = time.monotonic()
             left = (last - began) / done * (total - done)
-            print_message(f"ddpexp: {title}: {done:,} of {total:,} images, about {left:,.0f} s left")
+            text = f"ddpexp: {title}: {done:,} of {total:,} images, about {left:,.0f} s left"
+            print_message(text, sys.stdout)
 
     yield report

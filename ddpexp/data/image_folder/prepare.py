@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -131,7 +132,7 @@ def _make(folder: Folder, side: int, channels: int, mode: str) -> Cache:
         sizes = _measure(folder, pool, channels)
         if mode == "auto":
             mode, why = choose(sizes.raw, sizes.files, _free(folder), _memory())
-            print_message(f"ddpexp: data.cache={mode}: {why}")
+            print_message(f"ddpexp: data.cache={mode}: {why}", sys.stdout)
         space = {"raw": sizes.raw, "jpeg": sizes.files}.get(mode, 0) + 100 * total
 
         def fill(place: Path) -> dict[str, Any]:

@@ -131,6 +131,11 @@ class Windows:
         return np.lib.stride_tricks.as_strided(tokens, shape, (step, tokens.itemsize), writeable=False)
 
     @property
+    def tokens_per_sample(self) -> int:
+        """Return the length of a window."""
+        return self.block_size
+
+    @property
     def num_bytes(self) -> int:
         """Return the size of the tokens."""
         return sum(part.numel() * part.element_size() for part in (self.tokens, self.ends) if part is not None)

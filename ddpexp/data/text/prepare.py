@@ -50,7 +50,7 @@ def prepare(
     """Make sure that the tokens of the text are in a cache; return a description of the data.
 
     The result is JSON: name, folder (absolute), hash (of the tokens and how they are divided), num_train, num_test (of
-    tokens), note, facts, tokenizer (its record), and the options that `load` needs.
+    tokens), note, facts (with the record of the tokenizer), and the options that `load` needs.
 
     Raises: RefusedError, if a file or an option is invalid.
     """
@@ -82,6 +82,10 @@ def prepare(
     if held_out or total > border:
         share = "" if held_out else f", the last {eval_fraction:.0%} of {total:,}"
         _check_length(total - border, block_size, f"the text to evaluate has {total - border:,} tokens{share}")
+    described = dict(record["tokenizer"])
+    if described["kind"] == "tokenizers":
+        described["folder"] = str(cache.folder)
+    facts = {"vocab_size": record["vocab_size"], "block_size": block_size, "tokenizer": described}
     return {
         "name": "text",
         "folder": str(cache.folder),
@@ -89,8 +93,7 @@ def prepare(
         "num_train": border,
         "num_test": total - border,
         "note": _note(border, total - border, record, train, tokenizer),
-        "tokenizer": record["tokenizer"],
-        "facts": {"vocab_size": record["vocab_size"], "block_size": block_size},
+        "facts": facts,
         "block_size": block_size,
         "token_bytes": token_bytes(record["vocab_size"]),
         "documents": documents is not None,

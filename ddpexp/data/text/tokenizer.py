@@ -76,8 +76,8 @@ class Chars:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Return the table."""
-        return {"kind": "char", "table": self.table}
+        """Return the table, in ASCII and without what YAML or a configuration would take for something else."""
+        return {"kind": "char", "table": self.table.encode("unicode_escape").decode().replace("$", r"\x24")}
 
     @cached_property
     def _numbers(self) -> dict[int, str]:
@@ -289,18 +289,19 @@ def _read(path: Path, name: str) -> str:
         ) from None
 
 
-def from_record(record: Mapping[str, Any], folder: Path) -> Tokenizer:
-    """Make the tokenizer of a run again; `folder` is the cache that the run was trained from.
+def from_record(record: Mapping[str, Any]) -> Tokenizer:
+    """Make the tokenizer of a run again; `folder` in the record is the cache that the run was trained from.
 
     Raises: RefusedError, if its file has gone, or is another one.
     """
     if record["kind"] == "char":
-        return Chars(record["table"])
+        return Chars(str(record["table"]).encode().decode("unicode_escape"))
     if record["kind"] == "bytes":
         return Bytes()
     name = str(record["name"])
     if record["kind"] == "tiktoken":
         return Tiktoken(name)
+    folder = Path(record["folder"])
     changed = False
     for path in (folder / TOKENIZER_FILE, Path(os.path.expanduser(name))):
         try:
@@ -313,6 +314,19 @@ def from_record(record: Mapping[str, Any], folder: Path) -> Tokenizer:
     if changed:
         raise RefusedError(f"the tokenizer {name} is another one than that of the run: restore its file.")
     raise RefusedError(f"the tokenizer of the run is neither in {folder} nor at {name}: restore its file.")
+
+
+def prompt_of(tokenizer: Tokenizer, text: str | None) -> list[int]:
+    """Return the tokens of a prompt; without one a new line, or the first token where that is unknown.
+
+    Raises: RefusedError, if the prompt holds what the tokenizer does not know.
+    """
+    if text:
+        return tokenizer.encode(text)
+    try:
+        return tokenizer.encode("\n") or [0]
+    except RefusedError:
+        return [0]
 
 
 def _from_hub(name: str) -> Tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -15,11 +16,18 @@ _USES_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention,)
 """Modules that use the weights of a layer in them without calling it, so that it cannot be gathered by itself."""
 
 
+@runtime_checkable
+class NamesBlocks(Protocol):
+    """A model that names the classes of its blocks, which `strategy.blocks` overrides."""
+
+    fsdp_blocks: Sequence[str]
+
+
 def blocks_of(models: Mapping[str, nn.Module], classes: Sequence[str] | None, min_bytes: float) -> list[nn.Module]:
     """Return the modules that become blocks, inner ones first, the models themselves last.
 
-    These are the modules of the classes or, if there are none, the smallest modules with at least `min_bytes` of
-    parameters that no inner block holds.
+    These are the modules of the classes or, if there are none, of those that a model names itself, as `NamesBlocks`; or
+    else the smallest modules with at least `min_bytes` of parameters that no inner block holds.
 
     Raises:
         RefusedError: there is no module of a class.
@@ -28,7 +36,8 @@ def blocks_of(models: Mapping[str, nn.Module], classes: Sequence[str] | None, mi
         check_classes(models, classes, BLOCKS)
     blocks = []
     for model in models.values():
-        blocks += _by_class(model, classes) if classes is not None else _by_size(model, min_bytes, set())
+        named = model.fsdp_blocks if classes is None and isinstance(model, NamesBlocks) else classes
+        blocks += _by_class(model, named) if named is not None else _by_size(model, min_bytes, set())
     roots = [model for model in models.values() if not any(model is block for block in blocks)]
     return [*dict.fromkeys(blocks), *roots]
 

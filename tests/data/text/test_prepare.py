@@ -43,10 +43,18 @@ def test_characters_are_numbered_in_their_order(file: Path) -> None:
     found = prepared(file)
     table = sorted(set(TEXT))
     assert tokens(found) == [table.index(character) for character in TEXT]
-    assert found["facts"] == {"vocab_size": len(table), "block_size": 8}
+    assert (found["facts"]["vocab_size"], found["facts"]["block_size"]) == (len(table), 8)
     assert (found["num_train"], found["num_test"]) == (int(len(TEXT) * 0.9), len(TEXT) - int(len(TEXT) * 0.9))
-    tokenizer = from_record(json.loads(json.dumps(found["tokenizer"])), Path("nowhere"))
+    tokenizer = from_record(json.loads(json.dumps(found["facts"]["tokenizer"])))
     assert tokenizer.decode(tokenizer.encode("Deich")) == "Deich"
+
+
+def test_a_table_is_stored_in_ascii_that_a_configuration_leaves_alone() -> None:
+    table = "".join(sorted("\n\t${x}\\'\"\u2028é😀"))
+    record = Chars(table).record
+    assert from_record(record) == Chars(table)
+    assert record["table"].isascii()
+    assert "$" not in record["table"]
 
 
 def test_more_than_256_characters_take_two_bytes(file: Path) -> None:
@@ -178,10 +186,10 @@ def test_a_tokenizer_of_the_library(file: Path) -> None:
     assert found["facts"]["vocab_size"] == 4
     folder = Path(found["folder"])
     path.unlink()  # the cache has a copy
-    assert from_record(found["tokenizer"], folder).decode([1, 2]) == "jagen Deich"
+    assert from_record(found["facts"]["tokenizer"]).decode([1, 2]) == "jagen Deich"
     (folder / "tokenizer.json").write_text(tokenizer.to_str().replace("jagen", "fangen"))
     with pytest.raises(RefusedError, match="is another one than that of the run"):
-        from_record(found["tokenizer"], folder)
+        from_record(found["facts"]["tokenizer"])
     path.write_text("{}")
     with pytest.raises(RefusedError, match="is not a file of the library tokenizers"):
         prepared(file, tokenizer=str(path))

@@ -1,4 +1,4 @@
-"""Print what a trained GPT writes: python examples/gpt/sample.py RUN_DIR [PROMPT]."""
+"""Print what a trained GPT writes: python examples/nextbyte/sample.py RUN_DIR [PROMPT]."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Building what trains on a stream, and what of a configuration a stream is incompatible with."""
+"""Loading the data sets of a run, mixtures and streams among them, and building the training batches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,43 @@ from typing import Any
 import torch
 
 from ddpexp.checkpoint.codec import encode
-from ddpexp.config.schema import Experiment, Trainer
+from ddpexp.config.instantiate import Node, Trust, instantiate
+from ddpexp.config.schema import Data, Experiment, Trainer
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Splits
+from ddpexp.data.mixture.dataset import mix
 from ddpexp.data.streams import Batches, Stream, StreamBatches, as_stream, first_samples
 from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.train.recipe_checks import check_splits
+from ddpexp.train.transform_samples import own_arguments
+
+
+def load_sets(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Splits:
+    """Build the data sets of a configuration; `prepared` is what `ddpexp.run.prepare` returned.
+
+    Raises:
+        RefusedError: they are not what the loop needs.
+    """
+    data = experiment.data
+    if not data.sources:
+        return streams_checked(_load(data, prepared, experiment.trust, "data"), experiment)
+    of_sources = (prepared or {}).get("sources") or {}
+    parts = {
+        name: _load(source, of_sources.get(name), experiment.trust, f"data.sources.{name}")
+        for name, source in data.sources.items()
+    }
+    weights, samples_per_epoch = data.options.get("source_weights"), data.samples_per_epoch
+    return streams_checked(mix(parts, weights, samples_per_epoch, experiment.trainer.global_batch_size), experiment)
+
+
+def _load(data: Data, prepared: Mapping[str, Any] | None, trust: Trust, where: str) -> Splits:
+    """Call the data function of a section."""
+    if data.prepare is None:
+        returned = instantiate(Node(data.target, {**data.options, **own_arguments(data, trust)}), trust, where)
+    else:
+        returned = instantiate(Node(data.target), trust, where, prepared)
+    return check_splits(returned, data.target)
 
 
 def streams_checked(splits: Splits, experiment: Experiment) -> Splits:

@@ -1,0 +1,91 @@
+"""Folders of photographs: samples a second, crop and flip, against torch's DataLoader over Pillow."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.race import Arm, last_json, median, race, refuse_other_work
+from benchmarks.suite import Bar, Bench, Chart, Report, Row, compare, of_rounds
+
+_IMAGES, _CLASSES, _SIZE = 2000, 10, (500, 375)
+_CHANGES = ("--changes",)
+_WAYS: dict[str, tuple[str, ...]] = {
+    "ddpexp": ("ddpexp",),
+    "gather by hand": ("gather",),
+    "DataLoader": ("loader", "--workers", "0"),
+    "DataLoader, 1 worker": ("loader", "--workers", "1"),
+    "DataLoader, 2 workers": ("loader", "--workers", "2"),
+    "DataLoader, 4 workers": ("loader", "--workers", "4"),
+    "ddpexp, files in one file": ("ddpexp", "--cache", "jpeg"),
+    "ddpexp, the files themselves": ("ddpexp", "--cache", "none"),
+    "ddpexp, colors and RandAugment": ("ddpexp", *_CHANGES),
+    "ddpexp again": ("ddpexp",),
+}
+_QUICK = ("ddpexp", "gather by hand", "DataLoader, 2 workers", "ddpexp again")
+
+
+def run(bench: Bench) -> Report:
+    photos = _drawn(bench.folder / "photos", 500 if bench.quick else _IMAGES)
+    names = [name for name in _WAYS if not bench.quick or name in _QUICK]
+    results = race(
+        [_arm(name, photos) for name in names], bench.at_most(3 if bench.quick else 7), bench.folder, bench.say
+    )
+    refuse_other_work(results, "samples", 0)
+    loaders = [name for name in names if name.startswith("DataLoader")]
+    best = max(loaders, key=lambda name: median(results, name, "rate"))
+    report = Report()
+    for other in [name for name in names if not name.startswith("ddpexp")]:
+        bar = Bar("at least", 0.9) if other == "gather by hand" else Bar("at least", 4) if other == best else None
+        what = f"samples a second, random resized crop to 224 and flip, {other}"
+        report.rows.append(compare(results, what, "rate", lambda value: f"{value:,.0f}", other, bar=bar))
+    for mine in [name for name in names if name.startswith("ddpexp,")]:
+        what = f"samples a second, {mine}, {best}"
+        report.rows.append(compare(results, what, "rate", lambda value: f"{value:,.0f}", best, mine=mine, again=None))
+    first = min(loaders, key=lambda name: median(results, name, "first"))
+    report.rows.append(
+        compare(
+            results, f"the first epoch, preparation included, {first}", "first", lambda value: f"{value:.2f} s", first,
+            bar=Bar("at most", 1.0),
+        )
+    )  # fmt: skip
+    seek, limit = median(results, "ddpexp", "seek"), Bar("at most", 5)
+    shown = f"{seek * 1e3:.2f} ms"
+    report.rows.append(Row("position at 80 % of an epoch", shown, bar=f"{limit} ms", met=limit.met(seek * 1e3)))
+    groups = {"rate": of_rounds(results, "rate")}
+    report.charts.append(Chart("photographs, all cores, batches of 64", "samples a second", groups, log=True))
+    return report
+
+
+def _arm(name: str, photos: Path) -> Arm:
+    way, *more = _WAYS[name]
+
+    def command(place: Path) -> list[str]:
+        copy = place / "photos"  # with a cache of its own
+        shutil.copytree(photos, copy, copy_function=os.link)
+        return [sys.executable, "-m", "benchmarks.peers.images", "--way", way, "--folder", str(copy), *more]
+
+    def figures(place: Path, output: str, _begin: float, _end: float) -> dict[str, float]:
+        shutil.rmtree(place / "photos")
+        return last_json(output)
+
+    return Arm(name, command, figures)
+
+
+def _drawn(folder: Path, number: int) -> Path:
+    """Draw photographs: smooth patches with noise, which take about as long to decode as real ones."""
+    dice = np.random.default_rng(0)
+    width, height = _SIZE
+    for index in range(number):
+        place = folder / f"class{index % _CLASSES}"
+        place.mkdir(parents=True, exist_ok=True)
+        patches = Image.fromarray(dice.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+        smooth = np.asarray(patches.resize((width, height), Image.Resampling.BICUBIC)).astype(np.float32)
+        noisy = (smooth + dice.normal(0, 8, (height, width, 1))).clip(0, 255).astype(np.uint8)
+        Image.fromarray(noisy).save(place / f"{index:05}.jpg", quality=90)
+    return folder

@@ -1,0 +1,128 @@
+"""`ddpexp new`: a folder with a project of one's own, which trains, is tested and swept at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from ddpexp.config import commands
+from ddpexp.config.build import nearest
+from ddpexp.config.folders import conf_folder
+from ddpexp.errors import EXIT_DONE, RefusedError
+
+PROJECTS = Path(__file__).parent / "projects"
+DEFAULT = "points"
+_TEMPLATE = "myproject"  # the name of the package in them all
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_RENAMED = {"gitignore": ".gitignore"}  # with the dot it would apply to the file itself
+
+_USAGE = f"""{commands.of("new").usage}
+
+Make a folder NAME with a project of your own: a package with a recipe and its
+YAML file, a test, a README and a pyproject.toml. After `pip install -e NAME`
+every command knows recipe=NAME, without --config-dir and run.trust.
+
+--like says what it begins with:
+"""
+
+
+def new(argv: list[str]) -> int:
+    """Make the folder; return the exit code.
+
+    Raises:
+        RefusedError: the name cannot be a package's, or is taken; or the folder cannot be written.
+    """
+    if {"--help", "-h"} & set(argv):
+        print(_USAGE + "\n".join(f"  {kind:<8} {_summary(kind)}" for kind in kinds()))
+        return EXIT_DONE
+    place, kind = _arguments(argv)
+    name = place.name.replace("-", "_")
+    _check_name(name, argv)
+    if os.path.lexists(place):
+        raise RefusedError(f"new {place}: there is a file or folder of that name already. Choose another name.")
+    try:
+        _write(PROJECTS / kind, place, name)
+    except OSError as error:
+        raise RefusedError(f"new {place}: the folder cannot be written ({error.strerror}).") from None
+    typed = shlex.quote(str(place))
+    print(f"{place} is ready ({_summary(kind)}); {place / 'README.md'} says what is where. Next:\n")
+    print(f"    pip install -e {typed}")
+    print(f"    python -m ddpexp recipe={name} trainer.gpus=2")
+    return EXIT_DONE
+
+
+def kinds() -> list[str]:
+    """Return what a project can begin with, the default first."""
+    found = sorted(entry.name for entry in PROJECTS.iterdir() if (entry / "README.md").is_file())
+    return sorted(found, key=lambda kind: kind != DEFAULT)
+
+
+def _summary(kind: str) -> str:
+    """Return the first line of text of its README, which says what it trains."""
+    text = (PROJECTS / kind / "README.md").read_text()
+    return text.split("\n\n")[1].partition(":")[0].replace("\n", " ")
+
+
+def _arguments(argv: list[str]) -> tuple[Path, str]:
+    rest, kind = list(argv), DEFAULT
+    for number, argument in enumerate(rest):
+        option, equals, value = argument.partition("=")
+        if option == "--like":
+            taken = rest[number : number + (1 if equals else 2)]
+            kind = value if equals else taken[-1] if len(taken) == 2 else ""
+            del rest[number : number + len(taken)]
+            break
+    available = kinds()
+    if not kind:
+        raise RefusedError(f"new --like: name what the project begins with: {', '.join(available)}.")
+    if kind not in available:
+        near = nearest(kind, available)
+        raise RefusedError(
+            f"new --like {kind}: there is no such project. "
+            + (f"Did you mean {near}?" if near else f"Available: {', '.join(available)}.")
+        )
+    for argument in rest:
+        if argument.startswith("-"):
+            raise RefusedError(f"new {argument}: no such option. There is --like NAME.")
+    if not rest:
+        raise RefusedError(f"new what? Name the folder, as in ddpexp new mine.\n{commands.of('new').usage}")
+    if len(rest) > 1:
+        raise RefusedError(f"new {' '.join(rest)}: one name at a time.")
+    return Path(rest[0]), kind
+
+
+def _check_name(name: str, argv: list[str]) -> None:
+    typed = " ".join(argv)
+    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+        raise RefusedError(
+            f"new {typed}: {name or 'that'} cannot be the name of a package and a recipe. Use lower-case letters, "
+            "digits and underscores, with a letter first."
+        )
+    if (conf_folder() / "recipe" / f"{name}.yaml").is_file():
+        raise RefusedError(f"new {typed}: ddpexp has a recipe {name} of its own. Choose another name.")
+    if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
+        raise RefusedError(f"new {typed}: there is a Python module {name} already. Choose another name.")
+
+
+def _write(source: Path, place: Path, name: str) -> None:
+    """Copy a project under another name: complete, or not at all."""
+    unfinished = place.parent / f".{place.name}-{os.getpid()}"
+    try:
+        os.mkdir(unfinished)
+        for path in sorted(source.rglob("*")):
+            if not path.is_file() or "__pycache__" in path.parts:
+                continue
+            parts = [_RENAMED.get(part, part.replace(_TEMPLATE, name)) for part in path.relative_to(source).parts]
+            target = unfinished.joinpath(*parts)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(path.read_text().replace(_TEMPLATE, name))
+        os.rename(unfinished, place)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

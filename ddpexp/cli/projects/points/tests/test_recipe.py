@@ -1,0 +1,15 @@
+"""The recipe on two workers, for two steps."""
+
+from pathlib import Path
+
+import ddpexp
+
+OVERRIDES = ["recipe=myproject", "trainer.gpus=2", "trainer.threads=1", "trainer.log_every=1"]
+
+
+def test_two_steps_on_two_workers_and_a_resume(tmp_path: Path) -> None:
+    whole = ddpexp.run([*OVERRIDES, "trainer.max_steps=2", f"run.dir={tmp_path}/whole"])
+    assert whole.result["step"] == 2
+    ddpexp.run([*OVERRIDES, "trainer.max_steps=1", f"run.dir={tmp_path}/parts"])
+    parts = ddpexp.run([*OVERRIDES, "trainer.max_steps=2", f"run.dir={tmp_path}/parts"])
+    assert parts.result["weights_sha256"] == whole.result["weights_sha256"]

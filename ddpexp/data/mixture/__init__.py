@@ -1,0 +1,1 @@
+"""Several sources of data as one, in given shares."""

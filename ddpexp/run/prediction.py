@@ -1,0 +1,139 @@
+"""The job that predicts with weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddpexp import __version__
+from ddpexp.config.build import did_you_mean
+from ddpexp.config.schema import Experiment
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Job, Layout, Participants, WorkerRequest
+from ddpexp.run import directory
+from ddpexp.run.directory import RunDir
+from ddpexp.run.prepare import prepare
+from ddpexp.run.stored_config import job_identity
+from ddpexp.run.worker_request import worker_request
+
+FORMATS = (".npz", ".npy", ".parquet", ".csv")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What predicts, for what, and where the predictions go."""
+
+    weights: Path
+    home: Path | None  # the run directory of the weights
+    out: Path
+    split: str | None = None  # None: the evaluation set, if there is one
+
+
+class Prediction(Job):
+    """Predict for each sample of a data set; rank zero writes one file."""
+
+    entry = "ddpexp.train.predict:main"
+
+    def __init__(self, experiment: Experiment, text: str, source: Source) -> None:
+        """Take the experiment, its YAML, and the source."""
+        manifest = RunDir(source.home).read_if_present(RunDir(source.home).manifest) if source.home else None
+        self.experiment, self.request = experiment, request_of(experiment, manifest)
+        self.identity = job_identity(text)
+        self._text, self._source, self._manifest = text, source, manifest or {}
+
+    def begin(self, layout: Layout, participants: Participants) -> None:
+        """Check that the file can be written, and prepare the data."""
+        check_out(self._source.out)
+        self.enter({}, layout)
+
+    def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
+        """Prepare the data.
+
+        Raises:
+            RefusedError: this host cannot see the weights.
+        """
+        source = self._source
+        if not source.weights.exists():
+            raise RefusedError(f"predict {source.weights}: there is no such file on {directory.host()}.")
+        data = prepare(self.experiment.data, self.experiment.trust)
+        prediction = {
+            "config": self._text,
+            "layout": asdict(layout),
+            "data": data,
+            "weights": str(source.weights.resolve()),
+            "split": source.split,
+            "out": str(source.out.absolute()),
+            "batch_size": batch_size_of(self.experiment),
+            "made": made_with(source, self._manifest, data, layout.threads),
+        }
+        self.arguments = [json.dumps(prediction)]
+
+
+def check_format(out: Path) -> None:
+    """Check that the ending of a file is one of a format, and that what writes it is installed.
+
+    Raises:
+        RefusedError: it is none, or is not.
+    """
+    if out.suffix not in FORMATS:
+        meant = did_you_mean(out.suffix, FORMATS, "--out ") if out.suffix else ""
+        raise RefusedError(
+            f"--out {out}: predictions are written as {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, by the ending."
+            f"{meant if 'Did you' in meant else ''}"
+        )
+    if out.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise RefusedError(f"--out {out}: this needs pyarrow: pip install pyarrow, or use .npz.")
+
+
+def check_out(out: Path) -> None:
+    """Check that a file can be written.
+
+    Raises:
+        RefusedError: it is a directory, or its folder is missing or read-only.
+    """
+    folder = out.absolute().parent
+    if out.is_dir():
+        raise RefusedError(f"--out {out} is a directory: name a file in it.")
+    if not folder.is_dir():
+        raise RefusedError(f"--out {out}: there is no directory {folder}: make it first.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RefusedError(f"--out {out}: {folder} cannot be written: name a file in another directory.")
+
+
+def batch_size_of(experiment: Experiment) -> int:
+    """Return the number of samples in a forward pass, which does not depend on the number of workers."""
+    trainer, size = experiment.trainer, experiment.predict.batch_size
+    if size != "auto":
+        return size
+    return trainer.global_batch_size if trainer.micro_batch_size == "auto" else trainer.micro_batch_size
+
+
+def request_of(experiment: Experiment, manifest: Mapping[str, Any] | None) -> WorkerRequest:
+    """Return the workers to predict with: their threads are those of the run, however many workers there are."""
+    request = worker_request(experiment)
+    world = manifest.get("world") if manifest else None
+    threads = world.get("threads") if isinstance(world, Mapping) else None
+    if request.threads != "auto":
+        return request
+    return replace(request, threads=threads if isinstance(threads, int) and threads > 0 else 1)
+
+
+def made_with(
+    source: Source, manifest: Mapping[str, Any], data: Mapping[str, Any] | None, threads: int
+) -> dict[str, Any]:
+    """Return what the file of predictions says of how it was made, beside what the workers know."""
+    data, trained_on = data or {}, manifest.get("data")
+    facts = (trained_on if isinstance(trained_on, Mapping) else {}).get("facts") or {}
+    return {
+        "ddpexp": __version__,
+        "run": str(source.home.resolve()) if source.home is not None else None,
+        "weights": source.weights.name,
+        "data": {key: data[key] for key in ("name", "sha256", "hash") if key in data},
+        "threads": threads,
+        **({"classes": facts["classes"]} if isinstance(facts.get("classes"), list) else {}),
+    }

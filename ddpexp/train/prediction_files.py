@@ -1,0 +1,93 @@
+"""Predictions as the bytes of a file, which are the same for the same predictions."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpexp.errors import DdpexpError
+
+METADATA = "ddpexp"  # the entry of a .npz, and the key in a parquet file
+
+
+def check_holds(out: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Check that a file can hold arrays with rows of these shapes.
+
+    Raises:
+        DdpexpError: its format cannot.
+    """
+    if out.suffix == ".npz" and METADATA in shapes:
+        raise DdpexpError(f"predict returned an array named {METADATA!r}, the name of the metadata: rename it.")
+    if out.suffix == ".npy" and len(shapes) > 1:
+        raise DdpexpError(f"{out} can hold one array, and predict returns {', '.join(shapes)}: use .npz.")
+    deep = next((name for name, shape in shapes.items() if len(shape) > 1), None)
+    if out.suffix in (".csv", ".parquet") and deep is not None:
+        shape = " x ".join(map(str, shapes[deep]))
+        raise DdpexpError(f"{out} is a table, and a row of {deep} has the shape {shape}: use .npz.")
+
+
+def contents(out: Path, arrays: Mapping[str, NDArray[Any]], made: Mapping[str, Any]) -> dict[Path, bytes]:
+    """Return the files to write, and what is in them; `made` says with what the predictions were made.
+
+    A format without metadata has it in a JSON file beside it, which comes first.
+    """
+    text = json.dumps(made, indent=2)
+    if out.suffix == ".npz":
+        return {out: _npz(arrays, text)}
+    if out.suffix == ".parquet":
+        return {out: _parquet(arrays, text)}
+    whole = _csv(arrays) if out.suffix == ".csv" else _npy(arrays)
+    return {out.with_name(f"{out.name}.json"): f"{text}\n".encode(), out: whole}
+
+
+def _npz(arrays: Mapping[str, NDArray[Any]], text: str) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays, **{METADATA: np.array(text)})  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def _npy(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, next(iter(arrays.values())))
+    return file.getvalue()
+
+
+def _csv(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """Return a line for each sample; an array with several numbers a sample has a column for each."""
+    names: list[str] = []
+    columns: list[list[Any]] = []
+    for name, array in arrays.items():
+        if array.ndim == 1:
+            names.append(name)
+            columns.append(array.tolist())
+        else:
+            names += [f"{name}_{column}" for column in range(array.shape[1])]
+            columns += array.T.tolist()
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows(zip(*columns, strict=True))
+    return file.getvalue().encode()
+
+
+def _parquet(arrays: Mapping[str, NDArray[Any]], text: str) -> bytes:
+    """Return a row for each sample; an array with several numbers a sample is a column of lists."""
+    import pyarrow  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    import pyarrow.parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+    columns = {}
+    for name, array in arrays.items():
+        flat = pyarrow.array(array.reshape(-1))
+        columns[name] = flat if array.ndim == 1 else pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1])
+    table = pyarrow.table(columns).replace_schema_metadata({METADATA: text})
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content

@@ -1,0 +1,63 @@
+"""`ddpexp data`: what the data is, and a sheet of what the model will see."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ddpexp.cli.data import arguments_of, data
+from ddpexp.cli.preview import pixels, sheet, texts
+from ddpexp.errors import RefusedError
+from examples.photos.draw import main as draw_photos
+from tests.conftest import ROOT
+
+
+def test_options_are_taken_out_of_the_arguments() -> None:
+    run = ["recipe=mnist", "trainer.seed=1"]
+    assert arguments_of(run) == (run, None, False)
+    assert arguments_of([run[0], "--preview", "a.png", run[1], "--json"]) == (run, Path("a.png"), True)
+    assert arguments_of(["--preview=a.png", *run]) == (run, Path("a.png"), False)
+    for wrong in (["--preview"], ["--preview", "a.jpg"], ["--preview", "recipe=mnist"]):
+        with pytest.raises(RefusedError, match="name a file for the picture"):
+            arguments_of(wrong)
+
+
+def test_data_is_described_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    draw_photos(tmp_path / "photos")
+    typed = ["--config-dir", str(ROOT / "examples/photos/conf"), "recipe=photos", f"data.root={tmp_path / 'photos'}"]
+    assert data([*typed, "--preview", str(tmp_path / "sheet.png")]) == 0
+    lines = capsys.readouterr().out
+    assert "120 samples" in lines
+    assert "circle, square, triangle" in lines
+    with Image.open(tmp_path / "sheet.png") as picture:
+        assert picture.size == (8 * 128, 2 * (128 + 14))  # 16 images of 64 pixels, twice as large
+    assert data([*typed, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["facts"]["num_classes"] == 3
+    with pytest.raises(RefusedError, match=r"sheet\.png cannot be written"):
+        data([*typed, "--preview", str(tmp_path / "nowhere/sheet.png")])
+
+
+def test_pixels_are_those_before_normalization() -> None:
+    original = torch.randint(0, 256, (2, 3, 4, 5))
+    normalized = (original / 255 - 0.5) / 0.25
+    assert (pixels(normalized, (0.5,), (0.25,)) == original.permute(0, 2, 3, 1).numpy()).all()
+    unknown = pixels(normalized, (), ())
+    assert (unknown.min(), unknown.max()) == (0, 255)
+
+
+def test_labels_are_named_and_mixed_ones_with_their_shares() -> None:
+    assert texts(torch.tensor([1, 0]), ["cat", "dog"]) == ["dog", "cat"]
+    assert texts(torch.tensor([7]), None) == ["7"]
+    assert texts(torch.tensor([[0.25, 0.75], [1.0, 0.0]]), ["cat", "dog"]) == ["dog 75%, cat 25%", "cat 100%"]
+
+
+def test_sheet_of_grey_images_has_a_row_for_each_eight() -> None:
+    assert sheet(np.zeros((9, 28, 28, 1), np.uint8), ["0"] * 9).size == (8 * 112, 2 * (112 + 14))

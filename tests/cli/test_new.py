@@ -1,0 +1,89 @@
+"""`ddpexp new`: the project that it makes, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpexp.cli.new import kinds, new
+from ddpexp.errors import RefusedError
+from tests.conftest import PATIENCE, ROOT, Ddpexp
+from tests.examples import install
+
+
+def made(place: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(place)
+    assert new(["my-work", "--like", kind]) == 0
+    return place / "my-work"
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_a_project_is_complete_and_passes_its_own_tests(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpexp: Ddpexp
+) -> None:
+    project = made(tmp_path, kind, monkeypatch)
+    files = {str(path.relative_to(project)) for path in project.rglob("*") if path.is_file()}
+    assert {"README.md", "pyproject.toml", ".gitignore", "my_work/recipe.py", "tests/test_recipe.py"} <= files
+    assert "my_work/conf/recipe/my_work.yaml" in files
+    assert not [name for name in files if "myproject" in (project / name).read_text()]
+    environ = ddpexp.environ | {"PYTHONPATH": f"{install(project, tmp_path / 'pip')}:{ROOT}"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", kinds())
+def test_a_project_is_checked_and_swept(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpexp: Ddpexp
+) -> None:
+    project = made(tmp_path, kind, monkeypatch)
+    environ = {"PYTHONPATH": f"{install(project, tmp_path / 'pip')}:{ROOT}"}
+    assert ddpexp("check", "recipe=my_work", environ=environ).code == 0
+    done = ddpexp("-m", "recipe=my_work", "optimizer.lr=0.01,0.02", "trainer.max_steps=2", environ=environ)
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "new what? Name the folder, as in ddpexp new mine."),
+        (["mine", "--like"], "new --like: name what the project begins with: points"),
+        (["mine", "--like", "point"], "new --like point: there is no such project. Did you mean points?"),
+        (["mine", "--lik", "points"], "new --lik: no such option. There is --like NAME."),
+        (["mine", "other"], "new mine other: one name at a time."),
+        (["torch"], "new torch: there is a Python module torch already. Choose another name."),
+        (["random"], "new random: there is a Python module random already."),
+        (["mnist"], "new mnist: ddpexp has a recipe mnist of its own. Choose another name."),
+        (["class"], "new class: class cannot be the name of a package and a recipe."),
+        (["Mine"], "new Mine: Mine cannot be the name of a package and a recipe."),
+        (["3d"], "new 3d: 3d cannot be the name of a package and a recipe."),
+        (["."], "new .: that cannot be the name of a package and a recipe."),
+        (["taken"], "new taken: there is a file or folder of that name already. Choose another name."),
+        (["nowhere/mine"], "new nowhere/mine: the folder cannot be written (No such file or directory)."),
+    ],
+)
+def test_what_cannot_be_made_is_refused_and_leaves_nothing(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(RefusedError) as refused:
+        new(arguments)
+    assert str(refused.value).startswith(sentence)
+    assert os.listdir() == ["taken"]
+
+
+def test_a_failure_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(RefusedError, match=r"new mine: the folder cannot be written \(No space left on device\)"):
+        new(["mine"])
+    assert os.listdir() == []

@@ -1,0 +1,209 @@
+"""`ddpexp predict`: each sample once, in order, the same bytes at every number of workers."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ddpexp as package
+from ddpexp.cli.predict import predict
+from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.run.prediction import Source as PredictionSource
+from ddpexp.run.prediction import batch_size_of, made_with, request_of
+from ddpexp.train.predict import _write, as_arrays
+from ddpexp.train.prediction_files import check_holds, contents
+from tests.conftest import ROOT, Ddpexp, Done
+from tests.examples import EXAMPLES
+
+CONF = str(EXAMPLES / "patches/conf")
+PATCHES = (f"--config-dir={CONF}",)
+
+
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is predicted is tested, not how fork servers start."""
+    return warm_environ
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """A run of a model with a convolution and attention."""
+    folder = tmp_path_factory.mktemp("trained")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_"))}
+    start = Ddpexp(folder, {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")})
+    run = folder / "run"
+    done = start(*PATCHES, "recipe=patches", "trainer.max_steps=2", "logger=none", "trainer.gpus=1", f"run.dir={run}")
+    assert done.code == 0, done.err
+    return replace(done, run=run)
+
+
+@pytest.mark.parametrize(
+    "workers", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_the_bytes_are_the_same_at_every_number_of_workers(
+    ddpexp: Ddpexp, trained: Done, tmp_path: Path, workers: int
+) -> None:
+    for count in (1, workers):
+        done = ddpexp(
+            "predict", str(trained.run), *PATCHES, f"--out={tmp_path}/{count}.npz", f"trainer.gpus={count}",
+            "predict.batch_size=16",
+        )  # fmt: skip
+        assert done.code == 0, done.err
+    alone, together = ((tmp_path / f"{count}.npz").read_bytes() for count in (1, workers))
+    assert alone == together
+    assert sorted(path.name for path in tmp_path.glob("*.npz*")) == ["1.npz", f"{workers}.npz"]
+    found = np.load(tmp_path / "1.npz")
+    made = json.loads(str(found["ddpexp"]))
+    assert made["weights_sha256"] == trained.result()["weights_sha256"]
+    assert (made["run"], made["weights"], made["split"]) == (str(trained.run.resolve()), "step-00000002", "eval")
+    assert made["threads"] == trained.manifest()["world"]["threads"]
+    assert made["classes"] == list("0123456789")
+    run = package.open_run(trained.run, config_dir=CONF)
+    images = ddpexp_images(run)
+    expected = run.model()(images).softmax(1)
+    np.testing.assert_allclose(found["probability"], expected.detach().numpy(), atol=1e-5)
+    assert len(found["label"]) == len(images) == 101
+
+
+def ddpexp_images(run: Any) -> torch.Tensor:
+    """Return the images of the evaluation set, in their order."""
+    from ddpexp.cli.api.build import open_splits
+
+    data = open_splits(run.experiment()).evals["eval"]
+    images: torch.Tensor = data.gather(torch.arange(len(data)), torch.device("cpu"))[0]
+    return images
+
+
+def test_a_task_without_predict_is_shown_what_to_write(ddpexp: Ddpexp, trained: Done, tmp_path: Path) -> None:
+    done = ddpexp("predict", str(trained.run), *PATCHES, "--out", f"{tmp_path}/x.npz", "run.trust=[examples]",
+                  "task._target_=examples.mine.mine.Regress")  # fmt: skip
+    assert done.code == 2
+    assert "has no method predict" in done.err
+    assert "def predict(self, model, batch):" in done.err
+    assert not (tmp_path / "x.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "predict with what?"),
+        (["RUN"], "where to? Add --out FILE.npz"),
+        (["RUN", "--out"], "predict --out: it takes one value, once"),
+        (["RUN", "--out=x.npz", "--out=y.npz"], "predict --out: it takes one value, once"),
+        (["RUN", "--out", "x.txt"], "predictions are written as .npz, .npy, .parquet or .csv"),
+        (["RUN", "--out", "x.npzz"], "Did you mean --out .npz?"),
+        (["RUN", "--out", "none/x.npz"], "make it first"),
+        (["RUN", "--out", "x.npz", "--splt=test"], "Did you mean --split?"),
+        (["NONE", "--out", "x.npz"], "predict NONE: there is no such directory or file."),
+        (["RUN/checkpoints/step-00000009", "--out", "x.npz"], "there is no such directory or file"),
+        (["RUN", "--out", "x.npz", "predict.batch_size=0"], "predict.batch_size=0 is too small"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_starts(
+    trained: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "RUN").symlink_to(trained.run)
+    argv = [*arguments, *PATCHES] if arguments else []
+    with pytest.raises(RefusedError) as refused:
+        predict(argv, ["ddpexp", "predict", *argv])
+    assert sentence in str(refused.value)
+
+
+def test_parquet_without_pyarrow_is_refused_with_what_to_install(
+    trained: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RefusedError, match="this needs pyarrow"):
+        predict([str(trained.run), "--out", str(tmp_path / "x.parquet")], ["ddpexp"])
+
+
+def test_batch_size_and_threads_do_not_follow_the_workers() -> None:
+    experiment = package.compose(["recipe=mnist", "trainer.global_batch_size=96"]).experiment
+    trainer = experiment.trainer
+    assert batch_size_of(experiment) == 96
+    assert batch_size_of(replace(experiment, trainer=replace(trainer, micro_batch_size=8))) == 8
+    assert request_of(experiment, {"world": {"threads": 3}}).threads == 3
+    assert request_of(experiment, None).threads == 1
+    typed = replace(experiment, trainer=replace(trainer, threads=2))
+    assert request_of(typed, {"world": {"threads": 3}}).threads == 2
+
+
+def test_what_predict_returns_becomes_arrays() -> None:
+    arrays = as_arrays({"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": np.arange(2)}, 2, "samples 0 to 1")
+    assert {name: (array.dtype.name, array.shape) for name, array in arrays.items()} == {
+        "a": ("float32", (2, 3)),
+        "b": ("int64", (2,)),
+    }
+    assert list(as_arrays(torch.zeros(2), 2, "")) == ["prediction"]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "sentence"),
+    [
+        (torch.zeros(3), "predict returned 3 rows as 'prediction' for the samples 4 to 5, which are 2"),
+        (torch.zeros(()), "predict returned a single number"),
+        ({"a": ["cat", "dog"]}, "predict returned list as 'a': return a tensor"),
+        (None, "predict returned NoneType: return a tensor"),
+        ({}, "predict returned an empty mapping"),
+    ],
+)
+def test_what_predict_should_not_return_is_named(predicted: Any, sentence: str) -> None:
+    with pytest.raises(DdpexpError) as error:
+        as_arrays(predicted, 2, "samples 4 to 5")
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "sentence"),
+    [
+        ("x.npy", {"a": [], "b": []}, "can hold one array, and predict returns a, b: use .npz"),
+        ("x.csv", {"a": [3, 4]}, "is a table, and a row of a has the shape 3 x 4: use .npz"),
+        ("x.npz", {"ddpexp": []}, "the name of the metadata"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_named(name: str, shapes: dict[str, list[int]], sentence: str) -> None:
+    with pytest.raises(DdpexpError) as error:
+        check_holds(Path(name), shapes)
+    assert sentence in str(error.value)
+
+
+def test_a_table_has_a_line_for_each_sample_and_says_beside_how_it_was_made() -> None:
+    arrays = {"label": np.array([1, 0]), "score": np.array([[0.25, 0.5], [1, 2]])}
+    found = contents(Path("x.csv"), arrays, {"run": "r"})
+    assert found[Path("x.csv")].decode() == "label,score_0,score_1\n1,0.25,0.5\n0,1.0,2.0\n"
+    assert json.loads(found[Path("x.csv.json")]) == {"run": "r"}
+    assert list(found) == [Path("x.csv.json"), Path("x.csv")]
+
+
+def test_a_parquet_file_has_a_row_for_each_sample_and_says_how_it_was_made(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrays = {"label": np.array([1, 0]), "score": np.array([[0.25, 0.5], [1, 2]])}
+    [(path, content)] = contents(tmp_path / "x.parquet", arrays, {"run": "r"}).items()
+    path.write_bytes(content)
+    table = parquet.read_table(path)
+    assert table.to_pydict() == {"label": [1, 0], "score": [[0.25, 0.5], [1.0, 2.0]]}
+    assert json.loads(table.schema.metadata[b"ddpexp"]) == {"run": "r"}
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    with pytest.raises(DdpexpError, match=r"x\.npz cannot be written: "):
+        _write(gone / "x.npz", {"a": np.zeros(2)}, {})
+    assert not gone.exists()
+
+
+def test_the_file_says_which_data_it_is_of() -> None:
+    data = {"name": "pets", "hash": "12", "folder": "/somewhere", "facts": {"classes": ["other"]}}
+    made = made_with(
+        PredictionSource(Path("step-1"), None, Path("x.npz")), {"data": {"facts": {"classes": ["cat"]}}}, data, 2
+    )
+    assert made["data"] == {"name": "pets", "hash": "12"}
+    assert made["classes"] == ["cat"]  # those of the training
