@@ -11,7 +11,7 @@ import typing
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -227,6 +227,10 @@ def _data(values: Mapping[str, Any], trust: Trust, where: str = "data") -> Data:
         folds=convert(values.get("folds"), int | None, "data.folds"),
         weights=_weights(values.get("weights")),
         samples_per_epoch=convert(values.get("samples_per_epoch"), int | None, "data.samples_per_epoch"),
+        transform=_functions(values.get("transform"), "data.transform"),
+        eval_transform=_functions(values.get("eval_transform"), "data.eval_transform"),
+        transform_of=convert(values.get("transform_of", "input"), Literal["input", "sample"], "data.transform_of"),
+        collate=next(iter(_functions(values.get("collate"), "data.collate")), None),
         sources=_sources(node, trust, where) if registry.key_of("data", node.target) == "mixture" else {},
     )
 
@@ -247,6 +251,17 @@ def _sources(mixture: Node, trust: Trust, where: str) -> Mapping[str, Data]:
     return types.MappingProxyType(
         {name: _data(section, trust, f"{where}.sources.{name}") for name, section in sources.items()}
     )
+
+
+def _functions(value: Any, key: str) -> tuple[Node, ...]:
+    """Return the functions or classes that a key names: none, one or, for transforms, a list of them."""
+    if value is None:
+        return ()
+    nodes = value if isinstance(value, (list, tuple)) and key != "data.collate" else [value]
+    for node in nodes:
+        if not isinstance(node, Mapping):
+            raise RefusedError(f"{key}={shown(value)}: name a function or class, {key}={{_target_: mine.function}}.")
+    return tuple(_node(node, f"{key}[{place}]" if len(nodes) > 1 else key) for place, node in enumerate(nodes))
 
 
 def _weights(value: Any) -> str | Node | None:

@@ -9,7 +9,7 @@ _FILES = (".npy", ".txt", ".csv")
 
 
 def check_sampling(data: Data) -> None:
-    """Check which samples are held out and how those to train on are drawn, as far as the keys show it.
+    """Check which samples are held out, drawn and transformed, as far as the keys show it.
 
     Raises:
         RefusedError: a value that means nothing, or two that contradict each other.
@@ -30,6 +30,11 @@ def check_sampling(data: Data) -> None:
         raise RefusedError(
             f"data.weights={data.weights}: use balanced, a file (.npy, .txt or .csv) with a weight for each training "
             "sample, or a function, {_target_: mine.weights}."
+        )
+    if data.on_device and (data.transform or data.eval_transform or data.collate):
+        raise RefusedError(
+            "data.on_device=true: data.transform, data.eval_transform and data.collate run on the host, sample by "
+            "sample. Use data.on_device=false."
         )
     if data.samples_per_epoch is not None and data.samples_per_epoch < 1:
         raise RefusedError(f"data.samples_per_epoch={data.samples_per_epoch} is too small: use 1 or more.")

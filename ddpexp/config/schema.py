@@ -26,6 +26,7 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 DATA_KEYS = (
     "prepare", "validation_fraction", "num_workers", "on_device",
     "stratify", "group_by", "fold", "folds", "weights", "samples_per_epoch",
+    "transform", "eval_transform", "transform_of", "collate",
 )  # fmt: skip
 
 
@@ -168,6 +169,10 @@ class Data:
     folds: int | None = None
     weights: str | Node | None = None
     samples_per_epoch: int | None = None
+    transform: tuple[Node, ...] = ()
+    eval_transform: tuple[Node, ...] = ()
+    transform_of: Literal["input", "sample"] = "input"
+    collate: Node | None = None
     sources: Mapping[str, Data] = field(default_factory=dict)  # of a mixture, by name
 
 

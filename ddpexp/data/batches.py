@@ -28,7 +28,7 @@ from ddpexp.data.loader import Key, load
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.prefetch import ahead, num_ahead
 from ddpexp.data.samples import describe_samples, user_code_error
-from ddpexp.distributed.rng import DATA, EVAL, seed_of, seed_torch
+from ddpexp.distributed.rng import AUGMENT, DATA, EVAL, seed_of, seed_torch
 from ddpexp.distributed.transfers import moved
 from ddpexp.errors import RefusedError
 
@@ -165,7 +165,8 @@ class TrainBatches:
         micro = self.plan.micro_batch_size
         for step, indices in enumerate(self.indices(from_step, to_step), start=from_step):
             for number in range(self.plan.gradient_accumulation_steps):
-                yield self._seed(step, number), indices[number * micro : (number + 1) * micro].tolist()
+                part = indices[number * micro : (number + 1) * micro].tolist()
+                yield self._seed(step, number), part, seed_of(self.seed, AUGMENT, step // self.steps_per_epoch, 0)
 
 
 @dataclass(frozen=True)

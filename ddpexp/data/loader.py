@@ -23,12 +23,13 @@ import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from ddpexp.data.samples import describe_samples, first_mismatch, form, origin, tensors_of, user_code_error
+from ddpexp.data.transforms import Transformed
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import CodeError, LoaderError
 from ddpexp.system.containers import enlarge_shared_memory, runtime, shared_memory_place
 from ddpexp.system.process import die_with_parent
 
-Key = tuple[int, list[int]]  # a micro-batch: its seed and its indices
+Key = tuple[int, list[int]] | tuple[int, list[int], int]  # a micro-batch: its seed, its indices, the epoch's seed
 
 _sockets: Any = connection
 _python_address = _sockets.arbitrary_address
@@ -136,16 +137,20 @@ class _Fetch:
         return len(self.data)
 
     def __getitems__(self, key: Key) -> Any:
-        seed, indices = key
+        seed, indices, *epoch_seed = key
         seed_everything(seed)
         try:
-            return self._collated(self._samples(indices), indices)
+            samples = self._samples(indices, *epoch_seed)
+            if isinstance(self.data, Transformed):
+                seed_everything(seed)  # for `collate`
+            return self._collated(samples, indices)
         except (CodeError, LoaderError) as error:
             return error
 
-    def _samples(self, indices: list[int]) -> Any:
+    def _samples(self, indices: list[int], epoch_seed: int = 0) -> Any:
         data, positions = origin(self.data, indices)
-        fetch = getattr(data, "__getitems__", None)  # torch's own optional protocol
+        wrapper = self.data if isinstance(self.data, Transformed) else None
+        fetch = getattr(data, "__getitems__", None) if wrapper is None else None  # torch's own optional protocol
         info = get_worker_info()
         worker = info.id if info is not None else 0
         samples: list[Any] = []
@@ -155,14 +160,15 @@ class _Fetch:
                 return fetch(positions)
             for index, position in zip(indices, positions, strict=True):
                 self.current[worker] = index
-                samples.append(data[position])
+                samples.append(data[position] if wrapper is None else wrapper.sample(data, position, epoch_seed))
             return samples
         except Exception as error:
             raise user_code_error(error, self._description(indices if fetch else [indices[len(samples)]])) from None
 
     def _collated(self, samples: Any, indices: list[int]) -> Any:
         try:
-            return _in_shared_memory(default_collate(samples))
+            collate = self.data.collate if isinstance(self.data, Transformed) else default_collate
+            return _in_shared_memory(collate(samples))
         except Exception as error:
             if get_worker_info() is not None and _is_no_room(error):
                 raise _no_room() from None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ddpexp.data.datasets import Subset
+from ddpexp.data.transforms import Transformed
 from ddpexp.errors import CodeError
 from ddpexp.system.text import first_few
 
@@ -23,7 +24,7 @@ def describe_samples(data: Any, indices: Sequence[int], name: str) -> str:
     """Describe samples of a data set in a message: their indices in it, and in the set that it is a subset of."""
     text = f"{'sample' if len(indices) == 1 else 'samples'} {first_few(indices)} of {len(data):,} in `{name}`"
     whole, places = origin(data, indices)
-    if whole is data:
+    if len(whole) == len(data) and whole is (data.data if isinstance(data, Transformed) else data):
         return text
     verb = "is" if len(indices) == 1 else "are"
     return f"{text}, which {verb} {first_few(places)} of the {len(whole):,} in the whole set"
@@ -34,6 +35,8 @@ def origin(data: Any, indices: Sequence[int]) -> tuple[Any, Sequence[int]]:
     while True:
         if type(data) is torch.utils.data.Subset:
             data, indices = data.dataset, [data.indices[index] for index in indices]
+        elif isinstance(data, Transformed):
+            data = data.data
         elif isinstance(data, Subset):
             data, indices = data.data, data.places(torch.tensor(indices)).tolist()
         else:

@@ -60,6 +60,7 @@ from ddpexp.train.recipe_checks import (
 from ddpexp.train.run_state import RunState
 from ddpexp.train.torch_rates import TorchRates
 from ddpexp.train.torch_schedule import TorchSchedule
+from ddpexp.train.transform_samples import sample_nodes
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,9 @@ def import_all(experiment: Experiment, world: World) -> None:
         RefusedError: a name is not allowed, or does not exist.
     """
     data = Node(experiment.data.target, {} if experiment.data.prepare else experiment.data.options)
-    weights = {"data.weights": experiment.data.weights} if isinstance(experiment.data.weights, Node) else {}
     nodes = {
         "data": data,
-        **weights,
+        **sample_nodes(experiment.data),
         "model": experiment.model,
         "task": experiment.task,
         "optimizer": experiment.optimizer,

@@ -20,6 +20,7 @@ from ddpexp.data.streams import Stream
 from ddpexp.data.weights import FILES, Passes, Weighted, checked_groups, checked_weights, class_balanced, read_values
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
+from ddpexp.train.transform_samples import transformed, without_own_arguments
 
 
 def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
@@ -28,6 +29,7 @@ def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
     Raises:
         RefusedError: the data does not allow it.
     """
+    experiment = without_own_arguments(experiment)
     data, limit, whole = experiment.data, experiment.trainer.limit_train_samples, splits.train
     if data.validation_fraction or data.folds is not None:
         splits = _hold_out(splits, data)
@@ -35,6 +37,7 @@ def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
         splits = replace(splits, train=choose_samples(splits.train, limit))
     if data.weights is not None or (data.samples_per_epoch is not None and not data.sources):  # a mixture has its own
         splits = replace(splits, order=_order(splits.train, whole, experiment))
+    splits = transformed(splits, experiment)
     return on_device(splits, world.device) if data.on_device else splits
 
 

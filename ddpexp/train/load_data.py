@@ -19,6 +19,7 @@ from ddpexp.data.mixture.dataset import mix
 from ddpexp.data.streams import Batches, Stream, StreamBatches, as_stream, first_samples
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.train.recipe_checks import check_splits
+from ddpexp.train.transform_samples import own_arguments
 
 
 def load_sets(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Splits:
@@ -42,7 +43,7 @@ def load_sets(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Spl
 def _load(data: Data, prepared: Mapping[str, Any] | None, trust: Trust, where: str) -> Splits:
     """Call the data function of a section."""
     if data.prepare is None:
-        returned = instantiate(Node(data.target, data.options), trust, where)
+        returned = instantiate(Node(data.target, {**data.options, **own_arguments(data, trust)}), trust, where)
     else:
         returned = instantiate(Node(data.target), trust, where, prepared)
     return check_splits(returned, data.target)

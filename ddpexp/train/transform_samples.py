@@ -1,0 +1,115 @@
+"""Build the transforms and the `collate` of a configuration, and put them around its data sets."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from ddpexp.config.instantiate import Node, Trust, instantiate, locate
+from ddpexp.config.schema import Data, Experiment
+from ddpexp.data.datasets import OrderedData, Splits
+from ddpexp.data.samples import origin
+from ddpexp.data.streams import Stream
+from ddpexp.data.transforms import Transformed, is_map_style
+from ddpexp.errors import RefusedError
+
+_SAMPLE_KEYS = ("transform", "eval_transform", "collate", "weights", "group_by", "stratify", "samples_per_epoch")
+
+
+def sample_nodes(data: Data) -> Mapping[str, Node]:
+    """Return what the keys of single samples name, by key."""
+    nodes = {"data.weights": data.weights, "data.collate": data.collate}
+    nodes |= {f"{key}": node for key, node in _places("data.transform", data.transform)}
+    nodes |= {f"{key}": node for key, node in _places("data.eval_transform", data.eval_transform)}
+    return {key: node for key, node in nodes.items() if isinstance(node, Node)}
+
+
+def own_arguments(data: Data, trust: Trust) -> Mapping[str, Any]:
+    """Return the values of general keys that the data function of a recipe takes itself, which then mean what it says.
+
+    Recipes had arguments of these names before the keys were general.
+    """
+    if data.prepare is not None or not any(getattr(data, name) for name in _SAMPLE_KEYS):
+        return {}
+    try:
+        taken = inspect.signature(locate(data.target, trust, "data")).parameters
+    except ValueError:  # a builtin
+        return {}
+    values = {name: getattr(data, name) for name in _SAMPLE_KEYS if name in taken}
+    return {name: _plain(value) for name, value in values.items() if value not in (None, ())}
+
+
+def without_own_arguments(experiment: Experiment) -> Experiment:
+    """Return the experiment without the general keys that its data function takes itself."""
+    defaults: Mapping[str, Any] = {field.name: field.default for field in fields(Data)}
+    own: dict[str, Any] = {name: defaults[name] for name in own_arguments(experiment.data, experiment.trust)}
+    return replace(experiment, data=replace(experiment.data, **own)) if own else experiment
+
+
+def _plain(value: Any) -> Any:
+    """Return what was typed for a node."""
+    if isinstance(value, Node):
+        return {"_target_": value.target, **value.kwargs}
+    if isinstance(value, tuple):
+        return _plain(value[0]) if len(value) == 1 else [_plain(node) for node in value]
+    return value
+
+
+def transformed(splits: Splits, experiment: Experiment) -> Splits:
+    """Return the data sets with the transforms and the `collate` of the configuration.
+
+    Raises:
+        RefusedError: a set does not give single samples.
+    """
+    data, trust = experiment.data, experiment.trust
+    if not data.transform and not data.eval_transform and data.collate is None:
+        return splits
+    collate = _function(data.collate, trust, "data.collate") if data.collate is not None else default_collate
+
+    def wrapped(part: Any, name: str, key: str, nodes: Sequence[Node]) -> Any:
+        if not nodes and data.collate is None:
+            return part
+        _check_items(part, name, key if nodes else "data.collate")
+        transforms = tuple(_function(node, trust, place) for place, node in _places(key, nodes))
+        return Transformed(part, transforms, data.transform_of == "input", collate)
+
+    order = splits.train if isinstance(splits.train, OrderedData) else splits.order
+    return replace(
+        splits,
+        train=wrapped(splits.train, "train", "data.transform", data.transform),
+        evals={
+            name: wrapped(part, name, "data.eval_transform", data.eval_transform) for name, part in splits.evals.items()
+        },
+        order=order if splits.order is None else splits.order,
+    )
+
+
+def _check_items(part: Any, name: str, key: str) -> None:
+    whole = part if isinstance(part, Stream) else origin(part, [])[0]
+    if not is_map_style(whole):
+        raise RefusedError(
+            f"{key}: `{name}` is a {type(whole).__name__}, which does not load single samples: it needs "
+            f"__getitem__. Use {key}=null, and change the batches where they are made, in the data set or in the task."
+        )
+
+
+def _places(key: str, nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
+    for place, node in enumerate(nodes):
+        yield f"{key}[{place}]" if len(nodes) > 1 else key, node
+
+
+def _function(node: Node, trust: Trust, where: str) -> Callable[[Any], Any]:
+    """Return a function of one argument: an instance of a class, or a function with its keys."""
+    found = locate(node.target, trust, where)
+    if not isinstance(found, type):
+        return partial(found, **node.kwargs)
+    instance = instantiate(node, trust, where)
+    if not callable(instance):
+        raise RefusedError(f"{where}._target_={node.target} makes a {type(instance).__name__}, which cannot be called.")
+    called: Callable[[Any], Any] = instance
+    return called
