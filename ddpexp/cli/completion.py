@@ -229,15 +229,13 @@ def _own_options(command: str) -> Sequence[str]:
     if command == "evaluate":
         return ("--split", "--json")
     if command == "predict":
-        from ddpexp.cli.predict import OPTIONS
-
-        return OPTIONS
+        return ("--out", "--split")
     if command == "export":
         return ("--out", "--format")
     if command == "generate":
-        from ddpexp.cli.generate import OPTIONS as OF_GENERATE
+        from ddpexp.cli.generate import OPTIONS
 
-        return OF_GENERATE
+        return OPTIONS
     if command == "table":
         from ddpexp.sweep.arguments import FLAGS, VALUED
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from ddpexp.cli.forks import will_fork
 from ddpexp.config import commands
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch import Job
@@ -28,11 +29,8 @@ from ddpexp.system.programs import OURS, SAFE_PATH, safe_path
 from ddpexp.system.start import NOT_LINUX
 from ddpexp.system.terminal import print_json, print_message, show, within_patience
 
-# Launchers whose workers are forked by the command itself, and the variable that must be set for that, if any.
-_FORK_HERE = {"spawn": None, "torchrun-env": None, "mpi": None, "slurm": "SLURM_STEP_ID"}
 _HELP = {"--help", "-h"}
 _WORKER = "ddpexp.train.process"  # imported where this process was a worker
-_NO_QUESTION = ("--config-dir", "-cd", "--config-name", "-cn", "--multirun", "-m")
 
 
 def main() -> int:
@@ -63,7 +61,7 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
         raise RefusedError(wrong)
     raise_files()
     # The fork server imports torch while Hydra composes here: it is the longer of the two, so it starts first.
-    server = Server() if _will_fork(argv) else None
+    server = Server() if will_fork(argv) else None
     if server is not None:
         leaving.callback(server.close)
     return _COMMANDS.get(argv[0] if argv else "", _train)(argv, server)
@@ -316,56 +314,6 @@ def _take_secrets(argv: list[str]) -> list[str]:
     for text in said if os.environ.get("RANK", "0") == "0" else ():
         print_message(f"ddpexp: {text}: the value stays out of the run's files")
     return arguments
-
-
-def _will_fork(argv: list[str]) -> bool:
-    """Guess from the arguments alone whether workers will be forked here; a wrong guess costs time, nothing else."""
-    if argv[:1] == ["member"]:
-        return True
-    if (
-        not argv
-        or argv[0]
-        in ("table", "status", "sync", "plan", "data", "export", "generate", "trust", "new", "help", "completion")
-        or commands.unknown(argv[0]) is not None
-    ):
-        return False
-    if argv[0] == "check":  # workers are forked here whatever the launcher
-        return len(argv) > 1 and not _HELP & set(argv)
-    chosen = [
-        name for argument in argv if argument.startswith("launcher=") for name in argument.partition("=")[2].split(",")
-    ]
-    if argv[:1] == ["resume"]:
-        chosen = chosen or _launcher_of_run(argv[1:])
-    fresh = any(
-        argument.startswith("launcher.start_method=") and argument != "launcher.start_method=forkserver"
-        for argument in argv
-    )
-    here = all(name in _FORK_HERE and _FORK_HERE[name] in (None, *os.environ) for name in chosen)
-    if argv[:1] in (["evaluate"], ["predict"], ["resume"], ["doctor"]):
-        return here and not fresh and len(argv) > (argv[0] != "doctor") and not _HELP & set(argv)
-    asks = any(argument.startswith("-") and not argument.startswith(_NO_QUESTION) for argument in argv)
-    return here and not asks and not fresh
-
-
-def _launcher_of_run(arguments: list[str]) -> list[str]:
-    """Read from the run directory among the arguments which launcher it was started with.
-
-    Nothing where that is not plain to see.
-    """
-    for argument in arguments:
-        path = os.path.join(argument, "config.yaml")
-        try:
-            if not os.path.isfile(path):  # a pipe would keep this waiting
-                continue
-            with open(path) as file:
-                found = re.search(r"^launcher:\n  _target_: (\S+)$", file.read(1 << 16), re.MULTILINE)
-        except (OSError, ValueError):
-            continue
-        from ddpexp.config.registry import key_of
-
-        key = key_of("launcher", found[1]) if found else None
-        return [key] if key is not None else []
-    return []
 
 
 def _open_standard_streams() -> None:

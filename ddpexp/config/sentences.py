@@ -16,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ddpexp.config.build import did_you_mean, nearest, unknown_key
 from ddpexp.config.folders import LISTED, conf_folder, groups, options
-from ddpexp.config.foreign import advice_on_value, value_here
+from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.hydra_section import no_effect
 from ddpexp.config.kinds import takes_fraction, takes_list, takes_number
 from ddpexp.config.override_syntax import unread
@@ -234,7 +234,7 @@ def unknown_key_of(typed: str, cause: OmegaConfBaseException) -> RefusedError:
     if not where and key in groups([conf_folder()]):
         listed = ", ".join(f"{key}={option}" for option in options(key, [conf_folder()]))
         return RefusedError(f"{typed}: no {key} is chosen, by the recipe or by {key}=... . Available: {listed}.")
-    others = _options_with(where, key)
+    others = _options_with(where, key) if not advice_on_key(key) else []
     if others and nearest(key, names) is None:
         return RefusedError(f"{typed} is not a known key: it is one of {', '.join(others)}.")
     return unknown_key(key + typed[len(full_key) :], names, where, _keys(parent._get_root()))

@@ -75,7 +75,7 @@ def texts(typed: str) -> list[str]:
         ("--config-dir=co", ["conf/"]),
         ("-cd co", ["conf/"]),
         ("--config-dir conf model=my", ["mynet "]),
-        ("--config-dir=conf recipe=mine data.sam", ["data.samples="]),
+        ("--config-dir=conf recipe=mine data.sam", ["data.samples=", "data.samples_per_epoch="]),
         ("--config-dir nowhere model=", ["gpt_124m ", "gpt_1b ", "gpt_tiny ", "lenet ", "linear ", "llama_7b "]),
         ("run.dir=", ["null ", "conf/", "my runs/", "notes.txt ", "outputs/", "weights.safetensors "]),
         ("run.init_from=w", ["weights.safetensors "]),

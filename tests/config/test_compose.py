@@ -207,7 +207,11 @@ def test_another_optimizer_inherits_nothing_from_the_recipes_tuned_one() -> None
     assert other == Node("torch.optim.AdamW", {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-08, "weight_decay": 0.01})
 
 
-GENERAL = {"validation_fraction": 0.0, "num_workers": 0, "on_device": False}
+GENERAL = {
+    "validation_fraction": 0.0, "num_workers": 0, "on_device": False, "stratify": None, "group_by": None, "fold": None,
+    "folds": None, "weights": None, "samples_per_epoch": None, "transform": None, "eval_transform": None,
+    "transform_of": "input", "collate": None,
+}  # fmt: skip
 """What every kind of data understands."""
 
 

@@ -44,8 +44,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # The arguments after >, and in the next line how the error begins.
 BARE = """\
-> predict x
-predict is neither an override (key=value, for example trainer.gpus=2) nor a command. The commands are resume, evaluat
+> tune x
+tune is neither an override (key=value, for example trainer.gpus=2) nor a command. The commands are resume, evaluat
 > evalute x
 evalute is neither an override (key=value, for example trainer.gpus=2) nor a command. The commands are resume, evaluat
 > fit recipe=mnist

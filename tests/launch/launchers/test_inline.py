@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from ddpexp.cli.main import _will_fork, check_started_once
+from ddpexp.cli.forks import will_fork
+from ddpexp.cli.main import check_started_once
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.launchers.inline import Inline
@@ -180,8 +181,8 @@ def test_a_second_signal_ends_a_worker_that_is_stuck(recipe: Recipe) -> None:
 
 
 def test_no_fork_server_is_started_for_it() -> None:
-    assert _will_fork(["recipe=mnist"])
-    assert not _will_fork(["recipe=mnist", "launcher=inline"])
+    assert will_fork(["recipe=mnist"])
+    assert not will_fork(["recipe=mnist", "launcher=inline"])
 
 
 @pytest.mark.parametrize(
