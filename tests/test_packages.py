@@ -71,7 +71,7 @@ def test_its_parts_are_listed_checked_and_unknown_without_it(ddpexp: Ddpexp, ins
     shown = ddpexp("--help", *PARTS[:1], *PARTS[2:], environ=seeing(installed))
     lines = [line.split() for line in shown.out.splitlines()]
     for line in (
-        "recipe mnist, sides*", "launcher elastic, inline, mpi, shy*, slurm, spawn, torchrun-env",
+        "recipe gpt, mnist, sides*", "launcher elastic, inline, mpi, shy*, slurm, spawn, torchrun-env",
         "logger csv, mlflow, none, rows, tensorboard*, wandb",
         "multi_step, onecycle, plateau, polynomial, stable*, torch, wsd", "launcher.niceness=5 a whole number",
     ):  # fmt: skip

@@ -217,8 +217,8 @@ def test_help_shows_the_users_options_and_keys_beside_ours(ddpexp: Ddpexp, proje
     done = ddpexp("--help", "recipe=mine", "--config-dir", str(project / "conf"), "trainer.seed=41")
     assert (done.code, done.err) == (0, "")
     for line in (
-        "  model      lenet, linear, net*",
-        "  recipe     mine*, mnist",
+        "  model      gpt_124m, gpt_1b, gpt_tiny, lenet, linear, llama_7b, net*",
+        "  recipe     gpt, mine*, mnist",
         "  model._target_=mine.Net",
         "  trainer.seed=41",
     ):

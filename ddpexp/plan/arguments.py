@@ -112,10 +112,12 @@ def _take_plot(argv: Sequence[str]) -> tuple[list[str], str | None]:
 def _meant(option: str, value: str) -> str:
     """Return what may be meant by an option that there is not: one of the plan's, or a key of the configuration."""
     name = option.removeprefix("--").replace("-", "_")
+    if advice := advice_on_key(name):
+        return advice
     section = next((section for section, keys in TYPED_SECTIONS.items() if name in keys.__dataclass_fields__), None)
     if section is not None:
         return f" Did you mean {section}.{name}={value or '...'}?"
-    return advice_on_key(name) or did_you_mean(option, (*NUMBERS, *SWITCHES, PLOT, *_OF_RUNS))
+    return did_you_mean(option, (*NUMBERS, *SWITCHES, PLOT, *_OF_RUNS))
 
 
 def _number(key: str, text: str) -> float:

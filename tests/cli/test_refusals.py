@@ -138,8 +138,8 @@ def test_a_question_is_answered_without_torch_and_writes_nothing(ddpexp: Ddpexp,
     assert written(tmp_path) == before
     if question == "--help":
         for line in (
-            "model      lenet*, linear",
-            "optimizer  adadelta, adafactor, adagrad, adam, adamax, adamw, asgd,",
+            "model      gpt_124m, gpt_1b, gpt_tiny, lenet*, linear, llama_7b",
+            "optimizer  adadelta, adafactor, adagrad, adam, adamax, adamw, asgd, gpt_adamw,",
             "scheduler  constant, constant_with_warmup, cosine, exponential, linear,",
         ):
             assert f"\n  {line}\n" in done.out
