@@ -10,6 +10,7 @@ import bdb
 import errno
 import os
 import pdb
+import select
 import signal
 import sys
 import termios
@@ -30,6 +31,7 @@ _ADVICE = (
     "PYTHONBREAKPOINT=remote_pdb.set_trace."
 )
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+_UNHANDLED_SECONDS = 0.05  # for Python to handle a signal
 _DISABLED = b"\0"  # in place of a key. Source: _POSIX_VDISABLE of Linux
 
 
@@ -133,19 +135,56 @@ class Debugger:
                 raise _PromptClosed
 
         self._control.at_prompt = True
-        wakeup = signal.set_wakeup_fd(-1)  # it would forward SIGINT
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            for number in before.keys() - {signal.SIGINT}:
-                signal.signal(number, close)
-            yield
+            with _resending_interrupts():
+                for number in before.keys() - {signal.SIGINT}:
+                    signal.signal(number, close)
+                yield
         finally:
             is_open = False
             for number, handler in before.items():
                 signal.signal(number, handler)
                 signal.siginterrupt(number, False)
-            signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
             self._control.at_prompt = False
+
+
+@contextmanager
+def _resending_interrupts() -> Iterator[None]:
+    """Make SIGINT interrupt the prompt, also when it arrives just before readline waits for a key.
+
+    Python handles a signal when the system call that it interrupts returns. One that arrives between the display of the
+    prompt and readline's `select` interrupts nothing, and would be handled after the next key. So a thread waits for
+    the bytes that Python writes for each signal, and sends SIGINT again while nobody has read them.
+    """
+    unhandled, wakeup = os.pipe()
+    ended, end = os.pipe()
+    os.set_blocking(unhandled, False)
+    os.set_blocking(wakeup, False)
+    main = threading.get_ident()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        with suppress(BlockingIOError):  # sent again, and handled in the meantime
+            if signal.SIGINT in os.read(unhandled, 4096):
+                signal.default_int_handler(number, frame)
+
+    def resend() -> None:
+        while ended not in select.select([unhandled, ended], [], [])[0]:
+            if not select.select([ended], [], [], _UNHANDLED_SECONDS)[0] and select.select([unhandled], [], [], 0)[0]:
+                signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # the one before would forward SIGINT
+    handler = signal.signal(signal.SIGINT, interrupt)
+    thread = threading.Thread(target=resend, name="ddpexp-interrupts", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.write(end, b"\0")
+        thread.join()
+        signal.signal(signal.SIGINT, handler)
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+        for number in (unhandled, wakeup, ended, end):
+            os.close(number)
 
 
 def install(debugger: Debugger) -> None:

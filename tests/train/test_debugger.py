@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pdb
 import select
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from ddpexp.errors import DdpexpError
 from ddpexp.launch.workers.control import Control
 from ddpexp.train.debugger import Debugger
-from tests.conftest import Ddpexp, Done, living
+from tests.conftest import ROOT, Ddpexp, Done, living
 from tests.points import Recipe, wait_for
 from tests.terminals import Session
 
@@ -93,6 +95,37 @@ def test_each_rank_gets_its_turn_while_all_else_waits(recipe: Recipe, expected: 
         assert shell.is_sane()
     assert "terminal" not in (done.run / f"ranks/{first}.log").read_text()
     assert done.result()["weights_sha256"] == expected
+
+
+PROMPT = """\
+import ctypes, functools, readline
+from types import SimpleNamespace
+from ddpexp.train.debugger import Debugger
+
+strike = ctypes.CFUNCTYPE(ctypes.c_int)(functools.partial(ctypes.CDLL(None)["raise"], 2))  # runs no Python code
+hook = ctypes.c_void_p.in_dll(ctypes.CDLL(readline.__file__), "rl_pre_input_hook")
+debugger = Debugger(SimpleNamespace(terminal=None, in_process=True), 0, 1)
+with debugger._handling_signals():
+    for text in ("first> ", "second> "):
+        hook.value = ctypes.cast(strike, ctypes.c_void_p).value if text == "first> " else None
+        try:
+            print(f"typed {input(text)}")
+        except KeyboardInterrupt:
+            print("interrupted")
+"""
+
+
+def test_ctrl_c_between_the_prompt_and_the_wait_for_a_key_interrupts(tmp_path: Path) -> None:
+    """The signal is raised after the prompt is shown, where no system call is interrupted by it."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with Session([sys.executable, "-c", PROMPT], tmp_path, environ) as shell:
+        shell.expect("first> ")
+        shell.expect("interrupted")
+        shell.expect("second> ")
+        time.sleep(0.3)  # nothing is sent again
+        shell.type("x\n")
+        shell.expect("typed x")
+        assert shell.end() == 0, shell.shown
 
 
 @pytest.mark.parametrize("how", ["q", pytest.param("\x04", marks=pytest.mark.slow)])
