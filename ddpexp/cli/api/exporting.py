@@ -6,7 +6,7 @@ import json
 import secrets
 import shutil
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ddpexp.cli.api.build import export, saved_model
 from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batches import EvalBatches
+from ddpexp.data.samples import tensors_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.system import files
@@ -143,19 +144,7 @@ def inputs_of(batch: Any) -> Tensor:
 
 def _outputs(model: Any, inputs: Tensor) -> list[Tensor]:
     with torch.no_grad():
-        return list(_tensors(model(inputs)))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an output in their order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, tuple | list):
-        for inner in value:
-            yield from _tensors(inner)
+        return list(tensors_of(model(inputs)))
 
 
 def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
