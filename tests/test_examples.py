@@ -26,6 +26,7 @@ from examples.finetune.finetune import Transformer
 from examples.mine.mine import Stable
 from examples.nextbyte.nextbyte import load as load_text
 from examples.photos.draw import main as draw_photos
+from examples.table.table import write as write_table
 from tests.conftest import PATIENCE, ROOT, Ddpexp, Done
 from tests.examples import DOCUMENTS, EXAMPLES
 from tests.terminals import Session
@@ -98,6 +99,8 @@ def train(ddpexp: Ddpexp, name: str, *overrides: str) -> Done:
         few = (f"run.init_from={ddpexp.folder}/pretrained.safetensors",)
     if name == "photos":
         draw_photos(ddpexp.folder / "photos")
+    if name == "table":
+        write_table(str(ddpexp.folder / "flowers.csv"))
     done = ddpexp("--config-dir", str(config), f"recipe={name}", f"run.dir={run}", *few, *overrides)
     assert (done.code, done.err) == (0, "")
     return replace(done, run=run)

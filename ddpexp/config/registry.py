@@ -52,6 +52,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "fsdp": "ddpexp.strategy.fsdp.options.FSDPOptions",
     },
     "data": {
+        "arrays": "ddpexp.data.arrays.dataset.load",
         "mixture": "ddpexp.data.mixture.dataset.mix",
         "mnist": "ddpexp.data.mnist.dataset.load",
         "images": "ddpexp.data.images.dataset.load",
@@ -60,6 +61,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "text": "ddpexp.data.text.dataset.load",
     },
     "data.prepare": {
+        "arrays": "ddpexp.data.arrays.prepare.prepare",
         "mnist": "ddpexp.data.mnist.prepare.prepare",
         "images": "ddpexp.data.images.files.prepare",
         "image_folder": "ddpexp.data.image_folder.prepare.prepare",

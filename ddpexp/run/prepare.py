@@ -19,6 +19,9 @@ from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
 from ddpexp.system.yaml_text import load_yaml
 
+_READ_GROUPS = ("arrays",)
+_DIVISION = ("validation_fraction", "fold", "folds", "stratify", "group_by")  # the keys that hold samples out
+
 
 def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
     """Call `prepare` of the data section and return its description of the data; None if there is nothing to prepare.
@@ -30,12 +33,13 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
         RefusedError: the data is missing, damaged or cannot be stored.
     """
     if data.sources:
+        _check_sources(data)
         return _of_mixture({name: prepare(source, trust) for name, source in data.sources.items()})
     if data.prepare is None:
         _check_values(data, None)
         return None
     if key_of("data.prepare", data.prepare) is not None:
-        description = instantiate(Node(data.prepare, data.options), trust, "data.prepare")
+        description = instantiate(Node(data.prepare, _arguments(data)), trust, "data.prepare")
     else:
         description = _call_in_subprocess(data, trust)
     if not isinstance(description, Mapping) or not isinstance(description.get("name"), str):
@@ -48,7 +52,28 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
             f"{description['facts']!r}."
         )
     _check_values(data, description.get("num_train"))
-    return dict(description)
+    return _with_statistics(data, description) if description.get("standardize") else dict(description)
+
+
+def _arguments(data: Data) -> Mapping[str, Any]:
+    """Return the arguments of one of our own functions: tables read the column by which samples are grouped, too."""
+    return {**data.options, "group_by": data.group_by} if data.prepare in _READ_GROUPS else data.options
+
+
+def _with_statistics(data: Data, description: Mapping[str, Any]) -> dict[str, Any]:
+    from ddpexp.data.arrays.statistics import with_statistics  # late: few kinds of data need it
+
+    return with_statistics(description, {key: getattr(data, key) for key in _DIVISION})
+
+
+def _check_sources(data: Data) -> None:
+    """Raise RefusedError if samples of a source would be held out after its statistics are computed."""
+    for name, source in data.sources.items():
+        if source.options.get("standardize") and (data.validation_fraction or data.folds is not None):
+            raise RefusedError(
+                f"data.sources.{name}.standardize=true is computed before the mixture holds samples out: give the "
+                "source a file to evaluate on (eval_path), or leave one of the two out."
+            )
 
 
 def _of_mixture(sources: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Arrays and tables in files: `.npy`, `.npz`, `.csv` and `.parquet`."""

@@ -1,0 +1,191 @@
+"""Arrays and tables: checked once, before any worker starts, and mapped by all workers.
+
+Standard library only, and fast to import: the launching command imports this module. numpy is imported where files are
+read, which a start that finds its cache does not do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpexp.data.cache import cache_name, make_cache, user_cache
+from ddpexp.errors import RefusedError
+from ddpexp.system.limits import human
+
+ARRAYS, TABLES = (".npy", ".npz"), (".csv", ".parquet")
+GROUP_FILES = (".npy", ".txt", ".csv")  # in which data.group_by may lie
+_VERSION = 1  # increase it when the content of caches changes: it is part of their names
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that is read, and by which its cache is found again."""
+
+    key: str  # the override that names it
+    path: str
+    size: int
+    modified: int  # nanoseconds
+
+    @property
+    def kind(self) -> str:
+        """Return the ending of its name."""
+        return Path(self.path).suffix.lower()
+
+    def __str__(self) -> str:
+        """Return the key and the path, for messages."""
+        return f"{self.key}={self.path}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The files of a part of the data, and what is read from them."""
+
+    name: str  # train or eval
+    source: Source
+    inputs: Names | None  # columns, or one array of an `.npz` file; None: all but the targets
+    targets: Names | None  # likewise; None: there are none, or they are in `labels`
+    labels: Source | None  # the file with the targets of an `.npy` file
+
+    @property
+    def key(self) -> str:
+        """Return the beginning of the keys of this part."""
+        return "data." if self.name == "train" else "data.eval_"
+
+
+def prepare(
+    path: str | None,
+    inputs: str | Names | None = None,
+    targets: str | Names | None = None,
+    eval_path: str | None = None,
+    eval_inputs: str | Names | None = None,
+    eval_targets: str | Names | None = None,
+    target_type: Literal["auto", "class", "number", "none"] = "auto",
+    classes: Names | None = None,
+    dtype: Literal["float32", "float64", "int64"] = "float32",
+    standardize: bool = False,
+    group_by: str | None = None,
+) -> dict[str, Any]:
+    """Check files and their options, and store what cannot be mapped as it is; return a description of the data.
+
+    The result is JSON: name, folder (of the cache), hash (of the files and what is read from them), num_train,
+    num_test, note, facts, and what `load` needs.
+
+    Raises: RefusedError, if a file or an option is invalid.
+    """
+    parts = _parts(path, inputs, targets, eval_path, eval_inputs, eval_targets, target_type)
+    if group_by is not None and (group_by.endswith(GROUP_FILES) or parts[0].source.kind not in TABLES):
+        group_by = None  # a file with a value for each sample, or no column
+    options = {"target_type": target_type, "classes": classes, "dtype": dtype, "group_by": group_by}
+    identity = {"version": _VERSION, "parts": [asdict(part) for part in parts], **options}
+
+    def fill(folder: Path) -> Mapping[str, Any]:
+        from ddpexp.data.arrays.store import Reading  # late: numpy
+
+        return Reading(folder, target_type, classes, dtype, group_by).store(parts)
+
+    sources = [source for part in parts for source in (part.source, part.labels) if source is not None]
+    bases = list(dict.fromkeys((Path(sources[0].path).parent, user_cache())))
+    space = human(sum(source.size for source in sources))
+    record = (cache := make_cache(bases, cache_name("arrays", identity), fill, space)).record
+    stored = record["parts"]
+    if standardize and len(stored["train"]["shape"]) != 1:
+        raise RefusedError(
+            f"data.standardize=true is for rows of numbers, and a sample of data.path={path} has the shape "
+            f"{stored['train']['shape']}: use data.standardize=false, and normalize in the model."
+        )
+    num_train, num_test = (stored[name]["samples"] if name in stored else 0 for name in ("train", "eval"))
+    return {
+        "name": "arrays",
+        "folder": str(cache.folder),
+        "hash": hashlib.sha256(json.dumps([record["digests"], record["facts"], dtype]).encode()).hexdigest(),
+        "num_train": num_train,
+        "num_test": num_test,
+        "note": _note(num_train, num_test, record, sources[0]),
+        "parts": stored,
+        "sources": [asdict(source) for source in sources],
+        "dtype": dtype,
+        "standardize": standardize,
+        "facts": record["facts"],
+    }
+
+
+def _parts(
+    path: str | None,
+    inputs: str | Names | None,
+    targets: str | Names | None,
+    eval_path: str | None,
+    eval_inputs: str | Names | None,
+    eval_targets: str | Names | None,
+    target_type: str,
+) -> list[Part]:
+    """Return the parts that the options name; one without names of its own has those of the training part."""
+    if not path:
+        raise RefusedError("data.path is not set: name the file to train on, a .csv, .parquet, .npy or .npz file.")
+    parts = [_part("train", path, inputs, targets, target_type)]
+    kind = parts[0].source.kind
+    if eval_path or eval_inputs or (eval_targets and kind != ".npy"):
+        if kind == ".npy" and target_type != "none" and not eval_targets:
+            raise RefusedError("data.eval_targets is not set: name the .npy file with the targets of data.eval_path.")
+        shared = eval_targets or targets
+        parts.append(_part("eval", eval_path or path, eval_inputs or inputs, shared, target_type))
+    return parts
+
+
+def _part(name: str, path: str, inputs: str | Names | None, targets: str | Names | None, target_type: str) -> Part:
+    prefix = "data." if name == "train" else "data.eval_"
+    source = source_of(f"{prefix}path", path)
+    chosen, wanted = _names(inputs), _names(targets)
+    if target_type == "none" and wanted:
+        raise RefusedError(f"data.target_type=none is for data without targets: leave out {prefix}targets.")
+    if source.kind not in ARRAYS + TABLES:
+        raise RefusedError(f"{source}: files of {', '.join(ARRAYS + TABLES)} are read, by the ending of their names.")
+    if source.kind != ".npy":
+        return Part(name, source, chosen, wanted, None)
+    if chosen:
+        raise RefusedError(f"{prefix}inputs={chosen[0]}: {source} holds one array without a name, so leave this out.")
+    if target_type == "none":
+        return Part(name, source, None, None, None)
+    if not wanted or len(wanted) > 1 or not wanted[0].lower().endswith(".npy"):
+        raise RefusedError(
+            f"{prefix}targets={wanted[0] if wanted else 'null'}: the targets of {source} are in a file of their own: "
+            f"name it, such as {prefix}targets=labels.npy, or use data.target_type=none if there are none."
+        )
+    return Part(name, source, None, None, source_of(f"{prefix}targets", wanted[0]))
+
+
+def source_of(key: str, path: str) -> Source:
+    """Return a file as it is now.
+
+    Raises:
+        RefusedError: it is missing, empty or cannot be read.
+    """
+    full = os.path.abspath(os.path.expanduser(path))
+    try:
+        with open(full, "rb") as file:
+            status = os.fstat(file.fileno())
+    except OSError as error:
+        raise RefusedError(f"{key}={path} cannot be read: {error.strerror}.") from None
+    if status.st_size == 0:
+        raise RefusedError(f"{key}={path} is empty: name a file with data.")
+    return Source(key, full, status.st_size, status.st_mtime_ns)
+
+
+def _names(names: str | Names | None) -> Names | None:
+    return (names,) if isinstance(names, str) else tuple(names) if names else None
+
+
+def _note(num_train: int, num_test: int, record: Mapping[str, Any], source: Source) -> str:
+    facts = record["facts"]
+    what = f"{facts['num_classes']:,} classes" if "num_classes" in facts else "numbers as targets"
+    if not record["parts"]["train"]["targets"]:
+        what = "no targets"
+    shape = " x ".join(map(str, facts["shape"])) or "1"
+    return f"{num_train:,} + {num_test:,} samples of {shape} numbers, {what}, from {source.path}"

@@ -1,0 +1,74 @@
+"""Mean and standard deviation of the columns, of the samples that are trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddpexp.data.arrays.prepare import GROUP_FILES
+from ddpexp.data.cache import cache_name, make_cache, user_cache
+
+_BLOCK = 1 << 16  # rows
+_DIGITS = 20  # binary digits of a mean below those of the deviation: the same where another numpy adds up
+
+
+def with_statistics(prepared: Mapping[str, Any], division: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a description of data whose facts have `mean` and `std`, lists of a number for each column.
+
+    They are those of the training part alone: `division` holds the keys of the data section that hold samples out.
+    """
+    identity = {"hash": prepared["hash"], **division}
+    if (group_by := division["group_by"]) is not None and group_by.endswith(GROUP_FILES):
+        identity["groups"] = hashlib.sha256(Path(os.path.expanduser(group_by)).read_bytes()).hexdigest()
+
+    def fill(folder: Path) -> Mapping[str, Any]:
+        return _statistics(prepared, division)
+
+    base = Path(prepared["folder"]).parent.parent
+    cache = make_cache([base, user_cache()], cache_name("arrays-statistics", identity), fill, "1 MB")
+    found = {key: cache.record[key] for key in ("mean", "std")}
+    return {**prepared, "facts": {**prepared["facts"], **found}}
+
+
+def _statistics(prepared: Mapping[str, Any], division: Mapping[str, Any]) -> dict[str, list[float]]:
+    import numpy as np  # late: the launching command imports this module, and often finds a cache
+
+    folder, part = Path(prepared["folder"]), prepared["parts"]["train"]
+    inputs = np.load(folder / part["inputs"], mmap_mode="r")
+    trained = np.zeros(len(inputs), bool)
+    trained[_kept(prepared, division, len(inputs))] = True
+    blocks = [slice(begin, begin + _BLOCK) for begin in range(0, len(inputs), _BLOCK)]
+    count = int(trained.sum())
+    mean = sum(inputs[block][trained[block]].astype(np.float64).sum(0) for block in blocks) / count
+    square = sum(((inputs[block][trained[block]].astype(np.float64) - mean) ** 2).sum(0) for block in blocks) / count
+    std = np.array([float(f"{value:.6g}") for value in np.sqrt(square)])
+    std[std == 0] = 1.0  # of a column with one value
+    grid = 2.0 ** (np.floor(np.log2(std)) - _DIGITS)
+    return {"mean": (np.round(mean / grid) * grid).tolist(), "std": std.tolist()}
+
+
+def _kept(prepared: Mapping[str, Any], division: Mapping[str, Any], count: int) -> Any:
+    """Return the samples that are not held out, as `ddpexp.train.choose_samples` divides them."""
+    import numpy as np
+
+    from ddpexp.data.partition import fold_parts, fraction_parts
+    from ddpexp.data.weights import checked_groups, read_values
+
+    fraction, fold, folds = (division[key] for key in ("validation_fraction", "fold", "folds"))
+    if not fraction and folds is None:
+        return slice(None)
+    folder, part, group_by = Path(prepared["folder"]), prepared["parts"]["train"], division["group_by"]
+    stratify = folds is not None if division["stratify"] is None else division["stratify"]
+    labels = np.load(folder / part["targets"]) if stratify and "num_classes" in prepared["facts"] else None
+    groups = np.load(folder / part["groups"]) if part["groups"] else None
+    if group_by is not None and group_by.endswith(GROUP_FILES):
+        groups = checked_groups(read_values(group_by, "data.group_by"), count, group_by)
+    kept, _ = (
+        fraction_parts(count, fraction, labels, groups)
+        if folds is None
+        else fold_parts(count, fold, folds, labels, groups)
+    )
+    return kept.indices()

@@ -1,0 +1,279 @@
+"""Arrays and tables: what batches hold, and what is said where a file or an option is wrong."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpexp.config.compose import compose_command
+from ddpexp.config.parse import parse
+from ddpexp.config.schema import Experiment
+from ddpexp.config.values import Composed
+from ddpexp.data.arrays.dataset import load
+from ddpexp.data.arrays.prepare import prepare
+from ddpexp.data.datasets import Splits
+from ddpexp.distributed.world import World
+from ddpexp.errors import RefusedError
+from ddpexp.run.prepare import prepare as prepare_section
+from ddpexp.train.choose_samples import arrange
+from ddpexp.train.load_data import load_sets
+
+CPU = torch.device("cpu")
+FLOWERS = "a,b,kind\n1,2,iris\n3,4.5,lily\n5,6,iris\n"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def written(name: str, content: str | bytes) -> str:
+    Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return name
+
+
+def everything(data: Any) -> tuple[Any, ...]:
+    return tuple(part.tolist() for part in data.gather(torch.arange(len(data)), CPU))
+
+
+def arrays(**more: Any) -> dict[str, Any]:
+    """Store arrays, and return the options that name the first two."""
+    for name, array in {"x": np.arange(12.0).reshape(6, 2), "y": np.arange(6) % 3, **more}.items():
+        np.save(f"{name}.npy", array)
+    return {"path": "x.npy", "targets": "y.npy"}
+
+
+def test_columns_of_a_table_are_inputs_and_classes_are_numbered_by_their_names() -> None:
+    found = prepare(written("t.csv", FLOWERS), targets="kind")
+    splits = load(found)
+    assert everything(splits.train) == ([[1, 2], [3, 4.5], [5, 6]], [0, 1, 0])
+    assert splits.train.gather(torch.tensor([0]), CPU)[0].dtype == torch.float32
+    assert found["facts"] == {
+        "shape": [2], "num_features": 2, "columns": ["a", "b"], "classes": ["iris", "lily"], "num_classes": 2,
+    }  # fmt: skip
+    assert (found["num_train"], found["num_test"]) == (3, 0)
+
+
+def test_columns_are_chosen_by_name_in_the_sequence_of_their_names() -> None:
+    found = prepare(written("t.csv", FLOWERS), inputs=("b", "a"), targets="kind", classes=("lily", "iris"))
+    assert everything(load(found).train) == ([[2, 1], [4.5, 3], [6, 5]], [1, 0, 1])
+
+
+def test_numbers_are_targets_as_they_are() -> None:
+    one = load(prepare(written("t.csv", FLOWERS), inputs="a", targets="b")).train
+    assert everything(one) == ([[1], [3], [5]], [2, 4.5, 6])
+    two = load(prepare("t.csv", inputs="a", targets=("a", "b")[1:], target_type="number")).train
+    assert two.gather(torch.tensor([1]), CPU)[1].dtype == torch.float32
+
+
+def test_a_table_may_be_separated_by_semicolons_and_begin_with_a_mark() -> None:
+    found = prepare(written("t.csv", "\ufeffa;b\n1;0\n2;1\n"), targets="b")
+    assert everything(load(found).train) == ([[1], [2]], [0, 1])
+
+
+def test_the_classes_of_a_further_file_are_those_of_the_training_file() -> None:
+    other = written("e.csv", "kind,b,a\nlily,1,2\n")
+    found = prepare(written("t.csv", FLOWERS), inputs=("a", "b"), targets="kind", eval_path=other)
+    assert everything(load(found).evals["eval"]) == ([[2, 1]], [1])
+
+
+def test_an_array_is_mapped_as_it_is() -> None:
+    found = prepare(**arrays())
+    assert found["parts"]["train"]["inputs"] == str(Path("x.npy").absolute())
+    assert everything(load(found).train) == (np.arange(12).reshape(6, 2).tolist(), [0, 1, 2, 0, 1, 2])
+
+
+@pytest.mark.parametrize("array", [np.arange(12, dtype=">f4").reshape(6, 2), np.arange(12).reshape(2, 6).T,
+                                   np.arange(12, dtype=np.uint16).reshape(6, 2)])  # fmt: skip
+def test_an_array_that_torch_cannot_map_is_converted(array: Any) -> None:
+    found = prepare(**arrays(x=array))
+    assert found["parts"]["train"]["inputs"] == "train-inputs.npy"
+    assert everything(load(found).train)[0] == array.tolist()
+
+
+def test_the_parts_of_an_npz_file_may_be_arrays_of_it() -> None:
+    x = np.arange(24, dtype=np.uint8).reshape(6, 2, 2)
+    np.savez_compressed("d.npz", x_train=x, y_train=np.arange(6) % 2, x_test=x[:2], y_test=[1, 0])
+    found = prepare(
+        "d.npz", inputs="x_train", targets="y_train", eval_inputs="x_test", eval_targets="y_test", dtype="float64"
+    )
+    splits = load(found)
+    assert everything(splits.evals["eval"]) == (x[:2].tolist(), [1, 0])
+    assert splits.train.gather(torch.tensor([0]), CPU)[0].dtype == torch.float64
+    assert found["facts"]["shape"] == [2, 2]
+    assert "num_features" not in found["facts"]
+
+
+def test_data_without_targets_gives_inputs_alone() -> None:
+    arrays()
+    assert everything(load(prepare("x.npy", target_type="none")).train) == (np.arange(12).reshape(6, 2).tolist(),)
+
+
+def test_starting_again_reads_nothing_and_other_content_has_another_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare(written("t.csv", FLOWERS), targets="kind")
+    monkeypatch.setattr("ddpexp.data.arrays.store.Reading.store", None)
+    assert prepare("t.csv", targets="kind") == first
+    monkeypatch.undo()
+    assert prepare(written("t.csv", FLOWERS.replace("4.5", "4.25")), targets="kind")["hash"] != first["hash"]
+
+
+def test_a_file_that_changes_between_preparation_and_loading_is_noticed() -> None:
+    found = prepare(written("t.csv", FLOWERS), targets="kind")
+    written("t.csv", FLOWERS + "7,8,iris\n")
+    with pytest.raises(RefusedError, match=r"^data\.path=\S+t\.csv has changed while the run was starting"):
+        load(found)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "sentence"),
+    [
+        ("", {}, "data.path=t.csv is empty: name a file with data."),
+        ("a,kind\n", {}, " has no rows below its header."),
+        (FLOWERS, {"targets": "sort"}, "data.targets=sort is no column of "),
+        (FLOWERS, {"inputs": ("a", "c")}, "data.inputs=c is no column of "),
+        (FLOWERS, {"targets": None}, "data.targets is not set: name the column of "),
+        (FLOWERS, {"inputs": "kind"}, "data.inputs and data.targets both name kind"),
+        (FLOWERS, {"inputs": ("a", "b"), "targets": "a", "target_type": "none"}, "leave out data.targets"),
+        (FLOWERS, {"target_type": "number"}, "holds iris, lily, which are no numbers"),
+        (FLOWERS, {"classes": ("iris", "rose")}, "holds the class lily, which data.classes does not have"),
+        (FLOWERS, {"dtype": "int64"}, "column b holds 4.5 in row 2, which data.dtype=int64 would cut off"),
+        (FLOWERS + "1,2", {}, "row 4 has 2 values, and there are 3 columns: the file may have been cut off"),
+        (FLOWERS + "1,,lily\n", {}, "column b is empty in row 4, which is no number"),
+        (FLOWERS + "1,nan,lily\n", {}, "column b holds nan in row 4: a model cannot learn from that"),
+        (FLOWERS + "1,two,lily\n", {}, "column b holds 'two' in row 4, which is no number"),
+        ("a,a\n1,2\n", {}, "has two columns named a"),
+        ("a,kind\n1,iris\n2,iris\n", {}, "holds one class, iris, so there is nothing to tell apart"),
+        ("a,kind\n1,0\n2,-1\n", {}, "holds the class -1 in row 2: classes are numbers from 0"),
+        ("a,kind\n1,0\n2,3\n", {"classes": ("x", "y")}, "holds the class 3 in row 2, and the 2 classes are 0 to 1"),
+        (b"a,kind\n\xff,2\n", {}, "is not text in UTF-8"),
+    ],
+)  # fmt: skip
+def test_a_table_that_is_wrong_is_refused(content: str | bytes, options: dict[str, Any], sentence: str) -> None:
+    path = written("t.csv", content)
+    with pytest.raises(RefusedError, match=re.escape(sentence)) as refused:
+        prepare(path, **{"targets": "kind", **options})
+    assert "\n" not in str(refused.value)
+    assert not list(Path(".ddpexp-cache").glob("[!.]*"))
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "sentence"),
+    [
+        ({"y": np.arange(5)}, {}, "has 5 targets, and data.path="),
+        ({"x": np.array([[1.0], [np.nan]]), "y": np.arange(2)}, {}, "holds nan in row 2"),
+        ({"x": np.array([[1.0], [np.inf]]), "y": np.arange(2)}, {}, "holds inf in row 2"),
+        ({"x": np.zeros((0, 2))}, {}, "holds no samples, as its shape is [0, 2]."),
+        ({"x": np.array(["a"] * 6)}, {}, "holds texts, such as 'a'"),
+        ({"x": np.array([{}] * 6)}, {}, "holds Python objects, which could run code"),
+        ({}, {"targets": None}, "data.targets=null: the targets of data.path="),
+        ({}, {"targets": "z.npy"}, "data.targets=z.npy cannot be read: No such file or directory."),
+        ({}, {"inputs": "x"}, "holds one array without a name"),
+        ({}, {"eval_path": "x.npy"}, "data.eval_targets is not set"),
+        ({"z": np.zeros((6, 3))}, {"eval_path": "z.npy", "eval_targets": "y.npy"}, "has the shape [3], and one of"),
+        ({"z": np.arange(6)}, {"eval_path": "x.npy", "eval_targets": "z.npy"}, "the 3 classes are 0 to 2"),
+        ({"x": np.zeros((6, 2, 2))}, {"standardize": True}, "data.standardize=true is for rows of numbers"),
+        ({"y": np.zeros((6, 2), int)}, {"target_type": "class"}, "has the shape [6, 2], and classes are one number"),
+    ],
+)  # fmt: skip
+def test_an_array_that_is_wrong_is_refused(more: dict[str, Any], options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RefusedError, match=re.escape(sentence)) as refused:
+        prepare(**{**arrays(**more), **options})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (lambda whole: whole[: len(whole) // 2], "is damaged"),
+        (lambda whole: b"text", "is no .npy file"),
+        (lambda whole: whole[:20], "is"),
+    ],
+)
+def test_a_damaged_array_is_refused(content: Any, sentence: str) -> None:
+    options = arrays()
+    written("x.npy", content(Path("x.npy").read_bytes()))
+    with pytest.raises(RefusedError, match=rf"^data\.path=\S+x\.npy {sentence}"):
+        prepare(**options)
+
+
+def test_a_damaged_npz_file_is_refused() -> None:
+    np.savez("d.npz", x=np.arange(9), y=np.arange(9))
+    for content in (Path("d.npz").read_bytes()[:-40], b"text"):
+        written("d.npz", content)
+        with pytest.raises(RefusedError, match="is damaged or no"):
+            prepare("d.npz", targets="y")
+
+
+def test_arrays_of_an_npz_file_are_chosen_by_names_that_it_has() -> None:
+    np.savez("d.npz", x=np.arange(9), z=np.arange(9), y=np.arange(9))
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"targets": "t"}, "data.targets=t is no array of"),
+        ({"targets": "y"}, "data.inputs is not set"),
+        ({}, "data.targets is not set"),
+    )
+    for options, sentence in cases:
+        with pytest.raises(RefusedError, match=sentence):
+            prepare("d.npz", **options)
+
+
+def experiment(*overrides: str) -> Experiment:
+    composed = compose_command(["recipe=mnist", "data=arrays", *overrides])
+    assert isinstance(composed, Composed)
+    return parse(composed.values)
+
+
+def arranged(*overrides: str) -> tuple[dict[str, Any], Splits]:
+    configured = experiment(*overrides)
+    prepared = prepare_section(configured.data, configured.trust)
+    assert prepared is not None
+    return prepared, arrange(load_sets(configured, prepared), configured, World(0, 0, 0, 1, 1, CPU))
+
+
+@pytest.mark.parametrize(
+    "division",
+    [
+        (), ("data.validation_fraction=0.3",), ("data.validation_fraction=0.3", "data.stratify=true"),
+        ("data.folds=3", "data.fold=1"), ("data.validation_fraction=0.3", "data.group_by=g"),
+        ("data.folds=3", "data.fold=2", "data.group_by=groups.txt"),
+    ],
+)  # fmt: skip
+def test_standardized_columns_have_mean_zero_and_deviation_one_where_they_are_trained_on(
+    division: tuple[str, ...],
+) -> None:
+    numbers = np.random.default_rng(0).normal(1e3, 3, 60)
+    rows = "".join(f"{number},7,{row % 6},{'xyz'[row % 3]}\n" for row, number in enumerate(numbers))
+    written("t.csv", "a,same,g,kind\n" + rows)
+    written("groups.txt", "".join(f"{row % 5}\n" for row in range(60)))
+    prepared, splits = arranged(
+        "data.path=t.csv", "data.inputs=[a,same]", "data.targets=kind", "data.standardize=true", *division
+    )
+    inputs, _ = splits.train.gather(torch.arange(len(splits.train)), CPU)
+    assert inputs[:, 0].mean().abs() < 1e-4
+    assert (inputs[:, 0].std(correction=0) - 1).abs() < 1e-4
+    assert not inputs[:, 1].any()
+    assert prepared["facts"]["std"][1] == 1
+    if division:
+        held, _ = splits.evals["validation"].gather(torch.arange(len(splits.evals["validation"])), CPU)
+        assert held[:, 0].mean().abs() > 1e-4
+        assert len(inputs) + len(held) == 60
+
+
+def test_a_source_of_a_mixture_is_not_standardized_by_what_is_held_out() -> None:
+    mixture = experiment("data.path=t.csv", "data.standardize=true").data
+    whole = replace(mixture, sources={"a": mixture}, validation_fraction=0.1)
+    with pytest.raises(RefusedError, match=r"^data\.sources\.a\.standardize=true is computed before"):
+        prepare_section(whole, experiment("data.path=t.csv").trust)
+
+
+def test_rows_are_moved_to_a_device_as_they_are() -> None:
+    splits = load(prepare(**arrays()))
+    moved = splits.train.to(CPU)
+    assert everything(moved) == everything(splits.train)
+    assert splits.train.num_bytes == 12 * 8 + 6 * 8
