@@ -115,6 +115,9 @@ ONLY_WITH = {
     "data.mixup=0.2": ["data=image_folder"],
     "data.cutmix=1": ["data=image_folder"],
     "data.documents=line": ["data=text"],
+    "data.standardize=true": ["data=arrays"],
+    "data.target_type=class": ["data=arrays"],
+    "data.inputs=x_train data.targets=y_train data.eval_inputs=x_test data.eval_targets=y_test": ["data=arrays"],
     "trainer.average_batch_norm=100": ["trainer.ema_decay=0.999"],
     "trainer.nodes=1:4": ["launcher=elastic"],
     "run.init_weights=ema": ["run.init_from=mnist"],
@@ -124,7 +127,7 @@ ONLY_WITH = {
 # Other programs' lines in blocks.
 OTHERS = re.compile(
     r"pip install |python -m (venv|benchmarks|tests\.(mutate|matrix|requirements))\b|ruff format |tensorboard --logdir "
-    r"|pytest -|wandb login|export |python examples/photos/draw\.py "
+    r"|pytest -|wandb login|export |python examples/(photos/draw|table/table)\.py "
 )
 
 

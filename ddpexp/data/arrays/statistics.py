@@ -12,7 +12,7 @@ from ddpexp.data.arrays.prepare import GROUP_FILES
 from ddpexp.data.cache import cache_name, make_cache, user_cache
 
 _BLOCK = 1 << 16  # rows
-_DIGITS = 20  # binary digits of a mean below those of the deviation: the same where another numpy adds up
+_DIGITS = 20  # binary digits of a mean below those of the std: the same where another numpy adds up
 
 
 def with_statistics(prepared: Mapping[str, Any], division: Mapping[str, Any]) -> dict[str, Any]:

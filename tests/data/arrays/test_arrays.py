@@ -244,7 +244,7 @@ def arranged(*overrides: str) -> tuple[dict[str, Any], Splits]:
         ("data.folds=3", "data.fold=2", "data.group_by=groups.txt"),
     ],
 )  # fmt: skip
-def test_standardized_columns_have_mean_zero_and_deviation_one_where_they_are_trained_on(
+def test_standardized_columns_have_mean_0_and_std_1_where_they_are_trained_on(
     division: tuple[str, ...],
 ) -> None:
     numbers = np.random.default_rng(0).normal(1e3, 3, 60)
