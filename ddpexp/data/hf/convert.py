@@ -244,8 +244,8 @@ def _checked(values: Sequence[Any], name: str, begin: int) -> Sequence[Any]:
     missing = next((row for row, value in enumerate(values) if value is None), None)
     if missing is not None:
         raise RefusedError(
-            f"column {name} has no value in row {begin + missing + 1:,}: a model cannot learn from that, so leave the "
-            "row out or put a value there."
+            f"data.path: column {name} has no value in row {begin + missing + 1:,}: a model cannot learn from that, so "
+            "leave the row out or put a value there."
         )
     return values
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -63,6 +64,8 @@ def _opened(path: str, key: str, request: Mapping[str, Any]) -> Mapping[str, Any
     import datasets
 
     datasets.disable_progress_bars()
+    for name in ("datasets", "huggingface_hub"):  # what they log is in the sentence
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     full = os.path.abspath(os.path.expanduser(path))
     is_local = os.path.exists(full) or glob.has_magic(path)
     try:
