@@ -116,6 +116,7 @@ ONLY_WITH = {
     "data.cutmix=1": ["data=image_folder"],
     "data.documents=line": ["data=text"],
     "data.standardize=true": ["data=arrays"],
+    "data.eval_path=FILE": ["data=arrays"],
     "data.target_type=class": ["data=arrays"],
     "data.inputs=x_train data.targets=y_train data.eval_inputs=x_test data.eval_targets=y_test": ["data=arrays"],
     "trainer.average_batch_norm=100": ["trainer.ema_decay=0.999"],

@@ -256,7 +256,8 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     split, argv = _split_option(argv)
     found = weights_of([argument for argument in argv if argument != "--json"], "evaluate", command)
     experiment = found.experiment
-    return experiment.launcher, Evaluation(experiment, found.text, found.weights, split, answers="--json" in argv)
+    answers = "--json" in argv
+    return experiment.launcher, Evaluation(experiment, found.text, found.weights, split, answers, found.home)
 
 
 def option_values(argv: Sequence[str], command: str, examples: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -68,6 +68,11 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "tar_shards": "ddpexp.data.tar_shards.prepare.prepare",
         "text": "ddpexp.data.text.prepare.prepare",
     },
+    # Of kinds that need not have targets to predict for. They get the facts of the data that was trained on.
+    "data.predict": {
+        "arrays": "ddpexp.data.arrays.to_predict.prepare",
+        "image_folder": "ddpexp.data.image_folder.to_predict.prepare",
+    },
 }
 
 # The names of the same parts in configurations of version 0.1 and earlier, such as those of old run directories.

@@ -15,8 +15,9 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.run import directory
-from ddpexp.run.prepare import prepare
-from ddpexp.run.stored_config import job_identity
+from ddpexp.run.directory import RunDir
+from ddpexp.run.prepare import prepare_to_evaluate
+from ddpexp.run.stored_config import data_facts, job_identity
 from ddpexp.run.worker_request import worker_request
 
 
@@ -26,15 +27,23 @@ class Evaluation(Job):
     entry = "ddpexp.train.worker:evaluate"
 
     def __init__(
-        self, experiment: Experiment, text: str, weights: Path, split: Sequence[str] = (), answers: bool = False
+        self,
+        experiment: Experiment,
+        text: str,
+        weights: Path,
+        split: Sequence[str] = (),
+        answers: bool = False,
+        home: Path | None = None,
     ) -> None:
         """Take the experiment, its YAML and the weights.
 
         `split` names evaluation sets; empty: all but `test`. `answers`: rank zero hands the metrics to this command.
+        `home` is the run directory of the weights.
         """
         self.experiment, self.request = experiment, worker_request(experiment)
         self.identity = job_identity(text)
         self._text, self._weights, self._split, self._answers = text, weights, tuple(split), answers
+        self._trained_on = data_facts(RunDir(home).read_if_present(RunDir(home).manifest)) if home else {}
         self._answer: int | None = None  # a file in memory
 
     def check(self, layout: Layout) -> None:
@@ -72,7 +81,7 @@ class Evaluation(Job):
         evaluation = {
             "config": self._text,
             "layout": asdict(layout),
-            "data": prepare(self.experiment.data, self.experiment.trust),
+            "data": prepare_to_evaluate(self.experiment.data, self.experiment.trust, self._trained_on),
             "weights": str(self._weights.resolve()),
             "split": self._split,
             "answer": f"/proc/{os.getpid()}/fd/{self._answer}" if self._answer is not None else None,

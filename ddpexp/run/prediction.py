@@ -17,10 +17,11 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout, Participants, WorkerRequest
 from ddpexp.run import directory
 from ddpexp.run.directory import RunDir
-from ddpexp.run.prepare import prepare
-from ddpexp.run.stored_config import job_identity
+from ddpexp.run.prepare import prepare_to_predict
+from ddpexp.run.stored_config import data_facts, job_identity
 from ddpexp.run.worker_request import worker_request
 
+WHOLE = "eval"  # the name of a set without targets
 FORMATS = (".npz", ".npy", ".parquet", ".csv")
 
 
@@ -60,7 +61,10 @@ class Prediction(Job):
         source = self._source
         if not source.weights.exists():
             raise RefusedError(f"predict {source.weights}: there is no such file on {directory.host()}.")
-        data = prepare(self.experiment.data, self.experiment.trust)
+        facts = data_facts(self._manifest)
+        data = prepare_to_predict(self.experiment.data, self.experiment.trust, facts)
+        if data and data.get("whole") and source.split not in (None, WHOLE):
+            raise RefusedError(f"--split {source.split}: there is only `{WHOLE}`, all that is to be predicted for.")
         prediction = {
             "config": self._text,
             "layout": asdict(layout),
@@ -127,13 +131,13 @@ def made_with(
     source: Source, manifest: Mapping[str, Any], data: Mapping[str, Any] | None, threads: int
 ) -> dict[str, Any]:
     """Return what the file of predictions says of how it was made, beside what the workers know."""
-    data, trained_on = data or {}, manifest.get("data")
-    facts = (trained_on if isinstance(trained_on, Mapping) else {}).get("facts") or {}
+    data, facts = data or {}, data_facts(manifest)
     return {
         "ddpexp": __version__,
         "run": str(source.home.resolve()) if source.home is not None else None,
         "weights": source.weights.name,
         "data": {key: data[key] for key in ("name", "sha256", "hash") if key in data},
         "threads": threads,
+        **({"files": data["files"]} if "files" in data else {}),
         **({"classes": facts["classes"]} if isinstance(facts.get("classes"), list) else {}),
     }

@@ -55,6 +55,29 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
     return _with_statistics(data, description) if description.get("standardize") else dict(description)
 
 
+def prepare_to_predict(data: Data, trust: Trust, trained_on: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Prepare the data for a trained model: classes and statistics are those of the run, and targets may be missing.
+
+    `trained_on` are the facts of the data of the run. A set without targets has `whole` in its description: nothing is
+    held out of it.
+
+    Raises:
+        RefusedError: as `prepare`.
+    """
+    if data.sources or not trained_on or key_of("data.predict", data.prepare) is None:
+        return prepare(data, trust)
+    description = instantiate(Node(str(data.prepare), _arguments(data)), trust, "data.predict", trained_on)
+    if not description.get("whole"):
+        _check_values(data, description.get("num_train"))
+    return dict(description)
+
+
+def prepare_to_evaluate(data: Data, trust: Trust, trained_on: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Prepare the data as `prepare_to_predict`; the targets are needed. Raises: RefusedError."""
+    description = prepare_to_predict(data, trust, trained_on)
+    return prepare(data, trust) if description and description.get("whole") else description
+
+
 def _arguments(data: Data) -> Mapping[str, Any]:
     """Return the arguments of one of our own functions: tables read the column by which samples are grouped, too."""
     return {**data.options, "group_by": data.group_by} if data.prepare in _READ_GROUPS else data.options

@@ -177,3 +177,10 @@ def job_identity(text: str) -> dict[str, Any]:
     if isinstance(launcher, dict):
         launcher.pop("node_rank", None)
     return values
+
+
+def data_facts(manifest: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return all facts of the data that a run was trained on, from its manifest."""
+    data = (manifest or {}).get("data")
+    facts = data.get("facts") if isinstance(data, Mapping) else None
+    return facts if isinstance(facts, Mapping) else {}

@@ -69,6 +69,8 @@ def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: W
             f"task={experiment.task.target} has no method predict, which returns what there is to predict for a "
             f"batch. Add one, for example:\n{_EXAMPLE}"
         )
+    if (prediction["data"] or {}).get("whole"):
+        experiment = _undivided(experiment)
     name, splits = chosen_set(open_data(experiment, prediction["data"], world), prediction["split"])
     rank = DataRank(world.rank, world.world_size)
     batches = build_evals(experiment, splits, rank, world.device, prediction["batch_size"])[name]
@@ -95,6 +97,12 @@ def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: W
         shapes = ", ".join(f"{key} {' x '.join(map(str, array.shape))}" for key, array in arrays.items())
         log.info(f"{batches.num_samples:,} predictions for `{name}` in {files.relative(out)}: {shapes}")
     world.barrier()
+
+
+def _undivided(experiment: Experiment) -> Experiment:
+    """Return an experiment that holds no samples out, and draws from all alike."""
+    keys: dict[str, Any] = {"validation_fraction": 0.0, "fold": None, "folds": None, "weights": None}
+    return replace(experiment, data=replace(experiment.data, **keys, samples_per_epoch=None))
 
 
 def chosen_set(splits: Splits, split: str | None) -> tuple[str, Splits]:

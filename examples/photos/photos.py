@@ -59,3 +59,8 @@ class Classify:
         loss = functional.cross_entropy(scores, labels, reduction="sum")
         classes = labels if labels.dim() == 1 else labels.argmax(1)
         return loss, len(labels), {"accuracy": ((scores.argmax(1) == classes).sum(), len(labels))}
+
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Return the most probable class of each image, and the probabilities of all."""
+        probability = model(batch[0]).softmax(1)
+        return {"label": probability.argmax(1), "probability": probability}

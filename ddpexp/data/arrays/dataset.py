@@ -32,6 +32,11 @@ def load(prepared: Mapping[str, Any]) -> Splits:
     facts, dtype = prepared["facts"], getattr(torch, prepared["dtype"])
     scale = (torch.tensor(facts["mean"]), torch.tensor(facts["std"])) if prepared["standardize"] else None
     parts = {name: _part(Path(prepared["folder"]), part, dtype, scale) for name, part in prepared["parts"].items()}
+    if "train" not in parts:  # to predict for
+        whole = parts["eval"]
+        if whole.targets is None and (value := prepared["placeholder"]) is not None:
+            whole = replace(whole, targets=torch.full((len(whole),), value))
+        return Splits(train=whole, evals={"eval": whole})
     return Splits(train=parts.pop("train"), evals=parts)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -57,7 +57,7 @@ class Part:
     @property
     def key(self) -> str:
         """Return the beginning of the keys of this part."""
-        return "data." if self.name == "train" else "data.eval_"
+        return self.source.key.removesuffix("path")
 
 
 def prepare(
@@ -80,9 +80,21 @@ def prepare(
 
     Raises: RefusedError, if a file or an option is invalid.
     """
-    parts = _parts(path, inputs, targets, eval_path, eval_inputs, eval_targets, target_type)
+    parts = parts_of(path, inputs, targets, eval_path, eval_inputs, eval_targets, target_type)
     if group_by is not None and (group_by.endswith(GROUP_FILES) or parts[0].source.kind not in TABLES):
         group_by = None  # a file with a value for each sample, or no column
+    return described(parts, target_type, classes, dtype, standardize, group_by)
+
+
+def described(
+    parts: Sequence[Part],
+    target_type: str,
+    classes: Names | None,
+    dtype: str,
+    standardize: bool,
+    group_by: str | None = None,
+) -> dict[str, Any]:
+    """Check and store parts; return their description, as `prepare` does. Raises: RefusedError."""
     options = {"target_type": target_type, "classes": classes, "dtype": dtype, "group_by": group_by}
     identity = {"version": _VERSION, "parts": [asdict(part) for part in parts], **options}
 
@@ -96,10 +108,10 @@ def prepare(
     space = human(sum(source.size for source in sources))
     record = (cache := make_cache(bases, cache_name("arrays", identity), fill, space)).record
     stored = record["parts"]
-    if standardize and len(stored["train"]["shape"]) != 1:
+    if standardize and len(shape := record["facts"]["shape"]) != 1:
         raise RefusedError(
-            f"data.standardize=true is for rows of numbers, and a sample of data.path={path} has the shape "
-            f"{stored['train']['shape']}: use data.standardize=false, and normalize in the model."
+            f"data.standardize=true is for rows of numbers, and a sample of {sources[0]} has the shape {shape}: use "
+            "data.standardize=false, and normalize in the model."
         )
     num_train, num_test = (stored[name]["samples"] if name in stored else 0 for name in ("train", "eval"))
     return {
@@ -117,7 +129,7 @@ def prepare(
     }
 
 
-def _parts(
+def parts_of(
     path: str | None,
     inputs: str | Names | None,
     targets: str | Names | None,
@@ -129,20 +141,21 @@ def _parts(
     """Return the parts that the options name; one without names of its own has those of the training part."""
     if not path:
         raise RefusedError("data.path is not set: name the file to train on, a .csv, .parquet, .npy or .npz file.")
-    parts = [_part("train", path, inputs, targets, target_type)]
+    parts = [part_of("train", path, inputs, targets, target_type)]
     kind = parts[0].source.kind
     if eval_path or eval_inputs or (eval_targets and kind != ".npy"):
         if kind == ".npy" and target_type != "none" and not eval_targets:
             raise RefusedError("data.eval_targets is not set: name the .npy file with the targets of data.eval_path.")
         shared = eval_targets or targets
-        parts.append(_part("eval", eval_path or path, eval_inputs or inputs, shared, target_type))
+        parts.append(part_of("eval", eval_path or path, eval_inputs or inputs, shared, target_type))
     return parts
 
 
-def _part(name: str, path: str, inputs: str | Names | None, targets: str | Names | None, target_type: str) -> Part:
+def part_of(name: str, path: str, inputs: str | Names | None, targets: str | Names | None, target_type: str) -> Part:
+    """Return a part of the data by its options. Raises: RefusedError."""
     prefix = "data." if name == "train" else "data.eval_"
     source = source_of(f"{prefix}path", path)
-    chosen, wanted = _names(inputs), _names(targets)
+    chosen, wanted = names_of(inputs), names_of(targets)
     if target_type == "none" and wanted:
         raise RefusedError(f"data.target_type=none is for data without targets: leave out {prefix}targets.")
     if source.kind not in ARRAYS + TABLES:
@@ -178,14 +191,15 @@ def source_of(key: str, path: str) -> Source:
     return Source(key, full, status.st_size, status.st_mtime_ns)
 
 
-def _names(names: str | Names | None) -> Names | None:
+def names_of(names: str | Names | None) -> Names | None:
+    """Return names that may be one name, as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names) if names else None
 
 
 def _note(num_train: int, num_test: int, record: Mapping[str, Any], source: Source) -> str:
     facts = record["facts"]
     what = f"{facts['num_classes']:,} classes" if "num_classes" in facts else "numbers as targets"
-    if not record["parts"]["train"]["targets"]:
+    if not any(part["targets"] for part in record["parts"].values()):
         what = "no targets"
     shape = " x ".join(map(str, facts["shape"])) or "1"
     return f"{num_train:,} + {num_test:,} samples of {shape} numbers, {what}, from {source.path}"

@@ -42,7 +42,7 @@ class Reading:
         for path in self.folder.glob("*.np[yz]"):
             path.unlink()
         stored = {part.name: self._part(part) for part in parts}
-        train = stored["train"]
+        train = stored[parts[0].name]
         for part in parts[1:]:
             if stored[part.name]["shape"] != train["shape"]:
                 raise RefusedError(
@@ -72,8 +72,7 @@ class Reading:
                 )
             inputs[:, place] = numbers
         names = [column.name for column in table.inputs]
-        if part.name == "train":
-            self.facts["columns"] = names
+        self.facts.setdefault("columns", names)
         self.digests.append(names)
         targets = self._table_targets(part, table.targets)
         groups = None

@@ -77,7 +77,7 @@ def read_table(part: Part, group_by: str | None, target_type: str) -> Table:
     Raises:
         RefusedError: one is missing, or the file cannot be read as a table.
     """
-    reader = _Csv(part.source) if part.source.kind == ".csv" else _Parquet(part.source)
+    reader = _reader(part.source)
     names = reader.names
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -110,6 +110,15 @@ def read_table(part: Part, group_by: str | None, target_type: str) -> Table:
     count = len(inputs)
     groups = columns[-1] if group_by else None
     return Table(num_rows, columns[:count], columns[count : count + len(targets)], groups)
+
+
+def columns_of(source: Source) -> list[str]:
+    """Return the names of the columns of a table. Raises: RefusedError."""
+    return _reader(source).names
+
+
+def _reader(source: Source) -> _Csv | _Parquet:
+    return _Csv(source) if source.kind == ".csv" else _Parquet(source)
 
 
 class _Csv:
@@ -167,7 +176,7 @@ class _Parquet:
         try:
             self.file = parquet.ParquetFile(source.path, memory_map=True)
         except (pyarrow.ArrowException, OSError) as error:
-            raise RefusedError(f"{source} is damaged or no .parquet file: {str(error).splitlines()[0]}.") from None
+            raise RefusedError(f"{source} is damaged or no .parquet file: {_first_line(error)}") from None
         self.names = list(self.file.schema_arrow.names)
 
     def read(self, names: Sequence[str]) -> list[Column]:
@@ -176,7 +185,7 @@ class _Parquet:
         try:
             table = self.file.read(list(names), use_threads=False)
         except (pyarrow.ArrowException, OSError) as error:
-            raise RefusedError(f"{self.source} is damaged: {str(error).splitlines()[0]}.") from None
+            raise RefusedError(f"{self.source} is damaged: {_first_line(error)}") from None
         return [self._column(name, table.column(name)) for name in names]
 
     def _column(self, name: str, values: Any) -> Column:
@@ -196,6 +205,10 @@ class _Parquet:
         if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
             raise RefusedError(f"{self.source}: column {name} holds {kind}: choose columns of numbers or texts.")
         return Column(name, values.to_numpy())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".") + "."
 
 
 def _is_number(value: Any) -> bool:

@@ -37,6 +37,8 @@ def load(prepared: Mapping[str, Any]) -> Splits:
         part: ImageFolder(*open_store(Path(prepared["folder"]), part, prepared), options, classes)
         for part in prepared["parts"]
     }
+    if "train" not in parts:  # to predict for
+        return Splits(train=parts["eval"], evals=parts)
     return Splits(train=parts.pop("train"), evals=parts)
 
 

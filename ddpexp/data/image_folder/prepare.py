@@ -84,7 +84,12 @@ def prepare(
         raise RefusedError(
             f"data.cache={cache} data.broken={broken}: use one of {', '.join(_MODES)}, and stop or skip."
         )
-    folder = scan(root)
+    return prepared(scan(root), side, cache, broken, options)
+
+
+def prepared(folder: Folder, side: int, cache: str, broken: str, options: Options) -> dict[str, Any]:
+    """Make sure that a cache of the images of a folder exists; return their description. Raises: RefusedError."""
+    channels = options.channels
     complete = _find(folder, side, channels, cache) or _make(folder, side, channels, cache)
     lost = complete.record["broken"]
     if lost and broken == "stop":
@@ -296,16 +301,16 @@ def _description(folder: Folder, cache: Cache, side: int, options: Options) -> d
                     f"{part}\0{file.path}\0{file.label}\0{file.num_bytes}\n".encode("utf-8", "surrogateescape")
                 )
     mode = cache.folder.name.split("-")[1]
-    num_test = nums.get("eval", 0)
+    num_train, num_test = nums.get("train", 0), nums.get("eval", 0)
     stored = sum(size for name, size in cache.record["sizes"].items())
     return {
         "name": "image_folder",
         "folder": str(cache.folder),
         "root": str(folder.root),
         "hash": digest.hexdigest(),
-        "num_train": nums["train"],
+        "num_train": num_train,
         "num_test": num_test,
-        "note": f"{nums['train']:,} + {num_test:,} images of {len(folder.classes):,} classes, from {folder.root}, "
+        "note": f"{num_train:,} + {num_test:,} images of {len(folder.classes):,} classes, from {folder.root}, "
         f"data.cache={mode} ({human(stored)} in {cache.folder})",
         "cache": mode,
         "side": side,

@@ -70,6 +70,26 @@ def scan(root: str | None) -> Folder:
     return Folder(folder, tuple(classes), files)
 
 
+def scan_unlabelled(root: str | None, classes: Sequence[str]) -> Folder | None:
+    """Find all images below a folder, in the order of their paths; their label is -1.
+
+    None if there are folders of parts or of the classes in it.
+
+    Raises:
+        RefusedError: there is no such folder, or no image.
+    """
+    folder = Path(os.path.abspath(os.path.expanduser(root or "")))
+    if not root or not folder.is_dir() or {_TRAIN, *_EVALUATION, _TEST, *classes} & set(_folders(folder)):
+        return None
+    try:
+        files = list(_images(folder, folder, -1))
+    except OSError as error:
+        raise RefusedError(f"data.root={folder}: {error.filename} cannot be read ({error.strerror}).") from None
+    if not files:
+        raise RefusedError(f"data.root={folder} holds no JPEG, PNG or WebP images: name a folder with some.")
+    return Folder(folder, tuple(classes), {"eval": files})
+
+
 def _parts(folder: Path) -> dict[str, Path]:
     """Return the folder of each part. Raises: OSError."""
     names = _folders(folder)

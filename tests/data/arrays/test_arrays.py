@@ -15,12 +15,14 @@ from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
 from ddpexp.config.schema import Experiment
 from ddpexp.config.values import Composed
+from ddpexp.data.arrays import to_predict
 from ddpexp.data.arrays.dataset import load
 from ddpexp.data.arrays.prepare import prepare
 from ddpexp.data.datasets import Splits
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.run.prepare import prepare as prepare_section
+from ddpexp.run.prepare import prepare_to_evaluate
 from ddpexp.train.choose_samples import arrange
 from ddpexp.train.load_data import load_sets
 
@@ -277,3 +279,58 @@ def test_rows_are_moved_to_a_device_as_they_are() -> None:
     moved = splits.train.to(CPU)
     assert everything(moved) == everything(splits.train)
     assert splits.train.num_bytes == 12 * 8 + 6 * 8
+
+
+def predicted_for(trained: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return to_predict.prepare(trained["facts"], **{"targets": "kind", **options})
+
+
+def test_a_table_without_targets_is_predicted_for_with_the_columns_of_the_run() -> None:
+    trained = prepare(written("t.csv", FLOWERS), targets="kind")
+    for key in ("path", "eval_path"):
+        found = predicted_for(trained, **{"path": "t.csv", key: written("new.csv", "id,b,a\nx,1,2\ny,3,4\n")})
+        assert found["whole"]
+        splits = load(found)
+        assert everything(splits.evals["eval"]) == ([[2, 1], [4, 3]], [-1, -1])
+        assert found["facts"]["classes"] == ["iris", "lily"]
+
+
+def test_an_array_without_targets_is_predicted_for() -> None:
+    trained = prepare(**{**arrays(y=np.arange(6) / 2), "target_type": "number"})
+    np.save("new.npy", np.zeros((2, 2)))
+    found = to_predict.prepare(trained["facts"], path="x.npy", targets="y.npy", eval_path="new.npy")
+    inputs, targets = load(found).evals["eval"].gather(torch.arange(2), CPU)
+    assert inputs.tolist() == [[0, 0], [0, 0]]
+    assert targets.isnan().all()
+
+
+def test_a_file_with_targets_is_predicted_for_without_the_training_file() -> None:
+    trained = prepare(written("t.csv", FLOWERS), targets="kind")
+    Path("t.csv").rename("moved.csv")
+    found = predicted_for(trained, path="t.csv", eval_path=written("e.csv", "a,b,kind\n1,2,lily\n"))
+    assert everything(load(found).evals["eval"]) == ([[1, 2]], [1])
+
+
+def test_other_data_is_standardized_as_that_of_the_run_and_has_its_classes() -> None:
+    written("t.csv", FLOWERS)
+    configured = experiment("data.path=t.csv", "data.targets=kind", "data.standardize=true")
+    trained = prepare_section(configured.data, configured.trust)
+    assert trained is not None
+    written("o.csv", FLOWERS.replace("iris", "lily") + "9,9,iris")
+    other = experiment("data.path=o.csv", "data.targets=kind", "data.standardize=true")
+    found = prepare_to_evaluate(other.data, other.trust, trained["facts"])
+    assert found is not None
+    assert {key: found["facts"][key] for key in ("mean", "std", "classes")} == {
+        key: trained["facts"][key] for key in ("mean", "std", "classes")
+    }
+    assert not found.get("whole")
+
+
+def test_what_has_other_inputs_is_not_predicted_for() -> None:
+    trained = prepare(**arrays())
+    np.save("new.npy", np.zeros((2, 3)))
+    with pytest.raises(RefusedError, match=r"has the shape \[3\], and the model was trained on \[2\]"):
+        to_predict.prepare(trained["facts"], path="new.npy")
+    flowers = prepare(written("t.csv", FLOWERS), targets="kind")
+    with pytest.raises(RefusedError, match=r"data\.inputs=b is no column of data\.path="):
+        predicted_for(flowers, path=written("new.csv", "a\n1\n"))

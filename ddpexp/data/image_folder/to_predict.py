@@ -1,0 +1,42 @@
+"""Folders of images to predict for: without folders of classes they are all images below `data.root`.
+
+Standard library only, and fast to import: the launching command imports this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import ddpexp.data.image_folder.prepare as labelled
+from ddpexp.data.image_folder.options import Options
+from ddpexp.data.image_folder.scan import scan_unlabelled
+
+
+def prepare(trained_on: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
+    """Prepare images as `ddpexp.data.image_folder.prepare.prepare` does, with or without classes.
+
+    Images without classes are one set, in the order of their paths (`whole`, `files`). Raises: RefusedError.
+    """
+    folder = scan_unlabelled(options.get("root"), trained_on.get("classes") or ())
+    if folder is None:
+        return labelled.prepare(**options)
+    names = {field.name for field in fields(Options)}
+    chosen = Options(**{key: value for key, value in options.items() if key in names}).resolved()
+    side = chosen.side_of(options.get("cache_size", "auto"))
+    described = labelled.prepared(folder, side, options.get("cache", "auto"), options.get("broken", "stop"), chosen)
+    return {**described, "whole": True, "files": _names(Path(described["folder"]))}
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the path of each image that is read, below data.root, from the index in the cache."""
+    from array import array
+
+    content, ends = (folder / "eval-names.bin").read_bytes(), array("q")
+    raw = (folder / "eval-name-ends.npy").read_bytes()
+    ends.frombytes(raw[raw.index(b"\n") + 1 :])
+    return [
+        content[begin:end].decode("utf-8", "surrogateescape") for begin, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
