@@ -1,6 +1,8 @@
 """The time from a start to the first batch of a place in the middle of an epoch.
 
-`--way ddpexp|accelerate --samples N`; prints JSON. Everything that can be imported or built before is not timed.
+`--way ddpexp|accelerate|text|mixture|shards --samples N`; prints JSON. Everything that can be imported or built before
+is not timed. For `text` and `mixture` N is the number of tokens, which are in memory: a disk's speed is not measured.
+The samples of `shards` are indices, in the order of `data.shuffle=blocks`.
 """
 
 from __future__ import annotations
@@ -10,11 +12,18 @@ import json
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
+from ddpexp.data.datasets import Splits
+from ddpexp.data.mixture.dataset import mix
+from ddpexp.data.tar_shards.dataset import BlockOrder
+from ddpexp.data.text.dataset import Windows
+
+_BATCH, _WINDOW = 64, 256
 
 
 class Numbers(Dataset[Any]):
@@ -37,28 +46,45 @@ class Numbers(Dataset[Any]):
         return indices
 
 
+def of_kind(way: str, samples: int) -> Splits:
+    """Return data of a kind of ours."""
+    if way == "ddpexp":
+        return Splits(Numbers(samples), {})
+    if way == "shards":
+        return Splits(Numbers(samples), {}, BlockOrder(samples, block_samples=1024, window_blocks=16))
+    windows = Windows(torch.from_numpy(np.zeros(samples, np.int16)), _WINDOW)
+    if way == "text":
+        return Splits(windows, {})
+    sources = {"a": Splits(windows, {}), "b": Splits(windows, {})}
+    return mix(sources, {"a": 0.7, "b": 0.3}, len(windows), _BATCH)
+
+
+def seconds_of(splits: Splits, seed: int) -> float:
+    """Return the time until the first batch at four fifths of an epoch."""
+    begin = time.perf_counter()
+    plan = plan_batches(_BATCH, "auto", 1)
+    batches = TrainBatches(splits.train, plan, 0, seed, torch.device("cpu"), order=splits.order)
+    step = batches.steps_per_epoch * 4 // 5
+    next(batches.steps(step, step + 1_000_000))
+    return time.perf_counter() - begin
+
+
 def main() -> None:
     """Look for the batch at four fifths of the epoch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--way", required=True)
     parser.add_argument("--samples", type=int, required=True)
     words = parser.parse_args()
-    step = words.samples // 64 * 4 // 5
-    data = Numbers(words.samples)
-    if words.way == "ddpexp":
-        list(
-            TrainBatches(Numbers(10_000), plan_batches(64, "auto", 1), 0, 1, torch.device("cpu")).steps(3, 4)
-        )  # loads numpy
-        begin = time.perf_counter()
-        batches = TrainBatches(data, plan_batches(64, "auto", 1), 0, 0, torch.device("cpu"))
-        next(batches.steps(step, step + 1_000_000))
-        print(json.dumps({"seconds": time.perf_counter() - begin}))
+    if words.way != "accelerate":
+        seconds_of(of_kind(words.way, 1_000_000), seed=1)  # loads numpy and starts torch's threads
+        print(json.dumps({"seconds": seconds_of(of_kind(words.way, words.samples), seed=0)}))
         return
+    step, numbers = words.samples // _BATCH * 4 // 5, Numbers(words.samples)
     from accelerate import Accelerator
     from accelerate.data_loader import skip_first_batches
 
     accelerator = Accelerator(cpu=True)
-    loader: DataLoader[Any] = accelerator.prepare(DataLoader(data, batch_size=64, shuffle=True))
+    loader: DataLoader[Any] = accelerator.prepare(DataLoader(numbers, batch_size=_BATCH, shuffle=True))
     begin = time.perf_counter()
     next(iter(skip_first_batches(loader, step)))
     print(json.dumps({"seconds": time.perf_counter() - begin}))

@@ -32,10 +32,10 @@ from ddpexp.distributed.rng import AUGMENT, DATA, EVAL, seed_of, seed_torch
 from ddpexp.distributed.transfers import moved
 from ddpexp.errors import RefusedError
 
-# Indices computed at a time: few at first, for a fast start; then enough to amortise numpy's calls, but few enough
-# that their arrays fit into memory that the process reuses (with twice as many, the kernel clears new pages each
-# time).
-_FIRST_BLOCK, _BLOCK = 8192, 32768
+# Indices computed at a time: few at first, for a fast start, and then more; enough to amortise numpy's calls, but few
+# enough that their arrays fit into memory that the process reuses (with twice as many, the kernel clears new pages
+# each time).
+_FIRST_BLOCK, _BLOCK, _GROWTH = 512, 32768, 4
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class TrainBatches:
                 order, begun = self._order.order(self.seed, epoch), epoch  # computing its keys takes time
             count = min(max(1, block // share), self.steps_per_epoch - first, to_step - step)
             yield step, order(np.arange(first, first + count)[:, None] * total + offsets)
-            step, block = step + count, _BLOCK
+            step, block = step + count, min(_GROWTH * block, _BLOCK)
 
     def _gather(self, data: IndexData, step: int, number: int, indices: Tensor, seeded: bool) -> Any:
         if seeded:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -92,6 +94,27 @@ def test_a_start_in_the_middle_of_an_endless_epoch_costs_no_more_than_one_at_its
     batches = train(Endless())
     [[far]] = ids(batches.steps(10**6, 10**6 + 1))  # an hour if the way were walked
     assert far == Permutation(10**9, 0, 0)(np.arange(24 * 10**6, 24 * 10**6 + 24)).tolist()
+
+
+def test_the_first_batch_after_a_start_computes_few_indices_and_later_ones_more() -> None:
+    counts: list[int] = []
+
+    class Counting:
+        samples_per_epoch = 10**9
+
+        def order(self, seed: int, epoch: int) -> Order:
+            def counted(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+                counts.append(positions.size)
+                return positions
+
+            return counted
+
+    steps = replace(train(indexed(100), total=8), order=Counting()).indices(10**8, 2 * 10**8)
+    next(steps)
+    assert counts == [512]  # so that a run resumes in less than a millisecond
+    for _ in range(20_000):
+        next(steps)
+    assert counts == [512, 2048, 8192, *[32768] * 5]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

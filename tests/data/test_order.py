@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ddpexp.data.order import Permutation
+from ddpexp.data.order import Permutation, distinct
 
 BIG = 60_000
 EPOCHS = range(24)
@@ -329,3 +329,8 @@ def test_batches_of_data_sorted_by_class_have_hypergeometric_class_counts(orders
     assert abs(mean_z(spread, classes - 1, 2 * (classes - 1) / batches)) < FEW
     change = BIG * (1 - 1 / classes) / (BIG - 1)
     assert abs(mean_z(changes, (BIG - 1) * change, BIG * change * (1 - change))) < FEW
+
+
+def test_the_different_values_of_an_array_are_those_of_unique() -> None:
+    for values in ([], [3], [2, 2], [5, -1, 5, 0, -1], [[1, 2], [2, 1]]):
+        assert distinct(np.array(values, np.int64)).tolist() == np.unique(np.array(values, np.int64)).tolist()

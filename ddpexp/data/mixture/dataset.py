@@ -16,7 +16,7 @@ from torch import Tensor
 from ddpexp.data.datasets import IndexData, Splits, may_draw, of_epoch, select, training_order
 from ddpexp.data.mixture.order import MixtureOrder
 from ddpexp.data.mixture.weights import stages
-from ddpexp.data.order import Order
+from ddpexp.data.order import Order, distinct
 from ddpexp.data.samples import form
 from ddpexp.errors import DdpexpError, RefusedError
 
@@ -61,8 +61,8 @@ def mix(
 
 
 @dataclass(frozen=True)
-class IndexMixture:
-    """Index data sets, one after the other."""
+class _Mixture:
+    """Data sets one after the other, and the order that mixes them."""
 
     names: Sequence[str]
     parts: Sequence[Any]
@@ -81,20 +81,30 @@ class IndexMixture:
         """Return the training order of an epoch."""
         return self.mixed.order(seed, epoch)
 
+    def select(self, indices: NDArray[np.int64]) -> Any:
+        """Return the mixture of these samples alone."""
+        return replace(self, **_selected(self, indices))
+
+
+@dataclass(frozen=True)
+class IndexMixture(_Mixture):
+    """A mixture of index data sets."""
+
     def gather(self, indices: Tensor, device: torch.device) -> Any:
         """Gather from each source its own samples, and put them in the order of the indices. Shapes: as in theirs."""
-        ends = torch.tensor(list(accumulate(map(len, self.parts))))
-        sources = torch.bucketize(indices, ends, right=True)
-        numbers = sorted(set(sources.tolist()))
-        places = [torch.nonzero(sources == number).view(-1) for number in numbers]
-        firsts = [int(ends[number]) - len(self.parts[number]) for number in numbers]
+        ends = np.array(list(accumulate(map(len, self.parts))))
+        wanted = indices.numpy()
+        sources = np.searchsorted(ends, wanted, side="right")
+        numbers = distinct(sources).tolist()
+        places = [np.flatnonzero(sources == number) for number in numbers]
+        firsts = [ends[number] - len(self.parts[number]) for number in numbers]
         batches = [
-            self.parts[number].gather(indices[place] - first, device)
+            self.parts[number].gather(torch.from_numpy(wanted[place] - first), device)
             for number, place, first in zip(numbers, places, firsts, strict=True)
         ]
         if len(batches) == 1:
             return batches[0]
-        back = torch.argsort(torch.cat(places)).to(device)
+        back = torch.from_numpy(np.argsort(np.concatenate(places))).to(device)
         try:
             return _joined(batches, back)
         except (RuntimeError, TypeError, ValueError, KeyError) as error:
@@ -109,35 +119,13 @@ class IndexMixture:
         """Return whether `gather` may use torch's random number generators."""
         return any(map(may_draw, self.parts))
 
-    def select(self, indices: NDArray[np.int64]) -> IndexMixture:
-        """Return the mixture of these samples alone."""
-        return replace(self, **_selected(self, indices))
-
     def _different(self, numbers: Sequence[int], batches: Sequence[Any]) -> DdpexpError:
         forms = "; ".join(f"{self.names[number]} {form(batch)}" for number, batch in zip(numbers, batches, strict=True))
         return DdpexpError(f"the sources of the mixture have batches that do not fit together: {forms}.")
 
 
-@dataclass(frozen=True)
-class ItemMixture:
-    """Data sets of which at least one is read sample by sample, one after the other."""
-
-    names: Sequence[str]
-    parts: Sequence[Any]
-    mixed: MixtureOrder
-
-    def __len__(self) -> int:
-        """Return the number of samples of all sources."""
-        return sum(map(len, self.parts))
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Return the number of positions in an epoch."""
-        return self.mixed.samples_per_epoch
-
-    def order(self, seed: int, epoch: int) -> Order:
-        """Return the training order of an epoch."""
-        return self.mixed.order(seed, epoch)
+class ItemMixture(_Mixture):
+    """A mixture of data sets of which at least one is read sample by sample."""
 
     def __getitem__(self, index: int) -> Any:
         """Return a sample."""
@@ -147,10 +135,6 @@ class ItemMixture:
         if isinstance(part, IndexData):
             return _first(part.gather(torch.tensor([number]), torch.device("cpu")))
         return part[number]
-
-    def select(self, indices: NDArray[np.int64]) -> ItemMixture:
-        """Return the mixture of these samples alone."""
-        return replace(self, **_selected(self, indices))
 
 
 @dataclass(frozen=True)
@@ -163,7 +147,7 @@ class _Table:
         return self.indices[positions]
 
 
-def _selected(mixture: IndexMixture | ItemMixture, indices: NDArray[np.int64]) -> dict[str, Any]:
+def _selected(mixture: _Mixture, indices: NDArray[np.int64]) -> dict[str, Any]:
     """Return the fields of a mixture with those samples of each source that are among the indices."""
     parts, first = [], 0
     for name, part in zip(mixture.names, mixture.parts, strict=True):

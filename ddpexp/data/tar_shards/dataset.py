@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ddpexp.data.datasets import Splits
-from ddpexp.data.order import Order, Permutation
+from ddpexp.data.order import Order, Permutation, distinct
 from ddpexp.errors import RefusedError
 
 
@@ -139,7 +139,7 @@ class _EpochBlocks:
         flat = np.asarray(positions, np.int64).ravel()
         places = np.empty_like(flat)
         numbers, within = np.divmod(flat, window)
-        for number in np.unique(numbers).tolist():
+        for number in distinct(numbers).tolist():
             chosen = np.flatnonzero(numbers == number)
             first = number * window
             seed = self.seed * 0x9E3779B97F4A7C15 + number + 1
