@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpexp.data.arrays.prepare import GROUP_FILES, Names, names_of
-from ddpexp.data.cache import cache_name, make_cache, user_cache
+from ddpexp.data.cache import Cache, cache_name, make_cache, user_cache
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.errors import RefusedError
 from ddpexp.system.programs import python
@@ -59,12 +59,7 @@ def prepare(
         raise RefusedError(f"data.{key} is not set: name the columns of data.path={path} that are {key}.")
     if target_type == "none" and targets:
         raise RefusedError("data.target_type=none is for data without targets: leave out data.targets.")
-    if image_size is not None and not 1 <= image_size <= _MOST_PIXELS:
-        raise RefusedError(f"data.image_size={image_size}: use 1 to {_MOST_PIXELS} pixels, or null.")
-    if channels not in (1, 3):
-        raise RefusedError(f"data.channels={channels}: use 3 for RGB or 1 for grey.")
-    if max_length < 1:
-        raise RefusedError(f"data.max_length={max_length} is too short: use 1 or more tokens, such as 256.")
+    _check_sizes(image_size, channels, max_length)
     places = [_place(path, "data.path"), *([_place(eval_path, "data.eval_path")] if eval_path else [])]
     request = {
         "path": path, "name": name, "revision": revision, "split": split, "eval_path": eval_path,
@@ -78,12 +73,18 @@ def prepare(
     bases = list(dict.fromkeys(base for base in (local, user_cache()) if base is not None))
     cache = make_cache(bases, cache_name("hf", identity), lambda folder: _converted(folder, request))
     record = cache.record
-    stored, facts = record["parts"], record["facts"]
     if standardize and record["what"] != "numbers":
         raise RefusedError(
             f"data.standardize=true is for columns of numbers, and data.inputs={inputs} is a column of "
             f"{record['what']}: use data.standardize=false."
         )
+    return {**_description(path, cache, dtype), "standardize": standardize}
+
+
+def _description(path: str, cache: Cache, dtype: str) -> dict[str, Any]:
+    """Return what a cache holds, as `load` understands it."""
+    record = cache.record
+    stored, facts = record["parts"], record["facts"]
     num_train, num_test = (stored[part]["samples"] if part in stored else 0 for part in ("train", "eval"))
     return {
         "name": "hf",
@@ -95,10 +96,18 @@ def prepare(
         "parts": stored,
         "sources": [],
         "dtype": "int64" if record["what"] == "texts" else dtype,
-        "standardize": standardize,
         "divisor": 255.0 if record["what"] == "images" else None,
         "facts": facts,
     }
+
+
+def _check_sizes(image_size: int | None, channels: int, max_length: int) -> None:
+    if image_size is not None and not 1 <= image_size <= _MOST_PIXELS:
+        raise RefusedError(f"data.image_size={image_size}: use 1 to {_MOST_PIXELS} pixels, or null.")
+    if channels not in (1, 3):
+        raise RefusedError(f"data.channels={channels}: use 3 for RGB or 1 for grey.")
+    if max_length < 1:
+        raise RefusedError(f"data.max_length={max_length} is too short: use 1 or more tokens, such as 256.")
 
 
 def _place(path: str, key: str) -> list[list[Any]]:
