@@ -55,6 +55,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
     },
     "data": {
         "arrays": "ddpexp.data.arrays.dataset.load",
+        "hf": "ddpexp.data.arrays.dataset.load",
         "mixture": "ddpexp.data.mixture.dataset.mix",
         "mnist": "ddpexp.data.mnist.dataset.load",
         "images": "ddpexp.data.images.dataset.load",
@@ -64,6 +65,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
     },
     "data.prepare": {
         "arrays": "ddpexp.data.arrays.prepare.prepare",
+        "hf": "ddpexp.data.hf.prepare.prepare",
         "mnist": "ddpexp.data.mnist.prepare.prepare",
         "images": "ddpexp.data.images.files.prepare",
         "image_folder": "ddpexp.data.image_folder.prepare.prepare",
