@@ -334,3 +334,29 @@ def test_what_has_other_inputs_is_not_predicted_for() -> None:
     flowers = prepare(written("t.csv", FLOWERS), targets="kind")
     with pytest.raises(RefusedError, match=r"data\.inputs=b is no column of data\.path="):
         predicted_for(flowers, path=written("new.csv", "a\n1\n"))
+
+
+@pytest.mark.slow
+def test_columns_of_parquet_files_are_read_with_pyarrow() -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    kinds = pyarrow.array(["x", "y", "x"]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"a": [1.5, 2, 3], "b": [True, False, True], "k": kinds}), "t.parquet")
+    assert everything(load(prepare("t.parquet", targets="k")).train) == ([[1.5, 1], [2, 0], [3, 1]], [0, 1, 0])
+    assert everything(load(prepare("t.parquet", inputs="a", targets="b")).train) == ([[1.5], [2], [3]], [1, 0, 1])
+    parquet.write_table(pyarrow.table({"a": [1, None], "l": [[1], [2]], "k": [0, 1]}), "n.parquet")
+    for column, sentence in (
+        ("a", "column a has no value in row 2: "),
+        ("l", "column l holds list<"),
+        ("c", "data.inputs=c is no column of data.path="),
+    ):
+        with pytest.raises(RefusedError, match=sentence):
+            prepare("n.parquet", inputs=column, targets="k")
+    written("n.parquet", Path("n.parquet").read_bytes()[:-30])
+    with pytest.raises(RefusedError, match=r"n\.parquet is damaged or no \.parquet file: [^\n]+\.$"):
+        prepare("n.parquet", targets="k")
+
+
+def test_parquet_without_pyarrow_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RefusedError, match=r"needs pyarrow: pip install 'ddpexp\[parquet\]', or store it as \.csv\.$"):
+        prepare(written("t.parquet", "x"), targets="k")
