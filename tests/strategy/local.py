@@ -127,6 +127,29 @@ def equal(world: World) -> None:
         assert any(not shared[name].equal(saved[name]) for name in shared)  # the last round is not over
 
 
+def buffers(world: World) -> None:
+    """Buffers are averaged at the end of a round, and those without a mean are rank zero's."""
+
+    def with_buffers() -> nn.Module:
+        module = model()
+        module.register_buffer("mean", torch.zeros(2))
+        module.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        return module
+
+    strategy = LocalSGD(LocalOptions("local_sgd", EVERY, 0), world, with_buffers)
+    strategy.build_optimizers(lambda module: {"optimizer": optimizer_of(module)})
+    module = strategy.modules["model"]
+    assert isinstance(module.mean, Tensor)
+    assert isinstance(module.count, Tensor)
+    module.mean.fill_(world.rank)
+    module.count.fill_(world.rank + 7)
+    with strategy.evaluation():
+        assert (module.mean.tolist(), module.count.item()) == ([(world.world_size - 1) / 2] * 2, 7)
+    assert (module.mean.tolist(), module.count.item()) == ([world.rank] * 2, world.rank + 7)
+    trained(strategy, world, range(EVERY))
+    assert (module.mean.tolist(), module.count.item()) == ([(world.world_size - 1) / 2] * 2, 7)
+
+
 def norms(world: World) -> None:
     """Each rank clips its own gradient; what is recorded is the largest norm, NaN if one is."""
     strategy = LocalSGD(LocalOptions("local_sgd", EVERY, 0), world, model)

@@ -21,7 +21,7 @@ OPTIONS = LocalOptions("local_sgd", 10, 0)
 OUTER = DiLoCoOptions("diloco", 10, 0, 0.7, 0.9)
 
 
-@pytest.mark.parametrize("case", ["equal", "norms"])
+@pytest.mark.parametrize("case", ["equal", "buffers", "norms"])
 def test_ranks_train_to_the_weights_of_a_loop_by_hand(case: str, tmp_path: Path, forked_servers: None) -> None:
     works("tests.strategy.local", case, 3, tmp_path / "logs")
 

@@ -144,9 +144,9 @@ class LocalSGD(Replicas):
                     tensors[name].copy_(saved)
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        """Return the trained parameters and the buffers that are averaged, by name."""
+        """Return the trained parameters and the buffers, by name."""
         buffers = {f"{name}.{key}": b for name, module in self.modules.items() for key, b in module.named_buffers()}
-        return {**self._trained, **{name: buffer for name, buffer in buffers.items() if _has_mean(buffer)}}
+        return {**self._trained, **buffers}
 
     def _state_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the optimizers' states, by the names of optimizer, parameter and state."""
@@ -156,7 +156,7 @@ class LocalSGD(Replicas):
             for optimizer_name, optimizer in self._optimizers.items()
             for parameter, state in optimizer.state.items()
             for key, value in state.items()
-            if parameter in names and isinstance(value, Tensor) and _has_mean(value)
+            if parameter in names and isinstance(value, Tensor)
         }
 
 
@@ -204,7 +204,7 @@ class DiLoCo(LocalSGD):
 
 @torch.no_grad()
 def average(tensors: Iterable[Tensor], world: World) -> None:
-    """Replace tensors by their means over the ranks, which are computed in fp32 or fp64.
+    """Replace tensors by their means over the ranks, which are computed in fp32 or fp64; others by rank zero's.
 
     Ranks: all, with tensors of the same shapes; communicates.
     """
@@ -212,6 +212,9 @@ def average(tensors: Iterable[Tensor], world: World) -> None:
         return
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
+        if not _has_mean(tensor):
+            tensor.copy_(world.broadcast(tensor.detach().to(world.device)))
+            continue
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         wide = torch.promote_types(values.dtype, torch.float32)
         if values.numel() * values.element_size() >= _LARGE_BYTES and values.is_contiguous() and wide == values.dtype:
