@@ -53,6 +53,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
     },
     "data": {
         "arrays": "ddpexp.data.arrays.dataset.load",
+        "hf": "ddpexp.data.arrays.dataset.load",
         "mixture": "ddpexp.data.mixture.dataset.mix",
         "mnist": "ddpexp.data.mnist.dataset.load",
         "images": "ddpexp.data.images.dataset.load",
@@ -62,6 +63,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
     },
     "data.prepare": {
         "arrays": "ddpexp.data.arrays.prepare.prepare",
+        "hf": "ddpexp.data.hf.prepare.prepare",
         "mnist": "ddpexp.data.mnist.prepare.prepare",
         "images": "ddpexp.data.images.files.prepare",
         "image_folder": "ddpexp.data.image_folder.prepare.prepare",

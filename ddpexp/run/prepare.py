@@ -19,7 +19,7 @@ from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
 from ddpexp.system.yaml_text import load_yaml
 
-_READ_GROUPS = ("arrays",)
+_READ_GROUPS = ("arrays", "hf")
 _DIVISION = ("validation_fraction", "fold", "folds", "stratify", "group_by")  # the keys that hold samples out
 
 

@@ -168,7 +168,8 @@ class _MicroBatch(AbstractContextManager[None]):
             if self._last:
                 for module in self._strategy._late:
                     module.finish()
-                self._strategy._reduce()
+                if self._strategy._buckets:
+                    self._strategy._reduce()
 
 
 def _trained(model: str, module: nn.Module) -> dict[str, nn.Parameter]:

@@ -28,7 +28,21 @@ class Due(NamedTuple):
         )
 
 
+NOTHING = Due(record=False, evaluation=False, checkpoint=False, is_last=False)
+
+
+def next_due(step: int, num_steps: int, steps_per_epoch: int, trainer: Trainer) -> int:
+    """Return the first step after `step` that anything follows. Units: steps done."""
+    periods = (trainer.log_every, trainer.eval_every, trainer.checkpoint_every, trainer.keep_every or 0)
+    lengths = [_length(every, steps_per_epoch) for every in periods]
+    return min([num_steps, *(step + length - step % length for length in lengths if length)])
+
+
 def is_due(step: int, every: int | str, steps_per_epoch: int) -> bool:
     """Return whether `step` ends a period of `every` steps, or an epoch; 0 is never."""
-    period = steps_per_epoch if isinstance(every, str) else every
-    return period != 0 and step % period == 0
+    length = _length(every, steps_per_epoch)
+    return length != 0 and step % length == 0
+
+
+def _length(every: int | str, steps_per_epoch: int) -> int:
+    return steps_per_epoch if isinstance(every, str) else every

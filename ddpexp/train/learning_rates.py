@@ -43,9 +43,11 @@ class LearningRates:
                 rates.advance(count)
                 rates.apply(self._optimizers[name], factor)
             return
-        groups = (group for optimizer in self._optimizers.values() for group in optimizer.param_groups)
-        for group, built in zip(groups, self._built, strict=True):
-            group["lr"] = built * factor
+        number = 0
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = self._built[number] * factor
+                number += 1
 
     def recorded(self) -> dict[str, float]:
         """Return the rates of the last step, by the suffix that each has in records after `lr`."""

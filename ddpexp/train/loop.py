@@ -21,7 +21,7 @@ from ddpexp.config.schema import Trainer
 from ddpexp.data.batches import EvalBatches, rates
 from ddpexp.data.streams import Batches
 from ddpexp.distributed.world import World
-from ddpexp.launch.workers.control import Control
+from ddpexp.launch.workers.control import Control, What
 from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import Compilation
@@ -30,7 +30,7 @@ from ddpexp.task import Schedule, Task
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.base import RunView
 from ddpexp.train.callbacks.hooks import Callbacks
-from ddpexp.train.due import Due
+from ddpexp.train.due import NOTHING, Due, next_due
 from ddpexp.train.evaluation import Evaluation
 from ddpexp.train.freezing import LateStarts
 from ddpexp.train.keep_best import UnknownMetricError
@@ -72,6 +72,7 @@ class Loop:
     _metrics: MetricAccumulator = field(init=False)  # of the steps since the last record
     _clock: Clock = field(init=False)
     _first_step_at: float = field(init=False, default=math.nan)
+    _next_due: int = field(init=False, default=0)  # nothing follows the steps before it
     _save_requested: bool = field(init=False, default=False)  # by a callback, on all ranks at once
 
     def __post_init__(self) -> None:
@@ -114,8 +115,7 @@ class Loop:
                 interrupted, improved = self._evaluate()
             if due.is_last or interrupted or self.stopped is not None:
                 break
-            save = self._checkpoint_overdue() or self.callbacks.failed
-            request = self.control.poll(self.state.step, save=save, end=self._time_is_over())
+            request = self._poll()
             interrupted = request == "stop"
             if request == "end":
                 self.stopped = self._out_of_time()
@@ -197,7 +197,10 @@ class Loop:
     def _due_after(self, step: int) -> Due:
         if self.checkpointer is not None:
             self.checkpointer.check()
+        if step < self._next_due:
+            return NOTHING
         due = Due.after(step, self.num_steps, self.train.steps_per_epoch, self.options)
+        self._next_due = next_due(step, self.num_steps, self.train.steps_per_epoch, self.options)
         if due.evaluation or due.checkpoint:
             return due._replace(
                 evaluation=due.evaluation and bool(self._evaluation.periodic),
@@ -205,14 +208,14 @@ class Loop:
             )
         return due
 
-    def _checkpoint_overdue(self) -> bool:
-        """Return whether the time for a checkpoint has come. Ranks: rank zero's answer counts, since clocks differ."""
-        every = self.options.checkpoint_every_seconds
-        return every is not None and self.checkpointer is not None and self._clock.since_save() > every
-
-    def _time_is_over(self) -> bool:
-        """Return whether trainer.max_seconds has passed. Ranks: rank zero's answer counts, since clocks differ."""
-        return self.options.max_seconds is not None and self._clock.elapsed() >= self.options.max_seconds
+    def _poll(self) -> What | None:
+        """Return what all ranks do now. Ranks: all; of the times rank zero's count, since clocks differ."""
+        every, limit = self.options.checkpoint_every_seconds, self.options.max_seconds
+        save = self.callbacks.failed
+        if every is not None and self.checkpointer is not None and self._clock.since_save() > every:
+            save = True
+        end = limit is not None and self._clock.elapsed() >= limit
+        return self.control.poll(self.state.step, save, end)
 
     def _out_of_time(self) -> str:
         limit = f"trainer.max_seconds={self.options.max_seconds:.15g}"

@@ -57,10 +57,10 @@ def test_a_project_is_checked_and_swept(
     ("arguments", "sentence"),
     [
         ([], "new what? Name the folder, as in ddpexp new mine."),
-        (["mine", "--like"], "new --like: name what the project begins with: points"),
-        (["mine", "--like", "point"], "new --like point: there is no such project. Did you mean points?"),
-        (["mine", "--lik", "points"], "new --lik: no such option. There is --like NAME."),
-        (["mine", "other"], "new mine other: one name at a time."),
+        (["seedling", "--like"], "new --like: name what the project begins with: points"),
+        (["seedling", "--like", "point"], "new --like point: there is no such project. Did you mean points?"),
+        (["seedling", "--lik", "points"], "new --lik: no such option. There is --like NAME."),
+        (["seedling", "other"], "new seedling other: one name at a time."),
         (["torch"], "new torch: there is a Python module torch already. Choose another name."),
         (["random"], "new random: there is a Python module random already."),
         (["mnist"], "new mnist: ddpexp has a recipe mnist of its own. Choose another name."),
@@ -69,7 +69,7 @@ def test_a_project_is_checked_and_swept(
         (["3d"], "new 3d: 3d cannot be the name of a package and a recipe."),
         (["."], "new .: that cannot be the name of a package and a recipe."),
         (["taken"], "new taken: there is a file or folder of that name already. Choose another name."),
-        (["nowhere/mine"], "new nowhere/mine: the folder cannot be written (No such file or directory)."),
+        (["nowhere/seedling"], "new nowhere/seedling: the folder cannot be written (No such file or directory)."),
     ],
 )
 def test_what_cannot_be_made_is_refused_and_leaves_nothing(
@@ -89,6 +89,6 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(RefusedError, match=r"new mine: the folder cannot be written \(No space left on device\)"):
-        new(["mine"])
+    with pytest.raises(RefusedError, match=r"new seedling: the folder cannot be written \(No space left on device\)"):
+        new(["seedling"])
     assert os.listdir() == []

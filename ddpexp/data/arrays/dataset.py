@@ -31,6 +31,8 @@ def load(prepared: Mapping[str, Any]) -> Splits:
         raise RefusedError(problem)
     facts, dtype = prepared["facts"], getattr(torch, prepared["dtype"])
     scale = (torch.tensor(facts["mean"]), torch.tensor(facts["std"])) if prepared["standardize"] else None
+    if divisor := prepared.get("divisor"):
+        scale = torch.zeros(()), torch.tensor(divisor)
     parts = {name: _part(Path(prepared["folder"]), part, dtype, scale) for name, part in prepared["parts"].items()}
     if "train" not in parts:  # to predict for
         whole = parts["eval"]

@@ -77,12 +77,12 @@ class Reading:
         targets = self._table_targets(part, table.targets)
         groups = None
         if table.groups is not None:
-            groups = self._save("train-groups.npy", np.unique(np.array(table.groups.values), return_inverse=True)[1])
+            groups = self.save("train-groups.npy", np.unique(np.array(table.groups.values), return_inverse=True)[1])
         return {
             "samples": table.num_rows,
             "shape": [len(names)],
-            "inputs": self._save(f"{part.name}-inputs.npy", inputs),
-            "targets": self._save(f"{part.name}-targets.npy", targets) if targets is not None else None,
+            "inputs": self.save(f"{part.name}-inputs.npy", inputs),
+            "targets": self.save(f"{part.name}-targets.npy", targets) if targets is not None else None,
             "groups": groups,
         }
 
@@ -91,7 +91,7 @@ class Reading:
             self.kind = self.kind or "none"
             return None
         if len(columns) == 1:
-            return self._targets(part, columns[0].best(), f"{part.source}: column {columns[0].name}")
+            return self.targets(columns[0].best(), f"{part.source}: column {columns[0].name}")
         if self.target_type == "class":
             raise RefusedError(
                 f"{part.key}targets names {len(columns)} columns, and data.target_type=class needs one: choose one."
@@ -115,17 +115,17 @@ class Reading:
                 raise RefusedError(
                     f"{label} has {len(raw):,} targets, and {where} {len(inputs):,} samples: store one target for each."
                 )
-            targets = self._targets(part, np.asarray(raw), label)
+            targets = self.targets(np.asarray(raw), label)
         else:
             self.kind = self.kind or "none"
         path = inputs_path
         if inputs.dtype.str not in _MAPPED or not inputs.flags.c_contiguous:
-            path = self.folder / self._save(f"{part.name}-inputs.npy", inputs.astype(self.dtype))
+            path = self.folder / self.save(f"{part.name}-inputs.npy", inputs.astype(self.dtype))
         return {
             "samples": len(inputs),
             "shape": list(inputs.shape[1:]),
             "inputs": path.name if path.parent == self.folder else str(path),
-            "targets": self._save(f"{part.name}-targets.npy", targets) if targets is not None else None,
+            "targets": self.save(f"{part.name}-targets.npy", targets) if targets is not None else None,
             "groups": None,
         }
 
@@ -167,7 +167,7 @@ class Reading:
             raise RefusedError(f"{part.key}inputs is not set: name the array of {part.source} to read ({listed}).")
         return (part.inputs or others)[0], part.targets[0] if part.targets else None
 
-    def _targets(self, part: Part, values: NDArray[Any], where: str) -> NDArray[Any]:
+    def targets(self, values: NDArray[Any], where: str) -> NDArray[Any]:
         """Return the numbers of classes, or numbers, of values as they were read."""
         kind = self.target_type
         if kind == "auto":
@@ -183,9 +183,9 @@ class Reading:
             raise RefusedError(
                 f"{where} has the shape {list(values.shape)}, and classes are one number or name for each sample."
             )
-        return self._class_numbers(part, values, where)
+        return self._class_numbers(values, where)
 
-    def _class_numbers(self, part: Part, values: NDArray[Any], where: str) -> NDArray[np.int64]:
+    def _class_numbers(self, values: NDArray[Any], where: str) -> NDArray[np.int64]:
         if values.dtype.kind == "f":
             _check_finite(values, where)
             wrong = np.flatnonzero(values != np.floor(values))
@@ -201,7 +201,7 @@ class Reading:
             most = len(names) if names is not None else _MOST_CLASSES
             wrong = np.flatnonzero((numbers < 0) | (numbers >= most))
             if len(wrong):
-                raise RefusedError(_out_of_range(part, where, int(numbers[wrong[0]]), int(wrong[0]), names))
+                raise RefusedError(_out_of_range(where, int(numbers[wrong[0]]), int(wrong[0]), names))
             if names is None:
                 names = [str(number) for number in range(int(numbers.max()) + 1)]
         else:
@@ -225,13 +225,14 @@ class Reading:
         self.facts["classes"], self.facts["num_classes"] = list(names), len(names)
         return numbers
 
-    def _save(self, name: str, values: NDArray[Any]) -> str:
+    def save(self, name: str, values: NDArray[Any]) -> str:
+        """Store an array in the cache; return the name of its file. Raises: OSError."""
         # Not by numpy.save, which does not report why a disk could not be written.
         write_npy(self.folder / name, values.shape, np.ascontiguousarray(values).data, values.dtype.str)
         return name
 
 
-def _out_of_range(part: Part, where: str, label: int, row: int, names: Sequence[str] | None) -> str:
+def _out_of_range(where: str, label: int, row: int, names: Sequence[str] | None) -> str:
     holds = f"{where} holds the class {label} in row {row + 1}"
     if names is None:
         return f"{holds}: classes are numbers from 0 to {_MOST_CLASSES - 1:,}. Use data.target_type=number for others."

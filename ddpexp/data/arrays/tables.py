@@ -26,7 +26,7 @@ class Column:
     name: str
     values: Sequence[str] | NDArray[Any]
 
-    def numbers(self, source: Source) -> NDArray[np.float64]:
+    def numbers(self, source: object) -> NDArray[np.float64]:
         """Return the values as finite numbers.
 
         Raises:

@@ -1,0 +1,163 @@
+"""Data sets that the library `datasets` reads: converted to arrays once, before any worker starts.
+
+Standard library only, and fast to import: the launching command imports this module. The library is imported in a
+process of its own, and only where no cache is found.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpexp.data.arrays.prepare import GROUP_FILES, Names, names_of
+from ddpexp.data.cache import Cache, cache_name, make_cache, user_cache
+from ddpexp.data.text import tokenizer as tokenizers
+from ddpexp.errors import RefusedError
+from ddpexp.system.programs import python
+
+_VERSION = 1  # increase it when the content of caches changes: it is part of their names
+_MODULE = "datasets"
+_MOST_PIXELS = 4096
+
+
+def prepare(
+    path: str | None,
+    name: str | None = None,
+    revision: str | None = None,
+    split: str = "train",
+    eval_path: str | None = None,
+    eval_split: str | None = "auto",
+    inputs: str | Names | None = None,
+    targets: str | Names | None = None,
+    target_type: Literal["auto", "class", "number", "none"] = "auto",
+    classes: Names | None = None,
+    image_size: int | None = None,
+    channels: Literal[1, 3] = 3,
+    tokenizer: str = "bytes",
+    max_length: int = 256,
+    dtype: Literal["float32", "float64", "int64"] = "float32",
+    standardize: bool = False,
+    group_by: str | None = None,
+) -> dict[str, Any]:
+    """Make sure that the chosen columns are in a cache; return a description of the data.
+
+    The result is JSON, as that of `ddpexp.data.arrays.prepare.prepare`, which `load` understands.
+
+    Raises: RefusedError, if the data or an option is invalid.
+    """
+    if not path:
+        raise RefusedError("data.path is not set: name a file, a folder, or a data set of the Hugging Face hub.")
+    if not names_of(inputs) or (not names_of(targets) and target_type != "none"):
+        key = "targets" if names_of(inputs) else "inputs"
+        raise RefusedError(f"data.{key} is not set: name the columns of data.path={path} that are {key}.")
+    if target_type == "none" and targets:
+        raise RefusedError("data.target_type=none is for data without targets: leave out data.targets.")
+    _check_sizes(image_size, channels, max_length)
+    places = [_place(path, "data.path"), *([_place(eval_path, "data.eval_path")] if eval_path else [])]
+    request = {
+        "path": path, "name": name, "revision": revision, "split": split, "eval_path": eval_path,
+        "eval_split": eval_split, "inputs": names_of(inputs), "targets": names_of(targets), "target_type": target_type,
+        "classes": classes, "image_size": image_size, "channels": channels, "tokenizer": tokenizer,
+        "max_length": max_length, "dtype": dtype,
+        "group_by": None if group_by is None or group_by.endswith(GROUP_FILES) else group_by,
+    }  # fmt: skip
+    identity = {"version": _VERSION, **request, "files": places, "tokenizer_files": _identity(tokenizer)}
+    local = Path(os.path.abspath(os.path.expanduser(path))).parent if places[0] else None
+    bases = list(dict.fromkeys(base for base in (local, user_cache()) if base is not None))
+    cache = make_cache(bases, cache_name("hf", identity), lambda folder: _converted(folder, request))
+    record = cache.record
+    if standardize and record["what"] != "numbers":
+        raise RefusedError(
+            f"data.standardize=true is for columns of numbers, and data.inputs={inputs} is a column of "
+            f"{record['what']}: use data.standardize=false."
+        )
+    return {**_description(path, cache, dtype), "standardize": standardize}
+
+
+def _description(path: str, cache: Cache, dtype: str) -> dict[str, Any]:
+    """Return what a cache holds, as `load` understands it."""
+    record = cache.record
+    stored, facts = record["parts"], record["facts"]
+    num_train, num_test = (stored[part]["samples"] if part in stored else 0 for part in ("train", "eval"))
+    return {
+        "name": "hf",
+        "folder": str(cache.folder),
+        "hash": hashlib.sha256(json.dumps([record["digests"], facts, dtype]).encode()).hexdigest(),
+        "num_train": num_train,
+        "num_test": num_test,
+        "note": f"{num_train:,} + {num_test:,} samples of {record['what']}, from {path}",
+        "parts": stored,
+        "sources": [],
+        "dtype": "int64" if record["what"] == "texts" else dtype,
+        "divisor": 255.0 if record["what"] == "images" else None,
+        "facts": facts,
+    }
+
+
+def _check_sizes(image_size: int | None, channels: int, max_length: int) -> None:
+    if image_size is not None and not 1 <= image_size <= _MOST_PIXELS:
+        raise RefusedError(f"data.image_size={image_size}: use 1 to {_MOST_PIXELS} pixels, or null.")
+    if channels not in (1, 3):
+        raise RefusedError(f"data.channels={channels}: use 3 for RGB or 1 for grey.")
+    if max_length < 1:
+        raise RefusedError(f"data.max_length={max_length} is too short: use 1 or more tokens, such as 256.")
+
+
+def _place(path: str, key: str) -> list[list[Any]]:
+    """Return name, size and modification time of each file; nothing for a name on the hub.
+
+    Raises:
+        RefusedError: a path matches no file.
+    """
+    full = os.path.abspath(os.path.expanduser(path))
+    if os.path.isdir(full):
+        names = sorted(
+            str(file) for file in Path(full).rglob("*") if file.is_file() and ".ddpexp-cache" not in str(file)
+        )
+    elif glob.has_magic(path) or os.path.exists(full):
+        names = [full] if os.path.exists(full) else sorted(glob.glob(full, recursive=True))
+    elif path.count("/") <= 1 and not path.startswith((".", "~", "/")) and "." not in os.path.basename(path):
+        return []
+    else:
+        raise RefusedError(f"{key}={path} does not exist: name a file, a folder, or a data set of the hub.")
+    if not names:
+        raise RefusedError(f"{key}={path} holds no files: name a file, a folder, or a data set of the hub.")
+    status = [(name, os.stat(name)) for name in names]
+    empty = next((name for name, found in status if found.st_size == 0 and len(names) == 1), None)
+    if empty is not None:
+        raise RefusedError(f"{key}={path} is empty: name a file with data.")
+    return [[name, found.st_size, found.st_mtime_ns] for name, found in status]
+
+
+def _identity(tokenizer: str) -> list[str]:
+    if tokenizer == "char":
+        raise RefusedError("data.tokenizer=char makes its table from a text: use bytes, or a tokenizer's file or name.")
+    return tokenizers.identity(tokenizer)
+
+
+def _converted(folder: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Convert the data in a process of its own, and return the record of the cache."""
+    if importlib.util.find_spec(_MODULE) is None:
+        raise RefusedError("data=hf needs the library datasets: pip install 'ddpexp[hf]'.")
+    reading, writing = os.pipe()
+    arguments = os.getpid(), writing, str(folder), json.dumps(request)
+    process = subprocess.Popen(python("ddpexp.data.hf.convert:main", *arguments), pass_fds=[writing])
+    os.close(writing)
+    with open(reading) as file:
+        text = file.read()
+    status = process.wait()
+    if status or not text:
+        raise RefusedError(f"data.path={request['path']} could not be converted (exit code {status}): see above.")
+    answer: dict[str, Any] = json.loads(text)
+    if "refused" in answer:
+        raise RefusedError(answer["refused"])
+    if "errno" in answer:  # a full disk: `make_cache` reports it
+        raise OSError(answer["errno"], answer["problem"], str(folder))
+    return answer

@@ -1,0 +1,148 @@
+"""Data sets of Hugging Face's library, converted by the real one: run where it is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ddpexp.data.arrays.dataset import load
+from ddpexp.data.hf.prepare import prepare
+from ddpexp.errors import RefusedError
+
+datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.slow
+CPU = torch.device("cpu")
+TABLE = "a,b,kind\n1,2,iris\n3,4.5,lily\n5,6,iris\n"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+def everything(data: Any) -> tuple[Any, ...]:
+    return tuple(part.tolist() for part in data.gather(torch.arange(len(data)), CPU))
+
+
+def pictures(sizes: list[tuple[int, int]]) -> Any:
+    images = [Image.fromarray(np.full((height, width, 3), 10 * number, np.uint8))
+              for number, (height, width) in enumerate(sizes)]  # fmt: skip
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["dog", "cat"])})
+    labels = [number % 2 for number in range(len(sizes))]
+    return datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "json", "jsonl", "parquet", "arrow"])
+def test_columns_of_files_are_inputs_and_targets(kind: str) -> None:
+    rows = [{"a": 1.0, "b": 2.0, "kind": "iris"}, {"a": 3.0, "b": 4.5, "kind": "lily"}]
+    path = Path(f"t.{kind}")
+    if kind in ("csv", "tsv"):
+        path.write_text("a,b,kind\n1,2,iris\n3,4.5,lily\n".replace(",", "\t" if kind == "tsv" else ","))
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
+    elif kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk("d")
+        next(Path("d").glob("*.arrow")).rename(path)
+    found = prepare(str(path), inputs=("b", "a"), targets="kind")
+    assert everything(load(found).train) == ([[2, 1], [4.5, 3]], [0, 1])
+    assert found["facts"] == {
+        "shape": [2], "num_features": 2, "columns": ["b", "a"], "classes": ["iris", "lily"], "num_classes": 2,
+    }  # fmt: skip
+
+
+def test_images_are_pixels_from_0_to_1_of_one_size() -> None:
+    pictures([(8, 12), (12, 8), (9, 9), (8, 8)]).save_to_disk("d")
+    found = prepare("d", inputs="image", targets="label", image_size=8)
+    images, labels = load(found).train.gather(torch.tensor([2, 1]), CPU)
+    assert images.shape == (2, 3, 8, 8)
+    assert torch.equal(images[0], torch.full((3, 8, 8), 20.0) / 255)
+    assert labels.tolist() == [0, 1]
+    assert (found["facts"]["shape"], found["facts"]["classes"]) == ([3, 8, 8], ["dog", "cat"])
+    with pytest.raises(RefusedError, match=r"row 2 has 12 x 8 pixels, and that of row 1 8 x 12: set data\.image_size"):
+        prepare("d", inputs="image", targets="label")
+
+
+def test_a_folder_of_images_and_its_splits() -> None:
+    for part, count in (("train", 4), ("validation", 2)):
+        for number in range(count):
+            place = Path("photos", part, ("cat", "dog")[number % 2])
+            place.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (6, 6), (number, 0, 0)).save(place / f"{number}.png")
+    found = prepare("photos", inputs="image", targets="label", channels=1)
+    assert (found["num_train"], found["num_test"]) == (4, 2)
+    assert found["facts"]["shape"] == [1, 6, 6]
+    with pytest.raises(
+        RefusedError, match=r"^data\.eval_split=test is no split of photos: it has train, validation\.$"
+    ):
+        prepare("photos", inputs="image", targets="label", eval_split="test")
+
+
+def test_texts_are_tokens_cut_off_and_filled() -> None:
+    Path("t.jsonl").write_text('{"text": "abc", "label": 0}\n{"text": "äbcdef", "label": 1}\n')
+    found = prepare("t.jsonl", inputs="text", targets="label", max_length=5)
+    tokens, _ = everything(load(found).train)
+    assert tokens == [[97, 98, 99, 256, 256], [*"äbcd".encode()]]
+    assert (found["facts"]["vocab_size"], found["facts"]["pad_token"]) == (257, 256)
+
+
+def test_lists_of_one_length_are_inputs() -> None:
+    Path("t.jsonl").write_text('{"x": [[1, 2], [3, 4]], "y": 0.5}\n{"x": [[5, 6], [7, 8]], "y": 1.5}\n')
+    found = prepare("t.jsonl", inputs="x", targets="y")
+    assert everything(load(found).train) == ([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], [0.5, 1.5])
+    Path("u.jsonl").write_text('{"x": [1, 2], "y": 0.5}\n{"x": [5], "y": 1.5}\n')
+    with pytest.raises(RefusedError, match="which are no numbers of one shape"):
+        prepare("u.jsonl", inputs="x", targets="y")
+
+
+def test_a_selection_of_a_saved_set_is_read_in_its_order() -> None:
+    datasets.Dataset.from_dict({"a": [1.0, 2.0, 3.0], "k": ["x", "y", "x"]}).select([2, 1]).save_to_disk("d")
+    assert everything(load(prepare("d", inputs="a", targets="k")).train) == ([[3], [2]], [0, 1])
+
+
+def test_starting_again_converts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("t.csv").write_text(TABLE)
+    first = prepare("t.csv", inputs="a", targets="kind")
+    monkeypatch.setattr("ddpexp.data.hf.prepare._MODULE", "no_library_of_this_name")
+    assert prepare("t.csv", inputs="a", targets="kind") == first
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "sentence"),
+    [
+        (TABLE, {"inputs": "c"}, "data.inputs=c is no column of data.path=t.csv (for train): it has a, b, kind."),
+        (TABLE, {"targets": "c"}, "data.targets=c is no column of data.path=t.csv (for train): it has a, b, kind."),
+        (TABLE, {"split": "dev"}, "data.split=dev is no split of t.csv: it has train."),
+        (TABLE, {"inputs": ("a", "kind")}, "data.inputs=kind is a column of "),
+        (TABLE, {"inputs": "kind", "targets": "a", "standardize": True}, "data.standardize=true is for columns of"),
+        (TABLE + "1,,lily\n", {"inputs": "b"}, "data.path: column b has no value in row 4"),
+        ("a,kind\n1,0\n2,-1\n", {}, "data.path=t.csv: column kind holds the class -1 in row 2"),
+        ("a,kind\n", {}, "data.path=t.csv cannot be read by the library datasets: "),
+        ('a,kind\n1,"2', {}, "data.path=t.csv cannot be read by the library datasets: "),
+    ],
+)
+def test_data_that_is_wrong_is_refused(content: str, options: dict[str, Any], sentence: str) -> None:
+    Path("t.csv").write_text(content)
+    with pytest.raises(RefusedError, match=re.escape(sentence)) as refused:
+        prepare("t.csv", **{"inputs": "a", "targets": "kind", **options})
+    assert "\n" not in str(refused.value)
+    assert not list(Path(".ddpexp-cache").glob("[!.]*")) or "standardize" in options
+
+
+def test_a_name_of_the_hub_without_network_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RefusedError, match=r"^data\.path=some/where is no file or folder here, and the hub could not"):
+        prepare("some/where", inputs="a", targets="b")
+    assert capfd.readouterr() == ("", "")
