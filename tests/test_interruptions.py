@@ -110,6 +110,7 @@ LONG = (
     "trainer.eval_every=25",
     "trainer.checkpoint_every=5",
 )
+LOCAL = ("strategy=diloco", "strategy.sync_every=7", "strategy.warmup_steps=20")
 SHARDED = ("model._target_=points.Deep", "model.dropout=0.2", "strategy=fsdp", "strategy.min_block_mb=0.001")
 ROWS = (*DEEP, "strategy.shard_optimizer=true")
 SGD, ADAMW = (("optimizer=sgd", "optimizer.momentum=0.9"), ("optimizer=adamw",))
@@ -342,6 +343,7 @@ SOAKED = [
     (4, (*DEEP, *SGD, "trainer.reduction=exact", "trainer.micro_batch_size=3", "trainer.clip_grad_norm=0.5"), 70),
     *((size, (*SHARDED, *ADAMW, "task._target_=points.Drawing", "trainer.clip_grad_norm=0.5"), 30) for size in (2, 4)),
     *((size, (*ROWS, *ADAMW, "task._target_=points.Drawing", "trainer.ema_decay=0.9"), 30) for size in (2, 4)),
+    *((size, (*LOCAL, *ADAMW, "task._target_=points.Drawing", "trainer.clip_grad_norm=0.5"), 30) for size in (2, 4)),
 ]
 """World size, recipe, and how often it is killed."""
 
@@ -349,7 +351,9 @@ SOAKED = [
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("world_size", "overrides", "most"), SOAKED, ids=["2", "3", "4", "fsdp, 2", "fsdp, 4", "rows, 2", "rows, 4"]
+    ("world_size", "overrides", "most"),
+    SOAKED,
+    ids=["2", "3", "4", "fsdp, 2", "fsdp, 4", "rows, 2", "rows, 4", "local, 2", "local, 4"],
 )
 def test_killed_at_random_moments_again_and_again(
     recipe: Recipe, undisturbed: Callable[..., Done], world_size: int, overrides: tuple[str, ...], most: int

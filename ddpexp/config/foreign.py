@@ -122,6 +122,7 @@ _VALUES = {
         "ddp": "dp dataparallel data_parallel distributeddataparallel ddp_find_unused_parameters_true ddp_notebook "
         "no_shard",
         "fsdp": "fsdp2 fsdp1 fully_sharded fully_shard zero3 zero_3 deepspeed_stage_3 sharded full_shard",
+        "local_sgd": "localsgd local post_local_sgd postlocalsgd",
     },
     "logger": {
         "tensorboard": "tb",

@@ -50,6 +50,8 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
     "strategy": {
         "ddp": "ddpexp.strategy.ddp_options.DDPOptions",
         "fsdp": "ddpexp.strategy.fsdp.options.FSDPOptions",
+        "local_sgd": "ddpexp.strategy.local.options.LocalOptions",
+        "diloco": "ddpexp.strategy.local.options.DiLoCoOptions",
     },
     "data": {
         "arrays": "ddpexp.data.arrays.dataset.load",

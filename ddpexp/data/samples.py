@@ -38,7 +38,7 @@ def origin(data: Any, indices: Sequence[int]) -> tuple[Any, Sequence[int]]:
         elif isinstance(data, Transformed):
             data = data.data
         elif isinstance(data, Subset):
-            data, indices = data.data, data.places(torch.tensor(indices)).tolist()
+            data, indices = data.data, data.places(torch.tensor(indices, dtype=torch.int64)).tolist()
         else:
             return data, indices
 

@@ -112,7 +112,7 @@ class Strategy(Protocol):
         ...
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
-        """Clip the gradient norm to `limit`; return the norm before clipping. Ranks: all."""
+        """Clip the gradient norm to `limit`; return the norm before clipping. Ranks: all, also with other results."""
         ...
 
     def clear_gradient(self) -> None:

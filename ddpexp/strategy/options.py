@@ -85,6 +85,11 @@ class TrainerOptions(Protocol):
         """Return the decay of the weights' moving average."""
         ...
 
+    @property
+    def averages(self) -> bool:
+        """Return whether an average of the weights is evaluated in their place."""
+        ...
+
 
 @dataclass(frozen=True)
 class Compilation:
@@ -116,6 +121,7 @@ class Options:
 
     kind: str
     supports_exact: ClassVar[bool] = False  # trainer.reduction=exact: the same bits at every number of workers
+    supports_train_step: ClassVar[bool] = True  # of tasks that do a step themselves
 
     def data_rank(self, rank: int, world_size: int) -> DataRank:
         """Return which share of the global batch a rank computes."""

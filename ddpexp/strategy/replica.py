@@ -159,7 +159,9 @@ class Replicas:
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
         """Clip the gradient norm to `limit`; return the norm before clipping."""
-        norm = self.gradient_norm(parameters)
+        return self._clip(parameters, self.gradient_norm(parameters), limit)
+
+    def _clip(self, parameters: Sequence[Tensor], norm: Tensor, limit: float) -> Tensor:
         with torch.no_grad():  # as `nn.utils.clip_grads_with_norm_`, which supports only dense gradients
             if values := self.gradient_values(parameters):
                 torch._foreach_mul_(values, torch.clamp(limit / (norm + 1e-6), max=1.0).to(values[0].device))

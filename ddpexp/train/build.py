@@ -56,6 +56,7 @@ from ddpexp.train.recipe_checks import (
     check_signature,
     check_takes_directory,
     check_task,
+    check_train_step,
 )
 from ddpexp.train.run_state import RunState
 from ddpexp.train.torch_rates import TorchRates
@@ -321,6 +322,7 @@ def build_loop(
     task = instantiate(experiment.task, trust, "task")
     evaluates = bool(evals) and (trainer.eval_every != 0 or trainer.eval_at_start)
     check_task(task, experiment.task.target, evaluates)
+    check_train_step(task, experiment.strategy)
 
     def make_all(_model: Any) -> Mapping[str, torch.optim.Optimizer]:
         return build_optimizers(experiment, task, strategy.modules, strategy.single, strategy.parameters)

@@ -17,6 +17,7 @@ from ddpexp.data.datasets import IndexData, Splits
 from ddpexp.data.streams import Stream, as_stream
 from ddpexp.errors import RefusedError
 from ddpexp.loggers.base import Logger, Truncatable
+from ddpexp.strategy.options import Options
 from ddpexp.task import HasTrainStep
 from ddpexp.train.callbacks.base import Callback
 from ddpexp.train.task_checks import SUMS, named, shown
@@ -201,6 +202,19 @@ def check_task(task: Any, target: str, evaluates: bool) -> None:
         raise RefusedError(
             f"task._target_={target} gave a {_located(type(task))} with a train_step and without the method step(self, "
             "model, batch), which evaluations call. Add it, or set trainer.eval_every=0."
+        )
+
+
+def check_train_step(task: Any, strategy: Options) -> None:
+    """Check that the strategy supports a task that does a step itself.
+
+    Raises:
+        RefusedError: it does not.
+    """
+    if isinstance(task, HasTrainStep) and not strategy.supports_train_step:
+        raise RefusedError(
+            f"strategy={strategy.kind} does not support a task with a train_step, whose optimizers may step several "
+            "times between two averages of the weights. Use strategy=ddp, or a task with the method step alone."
         )
 
 

@@ -249,9 +249,15 @@ def _restore_local(
         return
     local = read_rank_state(checkpoint, world.rank) or {}
     checkpointer.random.restore(local.get("random") or {})
-    if buffers:
-        where = f"rank {world.rank}'s part of the checkpoint of step {checkpoint.step}"
-        copy_into(_wholes(buffers), local.get("buffers") or {}, where)
+    saved = local.get("buffers") or {}
+    if buffers.keys() == saved.keys():
+        copy_into(_wholes(buffers), saved, f"rank {world.rank}'s part of the checkpoint of step {checkpoint.step}")
+    elif world.is_rank_zero:
+        logging.getLogger("ddpexp").warning(
+            "what each worker has for itself with this strategy is not what it had with that of the checkpoint of step "
+            "%s: all start with what they had in common there",
+            checkpoint.step,
+        )
 
 
 def _split(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -77,6 +77,7 @@ def transformed(splits: Splits, experiment: Experiment) -> Splits:
         if not nodes and data.collate is None:
             return part
         _check_items(part, name, key if nodes else "data.collate")
+        _check_images(part, name, key, nodes)
         transforms = tuple(_function(node, trust, place) for place, node in _places(key, nodes))
         return Transformed(part, transforms, data.transform_of == "input", collate)
 
@@ -98,6 +99,28 @@ def _check_items(part: Any, name: str, key: str) -> None:
             f"{key}: `{name}` is a {type(whole).__name__}, which does not load single samples: it needs "
             f"__getitem__. Use {key}=null, and change the batches where they are made, in the data set or in the task."
         )
+
+
+def _check_images(part: Any, name: str, key: str, nodes: Sequence[Node]) -> None:
+    """Raise RefusedError if images would reach `collate` as they are stored, or our own changes would be left out."""
+    from ddpexp.data.image_folder.dataset import ImageFolder  # late: it imports Pillow
+
+    images = origin(part, [])[0]
+    if not isinstance(images, ImageFolder):
+        return
+    if not nodes:
+        raise RefusedError(
+            f"data.collate gets the images of `{name}` as they are stored, of many sizes: name a transform of your own "
+            f"for them too, {key}, which makes tensors of one size."
+        )
+    options = images.options
+    own = {
+        "data.mixup": options.mixup, "data.cutmix": options.cutmix, "data.rand_augment": options.rand_augment,
+        "data.color_jitter": any(options.color_jitter),
+    }  # fmt: skip
+    used = next((option for option, value in own.items() if value), None)
+    if key == "data.transform" and used is not None:
+        raise RefusedError(f"data.transform takes the place of all changes of training images: leave out {used}.")
 
 
 def _places(key: str, nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:

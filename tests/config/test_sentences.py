@@ -289,7 +289,7 @@ trainer.seed: Unsupported interpolation type oc.enf. Did you mean ${oc.env:...}?
 """
 VALUES = """\
 > strategy.kind=zero
-strategy.kind=zero names no strategy. Available: ddp, fsdp. A strategy of your own is an installed package with an
+strategy.kind=zero names no strategy. Available: ddp, fsdp, local_sgd, diloco. A strategy of your own is an installed
 > --config-dir mine/conf task._target_=mine.extra.Task
 task._target_=mine.extra.Task: {project}/mine/extra.py is a module beside {project}/mine/mine.py, not in
 > --config-dir mine/conf task._target_=mine.Regress

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
@@ -65,6 +66,11 @@ class ImageFolder:
     def __len__(self) -> int:
         """Return the number of images."""
         return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        """Return an image as it is stored, for transforms of the user, and its label."""
+        pixels = self.store.image(index)
+        return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels), int(self.labels[index])
 
     def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return a batch as in evaluation. Shapes: as in `load`."""

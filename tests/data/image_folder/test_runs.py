@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from examples.photos.draw import main as draw
-from tests.conftest import ROOT, Ddpexp
+from tests.conftest import PATIENCE, ROOT, Ddpexp
 
 SHORT = (
     "trainer.reduction=exact", "trainer.micro_batch_size=4", "trainer.max_steps=10", "trainer.checkpoint_every=3",
@@ -40,3 +44,33 @@ def test_killed_in_mid_epoch_and_resumed_gives_the_weights_of_the_undisturbed_ru
               ("undisturbed", "killed")]  # fmt: skip
     assert hashes[0] == hashes[1]
     assert len(list(Path(ddpexp.folder, "photos/.ddpexp-cache").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_a_preparation_that_is_killed_is_resumed_and_gives_the_same_cache(tmp_path: Path) -> None:
+    """At many moments, of which the first are before anything is read and the last after the end."""
+    environ = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": "/usr/bin:/bin"}
+    typed = ("--config-dir", str(ROOT / "examples/photos/conf"), "recipe=photos", "data.cache=raw", "--json")
+    command = [sys.executable, "-m", "ddpexp", "data", *typed]
+
+    def prepare(folder: Path, seconds: float) -> bool:
+        with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL) as run:
+            try:
+                return run.wait(seconds) == 0
+            except subprocess.TimeoutExpired:
+                run.send_signal(signal.SIGKILL)
+                return False
+
+    for name in ("undisturbed", "killed"):
+        draw(tmp_path / name / "photos")
+    began = time.monotonic()
+    assert prepare(tmp_path / "undisturbed", PATIENCE)
+    seconds = time.monotonic() - began
+    for number in range(12):
+        prepare(tmp_path / "killed", seconds * number / 10)
+    assert prepare(tmp_path / "killed", PATIENCE)
+    contents = []
+    for name in ("undisturbed", "killed"):
+        [cache] = (tmp_path / name / "photos/.ddpexp-cache").glob("[!.]*")
+        contents.append([(cache / file).read_bytes() for file in ("train.bin", "train-labels.npy", "eval.bin")])
+    assert contents[0] == contents[1]

@@ -1,0 +1,143 @@
+"""The options of local SGD and DiLoCo; free of torch, because the command checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Layout
+from ddpexp.strategy.options import Compilation, Options, TrainerOptions
+
+if TYPE_CHECKING:
+    from ddpexp.distributed.world import World
+    from ddpexp.strategy.base import Strategy
+    from ddpexp.strategy.memory import Facts, Part, Traffic
+
+
+@dataclass(frozen=True)
+class LocalOptions(Options):
+    """Options of local SGD; conf/strategy/local_sgd.yaml explains every field."""
+
+    supports_train_step: ClassVar[bool] = False
+
+    kind: Literal["local_sgd", "diloco"]
+    sync_every: int
+    warmup_steps: int
+
+    def check(self, trainer: TrainerOptions) -> None:
+        """Check the options by themselves and with the trainer section; see `Options.check`."""
+        super().check(trainer)
+        if self.sync_every < 1:
+            raise RefusedError(f"strategy.sync_every={self.sync_every}: use 1 or more.")
+        if self.warmup_steps < 0:
+            raise RefusedError(f"strategy.warmup_steps={self.warmup_steps}: use 0 or more.")
+        for clashes, key, why, instead in (
+            (
+                trainer.precision == "fp16",
+                "trainer.precision=fp16",
+                "which skips a step of all workers if one gradient overflows",
+                "trainer.precision=bf16 or fp32",
+            ),
+            (
+                trainer.nonfinite == "skip",
+                "trainer.nonfinite=skip",
+                "which skips a step of all workers if one gradient is not finite",
+                "trainer.nonfinite=stop",
+            ),
+            (
+                trainer.averages,
+                "trainer.ema_decay and trainer.swa_start",
+                "which average weights that all workers have",
+                "neither of them",
+            ),
+            (
+                trainer.param_dtype != "fp32",
+                f"trainer.param_dtype={trainer.param_dtype}",
+                "in which the mean of the workers would be rounded",
+                "trainer.param_dtype=fp32",
+            ),
+        ):
+            if clashes:
+                raise RefusedError(
+                    f"strategy={self.kind}, whose workers have weights of their own between two averages, is "
+                    f"incompatible with {key}, {why}. Use {instead}, or strategy=ddp."
+                )
+
+    def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
+        """Return that the numbers depend on the number of workers."""
+        return (
+            f"strategy={self.kind}: each worker trains on its own share of the data for {self.sync_every} steps at a "
+            "time, so the numbers are others than those of strategy=ddp and depend on the number of workers"
+        )
+
+    def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
+        """Return what the ranks send one another, spread over the steps of a round."""
+        from ddpexp.strategy.memory import Traffic
+
+        if layout.world_size == 1:
+            return Traffic("none")
+        trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
+        return Traffic("backend", [-(-trained // self.sync_every)])
+
+    def build(
+        self,
+        world: World,
+        factory: Callable[[], Any],
+        *,
+        trainer: TrainerOptions,
+        gradient_accumulation_steps: int,
+        prepare: Callable[[Any], None],
+    ) -> Strategy:
+        """Build the replicas."""
+        from ddpexp.strategy.local.strategy import LocalSGD
+
+        return LocalSGD(
+            self, world, factory,
+            channels_last=trainer.channels_last, compilation=Compilation.of(trainer), prepare=prepare,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DiLoCoOptions(LocalOptions):
+    """Options of DiLoCo; conf/strategy/diloco.yaml explains every field."""
+
+    kind: Literal["diloco"]
+    outer_lr: float
+    outer_momentum: float
+
+    def check(self, trainer: TrainerOptions) -> None:
+        """Check the options by themselves and with the trainer section; see `Options.check`."""
+        super().check(trainer)
+        if not self.outer_lr > 0:
+            raise RefusedError(f"strategy.outer_lr={self.outer_lr}: use a number above 0.")
+        if not 0 <= self.outer_momentum < 1:
+            raise RefusedError(f"strategy.outer_momentum={self.outer_momentum}: use a number from 0 to below 1.")
+
+    def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
+        """Return what a rank holds, with the weights of the last round and the outer momentum."""
+        from ddpexp.strategy.memory import Part
+
+        trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
+        return [
+            *super().memory(facts, trainer, layout),
+            Part("outer optimizer", 2 * trained, "the weights of the last round, and the momentum"),
+        ]
+
+    def build(
+        self,
+        world: World,
+        factory: Callable[[], Any],
+        *,
+        trainer: TrainerOptions,
+        gradient_accumulation_steps: int,
+        prepare: Callable[[Any], None],
+    ) -> Strategy:
+        """Build the replicas and the outer optimizer."""
+        from ddpexp.strategy.local.strategy import DiLoCo
+
+        return DiLoCo(
+            self, world, factory,
+            channels_last=trainer.channels_last, compilation=Compilation.of(trainer), prepare=prepare,
+        )  # fmt: skip

@@ -1,0 +1,74 @@
+"""Preparations on a file system that is really full: one sentence, and nothing is left."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddpexp.data.arrays.prepare import prepare as arrays
+from ddpexp.data.hf.prepare import prepare as hf
+from ddpexp.data.image_folder.prepare import prepare as image_folder
+from ddpexp.data.text.prepare import prepare as text
+from ddpexp.errors import RefusedError
+
+pytestmark = pytest.mark.slow
+ROWS = 100_000
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file system of a megabyte, with the user's cache in it."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def prepare_text(place: Path) -> None:
+    (place / "t.txt").write_text("aé" * 250_000)
+    text(str(place / "t.txt"), 8)
+
+
+def prepare_arrays(place: Path) -> None:
+    (place / "t.csv").write_text("a,b\n" + "1,0\n2,1\n" * (ROWS // 2))
+    arrays(str(place / "t.csv"), targets="b", dtype="float64")
+
+
+def prepare_hf(place: Path) -> None:
+    if importlib.util.find_spec("datasets") is None:
+        pytest.skip("needs the library datasets")
+    (place / "t.csv").write_text("a,b\n" + "1,0\n2,1\n" * (ROWS // 2))
+    hf(str(place / "t.csv"), inputs="a", targets="b", dtype="float64")
+
+
+def prepare_images(place: Path) -> None:
+    for number in range(4):
+        folder = place / "photos" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.full((400, 400, 3), number, np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    image_folder(str(place / "photos"), cache="raw", size=400, cache_size=400)
+
+
+@pytest.mark.parametrize("prepare", [prepare_arrays, prepare_hf, prepare_images, prepare_text])
+def test_a_full_disk_is_one_sentence_and_nothing_half_made_is_left(prepare: object, small: Path) -> None:
+    assert callable(prepare)
+    with pytest.raises(RefusedError, match=r"^the data could not be written \(.*No space left on device") as refused:
+        prepare(small)
+    assert "\n" not in str(refused.value)
+    left = [path for caches in small.rglob(".ddpexp-cache") for path in caches.rglob("*") if path.is_file()]
+    assert [path for path in left if path.stat().st_size] == []
