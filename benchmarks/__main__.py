@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -25,6 +26,7 @@ BENCHMARKS = {
     "reduction": "Small models on one host",
     "input": "Data that fits into memory",
     "images": "Folders of photographs",
+    "gpt": "A small GPT on a CPU",
     "order": "The order of samples",
     "callbacks": "Callbacks in a step",
     "loggers": "Remote loggers",
@@ -64,11 +66,19 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a few minutes: the ratios that show a regression; writes nothing"
     )
+    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="nanoGPT's repository, for gpt")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a text, for gpt")
+    parser.add_argument("--steps", type=int, help="steps of gpt's runs (2000), a multiple of 40")
     words = parser.parse_args()
     unknown = [name for name in words.which if name not in BENCHMARKS]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]}; there are {', '.join(BENCHMARKS)}")
-    here = [name for name in BENCHMARKS if name not in GPU or count_gpus()]
+    if (words.nanogpt is None or words.text is None) and "gpt" in words.which:
+        parser.error("the benchmark gpt needs --nanogpt DIR and --text FILE")
+    if words.steps is not None and (words.steps < 40 or words.steps % 40):
+        parser.error(f"--steps {words.steps}: use a multiple of 40")
+    missing = () if words.nanogpt is not None and words.text is not None else ("gpt",)
+    here = [name for name in BENCHMARKS if name not in missing and (name not in GPU or count_gpus())]
     elsewhere = [name for name in words.which if name not in here]
     if elsewhere:
         parser.error(f"the benchmark {elsewhere[0]} needs a GPU, and this machine shows none")
@@ -86,9 +96,9 @@ def main() -> None:
             (folder / name).mkdir()
             began = time.monotonic()
             rounds = min(words.rounds, 3) if words.quick else words.rounds
-            found = import_module(f"benchmarks.{name}").run(
-                Bench(data, folder / name, rounds, words.quick, words.peers)
-            )
+            bench = Bench(data, folder / name, rounds, words.quick, words.peers)
+            bench = replace(bench, nanogpt=words.nanogpt, text=words.text, steps=words.steps)
+            found = import_module(f"benchmarks.{name}").run(bench)
             if not words.quick:
                 report.write(name, BENCHMARKS[name], found)
             report.show(BENCHMARKS[name], found, time.monotonic() - began)

@@ -77,6 +77,9 @@ class Bench:
     quick: bool  # the few arms that show a regression, in seconds
     peers: str | None  # the Python of an environment with Lightning, Fabric and Accelerate
     say: Callable[[str], None] = print
+    nanogpt: Path | None = None  # nanoGPT's repository
+    text: Path | None = None  # a text to train on
+    steps: int | None = None  # of the runs of gpt
 
     def at_most(self, rounds: int) -> int:
         """Return the rounds for a benchmark whose programs take long."""

@@ -227,6 +227,7 @@ def _data(values: Mapping[str, Any], trust: Trust, where: str = "data") -> Data:
         folds=convert(values.get("folds"), int | None, "data.folds"),
         weights=_weights(values.get("weights")),
         samples_per_epoch=convert(values.get("samples_per_epoch"), int | None, "data.samples_per_epoch"),
+        lengths=convert(values.get("lengths"), str | None, "data.lengths"),
         transform=_functions(values.get("transform"), "data.transform"),
         eval_transform=_functions(values.get("eval_transform"), "data.eval_transform"),
         transform_of=convert(values.get("transform_of", "input"), Literal["input", "sample"], "data.transform_of"),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ddpexp.data.datasets import Arrays, IndexData, OrderedData, Splits
+from ddpexp.data.lengths import ByLength
 from ddpexp.data.loader import load
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.streams import Stream
@@ -51,6 +52,9 @@ def fingerprint(
         found[name] = {"samples": len(part), **({"content": content} if content else {})}
     if isinstance(splits.train, OrderedData):
         found["train"]["samples_per_epoch"] = splits.train.samples_per_epoch
+    if isinstance(order, ByLength):
+        found["train"]["lengths"] = order.digest
+        order = order.base
     if isinstance(order, Weighted):
         found["train"]["weights"] = order.digest
     return found

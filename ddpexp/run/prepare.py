@@ -142,14 +142,18 @@ def with_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> str
 def _check_values(data: Data, num_train: Any) -> None:
     """Check the files with a value for each training sample; where their number is not known yet, the workers do."""
     weighted = isinstance(data.weights, str) and data.weights != "balanced"
-    if weighted or (data.group_by is not None and data.group_by.endswith((".npy", ".txt", ".csv"))):
-        from ddpexp.data.weights import checked_groups, checked_weights, read_values  # late: numpy
+    by_file = [name is not None and name.endswith((".npy", ".txt", ".csv")) for name in (data.group_by, data.lengths)]
+    if weighted or any(by_file):
+        from ddpexp.data.lengths import checked_lengths  # late: numpy
+        from ddpexp.data.weights import checked_groups, checked_weights, read_values
 
         count = num_train if isinstance(num_train, int) else None
         if weighted:
             checked_weights(read_values(str(data.weights), "data.weights"), count, f"data.weights={data.weights}")
-        if data.group_by is not None and data.group_by.endswith((".npy", ".txt", ".csv")):
+        if data.group_by is not None and by_file[0]:
             checked_groups(read_values(data.group_by, "data.group_by"), count, data.group_by)
+        if data.lengths is not None and by_file[1]:
+            checked_lengths(read_values(data.lengths, "data.lengths"), count, f"data.lengths={data.lengths}")
 
 
 def call_and_answer(

@@ -14,6 +14,7 @@ from ddpexp.config.schema import Data, Experiment
 from ddpexp.data.batch_plan import counted
 from ddpexp.data.columns import column_of, labels_of, places_in
 from ddpexp.data.datasets import OrderedData, Splits, choose_samples, on_device, part, select, training_order
+from ddpexp.data.lengths import ByLength, checked_lengths
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.partition import Part, fold_parts, fraction_parts
 from ddpexp.data.streams import Stream
@@ -37,6 +38,8 @@ def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
         splits = replace(splits, train=choose_samples(splits.train, limit))
     if data.weights is not None or (data.samples_per_epoch is not None and not data.sources):  # a mixture has its own
         splits = replace(splits, order=_order(splits.train, whole, experiment))
+    if data.lengths is not None:
+        splits = replace(splits, order=_by_length(splits, whole, data.lengths, experiment.trainer.global_batch_size))
     splits = transformed(splits, experiment)
     return on_device(splits, world.device) if data.on_device else splits
 
@@ -123,6 +126,24 @@ def _order(train: Any, whole: Any, experiment: Experiment) -> TrainingOrder:
             "data.weights: all samples with a weight above 0 are held out or left out, so there is nothing to draw."
         )
     return Weighted.of(weights, length)
+
+
+def _by_length(splits: Splits, whole: Any, name: str, batch_size: int) -> TrainingOrder:
+    """Return the order of training with samples of similar length in the same batch."""
+    train, key = splits.train, f"data.lengths={name}"
+    if isinstance(train, OrderedData) and train is not whole:
+        raise RefusedError(
+            f"{key}: `train` is a part of a {type(train).__name__} with a training order of its own, whose lengths are "
+            "not known. Hold out no samples, or use data.lengths=null."
+        )
+    values = read_values(name, "data.lengths") if name.endswith(FILES) else column_of(whole, name)
+    if values is None:
+        raise RefusedError(
+            f"{key} is no column of the training set, a {type(whole).__name__}, and no file (.npy, .txt or .csv) with "
+            "the length of each training sample."
+        )
+    lengths = checked_lengths(values, len(whole), key)[places_in(train, whole)]
+    return ByLength(splits.order or training_order(train), lengths, batch_size)
 
 
 def _weights(weights: str | Node, whole: Any, experiment: Experiment) -> NDArray[np.float64]:

@@ -86,6 +86,7 @@ def _check_keys(experiment: Experiment) -> None:
         "data.folds": (data.folds, None, "null, and return an evaluation set"),
         "data.weights": (data.weights, None, "null"),
         "data.samples_per_epoch": (data.samples_per_epoch, None, "null"),
+        "data.lengths": (data.lengths, None, "null"),
         "data.on_device": (data.on_device, False, "false"),
         "data.num_workers": (data.num_workers, 0, "0: its rank reads it, or processes that it starts itself"),
     }

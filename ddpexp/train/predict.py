@@ -102,6 +102,7 @@ def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: W
 def _undivided(experiment: Experiment) -> Experiment:
     """Return an experiment that holds no samples out, and draws from all alike."""
     keys: dict[str, Any] = {"validation_fraction": 0.0, "fold": None, "folds": None, "weights": None}
+    keys["lengths"] = None
     return replace(experiment, data=replace(experiment.data, **keys, samples_per_epoch=None))
 
 

@@ -11,6 +11,7 @@ from ddpexp.config.instantiate import Node
 from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.data.batch_plan import counted, epochs_text
 from ddpexp.data.batches import TrainBatches
+from ddpexp.data.lengths import ByLength
 from ddpexp.data.streams import Batches, StreamBatches
 from ddpexp.launch import Layout
 from ddpexp.loggers.base import Logger
@@ -74,6 +75,10 @@ class Report:
             parts.append(f"trained on {trainer.limit_train_samples:,} samples")
         if isinstance(self.train, TrainBatches) and self.train.samples_per_epoch != len(self.train.data):
             parts.append(f"{self.train.samples_per_epoch:,} samples an epoch")
+        if isinstance(self.train, TrainBatches) and isinstance(self.train.order, ByLength):
+            size = self.train.plan.micro_batch_size
+            sorted_share, other_share = self.train.order.padding(self.train.seed, size)
+            parts.append(f"by length: {sorted_share:.1%} of a batch is padding instead of {other_share:.1%}")
         if trainer.limit_eval_batches is not None:
             parts.append(f"evaluated on at most {trainer.limit_eval_batches * trainer.global_batch_size:,} of each set")
         return f"; {', '.join(parts)}" if parts else ""

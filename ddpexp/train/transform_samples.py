@@ -18,7 +18,9 @@ from ddpexp.data.streams import Stream
 from ddpexp.data.transforms import Transformed, is_map_style
 from ddpexp.errors import RefusedError
 
-_SAMPLE_KEYS = ("transform", "eval_transform", "collate", "weights", "group_by", "stratify", "samples_per_epoch")
+_SAMPLE_KEYS = (
+    "transform", "eval_transform", "collate", "weights", "group_by", "stratify", "samples_per_epoch", "lengths",
+)  # fmt: skip
 
 
 def sample_nodes(data: Data) -> Mapping[str, Node]:

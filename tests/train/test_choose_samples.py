@@ -15,6 +15,7 @@ from ddpexp.config.parse import parse
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Arrays, Splits
+from ddpexp.data.lengths import ByLength
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.train.choose_samples import arrange
@@ -139,6 +140,12 @@ def test_weights_may_come_from_a_function() -> None:
         (rows(), ["data.group_by=x"], r"data\.group_by=x is about the held-out samples"),
         (rows(), ["data.weights=balance"], r"data\.weights=balance: use balanced, a file"),
         (rows(), ["data.weights=none.npy"], r"data\.weights=none\.npy cannot be read: No such file"),
+        (
+            rows(),
+            ["data.lengths=words"],
+            r"data\.lengths=words is no column of the training set, a Arrays, and no file",
+        ),
+        (rows(), ["data.lengths=none.npy"], r"data\.lengths=none\.npy cannot be read: No such file"),
         (rows(), ["data.samples_per_epoch=0"], r"data\.samples_per_epoch=0 is too small"),
         (
             rows(),
@@ -150,3 +157,14 @@ def test_weights_may_come_from_a_function() -> None:
 def test_what_means_nothing_is_refused(data: Any, overrides: list[str], message: str) -> None:
     with pytest.raises(RefusedError, match=message):
         arranged(data, *overrides)
+
+
+def test_lengths_are_those_of_the_samples_that_are_trained_on(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.arange(200))
+    key = f"data.lengths={tmp_path / 'lengths.npy'}"
+    for more in ([], ["data.folds=5", "data.fold=1"], ["trainer.limit_train_samples=100", "data.weights=balanced"]):
+        splits = arranged(Items(), key, *more)
+        assert isinstance(splits.order, ByLength)
+        visited = splits.order.order(0, 0)(np.arange(splits.order.samples_per_epoch))
+        batches = np.array([splits.train[index][0] for index in visited])[:80].reshape(-1, 20)
+        assert (np.diff(batches, axis=1) >= 0).all()
