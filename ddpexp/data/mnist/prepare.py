@@ -50,6 +50,7 @@ from ddpexp.system.terminal import print_message
 SOURCES = ("auto", "files", "download", "embedded")
 EMBEDDED_VERSION = 1  # increase it when synthetic.py changes: it is part of the name of caches
 EMBEDDED_SEEDS = (1, 2)  # of the training and of the test digits
+MEAN, STD = 0.1307, 0.3081  # of the training images, as fractions of 255
 EMBEDDED_MOST = 1_000_000  # images per part: they are drawn in memory
 
 
@@ -300,7 +301,13 @@ def _identity(cache: Cache, source: str, way: str, title: str) -> dict[str, Any]
         "num_train": record["num_train"],
         "num_test": record["num_test"],
         "note": f"{title}, {record['num_train']:,} + {record['num_test']:,} images, {way}",
-        "facts": {"num_classes": 10, "classes": [str(digit) for digit in range(10)], "shape": [1, 28, 28]},
+        "facts": {
+            "num_classes": 10,
+            "classes": [str(digit) for digit in range(10)],
+            "shape": [1, 28, 28],
+            "mean": [MEAN],
+            "std": [STD],
+        },
     }
 
 
