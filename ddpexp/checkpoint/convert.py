@@ -41,6 +41,21 @@ def convert(source: Path, target: Path, description: str, averaged: bool) -> str
     return part
 
 
+def to_safetensors(source: str, target: str) -> None:
+    """Convert a file in a command of its own, which errors that name such a file tell the user to type.
+
+    Raises:
+        SystemExit: it cannot be converted, or the other file exists.
+    """
+    if os.path.lexists(target):
+        raise SystemExit(f"ddpexp: {target} exists already.")
+    try:
+        part = convert(Path(source), Path(target).absolute(), source, averaged=False)
+    except (RefusedError, OSError) as error:
+        raise SystemExit(f"ddpexp: {error}") from None
+    print(f"{target} has the tensors of {source}" + (f", its part {part}." if part else "."))
+
+
 def check_archive(path: Path, description: str) -> None:
     """Check that a zip archive is one as torch.save writes it, with nothing compressed: it cannot grow when read.
 

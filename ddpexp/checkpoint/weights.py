@@ -46,17 +46,13 @@ def check_usable(path: Path, description: str, converts: bool = False) -> None:
         raise RefusedError(f"{description}: there is no such file.{download}")
     _check_no_peft(path, description)
     if not converts and is_pickled(path):
-        target = path.with_suffix(".safetensors").name
-        code = (
-            f"import torch; from safetensors.torch import save_file; found = torch.load(open({path.name!r}, 'rb'), "
-            f"'cpu', weights_only=True); save_file({{name: value.contiguous().clone() for name, value in "
-            f"found.items()}}, {target!r})"
-        )
+        name = f"{path.stem}-converted" if path.suffix == ".safetensors" else path.stem
+        target = path.with_name(f"{name}.safetensors")
+        code = f"from ddpexp.checkpoint.convert import to_safetensors; to_safetensors({str(path)!r}, {str(target)!r})"
         argument = shlex.quote(code) if set(code) & set('"$`\\!') else f'"{code}"'
         raise RefusedError(
             f"{description}: {path.name} cannot be read as safetensors: torch.save has written it, and such a file "
-            f"can hold any code, so it is never loaded here. Convert it once, in its folder, and name {target} (where "
-            f"it holds more than a state_dict, take that part of `found`): python -c {argument}"
+            f"can hold any code. Convert its tensors once, python -c {argument}, and name {target.name} instead."
         )
 
 

@@ -279,17 +279,23 @@ def test_a_file_of_torch_save_is_named_with_a_line_that_converts_it(
 ) -> None:
     torch.manual_seed(0)
     model = Tied()
-    torch.save(model.state_dict(), tmp_path / name)
+    torch.save({"step": 3, "state_dict": model.state_dict()}, tmp_path / name)
     with pytest.raises(
-        RefusedError, match=rf"^run\.init_from=x: {re.escape(name)} cannot be read as safetensors: torch\.save"
+        RefusedError, match=rf"^evaluate x: {re.escape(name)} cannot be read as safetensors: torch\.save"
     ) as caught:
-        find(tmp_path / name, "run.init_from=x", pytest.fail)
+        find(tmp_path / name, "evaluate x", pytest.fail)
     assert "\n" not in str(caught.value)
-    command = shlex.split(str(caught.value).rpartition(": python ")[2])
-    subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, timeout=PATIENCE)
-    found = find((tmp_path / name).with_suffix(".safetensors"), "run.init_from=x", pytest.fail)
+    command = str(caught.value).rpartition(" once, python ")[2].rpartition(", and name ")[0]
+    stem = "left-converted" if name == "left.safetensors" else (tmp_path / name).stem
+    converted = tmp_path / f"{stem}.safetensors"
+    words = [sys.executable, *shlex.split(command)]
+    said = subprocess.run(words, cwd="/", check=True, timeout=PATIENCE, capture_output=True, text=True).stdout
+    assert said == f"{converted} has the tensors of {tmp_path / name}, its part state_dict.\n"
+    again = subprocess.run(words, cwd="/", timeout=PATIENCE, capture_output=True, text=True)
+    assert (again.returncode, again.stderr) == (1, f"ddpexp: {converted} exists already.\n")
+    found = find(converted, "evaluate x", pytest.fail)
     other = Tied()
-    load_weights({"model": other}, found, "run.init_from=x")
+    load_weights({"model": other}, found, "evaluate x")
     assert torch.equal(other.head.weight, model.head.weight)
 
 

@@ -33,6 +33,8 @@ def test_mnist_is_decoded_into_arrays_that_map_into_memory(real: Path, home: Pat
         "num_train": 60_000,
         "num_test": 10_000,
         "note": f"MNIST, 60,000 + 10,000 images, from files in {real}",
+        "mean": [0.1307],
+        "std": [0.3081],
         "facts": {
             "num_classes": 10,
             "classes": list("0123456789"),

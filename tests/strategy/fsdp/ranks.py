@@ -121,6 +121,20 @@ def clipped_and_skipped(world: World) -> None:
         check_equal(found, expected, f"limit {limit}, bad step {bad_step}")
 
 
+def every_optimizer(world: World) -> None:
+    """Optimizers that take each element by itself give the weights of replicas; Rprop sets elements of gradients."""
+    for name, make in CUT.items():
+        found = FSDP(OPTIONS, world, seeded(Net))
+        if name == "rprop":
+            with pytest.raises(RuntimeError, match="DTensor"):
+                train(world, found, make)
+            continue
+        expected = DDP(STRATEGY, world, seeded(Net))
+        norms = [train(world, strategy, make) for strategy in (expected, found)]
+        assert norms[0] == norms[1], name
+        check_equal(found, expected, name)
+
+
 def reduced_each_micro_batch(world: World) -> None:
     """Gradients that are reduced after each micro-batch are nearly those that are reduced once."""
     one_reduction, each = (
@@ -148,6 +162,7 @@ def in_bf16(world: World) -> None:
 def two_workers(world: World) -> None:
     """Everything that two workers show."""
     clipped_and_skipped(world)
+    every_optimizer(world)
     reduced_each_micro_batch(world)
     in_bf16(world)
 
