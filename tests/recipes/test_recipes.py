@@ -68,7 +68,7 @@ def test_a_sweep_ends_in_a_table_and_a_stopped_job_resumes_exactly(command: Ddpe
     assert done.code == 0, done.err
     assert len((command.folder / "sweep/sweep.csv").read_text().splitlines()) == 3
     stopped, whole = (command.folder / f"sweep/{job}_trainer.max_steps={n}" for job, n in (("0000", 2), ("0001", 4)))
-    resumed = command(*typed, "trainer.max_steps=4", f"run.dir={stopped}")
+    resumed = command(*typed, "trainer.max_steps=4", f'run.dir="{stopped}"')
     assert resumed.code == 0, resumed.err
     assert "resumed after step 2 of 4" in resumed.out
     ends = [read_json(run / "result.json") for run in (stopped, whole)]
