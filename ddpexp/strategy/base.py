@@ -115,6 +115,10 @@ class Strategy(Protocol):
         """Clip the gradient norm to `limit`; return the norm before clipping. Ranks: all, also with other results."""
         ...
 
+    def norm_to_record(self, norm: Tensor) -> Tensor:
+        """Return what is recorded for a norm that `clip` returned. Ranks: all, with the same result."""
+        ...
+
     def clear_gradient(self) -> None:
         """Clear every gradient."""
         ...

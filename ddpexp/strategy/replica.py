@@ -161,6 +161,10 @@ class Replicas:
         """Clip the gradient norm to `limit`; return the norm before clipping."""
         return self._clip(parameters, self.gradient_norm(parameters), limit)
 
+    def norm_to_record(self, norm: Tensor) -> Tensor:
+        """Return the norm that `clip` returned; here all ranks have the same."""
+        return norm
+
     def _clip(self, parameters: Sequence[Tensor], norm: Tensor, limit: float) -> Tensor:
         with torch.no_grad():  # as `nn.utils.clip_grads_with_norm_`, which supports only dense gradients
             if values := self.gradient_values(parameters):

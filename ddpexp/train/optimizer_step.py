@@ -236,7 +236,7 @@ class Step:
             self.on_gradients(optimizers)
         if self.clip_grad_norm is not None:
             norm = self.strategy.clip(_parameters(optimizers), self.clip_grad_norm)
-            self.norms[self._suffix(chosen)] = self.strategy.on_any_rank(norm) if self.want_norm else norm
+            self.norms[self._suffix(chosen)] = self.strategy.norm_to_record(norm) if self.want_norm else norm
         elif self.want_norm:
             self.norms[self._suffix(chosen)] = self.strategy.gradient_norm(_parameters(optimizers))
         if self.clip_grad_value is not None:

@@ -304,7 +304,13 @@ def _identity(cache: Cache, source: str, way: str, title: str) -> dict[str, Any]
         "note": f"{title}, {record['num_train']:,} + {record['num_test']:,} images, {way}",
         "mean": [MEAN],
         "std": [STD],
-        "facts": {"num_classes": 10, "classes": [str(digit) for digit in range(10)], "shape": [1, 28, 28]},
+        "facts": {
+            "num_classes": 10,
+            "classes": [str(digit) for digit in range(10)],
+            "shape": [1, 28, 28],
+            "mean": [MEAN],
+            "std": [STD],
+        },
     }
 
 

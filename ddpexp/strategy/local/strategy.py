@@ -103,6 +103,10 @@ class LocalSGD(Replicas):
         """Clip the norm of this rank's gradient; return it as it was before."""
         return self._clip(parameters, super().gradient_norm(parameters), limit)
 
+    def norm_to_record(self, norm: Tensor) -> Tensor:
+        """Return the largest norm of a rank. Ranks: all; communicates."""
+        return self.on_any_rank(norm)
+
     @contextmanager
     def evaluation(self) -> Iterator[Any]:
         """Yield `eval_model` in evaluation mode, with the mean of the ranks' weights. Ranks: all; communicates."""

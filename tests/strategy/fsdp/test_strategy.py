@@ -163,6 +163,8 @@ def test_checkpoints_are_those_of_replicas_and_either_strategy_resumes_the_other
         "trainer.threads=1",
         "trainer.micro_batch_size=6",
         "trainer.ema_decay=0.9",
+        "trainer.clip_grad_norm=0.1",
+        "trainer.log_every=1",
     )
     whole = recipe(*ways)
     assert whole.code == 0, whole.err
@@ -177,6 +179,10 @@ def test_checkpoints_are_those_of_replicas_and_either_strategy_resumes_the_other
         assert done.code == 0, done
     assert files(run) == files(whole.run)
     assert done.result()["weights_sha256"] == whole.result()["weights_sha256"]
+    key = "train/grad_norm"
+    norms, expected = ({line["step"]: line[key] for line in r.metrics() if key in line} for r in (done, whole))
+    assert norms == expected
+    assert max(norms.values()) > 0.1  # as it was before clipping
 
 
 @pytest.mark.variants(1)
