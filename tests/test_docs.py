@@ -109,6 +109,8 @@ ONLY_WITH = {
     "model.bias=true": ["recipe=gpt"],
     "model.dropout=0.1": ["recipe=gpt"],
     "recipe=distill": ["run.init_from=mnist"],
+    "data.size_from_epoch=[[0,128],[6,160]]": ["data=image_folder"],
+    "model.head=NAME": ["recipe=finetune"],
     "task.noise=0.5": ["recipe=autoencoder"],
     "model.variational=true": ["recipe=autoencoder"],
     "model.frequencies=16": ["recipe=tabular"],
