@@ -110,6 +110,8 @@ ONLY_WITH = {
     "model.dropout=0.1": ["recipe=gpt"],
     "recipe=distill": ["run.init_from=mnist"],
     "data.size_from_epoch=[[0,128],[6,160]]": ["data=image_folder"],
+    "model=torchvision": ["run.trust=[torchvision]"],
+    "model=timm": ["run.trust=[timm]"],
     "model.head=NAME": ["recipe=finetune"],
     "task.noise=0.5": ["recipe=autoencoder"],
     "model.variational=true": ["recipe=autoencoder"],
