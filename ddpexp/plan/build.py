@@ -110,8 +110,13 @@ def collect(
         "data": "measured: what each worker has for itself" if data_bytes is not None else "left out: --num_samples"
     }
     models, single, device = _models(experiment, notes)
+    state_bytes = {name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()}
     named = _named(models)
     optimizers = _optimizers(experiment, models, single)
+    optimizer_bytes = _optimizer_bytes(optimizers, models, notes)
+    groups, late_starts = list(_groups(experiment, models, single, optimizers)), LateStarts.of(trainer, models, single)
+    experiment.strategy.divide_models(models)
+    divided = list(_described(_named(models))) if experiment.strategy.divides_layers else []
     if num_samples is None:
         of_a_pass = _of_a_pass(experiment, models, single, train, plan.micro_batch_size, device, notes)
     else:
@@ -125,8 +130,8 @@ def collect(
     facts = Facts(
         parameters=list(_described(named)),
         buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
-        state_bytes={name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()},
-        optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
+        state_bytes=state_bytes,
+        optimizer_bytes=optimizer_bytes,
         data_bytes=data_bytes,
         device_data_bytes=device_bytes(splits) if there else 0,
         num_samples=samples_per_epoch,
@@ -136,8 +141,9 @@ def collect(
         num_passes=plan.gradient_accumulation_steps,
         blocks_bytes=experiment.strategy.blocks_bytes(models) if layout.world_size > 1 else [],
         notes=notes,
-        groups=list(_groups(experiment, models, single, optimizers)),
-        late_starts=LateStarts.of(trainer, models, single).texts(),
+        groups=groups,
+        late_starts=late_starts.texts(),
+        divided=divided,
         averaged_by=next((type(one).__name__ for one in optimizers.values() if isinstance(one, HasModes)), None),
     )
     return facts, steps, optimizers
