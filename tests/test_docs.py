@@ -108,6 +108,11 @@ ONLY_WITH = {
     "model.tied=false": ["recipe=gpt"],
     "model.bias=true": ["recipe=gpt"],
     "model.dropout=0.1": ["recipe=gpt"],
+    "recipe=distill": ["run.init_from=mnist"],
+    "task.noise=0.5": ["recipe=autoencoder"],
+    "model.variational=true": ["recipe=autoencoder"],
+    "model.frequencies=16": ["recipe=tabular"],
+    "model.latent=16": ["recipe=autoencoder"],
     "data.tokenizer=char": ["data=text"],
     "data.documents=file": ["data=text"],
     "data.channels=1": ["data=image_folder"],
@@ -127,7 +132,8 @@ ONLY_WITH = {
 }
 # Other programs' lines in blocks.
 OTHERS = re.compile(
-    r"pip install |python -m (venv|benchmarks|tests\.(mutate|matrix|requirements))\b|ruff format |tensorboard --logdir "
+    r"pip install |python -m ddpexp\.recipes\.segment "
+    r"|python -m (venv|benchmarks|tests\.(mutate|matrix|requirements))\b|ruff format |tensorboard --logdir "
     r"|pytest -|wandb login|export |python examples/(photos/draw|table/table)\.py "
 )
 

@@ -1,7 +1,8 @@
 """Every example runs, and what the documents quote of it is what its files contain.
 
 An example is a folder `examples/NAME` with `NAME.py` and `conf/recipe/NAME.yaml`; a new one is found by itself. In a
-document, the first line of a block names the file that the rest of it is from: `# examples/NAME/NAME.py`.
+document, the first line of a block names the file that the rest of it is from: `# examples/NAME/NAME.py` or
+`# recipes/NAME.py`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def test_every_block_of_a_document_is_from_a_file_of_an_example() -> None:
         if f"{document}: {first}" in FRAGMENTS:
             continue
         name = first.removeprefix("# ")
-        assert re.fullmatch(r"# examples/\S+", first), f"{document}: the block {first!r} does not begin with its file"
+        assert re.fullmatch(r"# (examples|recipes)/\S+", first), (
+            f"{document}: the block {first!r} does not begin with its file"
+        )
         assert (ROOT / name).is_file(), f"{document}: {name} does not exist"
         assert f"\n{rest}" in "\n" + (ROOT / name).read_text(), f"{document} quotes what {name} does not contain"
 

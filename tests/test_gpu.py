@@ -514,7 +514,7 @@ def test_a_gan_trains_on_a_gpu_in_half_precision(ddpexp: Ddpexp, precision: str)
     few = ("data.source=embedded", "data.embedded_train=640", "data.embedded_test=100", "trainer.log_every=1")
     keys = (f"trainer.precision={precision}", "trainer.clip_grad_norm=1", "trainer.micro_batch_size=32")
     run = ddpexp.folder / "gan"
-    recipe = ("--config-dir", str(ROOT / "examples/gan/conf"), "recipe=gan", "trainer.gpus=1")
+    recipe = ("recipe=gan", "trainer.gpus=1")
     for task in ((), ("task._target_=gan.WassersteinGAN", "task.discriminator_lr=0.0002")):
         done = ddpexp(*recipe, *few, *keys, *task, f"run.dir={run}{len(task)}", timeout=PATIENCE)
         assert done.code == 0, done.err

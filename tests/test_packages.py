@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import ROOT, Ddpexp, Done, finish
 from tests.examples import install
+from tests.listed import listed, unwrapped
 
 PARTS = ("recipe=sides", "logger=[tensorboard,rows]", "launcher=shy", "scheduler=stable")
 
@@ -70,8 +71,9 @@ def test_its_run_is_resumed_and_evaluated_with_it_and_refused_without(
 def test_its_parts_are_listed_checked_and_unknown_without_it(ddpexp: Ddpexp, installed: Path) -> None:
     shown = ddpexp("--help", *PARTS[:1], *PARTS[2:], environ=seeing(installed))
     lines = [line.split() for line in shown.out.splitlines()]
+    assert f" {listed('recipe', 'sides', chosen='sides')} " in unwrapped(shown.out)
     for line in (
-        "recipe gpt, mnist, sides*", "launcher elastic, inline, mpi, shy*, slurm, spawn, torchrun-env",
+        "launcher elastic, inline, mpi, shy*, slurm, spawn, torchrun-env",
         "logger csv, mlflow, none, rows, tensorboard*, wandb",
         "multi_step, onecycle, plateau, polynomial, stable*, torch, wsd", "launcher.niceness=5 a whole number",
     ):  # fmt: skip

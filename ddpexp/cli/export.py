@@ -29,7 +29,16 @@ FORMATS = {
     "onnx": ("onnx", "onnxscript", "onnxruntime"),  # with what each needs
 }
 _EXAMPLES = {"--out": "--out exported", "--format": "--format safetensors"}
-_OF_DATA = ("mean", "std", "num_classes", "classes", "shape", "vocab_size")  # that a program needs to use the model
+_OF_DATA = (
+    "mean",
+    "std",
+    "num_classes",
+    "classes",
+    "shape",
+    "vocab_size",
+    "block_size",
+    "tokenizer",
+)  # that a program needs to use the model
 
 _USAGE = f"""{commands.of("export").usage}
 
@@ -85,7 +94,7 @@ def check(out: Path, kind: str) -> None:
         raise RefusedError(f"--format {kind} is no format.{did_you_mean(kind, FORMATS, '--format ')}")
     missing = [name for name in FORMATS[kind] if importlib.util.find_spec(name) is None]
     if missing:
-        raise RefusedError(f"--format {kind} needs {', '.join(missing)}: pip install {' '.join(FORMATS[kind])}.")
+        raise RefusedError(f"--format {kind} needs {', '.join(missing)}: pip install 'ddpexp[{kind}]'.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RefusedError(f"--out {out} is no empty folder: export into a new one.")
     parent = out.absolute().parent

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ddpexp.cli.api.exporting import _difference, export_model, inputs_of
+from ddpexp.cli.api.opened import open_run
 from ddpexp.cli.export import described, request_of, run_export
 from ddpexp.cli.subcommands import weights_of
 from ddpexp.errors import RefusedError
@@ -65,8 +66,20 @@ def test_what_is_wrong_is_refused(run: Path, arguments: list[str], sentence: str
 
 def test_onnx_names_what_to_install(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RefusedError, match="pip install onnx onnxscript onnxruntime"):
+    with pytest.raises(RefusedError, match=r"needs onnx, onnxscript, onnxruntime: pip install 'ddpexp\[onnx\]'\."):
         run_export(["RUN", "--out", "out", "--format=onnx"], ["ddpexp", "export"])
+
+
+@pytest.mark.slow
+def test_an_onnx_model_takes_batches_of_any_size_and_gives_the_same(run: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime", reason="needs pip install 'ddpexp[onnx]'")
+    assert run_export(["RUN", "--out", "out", "--format=onnx", *FEW], ["ddpexp", "export"]) == 0
+    assert sorted(path.name for path in Path("out").iterdir()) == ["export.json", "model.onnx"]
+    assert json.loads(Path("out/export.json").read_text())["difference"] < 1e-4
+    session = runtime.InferenceSession("out/model.onnx", providers=["CPUExecutionProvider"])
+    inputs = torch.rand(7, 1, 28, 28)
+    [found] = session.run(None, {"inputs": inputs.numpy()})
+    assert torch.allclose(torch.from_numpy(found), open_run("RUN").model()(inputs), atol=1e-4)
 
 
 @pytest.mark.parametrize("batch", [torch.ones(2), (torch.ones(2), 0), [torch.ones(2)], {"inputs": torch.ones(2)}])

@@ -48,6 +48,9 @@ def test_a_project_is_checked_and_swept(
     if kind == "images":
         draw_photos(tmp_path / "photos")
         words += [f"data.root={tmp_path}/photos", "data.size=32"]
+    if kind == "gpt":
+        (tmp_path / "text.txt").write_text("to be, or not to be\n" * 100)
+        words += [f"data.path={tmp_path}/text.txt", "data.block_size=16"]
     assert ddpexp("check", *words, environ=environ).code == 0
     done = ddpexp("-m", *words, "optimizer.lr=0.01,0.02", "trainer.max_steps=2", environ=environ)
     assert done.code == 0, done.err

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import shutil
 import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +34,7 @@ _CPU = torch.device("cpu")
 _SAMPLES = 4  # that are compared
 _INPUTS = ("inputs", "input", "input_ids", "images", "x")  # keys of a batch that is a mapping
 _HF_FILE_BYTES = 5_000_000_000
+_ONNX_FILE_BYTES = 1 << 30  # of weights; protobuf's limit is 2 GiB
 RECORD = "export.json"
 
 
@@ -97,12 +100,24 @@ def _written(kind: str, plain: nn.Module, model: nn.Module, inputs: Tensor, fold
             program = torch.export.export(plain, (inputs,), dynamic_shapes=({0: rows},))
         torch.export.save(program, path)
         return _difference(expected, _outputs(program.module(), inputs))  # no file that may hold code is loaded
-    torch.onnx.export(plain, (inputs,), path, dynamo=True, dynamic_shapes=({0: rows},), verbose=False)
+    _export_onnx(plain, inputs, rows, path)
     import onnxruntime  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     results = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
     return _difference(expected, [torch.from_numpy(result) for result in results])
+
+
+def _export_onnx(plain: nn.Module, inputs: Tensor, rows: Any, path: Path) -> None:
+    """Write one file, or beside it model.onnx.data with weights that are too many for the format."""
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in plain.state_dict().values())
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision, which is not used, is missing
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch about torch
+        torch.onnx.export(
+            plain, (inputs,), path, dynamo=True, dynamic_shapes=({0: rows},), verbose=False, input_names=["inputs"],
+            external_data=num_bytes > _ONNX_FILE_BYTES,
+        )  # fmt: skip
 
 
 def _plain(experiment: Experiment, folder: Path) -> nn.Module:

@@ -20,7 +20,7 @@ from ddpexp.system.limits import human
 
 ARRAYS, TABLES = (".npy", ".npz"), (".csv", ".parquet")
 GROUP_FILES = (".npy", ".txt", ".csv")  # in which data.group_by may lie
-_VERSION = 1  # increase it when the content of caches changes: it is part of their names
+_VERSION = 2  # increase it when the content of caches changes: it is part of their names
 
 Names = tuple[str, ...]
 
@@ -117,7 +117,7 @@ def described(
     return {
         "name": "arrays",
         "folder": str(cache.folder),
-        "hash": hashlib.sha256(json.dumps([record["digests"], record["facts"], dtype]).encode()).hexdigest(),
+        "hash": hash_of(record, dtype),
         "num_train": num_train,
         "num_test": num_test,
         "note": _note(num_train, num_test, record, sources[0]),
@@ -194,6 +194,12 @@ def source_of(key: str, path: str) -> Source:
 def names_of(names: str | Names | None) -> Names | None:
     """Return names that may be one name, as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names) if names else None
+
+
+def hash_of(record: Mapping[str, Any], dtype: str) -> str:
+    """Return a hash of what is trained on."""
+    facts = {key: value for key, value in record["facts"].items() if key != "num_outputs"}  # follows from the others
+    return hashlib.sha256(json.dumps([record["digests"], facts, dtype]).encode()).hexdigest()
 
 
 def _note(num_train: int, num_test: int, record: Mapping[str, Any], source: Source) -> str:

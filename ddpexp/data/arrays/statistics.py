@@ -11,12 +11,15 @@ from typing import Any
 from ddpexp.data.arrays.prepare import GROUP_FILES
 from ddpexp.data.cache import cache_name, make_cache, user_cache
 
+_VERSION = 2  # increase it when the content of caches changes: it is part of their names
 _BLOCK = 1 << 16  # rows
 _DIGITS = 20  # binary digits of a mean below those of the std: the same where another numpy adds up
 
 
 def with_statistics(prepared: Mapping[str, Any], division: Mapping[str, Any]) -> dict[str, Any]:
     """Return a description of data whose facts have `mean` and `std`, lists of a number for each column.
+
+    Likewise `target_mean` and `target_std` of targets that are numbers; None where they are classes.
 
     They are those of the training part alone: `division` holds the keys of the data section that hold samples out.
     """
@@ -28,26 +31,40 @@ def with_statistics(prepared: Mapping[str, Any], division: Mapping[str, Any]) ->
         return _statistics(prepared, division)
 
     base = Path(prepared["folder"]).parent.parent
-    cache = make_cache([base, user_cache()], cache_name("arrays-statistics", identity), fill, "1 MB")
-    found = {key: cache.record[key] for key in ("mean", "std")}
+    cache = make_cache(
+        [base, user_cache()], cache_name("arrays-statistics", {**identity, "version": _VERSION}), fill, "1 MB"
+    )
+    found = {key: cache.record[key] for key in ("mean", "std", "target_mean", "target_std")}
     return {**prepared, "facts": {**prepared["facts"], **found}}
 
 
-def _statistics(prepared: Mapping[str, Any], division: Mapping[str, Any]) -> dict[str, list[float]]:
+def _statistics(prepared: Mapping[str, Any], division: Mapping[str, Any]) -> dict[str, Any]:
     import numpy as np  # late: the launching command imports this module, and often finds a cache
 
     folder, part = Path(prepared["folder"]), prepared["parts"]["train"]
     inputs = np.load(folder / part["inputs"], mmap_mode="r")
     trained = np.zeros(len(inputs), bool)
     trained[_kept(prepared, division, len(inputs))] = True
-    blocks = [slice(begin, begin + _BLOCK) for begin in range(0, len(inputs), _BLOCK)]
+    mean, std = _of_columns(inputs, trained)
+    found: dict[str, Any] = {"mean": mean, "std": std, "target_mean": None, "target_std": None}
+    if part["targets"] and "num_classes" not in prepared["facts"]:
+        targets = np.load(folder / part["targets"], mmap_mode="r")
+        found["target_mean"], found["target_std"] = _of_columns(targets.reshape(len(targets), -1), trained)
+    return found
+
+
+def _of_columns(values: Any, trained: Any) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each column over the rows of which `trained` is true."""
+    import numpy as np
+
+    blocks = [slice(begin, begin + _BLOCK) for begin in range(0, len(values), _BLOCK)]
     count = int(trained.sum())
-    mean = sum(inputs[block][trained[block]].astype(np.float64).sum(0) for block in blocks) / count
-    square = sum(((inputs[block][trained[block]].astype(np.float64) - mean) ** 2).sum(0) for block in blocks) / count
+    mean = sum(values[block][trained[block]].astype(np.float64).sum(0) for block in blocks) / count
+    square = sum(((values[block][trained[block]].astype(np.float64) - mean) ** 2).sum(0) for block in blocks) / count
     std = np.array([float(f"{value:.6g}") for value in np.sqrt(square)])
     std[std == 0] = 1.0  # of a column with one value
     grid = 2.0 ** (np.floor(np.log2(std)) - _DIGITS)
-    return {"mean": (np.round(mean / grid) * grid).tolist(), "std": std.tolist()}
+    return (np.round(mean / grid) * grid).tolist(), std.tolist()
 
 
 def _kept(prepared: Mapping[str, Any], division: Mapping[str, Any], count: int) -> Any:

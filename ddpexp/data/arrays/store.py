@@ -54,6 +54,11 @@ class Reading:
             facts["num_features"] = train["shape"][0]
         return {"parts": stored, "digests": self.digests, "facts": {**facts, **self.facts}}
 
+    def save_targets(self, part: str, targets: NDArray[Any]) -> str:
+        """Store the targets of a part; return the name of the file. Raises: OSError."""
+        self.facts["num_outputs"] = self.facts.get("num_classes") or int(targets[0].size)
+        return self.save(f"{part}-targets.npy", targets)
+
     def _part(self, part: Part) -> dict[str, Any]:
         found = self._table(part) if part.source.kind in TABLES else self._arrays(part)
         self.digests.append([part.inputs, part.targets, _digest(part.source), part.labels and _digest(part.labels)])
@@ -82,7 +87,7 @@ class Reading:
             "samples": table.num_rows,
             "shape": [len(names)],
             "inputs": self.save(f"{part.name}-inputs.npy", inputs),
-            "targets": self.save(f"{part.name}-targets.npy", targets) if targets is not None else None,
+            "targets": self.save_targets(part.name, targets) if targets is not None else None,
             "groups": groups,
         }
 
@@ -125,7 +130,7 @@ class Reading:
             "samples": len(inputs),
             "shape": list(inputs.shape[1:]),
             "inputs": path.name if path.parent == self.folder else str(path),
-            "targets": self.save(f"{part.name}-targets.npy", targets) if targets is not None else None,
+            "targets": self.save_targets(part.name, targets) if targets is not None else None,
             "groups": None,
         }
 

@@ -15,6 +15,8 @@ from ddpexp.data.arrays import prepare as labelled
 from ddpexp.data.arrays.prepare import TABLES, Names, Part, Source, described, names_of, part_of, source_of
 from ddpexp.errors import RefusedError
 
+_OF_TRAINING = ("classes", "num_classes", "num_outputs", "mean", "std", "target_mean", "target_std")  # facts
+
 
 def prepare(trained_on: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     """Prepare a file as the data that was trained on, with its columns, classes, means and standard deviations.
@@ -51,7 +53,7 @@ def prepare(trained_on: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
             f"a sample of {prepared['sources'][0]['key']}={prepared['sources'][0]['path']} has the shape "
             f"{facts['shape']}, and the model was trained on {trained_on['shape']}: choose the same inputs."
         )
-    known = {key: trained_on[key] for key in ("classes", "num_classes", "mean", "std") if key in trained_on}
+    known = {key: trained_on[key] for key in _OF_TRAINING if key in trained_on}
     return {**prepared, "facts": {**facts, **known}}
 
 

@@ -93,7 +93,7 @@ class _Conversion:
             "samples": len(data),
             "shape": shape,
             "inputs": inputs,
-            "targets": self.reading.save(f"{part}-targets.npy", targets) if targets is not None else None,
+            "targets": self.reading.save_targets(part, targets) if targets is not None else None,
             "groups": groups,
         }
 

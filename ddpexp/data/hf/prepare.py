@@ -7,7 +7,6 @@ process of its own, and only where no cache is found.
 from __future__ import annotations
 
 import glob
-import hashlib
 import importlib.util
 import json
 import os
@@ -16,13 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpexp.data.arrays.prepare import GROUP_FILES, Names, names_of
+from ddpexp.data.arrays.prepare import GROUP_FILES, Names, hash_of, names_of
 from ddpexp.data.cache import Cache, cache_name, make_cache, user_cache
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.errors import RefusedError
 from ddpexp.system.programs import python
 
-_VERSION = 1  # increase it when the content of caches changes: it is part of their names
+_VERSION = 2  # increase it when the content of caches changes: it is part of their names
 _MODULE = "datasets"
 _MOST_PIXELS = 4096
 
@@ -89,7 +88,7 @@ def _description(path: str, cache: Cache, dtype: str) -> dict[str, Any]:
     return {
         "name": "hf",
         "folder": str(cache.folder),
-        "hash": hashlib.sha256(json.dumps([record["digests"], facts, dtype]).encode()).hexdigest(),
+        "hash": hash_of(record, dtype),
         "num_train": num_train,
         "num_test": num_test,
         "note": f"{num_train:,} + {num_test:,} samples of {record['what']}, from {path}",

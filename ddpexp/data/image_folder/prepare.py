@@ -319,6 +319,8 @@ def _description(folder: Folder, cache: Cache, side: int, options: Options) -> d
             "classes": list(folder.classes),
             "num_classes": len(folder.classes),
             "shape": [options.channels, options.size, options.size],
+            "mean": list(options.mean),
+            "std": list(options.std),
         },
         **options.as_json(),
     }

@@ -80,7 +80,12 @@ def prepare(
         "std": list(std),
         "flip": flip,
         "crop": crop,
-        "facts": {**_classes(folder), "shape": [1, *shape[1:]] if len(shape) == 3 else list(shape[1:])},
+        "facts": {
+            **_classes(folder),
+            "shape": [1, *shape[1:]] if len(shape) == 3 else list(shape[1:]),
+            "mean": list(mean),
+            "std": list(std),
+        },
     }
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ddpexp.data.datasets import Splits
 from ddpexp.data.images.dataset import Images
-
-_MEAN, _STD = 0.1307, 0.3081  # of the training images, as fractions of 255
+from ddpexp.data.mnist.prepare import MEAN, STD
 
 
 def load(prepared: Mapping[str, Any]) -> Splits:
@@ -28,7 +27,7 @@ def load(prepared: Mapping[str, Any]) -> Splits:
 def _part(folder: Path, part: str) -> Images:
     images = _map(folder / f"{part}-images.npy").unsqueeze(1)
     # Every batch needs labels as int64; they are small enough to be converted once.
-    return Images(images, _map(folder / f"{part}-labels.npy").long(), (_MEAN,), (_STD,))
+    return Images(images, _map(folder / f"{part}-labels.npy").long(), (MEAN,), (STD,))
 
 
 def _map(path: Path) -> Tensor:

@@ -48,6 +48,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.system.terminal import print_message
 
 SOURCES = ("auto", "files", "download", "embedded")
+MEAN, STD = 0.1307, 0.3081  # of the training images, as fractions of 255
 EMBEDDED_VERSION = 1  # increase it when synthetic.py changes: it is part of the name of caches
 EMBEDDED_SEEDS = (1, 2)  # of the training and of the test digits
 EMBEDDED_MOST = 1_000_000  # images per part: they are drawn in memory
@@ -69,7 +70,8 @@ def prepare(
     called if synthetic digits replace MNIST. `patience` defaults to AUTO_PATIENCE or DOWNLOAD_PATIENCE by source.
 
     The result is JSON: name, source, folder (absolute), sha256 (over the SHA-256 of the four unpacked IDX files),
-    num_train, num_test, note (a phrase for people), facts (which a configuration may refer to).
+    num_train, num_test, note (a phrase for people), mean and std of the pixels, facts (which a configuration may refer
+    to).
 
     Raises: RefusedError, if the data or a folder is invalid.
     """
@@ -300,7 +302,15 @@ def _identity(cache: Cache, source: str, way: str, title: str) -> dict[str, Any]
         "num_train": record["num_train"],
         "num_test": record["num_test"],
         "note": f"{title}, {record['num_train']:,} + {record['num_test']:,} images, {way}",
-        "facts": {"num_classes": 10, "classes": [str(digit) for digit in range(10)], "shape": [1, 28, 28]},
+        "mean": [MEAN],
+        "std": [STD],
+        "facts": {
+            "num_classes": 10,
+            "classes": [str(digit) for digit in range(10)],
+            "shape": [1, 28, 28],
+            "mean": [MEAN],
+            "std": [STD],
+        },
     }
 
 

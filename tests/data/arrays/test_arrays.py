@@ -59,6 +59,7 @@ def test_columns_of_a_table_are_inputs_and_classes_are_numbered_by_their_names()
     assert splits.train.gather(torch.tensor([0]), CPU)[0].dtype == torch.float32
     assert found["facts"] == {
         "shape": [2], "num_features": 2, "columns": ["a", "b"], "classes": ["iris", "lily"], "num_classes": 2,
+        "num_outputs": 2,
     }  # fmt: skip
     assert (found["num_train"], found["num_test"]) == (3, 0)
 
@@ -324,6 +325,17 @@ def test_other_data_is_standardized_as_that_of_the_run_and_has_its_classes() -> 
         key: trained["facts"][key] for key in ("mean", "std", "classes")
     }
     assert not found.get("whole")
+
+
+def test_targets_that_are_numbers_have_a_mean_too_and_classes_none() -> None:
+    rows = "".join(f"{row},{row % 2},{3 + 4 * (row % 2)}\n" for row in range(10))
+    written("n.csv", "a,kind,size\n" + rows)
+    found, _ = arranged("data.path=n.csv", "data.inputs=a", "data.targets=[size,kind]", "data.standardize=true")
+    facts = found["facts"]
+    assert (facts["num_outputs"], facts["target_mean"], facts["target_std"]) == (2, [5, 0.5], [2, 0.5])
+    found, _ = arranged("data.path=n.csv", "data.inputs=a", "data.targets=kind", "data.standardize=true")
+    facts = found["facts"]
+    assert (facts["num_outputs"], facts["target_mean"], facts["target_std"]) == (2, None, None)
 
 
 def test_what_has_other_inputs_is_not_predicted_for() -> None:

@@ -20,6 +20,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+NORM = {"mean": [0.5], "std": [0.5]}
+
+
 def prepared(folder: Path, **options: Any) -> dict[str, Any]:
     return prepare(str(folder), **{"mean": (0.5,), "std": (0.5,), **options})
 
@@ -33,14 +36,14 @@ def test_what_is_found_is_reported(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["u1", "i1", "i2", "i4", "i8"])
 def test_the_facts_are_classes_and_shape(folder: Path, kind: str) -> None:
     np.save(folder / "test-labels.npy", np.array([0, 2, 1, 0], kind))
-    assert prepared(folder)["facts"] == {"num_classes": 3, "classes": ["0", "1", "2"], "shape": [3, 8, 8]}
+    assert prepared(folder)["facts"] == {"num_classes": 3, "classes": ["0", "1", "2"], "shape": [3, 8, 8], **NORM}
 
 
 @pytest.mark.parametrize("labels", [[-1] * 4, [10**6] * 4])
 def test_labels_that_are_no_classes_give_no_number_of_classes(folder: Path, labels: list[int]) -> None:
     for part, count in (("train", 20), ("test", 4)):
         np.save(folder / f"{part}-labels.npy", np.resize(np.array(labels), count))
-    assert prepared(folder)["facts"] == {"shape": [3, 8, 8]}
+    assert prepared(folder)["facts"] == {"shape": [3, 8, 8], **NORM}
 
 
 @pytest.mark.parametrize("name", ["train-images.npy", "test-labels.npy"])

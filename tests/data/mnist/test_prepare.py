@@ -33,7 +33,15 @@ def test_mnist_is_decoded_into_arrays_that_map_into_memory(real: Path, home: Pat
         "num_train": 60_000,
         "num_test": 10_000,
         "note": f"MNIST, 60,000 + 10,000 images, from files in {real}",
-        "facts": {"num_classes": 10, "classes": list("0123456789"), "shape": [1, 28, 28]},
+        "mean": [0.1307],
+        "std": [0.3081],
+        "facts": {
+            "num_classes": 10,
+            "classes": list("0123456789"),
+            "shape": [1, 28, 28],
+            "mean": [0.1307],
+            "std": [0.3081],
+        },
     }
     folder = Path(identity["folder"])
     assert folder == real / ".ddpexp-cache" / "mnist-ca679089cd9d"

@@ -1,4 +1,4 @@
-"""The example `gan`: manual optimization with everything that a trainer's keys add to it."""
+"""recipe=gan: manual optimization with everything that a trainer's keys add to it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import torch
 
 from ddpexp.data.datasets import Arrays
 from ddpexp.loggers.base import Null
-from examples.gan.gan import GAN, WassersteinGAN, networks
+from recipes.gan import GAN, WassersteinGAN, frechet, networks
 from tests.conftest import Ddpexp, Done
-from tests.examples import EXAMPLES
 from tests.fitting import Once, fit_alone
 
 OVERRIDES = (
@@ -33,8 +32,7 @@ def environ(warm_environ: dict[str, str]) -> dict[str, str]:
 
 def train(ddpexp: Ddpexp, name: str, *overrides: str) -> Done:
     run = ddpexp.folder / name
-    config = str(EXAMPLES / "gan/conf")
-    done = ddpexp("--config-dir", config, "recipe=gan", f"run.dir={run}", *OVERRIDES, *overrides)
+    done = ddpexp("recipe=gan", f"run.dir={run}", *OVERRIDES, *overrides)
     assert done.code == 0, done.err
     return replace(done, run=run)
 
@@ -56,7 +54,9 @@ def test_both_rates_losses_and_norms_are_recorded(two: Done) -> None:
     for name in ("generator_loss", "discriminator_loss", "grad_norm/generator", "grad_norm/discriminator"):
         assert record[f"train/{name}"] > 0
     assert record["train/loss"] == record["train/discriminator_loss"]
-    assert two.result()["metrics"].keys() == {"eval/loss", "eval/real_score", "eval/fake_score"}
+    assert two.result()["metrics"].keys() == {
+        "eval/loss", "eval/real_score", "eval/fake_score", "eval/frechet"
+    }  # fmt: skip
 
 
 def test_one_worker_has_the_numbers_of_two(two: Done, ddpexp: Ddpexp) -> None:
@@ -78,17 +78,21 @@ def images(count: int, seed: int) -> Arrays:
     return Arrays((torch.randn(count, 1, 28, 28, generator=generator), torch.zeros(count, dtype=torch.int64)))
 
 
+def small_networks() -> dict[str, torch.nn.Module]:
+    return networks((1, 28, 28), width=4)
+
+
 @pytest.fixture
 def fit(tmp_path: Path) -> Callable[..., Once]:
     """Train in this process, alone: `fit(task, num_steps=8, **trainer keys)`."""
     sets: dict[str, Any] = {"data": images(32, 0), "evals": {"eval": images(8, 1)}}
-    return partial(fit_alone, None, tmp_path, factory=partial(networks, 4), global_batch_size=8, log_every=1, **sets)
+    return partial(fit_alone, None, tmp_path, factory=small_networks, global_batch_size=8, log_every=1, **sets)
 
 
 def moved(once: Once) -> set[str]:
     """Return the networks that differ from what they were built with."""
     torch.manual_seed(0)
-    built = {f"{name}.{key}": p for name, module in networks(4).items() for key, p in module.named_parameters()}
+    built = {f"{name}.{key}": p for name, module in small_networks().items() for key, p in module.named_parameters()}
     return {name.partition(".")[0] for name, p in built.items() if not torch.equal(p, once.weights[name])}
 
 
@@ -121,7 +125,29 @@ class Pictures(Null):
 
 def test_an_evaluation_logs_a_sheet_of_images() -> None:
     logger = Pictures()
-    models = {name: module.eval() for name, module in networks(4).items()}
+    models = {name: module.eval() for name, module in small_networks().items()}
     with torch.no_grad():
         GAN(0.01).on_eval(models, images(8, 1).gather(torch.arange(8), torch.device("cpu")), logger, 5)
     assert logger.seen == [("samples", (224, 224, 3), torch.uint8, 5)]
+
+
+def test_the_distance_is_that_of_two_normal_distributions() -> None:
+    one = torch.tensor([1.0, 0.0]).double(), torch.diag(torch.tensor([4.0, 1.0])).double()
+    other = torch.tensor([0.0, 0.0]).double(), torch.diag(torch.tensor([1.0, 9.0])).double()
+    assert frechet(one, other) == pytest.approx(1 + (2 - 1) ** 2 + (1 - 3) ** 2)
+    assert frechet(one, one) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("shape", "grid"), [((1, 28, 28), 7), ((3, 32, 32), 4), ((3, 64, 64), 4)])
+def test_the_networks_fit_images_of_other_sizes(shape: tuple[int, int, int], grid: int) -> None:
+    both = networks(shape, latent=5, width=2)
+    images = both["generator"](torch.randn(3, 5))
+    assert images.shape == (3, *shape)
+    assert both["discriminator"](images).shape == (3, 1)
+    assert any(getattr(module, "unflattened_size", ())[1:] == (grid, grid) for module in both["generator"].modules())
+
+
+@pytest.mark.parametrize("shape", [(3, 33, 33), (1, 6, 6), (3, 36, 72)])
+def test_images_that_cannot_be_halved_are_refused(shape: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=f"images of {shape[1]} x {shape[2]} pixels cannot be halved"):
+        networks(shape)
