@@ -13,6 +13,7 @@ from typing import Any
 
 from ddpexp.config.build import shown
 from ddpexp.config.instantiate import Node
+from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.options import Options
 from ddpexp.system.programs import python
@@ -40,6 +41,16 @@ def _requests(values: Any, where: str) -> Iterator[str]:
     elif isinstance(values, list | tuple):
         for number, value in enumerate(values):
             yield from _requests(value, f"{where}[{number}]")
+
+
+def before_workers(experiment: Experiment, text: str, resumes: bool) -> bool:
+    """Check the model, and fetch its weights for a new run; return whether it has any.
+
+    Raises:
+        RefusedError: a layer does not divide, or the weights cannot be fetched.
+    """
+    check_layers(experiment.strategy, text)
+    return not resumes and fetch(experiment.model, text)
 
 
 def fetch(model: Node, text: str) -> bool:

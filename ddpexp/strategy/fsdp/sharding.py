@@ -171,11 +171,12 @@ class Sharding:
             take(name, tensor)
         return built
 
-    def mark_shares(self, models: Models) -> None:
-        """Let `held` know the parameters of which the ranks of a tensor group hold shares."""
+    def prepare(self, prepare: Callable[[Models], None], models: Models) -> None:
+        """Call `prepare`, and let `held` know before of which parameters the ranks of a tensor group hold shares."""
         for name, tensor in _tensors(models):
             if name in self.shares:
                 setattr(tensor, _SHARE, self.shares[name])
+        prepare(models)
 
     def _models_to_shard(self, models: Models) -> Models:
         for name in self._options.whole:
@@ -208,7 +209,7 @@ def first_row(tensor: DTensor) -> int:
 def held(tensor: Tensor, share: Share | None = None, replica: int = 0) -> Shard:
     """Return what this rank holds of a tensor, which may be sharded; `share` is that of its tensor group.
 
-    None: that of a parameter, as `Sharding.mark_shares` has marked it.
+    None: that of a parameter, as `Sharding.prepare` has marked it.
     """
     share = share or getattr(tensor, _SHARE, None)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -60,13 +60,8 @@ class FSDP(Replicas):
         data_world = world if tensor is None else tensor.data_world(world)
         sharding = Sharding(options, data_world, gradient_accumulation_steps, gathers_bf16, tensor)
         in_parts = options.init == "reset_parameters" or (options.init == "replay" and world.world_size > 1)
-
-        def marked_and_prepared(models: Models) -> None:
-            sharding.mark_shares(models)
-            prepare(models)
-
         construct = partial(sharding.construct, factory) if in_parts else factory
-        super().__init__(world, construct, prepare=marked_and_prepared)
+        super().__init__(world, construct, prepare=partial(sharding.prepare, prepare))
         if in_parts:
             check_same_models(self.modules, world)
             if options.init == "reset_parameters" and options.draws_values and world.is_rank_zero:
@@ -95,7 +90,11 @@ class FSDP(Replicas):
             for module in self.modules.values():
                 module.register_forward_pre_hook(_channels_last)
         self._buffers_due = True
-        if options.broadcast_buffers and world.world_size > 1 and gradient_accumulation_steps is None:
+        if gradient_accumulation_steps is None:
+            self._share_buffers_in_forward()
+
+    def _share_buffers_in_forward(self) -> None:
+        if self._options.broadcast_buffers and self._world.world_size > 1:
             for module in self.modules.values():
                 if next(module.buffers(), None) is not None:
                     module.register_forward_pre_hook(self._share_buffers, prepend=True)
