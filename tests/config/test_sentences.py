@@ -169,7 +169,7 @@ trainer.timeout.step is not a known key. Did you mean trainer.timeout.step_secon
 > launcher.partition=gpu
 launcher.partition is not a known key: it is one of launcher=slurm.
 > optimizer=adamw optimizer.momentum=0.9
-optimizer.momentum is not a known key: it is one of optimizer=mnist_sgd,
+optimizer.momentum is not a known key: it is one of optimizer=imagenet_sgd,
 > trainer.foo=3
 trainer.foo is not a known key. Available: nodes, gpus, device, backend, threads,
 > +trainer.epochs=3
@@ -211,7 +211,7 @@ trainer.swa_every=3 is for the mean of the weights (SWA), and there is none: set
 > callbacks._target_=mine.Ends
 callbacks._target_ is not a known key. Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/call
 > recipe=mine
-recipe=mine is not a known option. Available: autoencoder, distill, gan, gpt, mnist, segment, tabular, tabular_sweep. Re
+recipe=mine is not a known option. Available: autoencoder, distill, finetune, gan, gpt, imagenet, imagenet_16, mnist, se
 > recipe=a,b
 recipe=a,b gives several values: add -m for a run with each.
 > trainer.seed=range(3)
