@@ -261,7 +261,9 @@ strategy=deepspeed_stage_2 is not a known option. strategy.shard_optimizer=true 
 > strategy=mp
 strategy=mp is not a known option. There is no splitting by layers: strategy=fsdp gives each worker a share of every
 > strategy=tp
-strategy=tp is not a known option. There is no tensor or pipeline parallelism: strategy=fsdp trains models that do not f
+strategy=tp is not a known option. Tensor parallelism is a key of sharding: strategy=fsdp strategy.tp_size=2.
+> strategy=pipeline
+strategy=pipeline is not a known option. There is no pipeline parallelism: strategy=fsdp trains models that do not fit
 > strategy=context_parallel
 strategy=context_parallel is not a known option. There is no context or sequence parallelism: trainer.activation_checkpo
 > strategy=moe
@@ -273,7 +275,7 @@ strategy=hybrid is not a known option. strategy=fsdp strategy.dp_replicate_size=
 > strategy=fsdp strategy.zero_stage=3
 strategy.zero_stage is not a known key. strategy.shard_optimizer=true divides the optimizer's state among the workers (Z
 > strategy.tensor_parallel_size=2
-strategy.tensor_parallel_size is not a known key. There is no tensor or pipeline parallelism: strategy=fsdp trains model
+strategy.tensor_parallel_size is not a known key. Tensor parallelism is a key of sharding: strategy=fsdp strategy.tp_s
 > trainer.context_parallel_size=2
 trainer.context_parallel_size is not a known key. There is no context or sequence parallelism: trainer.activation_checkp
 > trainer.expert_parallel_size=2
