@@ -516,7 +516,7 @@ def test_for_another_frameworks_value_ours_is_suggested(word: str, advice: str) 
 
 
 @pytest.mark.parametrize(
-    "word", ["model=resnet18", "strategy=quantum", "scheduler=quick", "logger=neptune", "data=cifar10"]
+    "word", ["model=vgg16", "strategy=quantum", "scheduler=quick", "logger=neptune", "data=cifar10"]
 )
 def test_where_nothing_is_near_nothing_is_suggested(word: str) -> None:
     said = refusal(word)
