@@ -105,8 +105,8 @@ class Attention(nn.Module):
         shape = self.shape
         kv_width = shape.num_kv_heads * shape.head_width
         q, k, v = (
-            part.unflatten(2, (-1, shape.head_width)).transpose(1, 2)
-            for part in self.c_attn(x).split([shape.width, kv_width, kv_width], 2)
+            part.unflatten(2, (-1, shape.head_width)).transpose(1, 2)  # type: ignore[no-untyped-call]
+            for part in _divided(self.c_attn(x), (shape.width, kv_width, kv_width))
         )
         if angles is not None:
             q, k = _rotated(q, *angles), _rotated(k, *angles)
@@ -222,6 +222,25 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
+    @property
+    def tensor_plan(self) -> Sequence[Mapping[str, Any]]:
+        """Return how the ranks of tensor parallelism divide the layers; a tied embedding every rank has whole."""
+        shape = self.shape
+        kv_width = shape.num_kv_heads * shape.head_width
+        heads = {"multiple_of": shape.head_width}
+        plan: list[Mapping[str, Any]] = [
+            {"match": "h.*.attn.c_attn", "style": "colwise", "parts": (shape.width, kv_width, kv_width), **heads},
+            {"match": "h.*.attn.c_proj", "style": "rowwise", **heads},
+            {"match": "h.*.mlp.c_fc", "style": "colwise"},
+            {"match": "h.*.mlp.c_proj", "style": "rowwise"},
+        ]
+        if shape.mlp == "swiglu":
+            plan.append({"match": "h.*.mlp.c_gate", "style": "colwise"})
+        if self.lm_head is not None:
+            plan.append({"match": "wte", "style": "embedding_rowwise"})
+            plan.append({"match": "lm_head", "style": "colwise_gather_output"})
+        return plan
+
     def forward(self, tokens: Tensor, documents: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Return the scores of the next token at each place.
 
@@ -278,6 +297,12 @@ class GPT(nn.Module):
             new = _drawn(scores, temperature, top_k, generator).to(tokens.device)
             tokens = torch.cat((tokens, new), 1)
         return tokens
+
+
+def _divided(joined: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Split what a layer has computed at once, of which this rank may have an equal share of each part."""
+    ranks = sum(sizes) // joined.shape[-1]
+    return torch.split(joined, [size // ranks for size in sizes], -1)
 
 
 def _check_sizes(width: int, num_heads: int, num_kv_heads: int, positions: str) -> None:

@@ -23,9 +23,9 @@ from ddpexp.config.instantiate import Node
 from ddpexp.config.parse import parse
 from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
-from examples.finetune.finetune import Transformer
 from examples.mine.mine import Stable
 from examples.nextbyte.nextbyte import load as load_text
+from examples.palindromes.palindromes import Transformer
 from examples.photos.draw import main as draw_photos
 from examples.table.table import write as write_table
 from tests.conftest import PATIENCE, ROOT, Ddpexp, Done
@@ -97,7 +97,7 @@ def test_every_example_is_in_a_document() -> None:
 def train(ddpexp: Ddpexp, name: str, *overrides: str) -> Done:
     config, run = EXAMPLES / RECIPES[name] / "conf", ddpexp.folder / "run"
     few: tuple[str, ...] = FEW_DIGITS if "/data: mnist" in (config / f"recipe/{name}.yaml").read_text() else ()
-    if name == "finetune":  # from the weights of another run
+    if name == "palindromes":  # from the weights of another run
         save_file(Transformer(classes=8).state_dict(), ddpexp.folder / "pretrained.safetensors")
         few = (f"run.init_from={ddpexp.folder}/pretrained.safetensors",)
     if name == "photos":

@@ -82,7 +82,7 @@ def lay_out(name: str, shards: Mapping[str, Shard]) -> TensorFile:
         shard = shards[key]
         if shard.first_row is not None:
             if shard.replica == 0 and shard.tensor.numel():
-                owned.append(_held(shard, begin))
+                owned += [(first, last) for first, last, _ in _held(shard, begin)]
         elif shared[-1][1] == begin:
             shared[-1] = shared[-1][0], end
         else:
@@ -90,11 +90,19 @@ def lay_out(name: str, shards: Mapping[str, Shard]) -> TensorFile:
     return TensorFile(f"{name}.safetensors", len(text).to_bytes(8, "little") + text, positions, shared, owned)
 
 
-def _held(shard: Shard, begin: int) -> tuple[int, int]:
-    """Return the range of a file that this rank holds of a tensor that begins at `begin`. Units: bytes."""
+def _held(shard: Shard, begin: int) -> list[tuple[int, int, int]]:
+    """Return which ranges of a file this rank holds of a tensor that begins at `begin`, and where in its memory.
+
+    Units: bytes.
+    """
+    if shard.first_row is None:
+        return [(begin, begin + shard.tensor.numel() * shard.tensor.element_size(), 0)]
     row = math.prod(shard.shape[1:]) * shard.tensor.element_size()
-    first = begin + (shard.first_row or 0) * row
-    return first, first + shard.tensor.numel() * shard.tensor.element_size()
+    held, position = [], 0
+    for rows in shard.blocks:
+        held.append((begin + rows.start * row, begin + rows.stop * row, position))
+        position += len(rows) * row
+    return held
 
 
 def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -151,11 +159,11 @@ def copy_span(file: TensorFile, shards: Mapping[str, Shard], span: Span, out: Te
     for begin, _, key in file.positions[bisect_right(file.positions, first, key=lambda position: position[1]) :]:
         if begin >= last:
             break
-        begin, end = _held(shards[key], begin)
-        low, high = max(begin, first), min(end, last)
-        if low < high:
-            source = _bytes(shards[key].tensor)[low - begin : high - begin]
-            out[low - first : high - first].copy_(source, non_blocking=True)
+        for start, end, position in _held(shards[key], begin):
+            low, high = max(start, first), min(end, last)
+            if low < high:
+                source = _bytes(shards[key].tensor)[position + low - start : position + high - start]
+                out[low - first : high - first].copy_(source, non_blocking=True)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

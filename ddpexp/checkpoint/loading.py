@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,9 +21,10 @@ from ddpexp.checkpoint.source import Source
 from ddpexp.checkpoint.tensors import check_plain_file
 from ddpexp.config.schema import LoRA
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.base import Shard
 
-Rows = Callable[[Tensor], tuple[Tensor, int | None]]
-"""Returns what this rank holds of a tensor of a model, and the first row of it; None: it holds all rows."""
+Held = Callable[[Tensor], Shard]
+"""Returns what this rank holds of a tensor of a model."""
 
 
 def load_weights(
@@ -31,7 +33,7 @@ def load_weights(
     description: str,
     averaged: bool = False,
     selection: Selection | None = None,
-    rows: Rows = lambda tensor: (tensor, None),
+    held: Held = Shard.whole,
     lora: LoRA | None = None,
 ) -> dict[str, Match]:
     """Load weights from a file, or from a folder: a checkpoint's with a file for each model, or Hugging Face's.
@@ -52,22 +54,24 @@ def load_weights(
         files = dict.fromkeys(models, source)
     if len(models) > 1 and len(set(files.values())) == 1:
         raise RefusedError(f"{description} is one file, but there are several models: name the checkpoint's folder.")
-    return {name: _load(models[name], path, description, selection, rows, lora) for name, path in files.items()}
+    return {name: _load(models[name], path, description, selection, held, lora) for name, path in files.items()}
 
 
 def _load(
-    module: nn.Module, path: Path, description: str, selection: Selection | None, rows: Rows, lora: LoRA | None
+    module: nn.Module, path: Path, description: str, selection: Selection | None, held: Held, lora: LoRA | None
 ) -> Match:
-    target = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    tied = _ties(module, {name: rows(value)[0] for name, value in target.items() if not is_lazy(value)})
-    shapes = {name: None if is_lazy(value) else tuple(value.shape) for name, value in target.items()}
+    # The parameters themselves, because `held` may know something about them.
+    target = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    shards = {name: held(value) for name, value in target.items() if not is_lazy(value)}
+    tied = _ties(module, {name: shard.tensor for name, shard in shards.items()})
+    shapes = {name: shards[name].shape if name in shards else None for name in target}
     try:
         source = _open(path, target, lora)
         entries = {name: entry.shape for name, entry in source.entries.items()}
         found = match(entries, shapes, selection or Selection(), tied, _may_be_missing)
         problem = _different_ties(found, tied, source) if found.fits() else found.problem()
         if problem is None:
-            _fill(module, target, found, source, rows)
+            _fill(module, target, found, source, held)
     except RefusedError as error:
         raise RefusedError(f"{description}: {error}") from None
     if problem is not None:
@@ -137,7 +141,7 @@ def _different_ties(found: Match, tied: Mapping[str, str], source: Source) -> st
     return None
 
 
-def _fill(module: nn.Module, target: Mapping[str, Tensor], found: Match, source: Source, rows: Rows) -> None:
+def _fill(module: nn.Module, target: Mapping[str, Tensor], found: Match, source: Source, held: Held) -> None:
     """Give the tensors of a model their values."""
     if _loads_itself(module):
         values = {name: source.read(there) for name, there in found.taken.items()}
@@ -150,8 +154,9 @@ def _fill(module: nn.Module, target: Mapping[str, Tensor], found: Match, source:
         return
     with torch.no_grad():
         for name, there in found.taken.items():
-            local, first_row = rows(target[name])
-            local.copy_(source.read(there) if first_row is None else source.read(there, first_row, len(local)))
+            shard = held(target[name])
+            read = partial(source.read, there)
+            shard.tensor.copy_(read() if shard.first_row is None else shard.read(read))
 
 
 def _loads_itself(module: nn.Module) -> bool:

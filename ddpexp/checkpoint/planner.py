@@ -28,7 +28,7 @@ class Planner:
         signature = [
             (
                 name,
-                [(key, s.tensor.dtype, s.shape, s.first_row, s.tensor.numel()) for key, s in shards.items()],
+                [(key, s.tensor.dtype, s.shape, s.first_row, s.rows, s.tensor.numel()) for key, s in shards.items()],
                 ties({key: shard.tensor for key, shard in shards.items()}),
             )
             for name, shards in files.items()

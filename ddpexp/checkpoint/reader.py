@@ -116,7 +116,9 @@ def copy_into(
         raise RefusedError(f"{where} holds the weights of another model: {first_few(parts, 3, '; ')}.")
     for name, shard in target.items():
         value = source[name]
-        if isinstance(value, StoredTensor):
-            value.read_into(shard.tensor, shard.first_row or 0)
+        if isinstance(value, StoredTensor) and shard.is_contiguous:
+            value.read_into(shard.tensor, shard.blocks[0].start if shard.first_row is not None else 0)
+        elif isinstance(value, StoredTensor):
+            shard.tensor.detach().copy_(shard.read(value.read))
         else:
             shard.tensor.detach().copy_(value)

@@ -18,6 +18,11 @@ ARGUMENTS = (  # the arguments of torch's optimizers, of every version
     "ns_coefficients", "adjust_lr_fn",
 )  # fmt: skip
 _SOME_ROWS = "and strategy=fsdp gives each worker some rows of it"
+_NOT_DIVIDED = {  # optimizers that need whole matrices
+    "muon": "makes the update of a whole matrix orthogonal",
+    "torch.optim.Muon": "makes the update of a whole matrix orthogonal",
+    "torch.optim.LBFGS": "multiplies the gradients of all parameters",
+}
 _NOT_SHARDED = {  # optimizers that fsdp cannot give what they need
     "torch.optim.Adafactor": f"looks at the columns of a whole gradient, {_SOME_ROWS}",
     "torch.optim.Rprop": "sets single elements of gradients, which torch cannot do with those of strategy=fsdp",
@@ -69,6 +74,11 @@ def check_strategy_and_average(experiment: Experiment) -> None:
     if experiment.strategy.kind == "fsdp" and target in _NOT_SHARDED:
         raise RefusedError(
             f"optimizer._target_={target} {_NOT_SHARDED[target]}. Use another optimizer, or strategy=ddp."
+        )
+    if experiment.strategy.divides_layers and target in _NOT_DIVIDED:
+        raise RefusedError(
+            f"optimizer._target_={target} {_NOT_DIVIDED[target]}, of which each worker of strategy.tp_size has a part. "
+            "Use another optimizer, or strategy.tp_size=1."
         )
 
 

@@ -56,7 +56,11 @@ _ZERO = (
     "everything (stage 3)."
 )
 _HYBRID = "strategy=fsdp strategy.dp_replicate_size=2 keeps two replicas, each of them sharded."
-_NO_TENSORS = "There is no tensor or pipeline parallelism: strategy=fsdp trains models that do not fit into one worker."
+_TENSORS = "Tensor parallelism is a key of sharding: strategy=fsdp strategy.tp_size=2."
+_NO_PIPELINE = (
+    "There is no pipeline parallelism: strategy=fsdp trains models that do not fit into one worker, and "
+    "strategy.tp_size=2 divides their layers."
+)
 _NO_CONTEXT = (
     "There is no context or sequence parallelism: trainer.activation_checkpointing reduces the memory that long "
     "sequences take."
@@ -85,8 +89,10 @@ _SENTENCES = {
     ),
     "zero zero_stage zero_optimization deepspeed deepspeed_config": _ZERO,
     "fsdp fsdp_config": "Sharded parameters are a strategy: strategy=fsdp.",
-    "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree pp pp_size "
-    "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree": _NO_TENSORS,
+    "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree": _TENSORS,
+    "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree": (
+        _NO_PIPELINE
+    ),
     "cp cp_size context_parallel context_parallel_size context_parallel_degree sequence_parallel sp_size": _NO_CONTEXT,
     "ep_size expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree": _NO_EXPERTS,
 }
@@ -169,7 +175,8 @@ _ADVICE_ON_VALUES = {  # patterns of values for which no single value stands
         "mp|model_parallel|naive|device_map": (
             "There is no splitting by layers: strategy=fsdp gives each worker a share of every layer."
         ),
-        "tp|tensor(_parallel(ism)?)?|pp|pipeline(_parallel(ism)?)?|gpipe|megatron|[234]d|nd_parallel": _NO_TENSORS,
+        "tp|tensor(_parallel(ism)?)?|megatron|[234]d|nd_parallel": _TENSORS,
+        "pp|pipeline(_parallel(ism)?)?|gpipe": _NO_PIPELINE,
         "cp|context(_parallel(ism)?)?|sp|sequence_parallel(ism)?|ring_attention|ulysses": _NO_CONTEXT,
         "ep|experts?(_parallel(ism)?)?|moe": _NO_EXPERTS,
     },

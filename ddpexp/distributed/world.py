@@ -72,6 +72,7 @@ class World:
     device: torch.device
     timeout_seconds: float = 1800.0  # of collectives and of joining
     memory: Memory | None = None  # carries sums and broadcasts; None: the backend
+    group: Any = None  # the process group, of some of the ranks; None: all of them
 
     @classmethod
     def join(cls, layout: Layout, timeout_seconds: float = 1800.0, environ: Mapping[str, str] = os.environ) -> World:
@@ -115,7 +116,7 @@ class World:
         if self.memory is not None:
             self.memory.sum(tensor)
         elif self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
@@ -123,7 +124,7 @@ class World:
         if self.memory is not None:
             self.memory.broadcast(tensor, source)
         elif self.world_size > 1:
-            dist.broadcast(tensor, source)
+            dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
     def gather_values(self, value: Any) -> list[Any]:
@@ -147,7 +148,7 @@ class World:
     def barrier(self) -> None:
         """Wait until all ranks are here. Ranks: all; communicates."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
 
 def _own_gpu(rank: int, number: int) -> torch.device:

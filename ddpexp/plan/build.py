@@ -110,8 +110,10 @@ def collect(
         "data": "measured: what each worker has for itself" if data_bytes is not None else "left out: --num_samples"
     }
     models, single, device = _models(experiment, notes)
-    named = _named(models)
-    optimizers = _optimizers(experiment, models, single)
+    named, optimizers = _named(models), _optimizers(experiment, models, single)
+    of_the_model = _of_the_model(experiment, models, single, optimizers, notes)
+    experiment.strategy.divide_models(models)
+    divided = list(_described(_named(models))) if experiment.strategy.divides_layers else []
     if num_samples is None:
         of_a_pass = _of_a_pass(experiment, models, single, train, plan.micro_batch_size, device, notes)
     else:
@@ -123,10 +125,9 @@ def collect(
         trainer, layout, plan.gradient_accumulation_steps,
     )  # fmt: skip
     facts = Facts(
-        parameters=list(_described(named)),
+        **of_the_model,
+        divided=divided,
         buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
-        state_bytes={name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()},
-        optimizer_bytes=_optimizer_bytes(optimizers, models, notes),
         data_bytes=data_bytes,
         device_data_bytes=device_bytes(splits) if there else 0,
         num_samples=samples_per_epoch,
@@ -136,11 +137,24 @@ def collect(
         num_passes=plan.gradient_accumulation_steps,
         blocks_bytes=experiment.strategy.blocks_bytes(models) if layout.world_size > 1 else [],
         notes=notes,
-        groups=list(_groups(experiment, models, single, optimizers)),
-        late_starts=LateStarts.of(trainer, models, single).texts(),
-        averaged_by=next((type(one).__name__ for one in optimizers.values() if isinstance(one, HasModes)), None),
     )
     return facts, steps, optimizers
+
+
+def _of_the_model(
+    experiment: Experiment, models: Models, single: bool, optimizers: Mapping[str, Optimizer], notes: dict[str, str]
+) -> dict[str, Any]:
+    """Return the facts about whole models and their optimizers, by the fields of `Facts`."""
+    return {
+        "parameters": list(_described(_named(models))),
+        "state_bytes": {
+            name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()
+        },
+        "optimizer_bytes": _optimizer_bytes(optimizers, models, notes),
+        "groups": list(_groups(experiment, models, single, optimizers)),
+        "late_starts": LateStarts.of(experiment.trainer, models, single).texts(),
+        "averaged_by": next((type(one).__name__ for one in optimizers.values() if isinstance(one, HasModes)), None),
+    }
 
 
 def _described(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Parameter]:

@@ -66,5 +66,7 @@ def _gathered(result: Mapping[str, Any]) -> Gathered | DdpexpError:
         return DdpexpError(f"the model could not be built: {result['failed']}")
     facts = result["facts"]
     parameters = [Parameter(**parameter) for parameter in facts["parameters"]]
+    divided = [Parameter(**parameter) for parameter in facts["divided"]]
     groups = [ParamGroup(**group) for group in facts["groups"]]
-    return Gathered(Facts(**{**facts, "parameters": parameters, "groups": groups}), result["steps"], result["curves"])
+    typed = {**facts, "parameters": parameters, "divided": divided, "groups": groups}
+    return Gathered(Facts(**typed), result["steps"], result["curves"])

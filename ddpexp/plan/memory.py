@@ -12,6 +12,8 @@ from ddpexp.strategy.options import Options
 
 def parts(facts: Facts, trainer: Trainer, strategy: Options, layout: Layout) -> list[Part]:
     """Return what one rank holds at the end of a forward pass, and while gradients are reduced."""
+    saved = sum(checkpoint_files(facts, trainer).values())
+    facts = facts.of_a_rank()
     weights = sum(parameter.num_bytes for parameter in facts.parameters) // strategy.weights_share(layout)
     estimates = [*strategy.memory(facts, trainer, layout), Part("buffers", facts.buffers_bytes)]
     if trainer.averages or facts.averaged_by is not None:
@@ -29,7 +31,6 @@ def parts(facts: Facts, trainer: Trainer, strategy: Options, layout: Layout) -> 
     if layout.device == "cuda":
         estimates.append(Part("samples", facts.device_data_bytes, "data.on_device=true"))
     estimates.append(Part("data", facts.data_bytes, facts.notes.get("data", ""), on_host=True))
-    saved = sum(checkpoint_files(facts, trainer).values())
     estimates.append(
         Part("checkpoint", -(-saved // layout.world_size), "the copy of its share, while one is written", on_host=True)
     )

@@ -1,7 +1,7 @@
-"""Weights that a model downloads while it is built, such as those of torchvision, timm and transformers: fetched once.
+"""What the command does with a model before the workers start, in a process of its own. Free of torch.
 
-The command builds the model once before the workers start, in a process of its own, so that they find what it
-downloads in the cache of this host. Free of torch.
+Weights that it downloads while it is built, such as those of torchvision, timm and transformers, are fetched once, so
+that the workers find them in the cache of this host; and layers that workers divide are checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 from ddpexp.config.build import shown
 from ddpexp.config.instantiate import Node
+from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.options import Options
 from ddpexp.system.programs import python
 
 _KEYS = ("pretrained", "weights", "weights_backbone", "pretrained_backbone", "pretrained_model_name_or_path")
@@ -41,6 +43,16 @@ def _requests(values: Any, where: str) -> Iterator[str]:
             yield from _requests(value, f"{where}[{number}]")
 
 
+def before_workers(experiment: Experiment, text: str, resumes: bool) -> bool:
+    """Check the model, and fetch its weights for a new run; return whether it has any.
+
+    Raises:
+        RefusedError: a layer does not divide, or the weights cannot be fetched.
+    """
+    check_layers(experiment.strategy, text)
+    return not resumes and fetch(experiment.model, text)
+
+
 def fetch(model: Node, text: str) -> bool:
     """Build the model of a configuration once if it asks for pretrained weights; return whether it does.
 
@@ -50,13 +62,32 @@ def fetch(model: Node, text: str) -> bool:
     key = pretrained_key(model)
     if key is None:
         return False
+    problem = _problem("ddpexp.train.offline:build_once", text)
+    if problem != "built":
+        reason = (problem or "see its output above").rstrip(".")
+        raise RefusedError(f"{key}: the model cannot be built to fetch its weights before the workers start: {reason}.")
+    return True
+
+
+def check_layers(strategy: Options, text: str) -> None:
+    """Check that the layers of a configuration's model divide, if its strategy divides them.
+
+    Raises:
+        RefusedError: one does not.
+    """
+    if strategy.divides_layers and (problem := _problem("ddpexp.train.offline:divide_once", text)) not in ("", "built"):
+        raise RefusedError(problem)
+
+
+def _problem(function: str, text: str) -> str:
+    """Return what a function that builds the model of a configuration in a process of its own answers; empty: nothing.
+
+    It uses no GPU.
+    """
     reading, writing = os.pipe()
-    command = python("ddpexp.train.offline:build_once", os.getpid(), writing, text)
+    command = python(function, os.getpid(), writing, text)
     process = subprocess.Popen(command, pass_fds=[writing], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     os.close(writing)
     with open(reading) as file:
         problem = file.read()
-    if process.wait() or problem != "built":
-        reason = (problem or "see its output above").rstrip(".")
-        raise RefusedError(f"{key}: the model cannot be built to fetch its weights before the workers start: {reason}.")
-    return True
+    return "" if process.wait() else problem

@@ -169,7 +169,7 @@ class Training(Job):
             data_notes = check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
             layout, notes = resume.resolve_layout(previous, layout, self.request.threads)
             notes += data_notes
-        fetched = not resume.has_checkpoint(run) and pretrained.fetch(self.experiment.model, self._files.text)
+        fetched = pretrained.before_workers(self.experiment, self._files.text, resume.has_checkpoint(run))
         initial_weights = initial.as_safetensors(self.experiment.run, initial_weights, run.path, notes)
         self._layout = layout
         before = previous.manifest if previous else None

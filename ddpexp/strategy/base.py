@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,17 +18,42 @@ from ddpexp.task import OptimizerStep, Sums
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank holds of a tensor: all of it, as every rank does, or a contiguous block of its rows."""
+    """What this rank holds of a tensor: all of it, as every rank does, or a contiguous block of its rows.
+
+    With tensor parallelism it may also be several blocks of rows, one after the other, and some of their columns.
+    """
 
     tensor: Tensor  # an ordinary tensor, also where the model has a DTensor
     shape: tuple[int, ...]  # of the whole tensor
     first_row: int | None = None  # None: every rank holds the whole tensor
     replica: int = 0  # numbers the ranks that hold the same rows
+    rows: tuple[range, ...] | None = None  # None: one block, from `first_row`
+    columns: tuple[range, ...] | None = None  # None: whole rows
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Shard:
         """Return a tensor that every rank holds."""
         return cls(tensor, tuple(tensor.shape))
+
+    @property
+    def blocks(self) -> tuple[range, ...]:
+        """Return the rows of the whole tensor that this rank holds, in the order of its own."""
+        if self.rows is not None:
+            return self.rows
+        first = self.first_row or 0
+        return (range(first, first + len(self.tensor)),)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Return whether this rank holds one block of whole rows, or the whole tensor."""
+        return self.columns is None and (self.rows is None or len(self.rows) == 1)
+
+    def read(self, read_rows: Callable[[int, int], Tensor]) -> Tensor:
+        """Return this rank's part of the tensor of which `read_rows(first_row, num_rows)` returns whole rows."""
+        blocks = [read_rows(rows.start, len(rows)) for rows in self.blocks]
+        if self.columns is not None:
+            blocks = [torch.cat([rows[:, part.start : part.stop] for part in self.columns], 1) for rows in blocks]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
     @classmethod
     def of(cls, value: Tensor | Shard) -> Shard:
@@ -148,6 +174,13 @@ class Strategy(Protocol):
 
         `tensor` is from a model's `state_dict`, or from an optimizer's state of a parameter. `name` is that of the
         parameter or buffer, such as `model.0.weight`.
+        """
+        ...
+
+    def shard_to_save(self, name: str, tensor: Tensor) -> Shard:
+        """Return what this rank writes of a tensor: as `shard` returns it, but whole rows.
+
+        Ranks: all, in the same order; may communicate.
         """
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -55,6 +55,14 @@ class Facts:
     groups: Sequence[ParamGroup] = ()
     late_starts: Sequence[str] = ()  # what trainer.freeze_until freezes at first
     averaged_by: str | None = None  # the optimizer that averages the weights itself
+    divided: Sequence[Parameter] = ()  # the parameters as one rank has them, if several ranks divide layers
+
+    def of_a_rank(self) -> Facts:
+        """Return the facts with the parameters that a rank has of divided layers, and its optimizer's state."""
+        if not self.divided:
+            return self
+        whole, own = (sum(one.num_bytes for one in each) for each in (self.parameters, self.divided))
+        return replace(self, parameters=self.divided, optimizer_bytes=self.optimizer_bytes * own // max(whole, 1))
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,18 @@ class Options:
         """Return what a rank holds of the model at moments other than a step, by their names. Units: bytes."""
         return {}
 
+    @property
+    def divides_layers(self) -> bool:
+        """Return whether several ranks compute a layer together, each with a part of its parameters."""
+        return False
+
+    def divide_models(self, models: Mapping[str, Any]) -> None:
+        """Leave in models what one rank computes of them, to see what that takes; for `ddpexp plan` and for checks.
+
+        Raises:
+            RefusedError: a layer does not divide.
+        """
+
     def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
         """Return the sizes of the parameters that are gathered together; modules may be on torch's meta device."""
         return []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddpexp.checkpoint import initial
 from ddpexp.checkpoint.format import Checkpoint
 from ddpexp.checkpoint.loading import load_weights
+from ddpexp.strategy.base import Shard
 from ddpexp.system import files
 from ddpexp.system.files import relative
 from ddpexp.train.build import RunContext
@@ -51,7 +52,7 @@ class InitialWeights:
             return
         override = initial.override(run)
         found = load_weights(
-            models, self._path, override, run.init_weights == "ema", initial.selection(run), local_rows,
+            models, self._path, override, run.init_weights == "ema", initial.selection(run), held,
             self._context.experiment.trainer.lora,
         )  # fmt: skip
         shown = Path(run.init_from or "") if self._is_converted else self._path
@@ -76,14 +77,10 @@ class InitialWeights:
         files.write(manifest, files.dumps({**files.read_json(manifest), "init_from": facts}))
 
 
-def local_rows(tensor: Tensor) -> tuple[Tensor, int | None]:
-    """Return what this rank holds of a tensor, and the first row of it; None: it holds all of it."""
-    if "torch.distributed.tensor" not in sys.modules:  # whose import takes long, and without which there are none
-        return tensor, None
-    from torch.distributed.tensor import DTensor
+def held(tensor: Tensor) -> Shard:
+    """Return what this rank holds of a parameter or buffer."""
+    if "torch.distributed.tensor" not in sys.modules:  # whose import takes long, and without which nothing is sharded
+        return Shard.whole(tensor)
+    from ddpexp.strategy.fsdp.sharding import held
 
-    if not isinstance(tensor, DTensor):
-        return tensor, None
-    from ddpexp.strategy.fsdp.sharding import first_row
-
-    return tensor.to_local(), first_row(tensor)
+    return held(tensor)

@@ -341,7 +341,7 @@ class Loop:
             self.state.train_seconds, self.state.elapsed_seconds = self._clock.total(), self._clock.elapsed()
             optimizers = {
                 name: {
-                    **optimizer_state(optimizer, self._parameter_names, self.strategy.shard),
+                    **optimizer_state(optimizer, self._parameter_names, self.strategy.shard_to_save),
                     "built": self._built_settings[name],
                 }
                 for name, optimizer in self.optimizers.items()

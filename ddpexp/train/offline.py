@@ -1,4 +1,4 @@
-"""Pretrained weights in the workers: read from the cache, where the command has put them, and never downloaded."""
+"""Models that are built before the workers start, and pretrained weights in these: never downloaded again."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.run.pretrained import pretrained_key
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.text import message_of
+from ddpexp.train.lora import add_adapters
 
 _HUGGING_FACE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
@@ -29,6 +30,25 @@ def build_once(parent: int, answers: int, text: str) -> None:
         answer = "built"
     except Exception as error:
         answer = message_of(error)
+    with open(answers, "w") as file:
+        file.write(answer)
+
+
+def divide_once(parent: int, answers: int, text: str) -> None:
+    """Subprocess entry point: build the model without memory and divide its layers; answer as `build_once` does."""
+    die_with_parent(parent)
+    answer = "built"
+    try:
+        experiment = load(text)
+        experiment.trust.make_importable()
+        with torch.device("meta"):
+            built = instantiate(experiment.model, experiment.trust, "model")
+        add_adapters(built, experiment.trainer)
+        experiment.strategy.divide_models({"model": built} if isinstance(built, torch.nn.Module) else dict(built))
+    except RefusedError as error:
+        answer = message_of(error)
+    except Exception:  # the code of the model does not work so: the workers will see
+        answer = "built"
     with open(answers, "w") as file:
         file.write(answer)
 

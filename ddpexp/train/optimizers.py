@@ -228,7 +228,7 @@ def _rows_read(values: Any, name: str, names: Mapping[str, Tensor], strategy: St
     if strategy is None or held is None or held.first_row is None or not isinstance(values, Mapping):
         return values
     return {
-        key: strategy.from_local(name, value.read(held.first_row, len(held.tensor)))
+        key: strategy.from_local(name, held.read(value.read))
         if isinstance(value, Stored) and value.shape == held.shape
         else value
         for key, value in values.items()

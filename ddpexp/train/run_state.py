@@ -91,7 +91,7 @@ class RunState:
             if state.step == self.resumed_from:  # this checkpoint exists already
                 return digest
             states = {name: module.state_dict() for name, module in self.strategy.modules.items()}
-            models: dict[str, Any] = {name: _shards(self.strategy, name, values) for name, values in states.items()}
+            models: dict[str, Any] = {name: _to_save(self.strategy, name, values) for name, values in states.items()}
             non_persistent = {
                 name: _non_persistent_buffers(module, models[name]) for name, module in self.strategy.modules.items()
             }
@@ -99,7 +99,7 @@ class RunState:
                 name: _non_empty({"buffers": non_persistent[name], "extra": _others(states[name])}) for name in states
             }
             if self.average is not None:
-                models |= {f"{name}.ema": _shards(self.strategy, name, self.average.tensors(name)) for name in states}
+                models |= {f"{name}.ema": _to_save(self.strategy, name, self.average.tensors(name)) for name in states}
                 state.averaged = self.average.count
             progress, clock = _split(state)
             parts = {
@@ -309,23 +309,54 @@ def _shards(strategy: Strategy, model: str, values: Mapping[str, Any]) -> dict[s
     return {name: strategy.shard(f"{model}.{name}", tensor) for name, tensor in _tensors(values).items()}
 
 
+def _to_save(strategy: Strategy, model: str, values: Mapping[str, Any]) -> dict[str, Shard]:
+    """Return what this rank writes of the tensors of a model; of a tied one the same. Ranks: all; may communicate."""
+    written: dict[Any, Shard] = {}
+    shards = {}
+    for name, tensor in _tensors(values).items():
+        shard = strategy.shard(f"{model}.{name}", tensor)
+        if not shard.is_contiguous:
+            key = (shard.tensor.data_ptr(), shard.tensor.shape, shard.tensor.stride(), shard.tensor.dtype)
+            if key not in written:
+                written[key] = strategy.shard_to_save(f"{model}.{name}", tensor)
+            shard = written[key]
+        shards[name] = shard
+    return shards
+
+
 def _wholes(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
     return {name: Shard.whole(tensor) for name, tensor in tensors.items()}
 
 
 def _gathered(shard: Shard, world: World) -> Iterator[Tensor]:
     """Yield the whole tensor on rank zero, some rows at a time; nothing on the others. Ranks: all; communicates."""
-    first, held, num_rows = shard.first_row or 0, shard.tensor, shard.shape[0]
+    held, num_rows = shard.tensor, shard.shape[0]
     row_bytes = math.prod(shard.shape[1:]) * held.element_size()
     for begin in range(0, num_rows, step := max(1, _PART_BYTES // max(row_bytes, 1))):
         end = min(begin + step, num_rows)
         part = torch.zeros((end - begin, *shard.shape[1:]), dtype=held.dtype, device=held.device)
-        low, high = max(begin, first), min(end, first + len(held))
-        if shard.replica == 0 and low < high:
-            part[low - begin : high - begin] = held[low - first : high - first]
+        if shard.replica == 0:
+            _put(shard, part, begin)
         world.sum(part.view(-1).view(torch.uint8))  # exact: of each byte all summands but one are zero
         if world.is_rank_zero:
             yield part
+
+
+def _put(shard: Shard, out: Tensor, begin: int) -> None:
+    """Copy into `out`, the whole rows from `begin`, what this rank holds of them."""
+    position, end = 0, begin + len(out)
+    for rows in shard.blocks:
+        low, high = max(begin, rows.start), min(end, rows.stop)
+        if low < high:
+            held = shard.tensor[position + low - rows.start : position + high - rows.start]
+            into = out[low - begin : high - begin]
+            if shard.columns is None:
+                into.copy_(held)
+            else:
+                sizes = [len(columns) for columns in shard.columns]
+                for columns, values in zip(shard.columns, torch.split(held, sizes, 1), strict=True):
+                    into[:, columns.start : columns.stop] = values
+        position += len(rows)
 
 
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

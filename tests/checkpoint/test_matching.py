@@ -16,6 +16,7 @@ from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.matching import Selection, advice, check_selection, match, renamed
 from ddpexp.checkpoint.source import Source
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.base import Shard
 
 MODEL = {"body.0.weight": (4, 3), "body.0.bias": (4,), "head.weight": (2, 4), "head.bias": (2,)}
 FILE = {"body.0.weight": (4, 3), "body.0.bias": (4,), "head.weight": (9, 4), "head.bias": (9,)}
@@ -159,7 +160,7 @@ def test_rows_are_read_alone(tmp_path: Path) -> None:
     assert torch.equal(source.read("w", 2, 3), torch.arange(4.0, 10.0).reshape(3, 2))
     assert source.entries["w"].dtype == "F32"
     model = nn.ParameterDict({"w": torch.zeros(6, 2)})
-    load_weights({"model": model}, tmp_path, "x", rows=lambda tensor: (tensor[4:], 4))
+    load_weights({"model": model}, tmp_path, "x", held=lambda tensor: Shard(tensor[4:], (6, 2), 4))
     assert torch.equal(model["w"], torch.tensor([[0.0, 0.0]] * 4 + [[8.0, 9.0], [10.0, 11.0]]))
 
 

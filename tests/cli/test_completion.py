@@ -13,6 +13,7 @@ from ddpexp.cli.completion import Line, candidates, parse
 from ddpexp.cli.shells import LINE, SCRIPTS
 from ddpexp.config import commands
 from tests.conftest import PATIENCE, ROOT, Ddpexp
+from tests.listed import options
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ def texts(typed: str) -> list[str]:
         ("trainer.tim", ["trainer.timeout."]),
         ("trainer.timeout.s", ["trainer.timeout.step_seconds=", "trainer.timeout.save_seconds="]),
         ("run.allow_changes=", ["[code] ", "[data] ", "[] "]),
-        ("model=", ["gpt_124m ", "gpt_1b ", "gpt_tiny ", "lenet ", "linear ", "llama_7b "]),
+        ("model=", [f"{name} " for name in options("model")]),
         ("mod", ["model=", "model."]),
         ("model.", ["model._target_=", "model.width=", "model.hidden="]),
         ("model=linear model.", ["model._target_="]),
@@ -76,7 +77,7 @@ def texts(typed: str) -> list[str]:
         ("-cd co", ["conf/"]),
         ("--config-dir conf model=my", ["mynet "]),
         ("--config-dir=conf recipe=mine data.sam", ["data.samples=", "data.samples_per_epoch="]),
-        ("--config-dir nowhere model=", ["gpt_124m ", "gpt_1b ", "gpt_tiny ", "lenet ", "linear ", "llama_7b "]),
+        ("--config-dir nowhere model=", [f"{name} " for name in options("model")]),
         ("run.dir=", ["null ", "conf/", "my runs/", "notes.txt ", "outputs/", "weights.safetensors "]),
         ("run.init_from=w", ["weights.safetensors "]),
         ("data.root=./o", ["./outputs/"]),

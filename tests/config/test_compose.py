@@ -165,12 +165,15 @@ def test_what_a_recipe_sets_of_callbacks_and_loggers_that_are_not_chosen_is_left
 
 
 NEEDED = {"distill": ["run.init_from=teacher"]}
+LIBRARIES = ("timm", "torchvision", "transformers")  # whose models are named by options
 
 
 def check_choice(recipe: str, choice: Mapping[str, str]) -> None:
-    made = composed(
-        f"recipe={recipe}", *NEEDED.get(recipe, ()), *(f"{group}={option}" for group, option in choice.items())
-    )
+    typed = [*NEEDED.get(recipe, ()), *(f"{group}={option}" for group, option in choice.items())]
+    typed += [f"run.trust=[{choice['model']}]"] if choice.get("model") in LIBRARIES else []
+    if choice.get("strategy") in ("local_sgd", "diloco"):  # which refuse an average over all workers
+        typed.append("trainer.ema_decay=null")
+    made = composed(f"recipe={recipe}", *typed)
     for group, option in choice.items():
         section = {name: value for name, value in made.values[group].items() if name != "alert_url"}
         assert section == yaml.safe_load((conf_folder() / group / f"{option}.yaml").read_text()), choice

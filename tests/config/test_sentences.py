@@ -169,7 +169,7 @@ trainer.timeout.step is not a known key. Did you mean trainer.timeout.step_secon
 > launcher.partition=gpu
 launcher.partition is not a known key: it is one of launcher=slurm.
 > optimizer=adamw optimizer.momentum=0.9
-optimizer.momentum is not a known key: it is one of optimizer=mnist_sgd,
+optimizer.momentum is not a known key: it is one of optimizer=imagenet_sgd,
 > trainer.foo=3
 trainer.foo is not a known key. Available: nodes, gpus, device, backend, threads,
 > +trainer.epochs=3
@@ -211,7 +211,7 @@ trainer.swa_every=3 is for the mean of the weights (SWA), and there is none: set
 > callbacks._target_=mine.Ends
 callbacks._target_ is not a known key. Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/call
 > recipe=mine
-recipe=mine is not a known option. Available: autoencoder, distill, gan, gpt, mnist, segment, tabular, tabular_sweep. Re
+recipe=mine is not a known option. Available: autoencoder, distill, finetune, gan, gpt, imagenet, imagenet_16, mnist, se
 > recipe=a,b
 recipe=a,b gives several values: add -m for a run with each.
 > trainer.seed=range(3)
@@ -261,7 +261,9 @@ strategy=deepspeed_stage_2 is not a known option. strategy.shard_optimizer=true 
 > strategy=mp
 strategy=mp is not a known option. There is no splitting by layers: strategy=fsdp gives each worker a share of every
 > strategy=tp
-strategy=tp is not a known option. There is no tensor or pipeline parallelism: strategy=fsdp trains models that do not f
+strategy=tp is not a known option. Tensor parallelism is a key of sharding: strategy=fsdp strategy.tp_size=2.
+> strategy=pipeline
+strategy=pipeline is not a known option. There is no pipeline parallelism: strategy=fsdp trains models that do not fit
 > strategy=context_parallel
 strategy=context_parallel is not a known option. There is no context or sequence parallelism: trainer.activation_checkpo
 > strategy=moe
@@ -273,7 +275,7 @@ strategy=hybrid is not a known option. strategy=fsdp strategy.dp_replicate_size=
 > strategy=fsdp strategy.zero_stage=3
 strategy.zero_stage is not a known key. strategy.shard_optimizer=true divides the optimizer's state among the workers (Z
 > strategy.tensor_parallel_size=2
-strategy.tensor_parallel_size is not a known key. There is no tensor or pipeline parallelism: strategy=fsdp trains model
+strategy.tensor_parallel_size is not a known key. Tensor parallelism is a key of sharding: strategy=fsdp strategy.tp_s
 > trainer.context_parallel_size=2
 trainer.context_parallel_size is not a known key. There is no context or sequence parallelism: trainer.activation_checkp
 > trainer.expert_parallel_size=2
@@ -514,7 +516,7 @@ def test_for_another_frameworks_value_ours_is_suggested(word: str, advice: str) 
 
 
 @pytest.mark.parametrize(
-    "word", ["model=resnet18", "strategy=quantum", "scheduler=quick", "logger=neptune", "data=cifar10"]
+    "word", ["model=vgg16", "strategy=quantum", "scheduler=quick", "logger=neptune", "data=cifar10"]
 )
 def test_where_nothing_is_near_nothing_is_suggested(word: str) -> None:
     said = refusal(word)

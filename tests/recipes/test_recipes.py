@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import save_file
 
 from ddpexp.system.files import read_json
+from examples.photos.draw import main as draw_photos
 from examples.table.table import write as write_table
 from recipes.mnist import LeNet
 from recipes.segment import draw as draw_masks
@@ -17,10 +18,14 @@ from tests.conftest import Ddpexp
 
 DIGITS = ("data.source=embedded", "data.embedded_train=160", "data.embedded_test=32")
 FLOWERS = ("data.path=flowers.csv", "data.inputs=[length,width]", "data.targets=species", "model.width=8")
+PHOTOS = ("data.root=photos", "data.size=32")
 RECIPES: Mapping[str, tuple[str, ...]] = {
     "autoencoder": (*DIGITS, "model.width=4"),
     "distill": (*DIGITS, "run.init_from=teacher.safetensors"),
+    "finetune": (*PHOTOS, "model.backbone.width=4"),
     "gan": (*DIGITS, "model.width=4"),
+    "imagenet": (*PHOTOS, "model=resnet18", "model.width=4", "data.mixup=0.2"),
+    "imagenet_16": (*PHOTOS, "model.width=4", "model.layers=[1,1]", "data.size_from_epoch=[[0,16],[1,24]]"),
     "segment": (
         "data.root=shapes", "model.width=4", "data.transform.size=32", "data.eval_transform.size=32",
     ),
@@ -30,6 +35,7 @@ METRICS = {
     "autoencoder": {"eval/loss", "eval/mse", "eval/psnr", "eval/explained_variance"},
     "distill": {"eval/loss", "eval/accuracy"},
     "gan": {"eval/loss", "eval/real_score", "eval/fake_score", "eval/frechet"},
+    **{name: {"eval/loss", "eval/accuracy", "eval/top5"} for name in ("finetune", "imagenet", "imagenet_16")},
     "segment": {"eval/loss", "eval/pixel_accuracy", "eval/mean_iou", "eval/iou/0", "eval/iou/1", "eval/iou/2"},
     "tabular": {"validation/loss", "validation/accuracy", "validation/balanced_accuracy", "validation/f1"},
 }
@@ -50,6 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with data for all recipes."""
     folder = tmp_path_factory.mktemp("made")
     write_table(str(folder / "flowers.csv"))
+    draw_photos(folder / "photos")
     draw_masks(folder / "shapes", train=40, val=8, side=40)
     save_file(LeNet().state_dict(), folder / "teacher.safetensors")
     return folder

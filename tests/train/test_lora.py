@@ -20,6 +20,7 @@ from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.config.schema import LoRA, Trainer
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.base import Shard
 from ddpexp.train.lora import LoRALinear, add_adapters
 from tests.checkpoint.test_writer import ALONE
 from tests.conftest import Ddpexp
@@ -111,7 +112,7 @@ def test_merged_weights_compute_the_same(tmp_path: Path) -> None:
     load_weights({"model": exported}, tmp_path / "whole", "x")
     assert torch.equal(forward(exported, rows), forward(plain, rows))
     parts = net()
-    load_weights({"model": parts}, folder, "x", rows=lambda tensor: (tensor[1:], 1))
+    load_weights({"model": parts}, folder, "x", held=lambda tensor: Shard(tensor[1:], tuple(tensor.shape), 1))
     assert torch.equal(parts.get_parameter("body.2.weight")[1:], plain.get_parameter("body.2.weight")[1:])
     with pytest.raises(RefusedError, match="is no empty folder: export into a new one"):
         export_weights(folder / "model.safetensors", tmp_path / "whole", 100)

@@ -80,7 +80,7 @@ class ImageFolder:
         """Make a batch on the host; may run in any thread."""
         samples = indices.numpy()
         boxes = draws.center_crops(self.store.shapes(samples), self.options.size, self._eval_size)
-        return self.fetch_boxes(samples, boxes, np.zeros(len(samples), bool), None, pinned)
+        return self.fetch_boxes(samples, boxes, np.zeros(len(samples), bool), None, pinned, self.options.size)
 
     def finish(self, batch: Fetched, device: torch.device) -> tuple[Tensor, Tensor]:
         """Move a batch to the device as bytes, and normalize it there. Shapes: as in `load`."""
@@ -97,7 +97,7 @@ class ImageFolder:
         """Return these images with the random changes of one epoch."""
         from ddpexp.data.image_folder.mixed import Mixed  # late: it imports this module
 
-        augmented = Augmented(self, seed_of(seed, AUGMENT, epoch, 0))
+        augmented = Augmented(self, seed_of(seed, AUGMENT, epoch, 0), self.options.size_in(epoch))
         return Mixed(augmented) if self.options.mixup or self.options.cutmix else augmented
 
     @property
@@ -122,9 +122,10 @@ class ImageFolder:
         flipped: NDArray[np.bool_],
         changes: colors.Changes | None,
         pinned: bool,
+        size: int,
     ) -> Fetched:
-        """Cut `boxes` out of samples, resize, flip and change them, in several threads."""
-        size, channels = self.options.size, self.options.channels
+        """Cut `boxes` out of samples, resize them to `size`, flip and change them, in several threads."""
+        channels = self.options.channels
         shape = len(samples), size, size, channels
         out = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else _empty(shape, torch.uint8)
         pixels, numbers, places = out.numpy(), samples.tolist(), boxes.tolist()
@@ -153,6 +154,7 @@ class Augmented:
 
     images: ImageFolder
     key: int
+    size: int  # pixels
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -167,7 +169,7 @@ class Augmented:
         images, options, samples = self.images, self.images.options, indices.numpy()
         boxes = draws.crops(self.key, samples, images.store.shapes(samples), options.scale, options.ratio)
         flipped = draws.flips(self.key, samples) if options.flip else np.zeros(len(samples), bool)
-        return images.fetch_boxes(samples, boxes, flipped, colors.draw(self.key, samples, options), pinned)
+        return images.fetch_boxes(samples, boxes, flipped, colors.draw(self.key, samples, options), pinned, self.size)
 
     def finish(self, batch: Fetched, device: torch.device) -> tuple[Tensor, Tensor]:
         """Move a batch to the device, and normalize it there."""

@@ -44,7 +44,7 @@ class Mixed:
         samples = indices.numpy()
         every, rows = np.unique(np.concatenate([samples, partners.numpy()]), return_inverse=True)
         options = self.augmented.images.options
-        shares, boxes = draws.mixes(self.augmented.key, samples, options.mixup, options.cutmix, options.size)
+        shares, boxes = draws.mixes(self.augmented.key, samples, options.mixup, options.cutmix, self.augmented.size)
         own, other = np.split(rows.reshape(-1), 2)
         return FetchedPairs(
             self.augmented.fetch(torch.from_numpy(every), pinned),

@@ -31,6 +31,7 @@ class Options:
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     channels: int = 3
+    sizes: tuple[tuple[int, ...], ...] = ()  # of training images, each with the epoch from which on it counts
 
     def resolved(self) -> Options:
         """Return the options without `auto`, checked. Raises: RefusedError."""
@@ -44,6 +45,7 @@ class Options:
                 f"data.eval_size={eval_size} is below data.size={self.size}, which is cut out of it: use "
                 f"{self.size} to {_MOST_PIXELS} pixels."
             )
+        self._check_sizes()
         for key, pair, most in (("scale", self.scale, 1.0), ("ratio", self.ratio, math.inf)):
             if len(pair) != 2 or not 0 < pair[0] <= pair[1] <= most:
                 example = "[0.08, 1.0]" if key == "scale" else "[0.75, 1.3333]"
@@ -52,6 +54,18 @@ class Options:
         self._check_norm()
         mean, std = (tuple(values * self.channels if len(values) == 1 else values) for values in (self.mean, self.std))
         return replace(self, eval_size=eval_size, mean=mean[: self.channels], std=std[: self.channels])
+
+    def _check_sizes(self) -> None:
+        for pair in self.sizes:
+            if len(pair) != 2 or pair[0] < 0 or not 1 <= pair[1] <= self.size:
+                raise RefusedError(
+                    f"data.size_from_epoch holds {list(pair)}: use pairs of an epoch, from 0, and of a size up to "
+                    f"data.size={self.size}, which is that of evaluations, such as [[0, {self.size // 2}]]."
+                )
+
+    def size_in(self, epoch: int) -> int:
+        """Return the height and width of training images in an epoch. Units: pixels."""
+        return next((size for first, size in sorted(self.sizes, reverse=True) if first <= epoch), self.size)
 
     def _check_strengths(self) -> None:
         if len(self.color_jitter) != 4 or not all(0 <= one <= 1 for one in self.color_jitter[:3]) or not (
@@ -95,4 +109,5 @@ def options_of(prepared: Mapping[str, Any]) -> Options:
     for field in fields(Options):
         value = prepared[field.name]
         values[field.name] = tuple(value) if isinstance(value, list) else value
+    values["sizes"] = tuple(tuple(pair) for pair in values["sizes"])
     return Options(**values)

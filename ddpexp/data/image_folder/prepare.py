@@ -66,6 +66,7 @@ def prepare(
     cutmix: float = 0.0,
     mean: tuple[float, ...] = (0.485, 0.456, 0.406),
     std: tuple[float, ...] = (0.229, 0.224, 0.225),
+    size_from_epoch: tuple[tuple[int, ...], ...] | None = None,
 ) -> dict[str, Any]:
     """Make sure that a cache of the images below `root` exists; return a description of the data.
 
@@ -77,7 +78,7 @@ def prepare(
     """
     options = Options(
         size, eval_size, scale, ratio, flip, color_jitter, rand_augment, rand_augment_magnitude, mixup, cutmix,
-        mean, std, channels,
+        mean, std, channels, tuple(tuple(pair) for pair in size_from_epoch or ()),
     ).resolved()  # fmt: skip
     side = options.side_of(cache_size)
     if cache not in _MODES or broken not in ("stop", "skip"):

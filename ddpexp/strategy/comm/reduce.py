@@ -47,11 +47,11 @@ class Reducer(Protocol):
 def reducer_for(parameters: Sequence[Tensor], options: DDPOptions, world: World) -> Reducer | None:
     """Return the reducer for the gradients of CPU workers, or None for DDP's own reduction.
 
-        DDP's own is used on GPUs, with a comm hook, and for two workers through the backend.
-        Ranks: all; communicates.
+    DDP's own is used on GPUs, with a comm hook, and for two workers through the backend.
+    Ranks: all; communicates.
 
     Raises:
-    *         RefusedError: `strategy.reduce_through=shared_memory`, but the workers cannot share memory.
+        RefusedError: `strategy.reduce_through=shared_memory`, but the workers cannot share memory.
     """
     if not parameters or world.device.type != "cpu" or options.comm_hook != "none":
         return None
@@ -74,12 +74,12 @@ def replace_reducer(module: DistributedDataParallel, reducer: Reducer, world: Wo
 def common_memory(num_bytes: int, reduce_through: str, world: World) -> SharedMemory | None:
     """Map shared memory for gradients of this size, or pieces of them, into all workers.
 
-        Returns None if gradients are reduced through the backend.
+    Returns None if gradients are reduced through the backend.
 
-        Ranks: all; communicates.
+    Ranks: all; communicates.
 
     Raises:
-    *         RefusedError: `strategy.reduce_through=shared_memory`, but the workers cannot share memory.
+        RefusedError: `strategy.reduce_through=shared_memory`, but the workers cannot share memory.
     """
     one_host = world.local_world_size == world.world_size
     if reduce_through == "backend" or (reduce_through == "auto" and not one_host):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.options import Options, TrainerOptions
+from ddpexp.strategy.options import DataRank, Options, TrainerOptions
+from ddpexp.strategy.tensor.options import DividedLayers
 from ddpexp.system.limits import human
 
 if TYPE_CHECKING:
@@ -38,11 +39,24 @@ class FSDPOptions(Options):
     init: Literal["whole", "replay", "reset_parameters"]
     reduce_each_micro_batch: bool = False  # older runs do not have these
     offload: bool = False
+    tp_size: int = 1
+    tp_plan: tuple[DividedLayers, ...] | None = None
     draws_values: ClassVar[bool] = True  # whether initial weights are needed
+
+    def data_rank(self, rank: int, world_size: int) -> DataRank:
+        """Return which share of the global batch a rank computes: the ranks of a tensor group the same one."""
+        self._check_sizes(world_size)
+        return DataRank(rank // self.tp_size, world_size // self.tp_size, rank % self.tp_size == 0)
 
     def check(self, trainer: TrainerOptions) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
         super().check(trainer)
+        if self.tp_size < 1:
+            raise RefusedError(f"strategy.tp_size={self.tp_size}: use 1 or more.")
+        if self.tp_size > 1:
+            self._check_tensor_parallel(trainer)
+        elif self.tp_plan is not None:
+            raise RefusedError("strategy.tp_plan has no effect without strategy.tp_size=2 or more.")
         if self.min_block_mb <= 0:
             raise RefusedError(f"strategy.min_block_mb={self.min_block_mb}: use a number above 0.")
         if self.dp_replicate_size < 1:
@@ -65,6 +79,30 @@ class FSDPOptions(Options):
                 "are gathered by hooks between the modules. Use trainer.compile=false or strategy=ddp."
             )
 
+    def _check_tensor_parallel(self, trainer: TrainerOptions) -> None:
+        """Refuse what tensor parallelism cannot keep or does not have."""
+        for number, entry in enumerate(self.tp_plan or ()):
+            entry.check(f"strategy.tp_plan[{number}]")
+        for clashes, key, why, instead in (
+            (
+                trainer.reduction == "exact", "trainer.reduction=exact",
+                "whose bits must not depend on the workers, while the sums inside divided layers do",
+                "trainer.reduction=fast",
+            ),
+            (
+                self.offload, "strategy.offload=true", "for which layers are not divided", "strategy.offload=false",
+            ),
+            (
+                self.reduce_through == "shared_memory", "strategy.reduce_through=shared_memory",
+                "which all workers would have to use together", "strategy.reduce_through=auto",
+            ),
+        ):  # fmt: skip
+            if clashes:
+                raise RefusedError(
+                    f"strategy.tp_size={self.tp_size} is incompatible with {key}, {why}. Use {instead} or "
+                    "strategy.tp_size=1."
+                )
+
     def _check_offload(self, trainer: TrainerOptions) -> None:
         """Refuse what needs all parameters or gradients on the GPU."""
         for clashes, key, instead in (
@@ -81,20 +119,18 @@ class FSDPOptions(Options):
 
     def makes_copies(self, world_size: int) -> bool:
         """Return whether blocks are gathered in bf16, which are the copies."""
-        return world_size > 1
+        return world_size > self.tp_size
 
     def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the workers; see `Options.check_layout`."""
         replicas, size = self.dp_replicate_size, layout.world_size
-        if size % replicas:
-            sizes = " or ".join(str(number) for number in range(1, size) if size % number == 0) or "1"
+        self._check_sizes(size)
+        if replicas == size // self.tp_size > 1:
+            instead = "strategy=ddp" if self.tp_size == 1 else "strategy.dp_replicate_size=1"
+            each = "worker" if self.tp_size == 1 else "tensor group"
             raise RefusedError(
-                f"strategy.dp_replicate_size={replicas} does not divide {size} worker{'s' * (size > 1)}: use {sizes}."
-            )
-        if replicas == size > 1:
-            raise RefusedError(
-                f"strategy.dp_replicate_size={replicas} leaves one worker to each replica, so nothing is sharded: use "
-                "strategy=ddp."
+                f"strategy.dp_replicate_size={replicas} leaves one {each} to each replica, so nothing is sharded: use "
+                f"{instead}."
             )
         if self.offload and layout.device == "cpu":
             raise RefusedError(
@@ -113,6 +149,21 @@ class FSDPOptions(Options):
                 "Use strategy.reduce_through=auto."
             )
 
+    def _check_sizes(self, world_size: int) -> None:
+        """Check that the world divides into tensor groups and replicas."""
+        workers = f"{world_size} worker{'s' * (world_size > 1)}"
+        if world_size % self.tp_size:
+            raise RefusedError(
+                f"strategy.tp_size={self.tp_size} does not divide {workers}: use {_divisors(world_size, world_size)}."
+            )
+        groups = world_size // self.tp_size
+        if groups % self.dp_replicate_size:
+            of = f"the {groups} groups of strategy.tp_size={self.tp_size} of " if self.tp_size > 1 else ""
+            raise RefusedError(
+                f"strategy.dp_replicate_size={self.dp_replicate_size} does not divide {of}{workers}: use "
+                f"{_divisors(groups, groups - 1)}."
+            )
+
     def to_be_loaded(self) -> FSDPOptions:
         """Return options that leave out the initial weights."""
         return _ToBeLoaded(**vars(self))
@@ -122,7 +173,12 @@ class FSDPOptions(Options):
         import torch.distributed.fsdp  # noqa: F401
 
     def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
-        """Return that gradients are summed in another order."""
+        """Return that gradients are summed in another order, or layers are divided."""
+        if self.tp_size > 1:
+            return (
+                f"strategy.tp_size={self.tp_size}: the sums inside divided layers have another order, so the last "
+                "digits of the weights differ from those of other strategies"
+            )
         if not self.reduce_each_micro_batch or trainer.reduction == "exact" or gradient_accumulation_steps == 1:
             return ""
         return (
@@ -135,7 +191,7 @@ class FSDPOptions(Options):
         from ddpexp.strategy.memory import Part
 
         parts = super().memory(facts, trainer, layout)
-        if layout.world_size == 1:
+        if layout.world_size == self.tp_size:
             return parts
         size = self.weights_share(layout)
         parameters, gradients, optimizer = (self._share(part, facts, size) for part in parts)
@@ -169,7 +225,7 @@ class FSDPOptions(Options):
 
     def weights_share(self, layout: Layout) -> int:
         """Return the number of ranks that a replica of the model is divided over."""
-        return max(1, layout.world_size // self.dp_replicate_size)
+        return max(1, layout.world_size // self.tp_size // self.dp_replicate_size)
 
     def moments(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Mapping[str, int]:
         """Return what a rank holds where it has the whole model: as it is built, and in evaluations."""
@@ -179,10 +235,25 @@ class FSDPOptions(Options):
         moments = {}
         if self.init == "whole":
             moments["start"] = weights + max(facts.blocks_bytes, default=0)
-        if self.gather_in_evaluation:
+        if self.gather_in_evaluation and not self.divides_layers:
             shares = 0 if self.offload else -(-(weights + facts.optimizer_bytes) // size)
             moments["evaluation"] = weights + shares
         return moments
+
+    @property
+    def divides_layers(self) -> bool:
+        """Return whether there is tensor parallelism."""
+        return self.tp_size > 1
+
+    def divide_models(self, models: Mapping[str, Any]) -> None:
+        """Leave in models what the first rank of a tensor group has of them; see `Options.divide_models`."""
+        from ddpexp.strategy.tensor.group import TensorGroup
+        from ddpexp.strategy.tensor.layers import divide
+        from ddpexp.strategy.tensor.plan import layers_of
+
+        if self.divides_layers:
+            divided = {name: module for name, module in models.items() if name not in self.whole}
+            divide(divided, layers_of(divided, self.tp_plan, self.tp_size), TensorGroup(0, self.tp_size, None))
 
     def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
         """Return the sizes of the parameters of each block, without those of blocks inside it."""
@@ -214,6 +285,8 @@ class FSDPOptions(Options):
 
         if layout.world_size == 1:
             return Traffic("none")
+        if self.divides_layers:
+            return Traffic("backend", unknown="what tensor parallelism sends inside layers is not known")
         size = sum(parameter.num_bytes for parameter in facts.parameters)
         trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
         gathers = 2 if self.reshard_after_forward else 1
@@ -234,9 +307,17 @@ class FSDPOptions(Options):
 
         common: dict[str, Any] = {"channels_last": trainer.channels_last, "prepare": prepare}
         lowers = trainer.param_dtype == "bf16" and trainer.master_weights
+        if self.tp_size > 1 and world.world_size > 1:
+            from ddpexp.strategy.tensor.strategy import TensorParallel
+
+            return TensorParallel(self, world, factory, gathers_bf16=lowers, **common)
         if trainer.reduction == "exact":
             return ExactFSDP(self, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)
         return FSDP(self, world, factory, gathers_bf16=lowers, **common)
+
+
+def _divisors(number: int, most: int) -> str:
+    return " or ".join(str(size) for size in range(1, most + 1) if number % size == 0) or "1"
 
 
 @dataclass(frozen=True)

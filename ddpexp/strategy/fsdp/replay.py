@@ -32,6 +32,7 @@ _OVERWRITES = frozenset(
      "cauchy_", "geometric_"}
 )  # fmt: skip
 _READS_VALUES = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "resize_", "set_"})
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _META = torch.device("meta")
 
 
@@ -175,6 +176,17 @@ class _Hollow(Tensor):
         )  # fmt: skip
         hollow.meta = meta
         return hollow
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Follow an assignment to `data`, as `Module.to` does it, which is no operation that could be recorded."""
+        if function == _SET_DATA:
+            tensor, value = args
+            if not isinstance(value, _Hollow):
+                raise _ValueRead("an assignment to data of values from elsewhere")
+            tensor.meta = value.meta
+        returned: Any = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return returned
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

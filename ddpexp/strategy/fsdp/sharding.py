@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.base import Shard
 from ddpexp.strategy.comm.reduce import ALIGNED, common_memory
 from ddpexp.strategy.comm.shared_memory import SharedMemory
 from ddpexp.strategy.exact.round import sum_dtype
@@ -25,10 +26,15 @@ from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.replay import record
 from ddpexp.strategy.module_classes import check_classes
 from ddpexp.strategy.replica import Models
+from ddpexp.strategy.tensor.cut import Share
+from ddpexp.strategy.tensor.group import TensorGroup
+from ddpexp.strategy.tensor.layers import divide
+from ddpexp.strategy.tensor.plan import layers_of
 
 if TYPE_CHECKING:
     from ddpexp.strategy.fsdp.collectives import TreeReduceScatter
 
+_SHARE = "_ddpexp_share"  # attribute of a parameter
 _LEAST_BYTES = 4096  # of shared memory, in which the partial sums of small buffers have room, too
 
 
@@ -41,9 +47,11 @@ class Sharding:
         world: World,
         gradient_accumulation_steps: int | None = None,
         gathers_bf16: bool = False,
+        tensor: TensorGroup | None = None,
     ) -> None:
-        """Shard nothing yet; see `FSDP`."""
-        self._options, self._world = options, world
+        """Shard nothing yet; see `FSDP`. `world` has the ranks that share the data, `tensor` those of a layer."""
+        self._options, self._world, self._tensor = options, world, tensor
+        self.shares: dict[str, Share] = {}  # of the parameters that the ranks of a tensor group divide, by their names
         self._gradient_accumulation_steps = gradient_accumulation_steps
         self._precision = MixedPrecisionPolicy()
         if gathers_bf16:
@@ -61,6 +69,9 @@ class Sharding:
             strategy.blocks a class that no model has.
         """
         world, options = self._world, self._options
+        if self._tensor is not None:
+            divided = self._models_to_shard(models)
+            self.shares = divide(divided, layers_of(divided, options.tp_plan, self._tensor.size), self._tensor)
         if world.world_size == 1:
             check_classes(self._models_to_shard(models), options.blocks or (), BLOCKS)
             return
@@ -70,7 +81,10 @@ class Sharding:
         replicas = options.dp_replicate_size
         sizes = (world.world_size,) if replicas == 1 else (replicas, world.world_size // replicas)
         names = ("shard",) if replicas == 1 else ("replicate", "shard")
-        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
+        if self._tensor is None:
+            mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
+        else:
+            mesh = self._tensor.mesh_of(names)
         self.replica = world.rank // sizes[-1]
         blocks = blocks_of(models, options.blocks, options.min_block_mb * 2**20)
         ordered = world.device.type == "cpu" or self._gradient_accumulation_steps is not None
@@ -92,7 +106,7 @@ class Sharding:
         from ddpexp.strategy.fsdp import collectives
 
         world, steps = self._world, self._gradient_accumulation_steps
-        if world.device.type == "cpu":
+        if world.device.type == "cpu" and self._tensor is None:
             parameters = [parameter for module in models.values() for parameter in module.parameters()]
             num_bytes = sum(p.numel() * p.element_size() + ALIGNED * world.world_size for p in parameters)
             self.memory = common_memory(max(num_bytes, _LEAST_BYTES), self._options.reduce_through, world)
@@ -125,7 +139,7 @@ class Sharding:
             built = build_empty(factory, f"strategy.init={init}")
         models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
         resets = Resets(models) if init == "reset_parameters" and draws else None
-        recorded = dict(_tensors(models))
+        recorded = {name: tensor.detach() for name, tensor in _tensors(models)}  # `to_empty` changes the parameters
         given = {name: tensor for name, tensor in recorded.items() if tensor.device.type != "meta"}
         for module in models.values():
             module.to("meta")
@@ -138,6 +152,8 @@ class Sharding:
         @torch.no_grad()
         def take(name: str, values: Tensor) -> None:
             tensor = held[name]
+            if name in self.shares:
+                values = self.shares[name].take(values)
             if isinstance(tensor, DTensor):
                 local, first = tensor.to_local(), first_row(tensor)
                 local.copy_(values[first : first + len(local)])
@@ -154,6 +170,13 @@ class Sharding:
         for name, tensor in given.items():
             take(name, tensor)
         return built
+
+    def prepare(self, prepare: Callable[[Models], None], models: Models) -> None:
+        """Call `prepare`, and let `held` know before of which parameters the ranks of a tensor group hold shares."""
+        for name, tensor in _tensors(models):
+            if name in self.shares:
+                setattr(tensor, _SHARE, self.shares[name])
+        prepare(models)
 
     def _models_to_shard(self, models: Models) -> Models:
         for name in self._options.whole:
@@ -181,6 +204,19 @@ def first_row(tensor: DTensor) -> int:
     """Return the first row that this rank holds."""
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return offset[0]
+
+
+def held(tensor: Tensor, share: Share | None = None, replica: int = 0) -> Shard:
+    """Return what this rank holds of a tensor, which may be sharded; `share` is that of its tensor group.
+
+    None: that of a parameter, as `Sharding.prepare` has marked it.
+    """
+    share = share or getattr(tensor, _SHARE, None)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    first = first_row(tensor) if isinstance(tensor, DTensor) else None
+    if share is None:
+        return Shard(local, tuple(tensor.shape), first, replica if first is not None else 0)
+    return share.shard(local, first or 0, replica)
 
 
 def _tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:

@@ -22,6 +22,7 @@ from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.sharding import Sharding, first_row
 from ddpexp.strategy.norm import norm_dtype, norm_of_rows, row_norms
 from ddpexp.strategy.replica import Models, Replicas, broadcast_rank_zero, check_same_models, gradient_values, unused
+from ddpexp.strategy.tensor.group import TensorGroup
 
 RESET = (
     "strategy.init=reset_parameters: the initial weights are drawn by the reset_parameters of each module in turn, so "
@@ -43,21 +44,24 @@ class FSDP(Replicas):
         prepare: Callable[[Models], None] = lambda models: None,
         gradient_accumulation_steps: int | None = None,
         gathers_bf16: bool = False,
+        tensor: TensorGroup | None = None,
     ) -> None:
         """Build the model and keep this rank's share.
 
         With `channels_last` images come in that memory format; parameters stay in their ordinary one, to be cut.
         `gradient_accumulation_steps` is for sums in the tree of `trainer.reduction=exact`; with `gathers_bf16` blocks
-        compute with copies of the parameters in bf16.
+        compute with copies of the parameters in bf16. The ranks of a `tensor` group divide layers first.
 
         Ranks: all; broadcasts rank zero's weights, unless every rank draws them for itself.
 
         Raises:
             RefusedError: the model has a parameter that cannot be cut, or its construction cannot be replayed.
         """
-        sharding = Sharding(options, world, gradient_accumulation_steps, gathers_bf16)
+        data_world = world if tensor is None else tensor.data_world(world)
+        sharding = Sharding(options, data_world, gradient_accumulation_steps, gathers_bf16, tensor)
         in_parts = options.init == "reset_parameters" or (options.init == "replay" and world.world_size > 1)
-        super().__init__(world, partial(sharding.construct, factory) if in_parts else factory, prepare=prepare)
+        construct = partial(sharding.construct, factory) if in_parts else factory
+        super().__init__(world, construct, prepare=partial(sharding.prepare, prepare))
         if in_parts:
             check_same_models(self.modules, world)
             if options.init == "reset_parameters" and options.draws_values and world.is_rank_zero:
@@ -66,10 +70,12 @@ class FSDP(Replicas):
             self.share_initial_weights(world)
             sharding.shard(self.modules)
         self.memory = sharding.memory
-        self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
+        self.data = options.data_rank(world.rank, world.world_size)
+        self.gradient_weight = float(data_world.world_size)  # the reduction averages over ranks
         self._world, self._options = world, options
         self.forward_communicates = world.world_size > 1
-        self.evaluates_together = self.forward_communicates and not options.gather_in_evaluation
+        together = tensor is not None or not options.gather_in_evaluation
+        self.evaluates_together = self.forward_communicates and together
         self._sharding, self._sharded, self._replica = sharding, sharding.blocks, sharding.replica
         self._names = {
             f"{model}.{name}": parameter
@@ -84,7 +90,11 @@ class FSDP(Replicas):
             for module in self.modules.values():
                 module.register_forward_pre_hook(_channels_last)
         self._buffers_due = True
-        if options.broadcast_buffers and world.world_size > 1 and gradient_accumulation_steps is None:
+        if gradient_accumulation_steps is None:
+            self._share_buffers_in_forward()
+
+    def _share_buffers_in_forward(self) -> None:
+        if self._options.broadcast_buffers and self._world.world_size > 1:
             for module in self.modules.values():
                 if next(module.buffers(), None) is not None:
                     module.register_forward_pre_hook(self._share_buffers, prepend=True)

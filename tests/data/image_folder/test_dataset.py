@@ -18,7 +18,7 @@ from ddpexp.data.image_folder import draws
 from ddpexp.data.image_folder.dataset import load
 from ddpexp.data.image_folder.prepare import prepare
 from ddpexp.data.prefetch import ahead
-from ddpexp.errors import CodeError, LoaderError
+from ddpexp.errors import CodeError, LoaderError, RefusedError
 
 CPU = torch.device("cpu")
 CHANGED: dict[str, Any] = {"color_jitter": (0.4, 0.4, 0.4, 0.1), "rand_augment": 2}
@@ -166,3 +166,20 @@ def test_batches_made_ahead_come_in_order_and_errors_at_their_place() -> None:
     assert seen == [0, 1, 2]
     assert len(begun) <= 7
     assert list(ahead((partial(int, number) for number in range(5)), 0, CPU)) == list(range(5))
+
+
+@pytest.mark.parametrize("options", [{}, {"mixup": 0.4}])
+def test_images_of_training_grow_with_the_epochs_and_evaluations_do_not(options: dict[str, Any], photos: Path) -> None:
+    data = of(photos, size_from_epoch=((0, 8), (2, 12)), **options)
+    indices = torch.arange(2)
+    sizes = [data.train.of_epoch(3, epoch).gather(indices, CPU)[0].shape[2:] for epoch in range(4)]
+    assert sizes == [(8, 8), (8, 8), (12, 12), (12, 12)]
+    assert next(iter(data.evals.values())).gather(indices, CPU)[0].shape[2:] == (16, 16)
+    late = of(photos, size_from_epoch=((1, 8),), **options).train
+    assert [late.of_epoch(3, epoch).gather(indices, CPU)[0].shape[2] for epoch in range(2)] == [16, 8]
+
+
+@pytest.mark.parametrize("pair", [(0, 17), (-1, 8), (0, 0), (1,)])
+def test_sizes_that_are_none_are_refused(pair: tuple[int, ...], photos: Path) -> None:
+    with pytest.raises(RefusedError, match=r"data\.size_from_epoch holds .*: use pairs of an epoch"):
+        of(photos, size_from_epoch=(pair,))

@@ -194,8 +194,13 @@ def teacher(world: World) -> None:
     def pair() -> dict[str, nn.Module]:
         return {"student": Net(), "teacher": Net().requires_grad_(False)}
 
-    for options in (OPTIONS, replace(OPTIONS, whole=("teacher",))):
+    expected = seeded(pair)()["teacher"].state_dict()
+    for options in (
+        OPTIONS, replace(OPTIONS, whole=("teacher",)), replace(OPTIONS, whole=("teacher",), init="replay"),
+    ):  # fmt: skip
         found = FSDP(options, world, seeded(pair))
+        if options.whole:
+            assert all(torch.equal(t, expected[n]) for n, t in found.modules["teacher"].state_dict().items())
         kinds = {name: isinstance(next(module.parameters()), DTensor) for name, module in found.modules.items()}
         assert kinds == {"student": True, "teacher": not options.whole}
         with found.micro_batch(last=True):

@@ -19,7 +19,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.strategy.fsdp.empty import Resets, build_empty
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.strategy import FSDP, RESET
-from ddpexp.train.initial_weights import local_rows
+from ddpexp.train.initial_weights import held
 from tests.fitting import ALONE
 from tests.ranks import on_ranks
 from tests.strategy.fsdp.ranks import OPTIONS, Block, seeded
@@ -121,7 +121,7 @@ def test_a_model_that_cannot_be_replayed_starts_from_weights(tmp_path: Path) -> 
 
     def loaded(world: World) -> bool:
         path = tmp_path / "weights.safetensors"
-        prepare = partial(load_weights, source=path, description="run.init_from=weights.safetensors", rows=local_rows)
+        prepare = partial(load_weights, source=path, description="run.init_from=weights.safetensors", held=held)
         model = FSDP(options, world, seeded(Reads), prepare=prepare).modules["model"]  # type: ignore[arg-type]
         return all(
             (value.full_tensor() if isinstance(value, DTensor) else value).equal(given_state[name])

@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,30 @@ def test_every_parameter_and_buffer_has_the_values_of_an_ordinary_construction()
         assert (found[name].dtype, found[name].stride()) == (tensor.dtype, tensor.stride()), name
 
 
+def converted() -> nn.Module:
+    torch.manual_seed(0)
+    first, last = nn.Linear(3, 4), nn.Linear(3, 4)
+    last.weight.data = first.weight.data * 2
+    last.weight.data.add_(1)
+    last.bias = first.bias
+    model = nn.Sequential(first, nn.BatchNorm1d(4), last).double()
+    first.bias.data.mul_(3)
+    return model
+
+
+def test_what_is_assigned_to_data_counts_as_when_a_model_is_converted() -> None:
+    expected = converted()
+    model, recording = record(converted)
+    assert model.get_parameter("2.bias") is model.get_parameter("0.bias")
+    found: dict[str, Tensor] = {}
+    tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if t.is_meta}
+    recording.replay(tensors, torch.device("cpu"), lambda name, tensor: found.update({name: tensor.clone()}))
+    assert found.keys() == expected.state_dict().keys() - {"1.num_batches_tracked"}
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.float64
+        assert torch.equal(tensor, expected.state_dict()[name]), name
+
+
 def test_the_model_is_as_built_but_for_its_memory() -> None:
     model, _ = record(built)
     assert isinstance(model, Everything)
@@ -121,13 +146,19 @@ def _looks() -> nn.Module:
     return model
 
 
+def _of_numpy() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.bias.data = torch.from_numpy(np.ones(3, np.float32))
+    return model
+
+
 def _as_numpy() -> nn.Module:
     model = nn.Linear(3, 3)
     model.bias.detach().numpy()[0] = 1
     return model
 
 
-@pytest.mark.parametrize("factory", [_looks, _as_numpy])
+@pytest.mark.parametrize("factory", [_looks, _as_numpy, _of_numpy])
 def test_a_construction_that_looks_at_values_is_refused(factory: Callable[[], nn.Module]) -> None:
     with pytest.raises(RefusedError) as caught:
         record(factory)

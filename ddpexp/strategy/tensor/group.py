@@ -1,0 +1,122 @@
+"""The ranks that compute layers together, and their collectives inside forward and backward passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ddpexp.distributed.world import World
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Neighbouring ranks, which see the same batches. The ranks with the same place in their groups share the data."""
+
+    rank: int  # in this group
+    size: int
+    mesh: DeviceMesh | None  # of the dimensions replicate, shard, tensor; None: a plan, in which nobody communicates
+    adds_halves: bool = True  # whether the backend adds 16-bit numbers
+
+    @classmethod
+    def join(cls, world: World, size: int, dp_replicate_size: int) -> TensorGroup:
+        """Divide the world into groups. Ranks: all; communicates."""
+        sizes = (dp_replicate_size, world.world_size // size // dp_replicate_size, size)
+        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+        return cls(world.rank % size, size, mesh, adds_halves=world.device.type != "cpu")
+
+    @property
+    def group(self) -> Any:
+        """Return the process group."""
+        assert self.mesh is not None
+        return self.mesh["tensor"].get_group()
+
+    def mesh_of(self, dimensions: tuple[str, ...]) -> DeviceMesh:
+        """Return the ranks among which this rank's part of the model is sharded, replicated, or both."""
+        assert self.mesh is not None
+        return self.mesh[dimensions]
+
+    def data_world(self, world: World) -> World:
+        """Return the ranks among which the data are divided, as one of them sees it."""
+        assert self.mesh is not None
+        size = world.world_size // self.size
+        if size == 1:
+            return replace(world, rank=0, world_size=1, local_world_size=1, local_rank=0)
+        two = self.mesh["replicate", "shard"]
+        group = two._flatten("data").get_group() if two.ndim > 1 else two.get_group()
+        return replace(world, rank=world.rank // self.size, world_size=size, group=group)
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the group in new memory. Ranks: those of the group; communicates."""
+        if self.mesh is None:
+            return tensor.clone()
+        halves = tensor.dtype in _HALVES and not self.adds_halves
+        total = tensor.float() if halves else tensor.contiguous().clone()
+        dist.all_reduce(total, group=self.group)
+        return total.to(tensor.dtype)
+
+    def side_by_side(self, tensor: Tensor) -> Tensor:
+        """Return the last dimensions of all ranks, in their order. Ranks: those of the group; communicates."""
+        if self.mesh is None:
+            return torch.cat([tensor] * self.size, -1)
+        everything = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(everything, tensor.contiguous(), group=self.group)
+        return torch.cat(everything, -1)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return this rank's share of the last dimension."""
+        return tensor.chunk(self.size, -1)[self.rank]
+
+
+class Copied(torch.autograd.Function):
+    """The same input for the layers of all ranks: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        """Return the input."""
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Sum the gradients. Ranks: those of the group; communicates."""
+        return ctx.group.add_up(gradient), None
+
+
+class Summed(torch.autograd.Function):
+    """The sum of what the ranks have computed: each of their summands has its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        """Sum. Ranks: those of the group; communicates."""
+        return group.add_up(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient."""
+        return gradient, None
+
+
+class Joined(torch.autograd.Function):
+    """The last dimensions of all ranks side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        """Gather. Ranks: those of the group; communicates."""
+        ctx.group = group
+        return group.side_by_side(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return this rank's share of the gradient."""
+        return ctx.group.own(gradient), None

@@ -1,0 +1,47 @@
+"""The keys of tensor parallelism, free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ddpexp.errors import RefusedError
+
+COLWISE: Final = "colwise"
+ROWWISE: Final = "rowwise"
+GATHERED: Final = "colwise_gather_output"
+EMBEDDING: Final = "embedding_rowwise"
+
+
+@dataclass(frozen=True)
+class DividedLayers:
+    """An entry of a plan, such as `strategy.tp_plan`: the layers that match, and how they are divided.
+
+    `style` is `colwise` (each rank computes some outputs), `rowwise` (each has some inputs, and the results are added),
+    `colwise_gather_output` (for a head: every rank gets all outputs) or `embedding_rowwise` (each has some rows of an
+    embedding).
+    """
+
+    match: str | tuple[str, ...]  # globs on names of modules
+    style: Literal["colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"]
+    parts: tuple[int, ...] | None = None  # lengths of what a layer computes at once, such as queries, keys and values
+    multiple_of: int | None = None  # what a share must be a multiple of, such as the width of a head
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Return the globs."""
+        return (self.match,) if isinstance(self.match, str) else tuple(self.match)
+
+    def check(self, where: str) -> None:
+        """Check the entry by itself; `where` is what it is called in errors.
+
+        Raises:
+            RefusedError: a value means nothing.
+        """
+        if not self.patterns:
+            raise RefusedError(f"{where}.match is empty: name at least one module.")
+        if self.style not in (COLWISE, ROWWISE, GATHERED, EMBEDDING):
+            raise RefusedError(f"{where}.style={self.style}: use {COLWISE}, {ROWWISE}, {GATHERED} or {EMBEDDING}.")
+        lengths = [*(self.parts or ()), *([self.multiple_of] if self.multiple_of is not None else [])]
+        if any(length < 1 for length in lengths):
+            raise RefusedError(f"{where}: parts and multiple_of are numbers above 0.")
