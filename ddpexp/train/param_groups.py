@@ -167,7 +167,7 @@ def matches(entry: ParamGroup, parameters: Sequence[Described], where: str, lr: 
     if not chosen:
         raise RefusedError(f"{where}: no parameter meets all of its conditions, {entry.conditions()}.")
     if len(chosen) == len(parameters):
-        values = " ".join(f"optimizer.{key}={shown(value)}" for key, value in entry.settings_for(lr).items())
+        values = " ".join(f"optimizer.{key}={shown(value)}" for key, value in _rounded(entry.settings_for(lr)).items())
         raise RefusedError(
             f"{where} matches every parameter of the model with {entry.conditions()}, so it is no group of its own: "
             f"use {values}, or narrow it."

@@ -230,9 +230,9 @@ def test_layers_may_be_named_one_by_one_in_their_own_order() -> None:
             "trainer.param_groups[0]: no parameter meets all of its conditions, match=[scale] ndim=[1].",
         ),
         (
-            "trainer.param_groups=[{match: ['*'], lr_scale: 0.5, weight_decay: 0}]",
+            "trainer.param_groups=[{match: ['*'], lr_scale: 0.1, weight_decay: 0}]",
             "trainer.param_groups[0] matches every parameter of the model with match=[*], so it is no group of its "
-            "own: use optimizer.lr=0.005 optimizer.weight_decay=0, or narrow it.",
+            "own: use optimizer.lr=0.001 optimizer.weight_decay=0, or narrow it.",
         ),
         (
             "trainer.layer_decay={decay: 0.5, layers: [blocks.*]}",

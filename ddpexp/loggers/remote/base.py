@@ -102,7 +102,13 @@ class Remote:
         return {}
 
     def send(self, row: Row) -> None:
-        """Send a row, and return when it has arrived or `arrived` would report that it has not. Rows come in order."""
+        """Send a row, or keep it for `flush`. Rows come in order.
+
+        On return it has arrived, or `arrived` would report that it has not, or `flush` will send it.
+        """
+
+    def flush(self) -> None:
+        """Send the rows that `send` has kept; called after at most 100 of them, and before they count as sent."""
 
     def send_checkpoint(self, folder: Path, step: int) -> None:
         """Send the folder of a checkpoint as an artifact; called where a key `checkpoint` asks for one."""

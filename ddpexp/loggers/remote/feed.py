@@ -160,6 +160,7 @@ class Feed:
                 self.mark.write()
             for row in rows:
                 remote.send(row)
+            remote.flush()
             self._at = self.mark.sent = self.mark.sending = at
             if rows:
                 self.mark.write()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ddpexp.loggers.remote.base import END_SECONDS, Medium, NotReadyError, Remote, Row, RunInfo
 
 _TAG = "ddpexp.id"
-_PARAMS_PER_REQUEST, _LONGEST_PARAM = 100, 6000  # MLflow's limits
+_METRICS_PER_REQUEST, _PARAMS_PER_REQUEST, _LONGEST_PARAM = 1000, 100, 6000  # MLflow's limits
 _PATIENCE = {  # a server that is down must not block for MLflow's 14 minutes; what the user has set stays
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -53,6 +53,7 @@ class MLflow(Remote):
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
+        self._metrics: list[Any] = []  # until `flush`: a request takes as long for a hundred rows as for one
         self._client = client = MlflowClient()
         name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.info.recipe
         experiment = client.get_experiment_by_name(name)
@@ -73,12 +74,12 @@ class MLflow(Remote):
         return {name: max((metric.step for metric in history), default=-1) for name, history in histories.items()}
 
     def send(self, row: Row) -> None:
-        """Log the metrics in one request; an image, a text and a histogram are artifacts."""
+        """Keep the metrics for `flush`; an image, a text and a histogram are artifacts."""
         from mlflow.entities import Metric
 
-        metrics = [Metric(_name(name), value, int(row.time * 1000), row.step) for name, value in row.scalars.items()]
-        if metrics:
-            self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
+        self._metrics += [
+            Metric(_name(name), value, int(row.time * 1000), row.step) for name, value in row.scalars.items()
+        ]
         for medium in row.media:
             path = f"{medium.kind}s/{_name(medium.name)}/step-{row.step:08d}"
             if medium.kind == "text":
@@ -90,6 +91,13 @@ class MLflow(Remote):
                 from PIL import Image
 
                 self._client.log_image(self._run_id, Image.open(io.BytesIO(medium.png)), artifact_file=f"{path}.png")
+
+    def flush(self) -> None:
+        """Log the metrics of several rows in one request, in the order of their steps."""
+        while self._metrics:
+            batch = self._metrics[:_METRICS_PER_REQUEST]
+            self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
+            del self._metrics[: len(batch)]
 
     def send_checkpoint(self, folder: Path, step: int) -> None:
         """Log the folder as artifacts."""

@@ -139,6 +139,52 @@ def test_an_outage_delays_the_records_and_loses_and_repeats_none(run: Run, fails
     assert "down" in run.reports[0] or "no answer" in run.reports[0]
 
 
+class Keeping(Server):
+    """A tracker that is sent several rows in one request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Row] = []
+        self.requests = 0
+
+    def open(self) -> None:
+        super().open()
+        self.kept = []
+
+    def send(self, row: Row) -> None:
+        self.kept.append(row)
+
+    def flush(self) -> None:
+        self.requests += 1
+        rows, self.kept = self.kept, []
+        for row in rows:
+            super().send(row)
+
+
+def test_rows_that_wait_are_sent_in_few_requests(tmp_path: Path) -> None:
+    server = Keeping()
+    run = Run(tmp_path, server)
+    server.fails = "open"
+    run.record(*range(1, 251))
+    assert not run.feed.push(final=True)
+    server.fails, run.feed._retry_at = None, 0.0
+    assert run.feed.push(final=True)
+    assert server.steps("train/loss") == [*range(1, 251)]
+    assert server.requests == 3
+
+
+@pytest.mark.parametrize("fails", ["before", "after"])
+def test_a_request_with_several_rows_that_fails_loses_and_repeats_none(fails: str, tmp_path: Path) -> None:
+    server = Keeping()
+    run = Run(tmp_path, server)
+    server.fails = fails
+    run.record(10, 20, 30)
+    assert not run.feed.push(final=True)
+    server.fails, run.feed._retry_at = None, 0.0
+    assert run.feed.push(final=True)
+    assert server.steps("train/loss") == [10, 20, 30]
+
+
 @pytest.mark.parametrize("fails", ["before", "after"])
 def test_a_process_that_is_killed_while_it_sends_is_followed_by_one_that_asks_what_arrived(
     run: Run, fails: str
