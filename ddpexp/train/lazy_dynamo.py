@@ -4,7 +4,7 @@ Every optimizer step, every DistributedDataParallel and more call `import torch.
 exclude a function from compiled graphs. Without compilation the results are known, and a stand-in module returns them.
 The stand-in is replaced by the real module on any other access, and before any further module of torch is imported, so
 that no module of torch sees it during its own import. If a later torch uses other attributes, the only cost is the time
-of that import.
+of that import. The empty folder that it leaves in the temporary directory is removed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 _NAME = "torch._dynamo"
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # variable of the environment, which torch sets when it makes that folder
 _PACKAGES = ("torch", "functorch", "triton")  # packages that import the compiler, or that it imports
 _FIRST_STEP = ("torch.profiler._cupti_monitor", "torch.nested._internal.nested_tensor")  # imported by any first step
 
@@ -110,7 +111,11 @@ class _StandIn(types.ModuleType):
                 del torch._dynamo
         for function in self._kept_out:
             function.__dict__.pop("__dynamo_disable", None)
+        is_chosen = _CACHE in os.environ
         importlib.import_module(_NAME)
+        if not is_chosen and (folder := os.environ.get(_CACHE)):  # which its import has made in the temporary folder
+            with suppress(OSError):  # it is not empty: somebody compiles
+                os.rmdir(folder)
 
     def _disable(self, function: Any, *arguments: Any, **named: Any) -> Any:
         """Return the function itself, since nothing compiles it. torch caches this until the stand-in is replaced."""
@@ -163,7 +168,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = copy.copy(module.__spec__)
         spec.loader = _Loaded(module, module.__spec__)
-        module.__spec__ = spec  # Python prefers it to the one that is returned
+        # Python prefers it to the one that is returned. Modules of configuration let nobody set what is no option.
+        module.__dict__["__spec__"] = spec
         return spec
 
 
@@ -177,7 +183,7 @@ class _Loaded(importlib.abc.Loader):
         return self._module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__ = self._spec
+        module.__dict__["__spec__"] = self._spec
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._spec.loader, name)

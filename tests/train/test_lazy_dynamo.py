@@ -105,6 +105,9 @@ _WANT = {
     "a submodule": (
         "import torch._dynamo.eval_frame as e; assert e is sys.modules[e.__name__] is torch._dynamo.eval_frame"
     ),
+    "a module of configuration": (
+        "import torch._dynamo.config as c; assert c is sys.modules['torch._dynamo.config'] is torch._dynamo.config"
+    ),
     "a name": "from torch._dynamo import config; assert config is sys.modules['torch._dynamo.config']",
     "an attribute": "assert torch._dynamo.utils.counters is not None",
     "every name": "from torch._dynamo import *; assert reset.__module__ == 'torch._dynamo'",
@@ -132,6 +135,19 @@ kept_out = torch.optim.Optimizer.add_param_group.__wrapped__
 assert kept_out.__dict__["__dynamo_disable"] is not kept_out
 """
     warm(f"{before}{_WANT[want]}{after}")
+
+
+def test_the_import_of_the_compiler_leaves_no_empty_folder(warm: Warm, tmp_path: Path) -> None:
+    said = warm(f"""
+defer()
+os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+tempfile.tempdir = {str(tmp_path)!r}
+import torch._dynamo.config
+assert {_LOADED}
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+print(os.listdir(tempfile.tempdir), cache_dir().startswith(tempfile.tempdir))
+""")
+    assert said.splitlines()[-1] == "[] True"
 
 
 def test_who_looks_through_all_modules_meets_a_module_like_others(warm: Warm) -> None:
