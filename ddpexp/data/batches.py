@@ -224,13 +224,10 @@ class EvalBatches:
             yield start, min(start + self.batch_size, self.num_samples)
 
 
-def rates(data: Any, samples_per_second: float) -> dict[str, float]:
-    """Return what is recorded of the speed: samples and, of `TokenData`, tokens per second."""
-    speed = {"samples_per_second": samples_per_second}
+def units_per_sample(data: Any) -> dict[str, int]:
+    """Return what the speed is recorded in, with the number in a sample: samples and, of `TokenData`, tokens."""
     whole = whole_set(data)
-    if isinstance(whole, TokenData):
-        speed["tokens_per_second"] = samples_per_second * whole.tokens_per_sample
-    return speed
+    return {"samples": 1, **({"tokens": whole.tokens_per_sample} if isinstance(whole, TokenData) else {})}
 
 
 def _gather(data: IndexData, name: str, indices: Tensor, device: torch.device) -> Any:

@@ -19,9 +19,12 @@ def row_norms(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     if gradient.dim() < 2:
         return gradient.abs().to(dtype).view(1, -1)
     row_size = math.prod(gradient.shape[1:])
-    rows = gradient.as_strided((len(gradient), row_size), (row_size, 1)) if has_contiguous_rows(gradient) else gradient
-    pieces = torch.split(rows.reshape(len(gradient), row_size), _PIECE, dim=1)
-    return torch.stack([torch.linalg.vector_norm(piece, dim=1, dtype=dtype) for piece in pieces])
+    if not gradient.is_contiguous() and has_contiguous_rows(gradient):
+        gradient = gradient.as_strided((len(gradient), row_size), (row_size, 1))
+    rows = gradient.reshape(len(gradient), row_size)
+    pieces = torch.split(rows, _PIECE, dim=1) if row_size > _PIECE else (rows,)
+    norms = [torch.linalg.vector_norm(piece, dim=1, dtype=dtype) for piece in pieces]
+    return torch.stack(norms) if len(norms) > 1 else norms[0].unsqueeze(0)
 
 
 def norm_of_rows(norms: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpexp.config.schema import Trainer
-from ddpexp.data.batches import EvalBatches, rates
+from ddpexp.data.batches import EvalBatches, units_per_sample
 from ddpexp.data.streams import Batches
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control, What
@@ -71,6 +71,7 @@ class Loop:
     _evaluation: Evaluation = field(init=False)
     _metrics: MetricAccumulator = field(init=False)  # of the steps since the last record
     _clock: Clock = field(init=False)
+    _units_per_sample: Mapping[str, int] = field(init=False)
     _first_step_at: float = field(init=False, default=math.nan)
     _next_due: int = field(init=False, default=0)  # nothing follows the steps before it
     _save_requested: bool = field(init=False, default=False)  # by a callback, on all ranks at once
@@ -79,6 +80,7 @@ class Loop:
         """Remember how the optimizers were built, before a checkpoint or the schedule changes them."""
         self._parameter_names = parameter_names(self.strategy.modules)
         self._built_settings = {name: settings(optimizer) for name, optimizer in self.optimizers.items()}
+        self._units_per_sample = units_per_sample(self.train.data)
         self._rates = LearningRates(self.optimizers, self.schedule, self.num_steps, self.train.steps_per_epoch)
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
@@ -183,8 +185,7 @@ class Loop:
         return interrupted
 
     def _remaining_steps(self, interrupted: bool) -> Iterable[list[Any]]:
-        ends = interrupted or self.stopped is not None
-        return () if ends else self.train.steps(self.state.step, self.num_steps)
+        return () if interrupted or self.stopped is not None else self.train.steps(self.state.step, self.num_steps)
 
     def _prepare_for_data(self) -> None:
         self.strategy.train(True)
@@ -260,10 +261,9 @@ class Loop:
         stop = self.options.nonfinite == "stop"
         means = self._metrics.reduce(self.state.step - num_steps + 1, stop, self.callbacks.pending)
         values = {f"train/{name}": value for name, value in means.items()}
-        values |= {f"train/lr{suffix}": rate for suffix, rate in self._rates.recorded().items()}
-        values |= self._check_norms()
+        values |= {f"train/lr{suffix}": rate for suffix, rate in self._rates.recorded().items()} | self._check_norms()
         speed = num_steps * self.train.plan.global_batch_size / self._clock.lap()
-        values |= {f"train/{name}": rate for name, rate in rates(self.train.data, speed).items()}
+        values |= {f"train/{name}_per_second": speed * number for name, number in self._units_per_sample.items()}
         fault_point("record")
         self.logger.scalars(self.state.step, self._epoch(), values)
         if self._metrics.flagged:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddpexp.data.batch_plan import plan_batches
-from ddpexp.data.batches import EvalBatches, TrainBatches, rates, to_device
+from ddpexp.data.batches import EvalBatches, TrainBatches, to_device, units_per_sample
 from ddpexp.data.datasets import Arrays, hold_out
 from ddpexp.data.order import Order, Permutation, Shuffled
 from ddpexp.errors import RefusedError
@@ -224,5 +224,5 @@ def test_of_sequences_of_one_length_the_tokens_per_second_are_recorded() -> None
     class Sequences:
         tokens_per_sample = 64
 
-    assert rates(Sequences(), 10.0) == {"samples_per_second": 10.0, "tokens_per_second": 640.0}
-    assert rates([1, 2], 10.0) == {"samples_per_second": 10.0}
+    assert units_per_sample(Sequences()) == {"samples": 1, "tokens": 64}
+    assert units_per_sample([1, 2]) == {"samples": 1}
