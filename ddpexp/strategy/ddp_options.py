@@ -34,6 +34,11 @@ class DDPOptions(Options):
     sync_batchnorm: bool
     shard_optimizer: bool = False  # older runs do not have it
 
+    @property
+    def divides_optimizer(self) -> str | None:
+        """Return what gives each rank a part of the parameters to update, as typed; None: a rank updates all."""
+        return "strategy.shard_optimizer=true" if self.shard_optimizer else None
+
     def check(self, trainer: TrainerOptions) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
         if self.bucket_cap_mb <= 0:

@@ -186,6 +186,11 @@ class Options:
         return {}
 
     @property
+    def divides_optimizer(self) -> str | None:
+        """Return what gives each rank a part of the parameters to update, as typed; None: a rank updates all."""
+        return None
+
+    @property
     def divides_layers(self) -> bool:
         """Return whether several ranks compute a layer together, each with a part of its parameters."""
         return False

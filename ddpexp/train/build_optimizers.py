@@ -16,6 +16,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.system.text import first_few
 from ddpexp.task import HasOptimizers
 from ddpexp.train.combined_optimizer import ALGORITHM, divide_for, divided
+from ddpexp.train.optimizer_trial import check_divisible
 from ddpexp.train.param_groups import OTHER, Group, describe, groups_of
 from ddpexp.train.recipe_checks import check_optimizers
 
@@ -37,13 +38,19 @@ def build_optimizers(
     Raises:
         RefusedError: the task returns something else, or the parameter groups cannot be applied.
     """
-    maker = Maker(experiment, models, single)
+    maker, key = Maker(experiment, models, single), experiment.strategy.divides_optimizer
     if not isinstance(task, HasOptimizers):
         adapts = experiment.trainer.lora is not None  # then the optimizer has what is trained only
-        return {"optimizer": maker.make(p for p in parameters() if p.requires_grad or not adapts)}
+        optimizer = maker.make(p for p in parameters() if p.requires_grad or not adapts)
+        if key is not None:
+            check_divisible(optimizer, f"optimizer._target_={experiment.optimizer.target}", key)
+        return {"optimizer": optimizer}
     model = models["model"] if single else models
     optimizers: Mapping[str, Optimizer] = check_optimizers(task.optimizers(model, maker.make), task.optimizers)
     maker.check_applied(optimizers, f"{type(task).__name__}.optimizers")
+    for name, optimizer in optimizers.items():
+        if key is not None:
+            check_divisible(optimizer, f"the optimizer {name!r} ({type(optimizer).__qualname__})", key)
     return optimizers
 
 

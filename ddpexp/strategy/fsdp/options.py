@@ -241,6 +241,11 @@ class FSDPOptions(Options):
         return moments
 
     @property
+    def divides_optimizer(self) -> str:
+        """Return what gives each rank some rows of each parameter to update, as typed."""
+        return "strategy=fsdp"
+
+    @property
     def divides_layers(self) -> bool:
         """Return whether there is tensor parallelism."""
         return self.tp_size > 1
