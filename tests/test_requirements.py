@@ -76,7 +76,9 @@ def test_the_lock_files_hold_what_ddpexp_needs_at_the_versions_of_the_constraint
     )
 
 
-@pytest.mark.parametrize("extra", ["etcd", "optuna", "benchmark", "wandb", "mlflow", "test"])
+@pytest.mark.parametrize(
+    "extra", ["etcd", "optuna", "benchmark", "wandb", "mlflow", "hf", "parquet", "text", "remote", "test"]
+)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_constraints_hold_a_version_of_all_that_an_extra_requires(python: str, extra: str) -> None:
     fixed = constraints(python, "x86_64")

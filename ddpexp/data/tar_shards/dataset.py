@@ -16,6 +16,7 @@ from PIL import Image
 
 from ddpexp.data.datasets import Splits
 from ddpexp.data.order import Order, Permutation, distinct
+from ddpexp.data.tar_shards.remote import RemoteShard
 from ddpexp.errors import RefusedError
 
 
@@ -40,6 +41,7 @@ class TarShards:
     index: NDArray[np.int64]  # mapped; a row for each sample: shard, then offset and size of each file
     files: Sequence[str]
     image_size: int | None
+    remote: Sequence[RemoteShard] = ()  # one for each shard, where they are remote
     _open: dict[tuple[int, int], int] = field(default_factory=dict)  # descriptors by process and shard
 
     @classmethod
@@ -49,7 +51,9 @@ class TarShards:
         Raises:
             RefusedError: a shard is not the one of the index.
         """
-        for path, (_, size) in zip(facts["shards"], facts["identity"], strict=True):
+        remote = [RemoteShard(**shard) for shard in facts["remote"]]
+        local = () if remote else zip(facts["shards"], facts["identity"], strict=True)
+        for path, (_, size) in local:
             try:
                 found = os.stat(path).st_size
             except OSError as error:
@@ -58,7 +62,7 @@ class TarShards:
                 raise RefusedError(
                     f"{path} has {found:,} bytes here and {size:,} in the index: it is another shard, or cut off."
                 )
-        return cls(facts["shards"], np.load(facts["index"], mmap_mode="r"), files, image_size)
+        return cls(facts["shards"], np.load(facts["index"], mmap_mode="r"), files, image_size, remote)
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -67,14 +71,18 @@ class TarShards:
     def __getitem__(self, position: int) -> tuple[Any, ...]:
         """Read and decode a sample."""
         shard, *places = self.index[position].tolist()
-        descriptor = self._descriptor(shard)
         sample = []
         for name, offset, size in zip(self.files, places[::2], places[1::2], strict=True):
-            data = os.pread(descriptor, size, offset)
+            data = self._read(shard, offset, size)
             if len(data) < size:
                 raise OSError(f"{self.shards[shard]} is cut off: {len(data):,} of {size:,} bytes at {offset:,}")
             sample.append(decode(data, name.split(";")[0].rpartition(".")[2], self.image_size))
         return tuple(sample)
+
+    def _read(self, shard: int, offset: int, size: int) -> bytes:
+        if self.remote:
+            return self.remote[shard].read(offset, size)
+        return os.pread(self._descriptor(shard), size, offset)
 
     def _descriptor(self, shard: int) -> int:
         key = os.getpid(), shard

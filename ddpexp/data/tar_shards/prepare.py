@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import tarfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
 from ddpexp.data.cache import cache_name, make_cache, user_cache
+from ddpexp.data.tar_shards import remote
 from ddpexp.errors import RefusedError
 
 INDEX = "index.npy"  # of each sample: its shard, then offset and size of each of its files
 DECODED = ("jpg", "jpeg", "png", "webp", "json", "txt", "cls", "npy")
 _END = bytes(512)  # a block of zeros ends an archive
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")  # {000..099}
 
 
 def prepare(
@@ -27,8 +31,11 @@ def prepare(
     shuffle: Literal["global", "blocks"] = "global",
     block_samples: int = 1024,
     window_blocks: int = 16,
+    cache_gb: float = 20.0,
 ) -> dict[str, Any]:
     """Index the shards that two patterns name, unless a cache holds the index of the same files.
+
+    Remote shards are read through a cache on this machine of at most `cache_gb` * 1e9 bytes.
 
     Raises:
         RefusedError: a shard is cut off or lacks a file, or a key means nothing.
@@ -47,9 +54,12 @@ def prepare(
         raise RefusedError(
             "data.files=[]: name the files of a sample by their extensions, such as data.files=[jpg,cls]."
         )
-    sets = {"train": _indexed("data.path", path, files)}
+    limit = int(cache_gb * 1e9)
+    if limit < 2 * remote.PART:
+        raise RefusedError(f"data.cache_gb={cache_gb}: use {2 * remote.PART / 1e9:.3f} or more, room for two parts.")
+    sets = {"train": _indexed("data.path", path, files, limit)}
     if eval_path is not None:
-        sets["eval"] = _indexed("data.eval_path", eval_path, files)
+        sets["eval"] = _indexed("data.eval_path", eval_path, files, limit)
     counts = ", ".join(f"{one['num_samples']:,} samples in {len(one['shards'])} shards" for one in sets.values())
     return {
         "name": "tar_shards",
@@ -66,34 +76,58 @@ def prepare(
     }
 
 
-def _indexed(key: str, pattern: str, files: Sequence[str]) -> dict[str, Any]:
-    paths = sorted(path for path in glob.glob(os.path.expanduser(pattern)) if os.path.isfile(path))
+def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[str, Any]:
+    if remote.is_remote(pattern):
+        shards = remote.find(key, expand(pattern), limit)
+        paths = [shard.url for shard in shards]
+        sizes = [shard.size for shard in shards]
+        made: list[Any] = [shard.version for shard in shards]
+        bases = [user_cache()]
+    else:
+        shards = []
+        names = {path for one in expand(pattern) for path in glob.glob(os.path.expanduser(one))}
+        paths = sorted(os.path.abspath(path) for path in names if os.path.isfile(path))
+        stats = [os.stat(path) for path in paths]
+        sizes, made = [stat.st_size for stat in stats], [stat.st_mtime_ns for stat in stats]
+        bases = [Path(paths[0]).parent, user_cache()] if paths else []
     if not paths:
         raise RefusedError(f"{key}={pattern} names no file: give a pattern of tar files, such as data/train-*.tar.")
-    stats = [os.stat(path) for path in paths]
-    identity = [[Path(path).name, stat.st_size] for path, stat in zip(paths, stats, strict=True)]
-    made = [stat.st_mtime_ns for stat in stats]
+    identity = [[path.rpartition("/")[2], size] for path, size in zip(paths, sizes, strict=True)]
     name = cache_name("tar_shards", [identity, made, list(files)])
 
     def fill(folder: Path) -> Mapping[str, Any]:
-        rows = [row for number, path in enumerate(paths) for row in read_index(path, number, files)]
+        rows = []
+        for number, path in enumerate(paths):
+            with remote.RemoteFile(shards[number]) if shards else open(path, "rb") as file:
+                rows += read_index(file, path, number, files)
         if not rows:
             raise RefusedError(f"{key}={pattern}: the shards hold no samples.")
         np.save(folder / INDEX, np.array(rows, np.int64))
         return {"num_samples": len(rows)}
 
-    cache = make_cache([Path(paths[0]).parent, user_cache()], name, fill, wait="indexing the same shards")
-    shards = [os.path.abspath(path) for path in paths]
+    cache = make_cache(bases, name, fill, wait="indexing the same shards")
     return {
-        "shards": shards,
+        "shards": paths,
         "identity": identity,
+        "remote": [asdict(shard) for shard in shards],
         "num_samples": cache.record["num_samples"],
         "index": str(cache.folder / INDEX),
     }
 
 
-def read_index(path: str, number: int, files: Sequence[str]) -> list[list[int]]:
-    """Return a row for each sample of a shard: its number, then offset and size of each file.
+def expand(pattern: str) -> list[str]:
+    """Return the patterns that one with ranges such as {000..099} stands for; others stay as they are."""
+    found = _RANGE.search(pattern)
+    if found is None:
+        return [pattern]
+    first, last = found.groups()
+    before, after = pattern[: found.start()], expand(pattern[found.end() :])
+    numbers = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return [before + number + rest for number in numbers for rest in after]
+
+
+def read_index(file: BinaryIO | remote.RemoteFile, path: str, number: int, files: Sequence[str]) -> list[list[int]]:
+    """Return a row for each sample of a shard, an open file: its number, then offset and size of each file.
 
     Files with the same name up to its first dot are a sample; they follow one another.
 
@@ -104,7 +138,7 @@ def read_index(path: str, number: int, files: Sequence[str]) -> list[list[int]]:
     sample: dict[str, tuple[int, int]] = {}
     stem: str | None = None
     try:
-        with tarfile.open(path, "r:") as archive:
+        with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 if not member.isreg():
                     continue
@@ -121,10 +155,9 @@ def read_index(path: str, number: int, files: Sequence[str]) -> list[list[int]]:
             end = archive.offset
     except (tarfile.TarError, OSError, EOFError) as error:
         raise RefusedError(f"{path} cannot be read as a tar file: {error}. Is it cut off, or compressed?") from None
-    with open(path, "rb") as file:
-        file.seek(max(0, end - len(_END)))
-        if _END not in (file.read(len(_END)), file.read(len(_END))):
-            raise RefusedError(f"{path} is cut off: it does not end as a tar file does. Copy it again.")
+    file.seek(max(0, end - len(_END)))
+    if _END not in (file.read(len(_END)), file.read(len(_END))):
+        raise RefusedError(f"{path} is cut off: it does not end as a tar file does. Copy it again.")
     return rows
 
 

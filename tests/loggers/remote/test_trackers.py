@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests import extras
 from tests.conftest import PATIENCE
-from tests.loggers.remote import extras
 from tests.loggers.remote.test_wandb import recorded
 
 pytestmark = pytest.mark.slow

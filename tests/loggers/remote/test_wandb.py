@@ -14,8 +14,8 @@ import pytest
 
 from ddpexp.loggers.remote.wandb import WandB
 from ddpexp.loggers.remote.wandb_file import records
+from tests import extras
 from tests.conftest import PATIENCE, ROOT
-from tests.loggers.remote import extras
 
 READ = """
 import json, sys

@@ -10,7 +10,10 @@ from pathlib import Path
 
 from tests.conftest import PATIENCE, ROOT
 
-PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}  # the second with its server, which users of the extra do not need
+PACKAGES = {  # of the extras; mlflow with its server, which users of that extra do not need
+    "wandb": "wandb", "mlflow": "mlflow", "hf": "datasets", "parquet": "pyarrow", "text": "tokenizers tiktoken",
+    "remote": "fsspec[http]",
+}  # fmt: skip
 
 
 def make(folder: Path, *names: str) -> str:
@@ -18,8 +21,9 @@ def make(folder: Path, *names: str) -> str:
     uv = [sys.executable, "-m", "uv", "--quiet", "--no-config"]
     python = folder / "bin/python"
     subprocess.run([*uv, "venv", "--python", sys.executable, str(folder)], check=True, timeout=PATIENCE)
+    packages = " ".join(PACKAGES[name] for name in names).split()
     pins = ["-c", str(ROOT / "constraints.txt")]
-    install = [*uv, "pip", "install", "--python", str(python), *pins, *(PACKAGES[name] for name in names)]
+    install = [*uv, "pip", "install", "--python", str(python), *pins, *packages]
     subprocess.run(install, check=True, timeout=4 * PATIENCE)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "seen.pth").write_text(f"{ROOT}\nimport site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
