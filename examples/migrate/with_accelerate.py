@@ -1,4 +1,4 @@
-"""A script with Accelerate: accelerate launch --cpu --num_processes=2 with_accelerate.py."""
+"""A script with Accelerate: torchrun --nproc-per-node=2 with_accelerate.py."""
 
 import argparse
 

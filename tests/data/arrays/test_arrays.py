@@ -121,9 +121,9 @@ def test_data_without_targets_gives_inputs_alone() -> None:
 
 def test_starting_again_reads_nothing_and_other_content_has_another_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(written("t.csv", FLOWERS), targets="kind")
-    monkeypatch.setattr("ddpexp.data.arrays.store.Reading.store", None)
-    assert prepare("t.csv", targets="kind") == first
-    monkeypatch.undo()
+    with monkeypatch.context() as reading:
+        reading.setattr("ddpexp.data.arrays.store.Reading.store", None)
+        assert prepare("t.csv", targets="kind") == first
     assert prepare(written("t.csv", FLOWERS.replace("4.5", "4.25")), targets="kind")["hash"] != first["hash"]
 
 
