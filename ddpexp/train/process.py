@@ -190,17 +190,16 @@ def open_log(world: World, control: Control, path: Path | None) -> logging.Logge
     log.propagate = False
     logging.captureWarnings(True)
     handlers: list[logging.Handler] = [_ToSupervisor(control)]
-    console: logging.StreamHandler[TextIO]
     if world.is_rank_zero:
-        console = logging.StreamHandler(sys.stdout)
+        console = _Lines(sys.stdout)
         console.addFilter(lambda record: not getattr(record, "watched", False))  # the supervisor shows progress itself
         handlers.append(console)
         if path is not None:
-            file = logging.StreamHandler(open_to_append(path))
+            file = _Lines(open_to_append(path))
             file.setFormatter(_Sanitized("%(asctime)s %(message)s"))
             handlers.append(file)
     else:
-        console = logging.StreamHandler(sys.stderr)
+        console = _Lines(sys.stderr)
         console.setLevel(logging.WARNING)
         handlers.append(console)
     for handler in handlers:
@@ -209,6 +208,14 @@ def open_log(world: World, control: Control, path: Path | None) -> logging.Logge
     for logger in (log, logging.getLogger("py.warnings")):
         logger.handlers = handlers
     return log
+
+
+class _Lines(logging.StreamHandler[TextIO]):
+    """Writes lines; while the disk is full they are written later or lost, and what matters is said elsewhere."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class _Sanitized(logging.Formatter):

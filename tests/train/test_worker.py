@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import json
+import logging
+import os
 import re
 import sys
 
@@ -17,7 +21,7 @@ from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
 from ddpexp.train.build import build_schedule
 from ddpexp.train.build_optimizers import NO_PARAMETERS
-from ddpexp.train.process import _exit_code
+from ddpexp.train.process import _exit_code, _Lines
 from tests.conftest import OWN_SERVER, Ddpexp, Done
 from tests.points import ITEMS, Recipe, weights
 
@@ -322,3 +326,17 @@ def test_layers_that_torch_does_not_find_are_refused_with_what_finds_them(recipe
     assert done.code == 2, done
     assert done.err.endswith(f"ddpexp: {NO_PARAMETERS}\n")
     assert not done.run.exists()
+
+
+class _FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_log_on_a_full_disk_prints_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.Logger("full")
+    log.addHandler(_Lines(_FullDisk()))
+    log.info("step %d", 1)
+    assert capsys.readouterr().err == ""
+    log.info("step %d", "one")
+    assert "Logging error" in capsys.readouterr().err
