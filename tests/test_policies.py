@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from ddpexp.data.cifar10.archive import ARCHIVE
+from ddpexp.data.cifar10.prepare import MIRRORS as CIFAR10_MIRRORS
 from ddpexp.data.mnist.idx import FILES
-from ddpexp.data.mnist.mirrors import MIRRORS
+from ddpexp.data.mnist.prepare import MIRRORS as MNIST_MIRRORS
 from tests.conftest import LONGEST, ROOT
 
 SOURCES = sorted(path for folder in ("ddpexp", "recipes") for path in (ROOT / folder).rglob("*.py"))
@@ -116,6 +118,7 @@ def test_what_is_downloaded_is_known_by_its_hash_and_comes_over_https() -> None:
     for path in (ROOT / "conf").rglob("*.yaml"):
         values = re.sub(r"(^|\s)#.*", "", path.read_text())
         assert not re.search(r"https?://|ftp://|s3://", values), path
+    mirrors = {*MNIST_MIRRORS, *CIFAR10_MIRRORS}
     addresses = {}
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -125,9 +128,9 @@ def test_what_is_downloaded_is_known_by_its_hash_and_comes_over_https() -> None:
                 and re.fullmatch(r"\w+://\S+", node.value)
             ):
                 addresses[node.value] = path.name
-    assert {address for address, name in addresses.items() if address.startswith(("http", "ftp", "s3"))} == set(MIRRORS)
-    assert all(address.startswith("https://") for address in MIRRORS)
-    assert all(re.fullmatch("[0-9a-f]{64}", file.sha256) and file.size > 0 for file in FILES)
+    assert {address for address, name in addresses.items() if address.startswith(("http", "ftp", "s3"))} == mirrors
+    assert all(address.startswith("https://") for address in mirrors)
+    assert all(re.fullmatch("[0-9a-f]{64}", file.sha256) and file.size > 0 for file in (*FILES, ARCHIVE))
 
 
 def test_the_files_that_are_started_first_are_there() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from ddpexp.data.mnist import idx, synthetic
 from ddpexp.data.mnist import prepare as mnist_files
-from ddpexp.data.mnist.mirrors import Patience
+from ddpexp.data.mirrors import Patience
 from ddpexp.errors import RefusedError
 from tests.conftest import PATIENCE
 

@@ -25,7 +25,7 @@ from tests.data.conftest import NAMES, TEST_IMAGES, TEST_LABELS, Server, serve
 # The real command, but for the addresses of the mirrors and its patience with them, which no user can set.
 PROGRAM = """\
 import sys
-from ddpexp.data.mnist import mirrors
+from ddpexp.data import mirrors
 from ddpexp.data.mnist import prepare as mnist_files
 
 address, stall, *words = sys.argv[1:]

@@ -55,7 +55,7 @@ def test_a_stop_while_data_is_downloaded_leaves_nothing_of_it(recipe: Recipe, tm
         place = f"http://127.0.0.1:{mirror.getsockname()[1]}/"
         (early / "sitecustomize.py").write_text(
             f"import sys\nif 'ddpexp' in sys.orig_argv:\n    import ddpexp.data.mnist.prepare as files\n"
-            f"    from ddpexp.data.mnist.mirrors import Patience\n"
+            f"    from ddpexp.data.mirrors import Patience\n"
             f"    files.prepare.__kwdefaults__.update(mirrors=({place!r},), patience=Patience(600, 600, 600))\n"
         )
         process, run = recipe.ddpexp.start(

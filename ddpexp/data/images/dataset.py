@@ -30,8 +30,34 @@ def load(prepared: Mapping[str, Any]) -> Splits:
     """
     folder = Path(prepared["folder"])
     norm = tuple(prepared["mean"]), tuple(prepared["std"])
-    train = Images(*_part(folder, "train"), *norm, prepared["flip"], prepared["crop"])
+    augment = {name: prepared[name] for name in ("flip", "alternate", "crop", "reflect")}
+    train = Images(*_part(folder, "train"), *norm, **augment)
     return Splits(train=train, evals={"eval": Images(*_part(folder, "test"), *norm)})
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The augmentation of an epoch: a function of these and of the sample, not of its batch."""
+
+    key: int  # of the crops
+    flip_key: int
+    inverted: bool  # flip the images that `flip_key` does not choose
+    frame: int
+
+    def of(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
+        """Return whether each sample is flipped, and the top and left of its crop."""
+        words = _words(self.key, samples)
+        positions = np.uint64(2 * self.frame + 1)
+        # 31 bits each, so that the product fits; positions differ in probability by less than 1e-8.
+        top, left = (
+            (words >> np.uint64(begin) & np.uint64(2**31 - 1)) * positions >> np.uint64(31) for begin in (1, 32)
+        )
+        chosen = words if self.flip_key == self.key else _words(self.flip_key, samples)
+        return (chosen & np.uint64(1) != 0) != self.inverted, top.astype(np.int64), left.astype(np.int64)
+
+
+def _words(key: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:
+    return mix(np.uint64(key) + samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
 @dataclass(frozen=True)
@@ -48,6 +74,8 @@ class Images:
     std: tuple[float, ...]
     flip: bool = False  # flip half of the images horizontally
     crop: int = 0  # pad with black and crop to the same size at a random position
+    alternate: bool = False  # draw the flips once, and flip the other images in every other epoch
+    reflect: bool = False  # pad with reflections in place of black
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -59,7 +87,14 @@ class Images:
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:
         """Return these images with the augmentation of one epoch."""
-        return _Augmented(self, seed_of(seed, AUGMENT, epoch, 0)) if self.flip or self.crop else self
+        return _Augmented(self, self.draws(seed, epoch)) if self.flip or self.crop else self
+
+    def draws(self, seed: int, epoch: int) -> Draws:
+        """Return how the augmentation of an epoch is drawn."""
+        key = seed_of(seed, AUGMENT, epoch, 0)
+        if not self.alternate:
+            return Draws(key, key, False, self.crop)
+        return Draws(key, seed_of(seed, AUGMENT, 0, 0), epoch % 2 == 1, self.crop)
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +129,7 @@ class _OnDevice(Images):
         """Draw for all images of the epoch at once, so that batches do not wait for the host."""
         if not self.flip and not self.crop:
             return self
-        drawn = _draw(seed_of(seed, AUGMENT, epoch, 0), np.arange(len(self)), self.crop)
+        drawn = self.draws(seed, epoch).of(np.arange(len(self)))
         return _AugmentedOnDevice(self, *(moved(torch.from_numpy(values), self.pixels.device) for values in drawn))
 
 
@@ -116,7 +151,9 @@ class _AugmentedOnDevice:
             pixels = torch.where(self.flipped.index_select(0, indices).view(-1, 1, 1, 1), pixels.flip(-1), pixels)
         if self.images.crop:
             top, left = self.top.index_select(0, indices), self.left.index_select(0, indices)
-            pixels = _windows(pixels, self.images.crop)[torch.arange(len(pixels), device=pixels.device), :, top, left]
+            pixels = _windows(pixels, self.images.crop, self.images.reflect)[
+                torch.arange(len(pixels), device=pixels.device), :, top, left
+            ]
         return self.images.batch(pixels, indices, device)
 
 
@@ -125,7 +162,7 @@ class _Augmented:
     """The images of one epoch."""
 
     images: Images
-    key: int
+    draws: Draws
 
     def __len__(self) -> int:
         return len(self.images)
@@ -133,25 +170,14 @@ class _Augmented:
     def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         # A crop copies once more, so only what is not cropped is gathered straight into pinned memory.
         pixels = rows(self.images.pixels, indices, pinned=device.type == "cuda" and not self.images.crop)
-        flipped, top, left = _draw(self.key, indices.numpy(), self.images.crop)
+        flipped, top, left = self.draws.of(indices.numpy())
         if self.images.flip:
             _hflip(pixels, np.flatnonzero(flipped))
         if self.images.crop:
             # numpy's gather is faster than torch's on a CPU.
-            cut = _windows(pixels, self.images.crop).numpy()[np.arange(len(pixels)), :, top, left]
+            cut = _windows(pixels, self.images.crop, self.images.reflect).numpy()[np.arange(len(pixels)), :, top, left]
             pixels = torch.from_numpy(cut)
         return self.images.batch(pixels, indices, device)
-
-
-def _draw(
-    key: int, samples: NDArray[np.int64], frame: int
-) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
-    """Draw the augmentation of samples, independent of their batch: whether flipped, and the crop's top and left."""
-    words = mix(np.uint64(key) + samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    positions = np.uint64(2 * frame + 1)
-    # 31 bits each, so that the product fits; positions differ in probability by less than 1e-8.
-    top, left = ((words >> np.uint64(begin) & np.uint64(2**31 - 1)) * positions >> np.uint64(31) for begin in (1, 32))
-    return words & np.uint64(1) != 0, top.astype(np.int64), left.astype(np.int64)
 
 
 def _hflip(pixels: Tensor, chosen: NDArray[np.int64]) -> None:
@@ -159,10 +185,16 @@ def _hflip(pixels: Tensor, chosen: NDArray[np.int64]) -> None:
     pixels.numpy()[chosen] = pixels.index_select(0, torch.from_numpy(chosen)).flip(-1).numpy()
 
 
-def _windows(pixels: Tensor, frame: int) -> Tensor:
+def _windows(pixels: Tensor, frame: int, reflect: bool) -> Tensor:
     """Return all crops of padded images as a view. Shapes: (batch, channels, positions, positions, height, width)."""
     height, width = pixels.shape[-2:]
-    return pad(pixels, [frame] * 4).unfold(2, height, 1).unfold(3, width, 1)
+    if reflect:  # by hand: torch does not reflect bytes
+        for dim, size in ((2, height), (3, width)):
+            places = torch.arange(-frame, size + frame, device=pixels.device).abs()
+            pixels = pixels.index_select(dim, torch.minimum(places, 2 * (size - 1) - places))
+    else:
+        pixels = pad(pixels, [frame] * 4)
+    return pixels.unfold(2, height, 1).unfold(3, width, 1)
 
 
 def _part(folder: Path, part: str) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,13 @@ class _Array:
 
 
 def prepare(
-    root: str | None, mean: tuple[float, ...], std: tuple[float, ...], flip: bool = False, crop: int = 0
+    root: str | None,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    flip: bool = False,
+    crop: int = 0,
+    alternate: bool = False,
+    reflect: bool = False,
 ) -> dict[str, Any]:
     """Check that the four files exist and fit together; return a description of the data.
 
@@ -68,6 +74,11 @@ def prepare(
             f"{_spoken(found['test', 'images'].shape[1:])} in test-images.npy: make them one."
         )
     _check_options(mean, std, crop, shape)
+    if reflect and crop >= min(shape[-2:]):
+        raise RefusedError(
+            f"data.reflect=true has only {min(shape[-2:]) - 1} pixels to pad images of {_spoken(shape[1:])} with: use "
+            f"data.crop={min(shape[-2:]) - 1} or less."
+        )
     num_train, num_test = shape[0], found["test", "images"].shape[0]
     return {
         "name": "images",
@@ -80,6 +91,8 @@ def prepare(
         "std": list(std),
         "flip": flip,
         "crop": crop,
+        "alternate": alternate,
+        "reflect": reflect,
         "facts": {
             **_classes(folder),
             "shape": [1, *shape[1:]] if len(shape) == 3 else list(shape[1:]),

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ddpexp.data.folders import Stamp
+from ddpexp.data.mirrors import WrongError, is_web_page
 from ddpexp.errors import RefusedError
 
 
@@ -38,6 +40,20 @@ class IdxFile:
         Units: bytes.
         """
         return len(self.header) + math.prod(self.shape)
+
+    @property
+    def remote_name(self) -> str:
+        """Return its name at every mirror."""
+        return f"{self.name}.gz"
+
+    @property
+    def most_bytes(self) -> int:
+        """Return the most that a mirror may send: packing does not make a file larger."""
+        return self.size
+
+    def read(self, stream: BinaryIO) -> Content:
+        """Return what it holds, unpacked. Raises: WrongError."""
+        return Content(self, unpack(stream, self))
 
 
 # Source: the SHA-256 of the unpacked files of Yann LeCun's MNIST.
@@ -75,24 +91,6 @@ class Content:
 
     file: IdxFile
     unpacked: bytes
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """A source file as it was when it was checked: while the stamp fits, the check need not be repeated."""
-
-    path: str
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, path: str, status: os.stat_result) -> Stamp:
-        """Take the stamp from a file's status."""
-        return cls(path, status.st_size, status.st_mtime_ns)
-
-
-class WrongError(Exception):
-    """A content is not what it should be; the text continues the sentence that begins with its name."""
 
 
 def find(bases: Sequence[Path]) -> dict[str, Path]:
@@ -166,8 +164,3 @@ def unpack(stream: BinaryIO, file: IdxFile) -> bytes:
     if sha256 != file.sha256:
         raise WrongError(f"has the right size but the SHA-256 {sha256}{unpacked}, not {file.sha256}")
     return bytes(content)
-
-
-def is_web_page(start: bytes) -> bool:
-    """Say whether a content begins as HTML or XML does: what a network hands out in place of a file."""
-    return start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,31 +26,34 @@ from ddpexp.data.cache import (
     Cache,
     alone,
     in_first,
-    put,
     read_cache,
     update_cache,
     user_cache,
     write_cache,
     write_npy,
 )
+from ddpexp.data.folders import Stamp, bases_of, data_folder, joint_hash, store, to_stderr, unchanged
 from ddpexp.data.images.files import found_images
 from ddpexp.data.mnist import idx
-from ddpexp.data.mnist.mirrors import (
+from ddpexp.data.mirrors import (
     AUTO_PATIENCE,
     DOWNLOAD_PATIENCE,
-    MIRRORS,
     DownloadError,
     Patience,
     download_unless_failed,
 )
 from ddpexp.errors import RefusedError
-from ddpexp.system.terminal import print_message
 
+MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
 SOURCES = ("auto", "files", "download", "embedded")
 MEAN, STD = 0.1307, 0.3081  # of the training images, as fractions of 255
 EMBEDDED_VERSION = 1  # increase it when synthetic.py changes: it is part of the name of caches
 EMBEDDED_SEEDS = (1, 2)  # of the training and of the test digits
 EMBEDDED_MOST = 1_000_000  # images per part: they are drawn in memory
+_FAILURE = "download-failed"  # the note of a failed download, in the user's cache
 
 
 def prepare(
@@ -82,7 +84,7 @@ def prepare(
             raise RefusedError(f"{key}={num} is not a valid number of digits: use one from 1 to {EMBEDDED_MOST}")
     if source == "embedded":
         return _embedded(embedded_train, embedded_test)
-    folder = _data_folder(root)
+    folder = data_folder(root, "the MNIST files")
     if (
         root is not None
         and not idx.find([folder])
@@ -103,36 +105,13 @@ def prepare(
                 f"MNIST could not be downloaded ({error}), so there is nothing to train on: put the four files into "
                 f"data.root={folder}, or check the network, or set data.source=embedded for synthetic digits"
             ) from None
-        (warn or _to_stderr)(
+        (warn or to_stderr)(
             f"THIS IS NOT MNIST: data.root={folder} holds none of its files and they could not be downloaded "
             f"({error}), so {embedded_train:,} + {embedded_test:,} synthetic digits stand in and no accuracy is "
             "comparable with MNIST; for the real data put the four IDX files into that folder or set "
             "data.source=download, and set data.source=embedded if synthetic digits are what you want"
         )
         return _embedded(embedded_train, embedded_test)
-
-
-def _data_folder(root: str | None) -> Path:
-    """Return the absolute path of the data folder; it may not exist, but is not anything else."""
-    if root is None:
-        variable = os.environ.get("DDPEXP_DATA", "")
-        folder = Path(os.path.abspath(os.path.expanduser(variable))) if variable else user_cache()
-    elif not root or "\0" in root:
-        raise RefusedError(f"data.root={root!r} names no folder: set data.root to the folder with the MNIST files")
-    else:
-        folder = Path(os.path.abspath(os.path.expanduser(root)))
-    try:
-        if not stat.S_ISDIR(os.stat(folder).st_mode):
-            raise RefusedError(f"data.root={folder} is not a folder: set data.root to the folder with the MNIST files")
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise RefusedError(f"data.root={folder} cannot be used ({error.strerror}): set data.root to a folder") from None
-    return folder
-
-
-def _to_stderr(text: str) -> None:
-    print_message(f"WARNING: {text}")
 
 
 def _mnist(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
@@ -151,10 +130,10 @@ def _mnist(root: Path, source: str, mirrors: Sequence[str], patience: Patience) 
 
 def _local(root: Path, source: str) -> dict[str, Any] | None:
     """Get MNIST from the cache or the files; None if something must be downloaded."""
-    bases = _bases(root)
+    bases = bases_of(root)
     caches = _caches(bases)
     for cache in caches:
-        if cache.record.get("root") == str(root) and _unchanged(cache.record):
+        if cache.record.get("root") == str(root) and unchanged(cache.record):
             return _mnist_identity(cache, source)
     found = idx.find(bases if source != "files" else [root])
     missing = [file for file in idx.FILES if file.name not in found]
@@ -169,13 +148,13 @@ def _local(root: Path, source: str) -> dict[str, Any] | None:
 
 def _fetched(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
     """Download what is missing. Raises: DownloadError, if none of the files exists."""
-    bases = _bases(root)
+    bases = bases_of(root)
     found = idx.find(bases)
     missing = [file for file in idx.FILES if file.name not in found]
     loaded = {file.name: idx.load(path, file) for file in idx.FILES if (path := found.get(file.name))}
     try:
-        for content, packed in download_unless_failed(missing, mirrors, patience, retry=source == "download"):
-            stamp = in_first(bases, functools.partial(_store, f"{content.file.name}.gz", packed))
+        for content, packed in download_unless_failed(missing, mirrors, patience, source == "download", _FAILURE):
+            stamp = in_first(bases, functools.partial(store, content.file.remote_name, packed))
             loaded[content.file.name] = (content, stamp)
     except DownloadError as error:
         if not found:
@@ -184,7 +163,7 @@ def _fetched(root: Path, source: str, mirrors: Sequence[str], patience: Patience
     return _decoded(root, source, "download", loaded)
 
 
-def _decoded(root: Path, source: str, way: str, loaded: Mapping[str, tuple[idx.Content, idx.Stamp]]) -> dict[str, Any]:
+def _decoded(root: Path, source: str, way: str, loaded: Mapping[str, tuple[idx.Content, Stamp]]) -> dict[str, Any]:
     """Write the checked contents to a cache, unless one contains them already."""
     record = {
         "name": "mnist",
@@ -193,7 +172,7 @@ def _decoded(root: Path, source: str, way: str, loaded: Mapping[str, tuple[idx.C
         "root": str(root),
         "stamps": [vars(loaded[file.name][1]) for file in idx.FILES],
     }
-    bases = _bases(root)
+    bases = bases_of(root)
     caches = _caches(bases)
     if caches:
         return _mnist_identity(update_cache(caches[0], record), source)
@@ -213,16 +192,12 @@ def _write(base: Path, name: str, contents: Sequence[idx.Content], record: Mappi
     return write_cache(base, name, fill, {**record, "num_train": train, "num_test": test})
 
 
-def _bases(root: Path) -> list[Path]:
-    return list(dict.fromkeys((root, user_cache())))
-
-
 def _caches(bases: Sequence[Path]) -> list[Cache]:
     return [cache for base in bases if (cache := read_cache(base / CACHES / _cache_name()))]
 
 
 def _sha256() -> str:
-    return _joint_hash([file.sha256 for file in idx.FILES])
+    return joint_hash([file.sha256 for file in idx.FILES])
 
 
 def _cache_name() -> str:
@@ -245,24 +220,6 @@ def _mnist_identity(cache: Cache, source: str) -> dict[str, Any]:
     return _identity(cache, origin, f"{way} {folders}", "MNIST")
 
 
-def _unchanged(record: dict[str, Any]) -> bool:
-    """Return whether every source file is unchanged since it was checked."""
-    try:
-        return all(vars(idx.Stamp.of(stamp["path"], os.stat(stamp["path"]))) == stamp for stamp in record["stamps"])
-    except (OSError, KeyError, TypeError):
-        return False
-
-
-def _store(name: str, content: bytes, base: Path) -> idx.Stamp:
-    """Keep a downloaded file.
-
-    Raises: OSError.
-    """
-    target = base / name
-    put(base, target, content)
-    return idx.Stamp.of(str(target), os.stat(target))
-
-
 def _embedded(num_train: int, num_test: int) -> dict[str, Any]:
     """Get the synthetic digits from the cache, or draw them."""
     name = f"embedded-v{EMBEDDED_VERSION}-{num_train}-{num_test}"
@@ -272,7 +229,7 @@ def _embedded(num_train: int, num_test: int) -> dict[str, Any]:
         contents = _draw((num_train, num_test))
         record = {
             "name": "embedded-digits",
-            "sha256": _joint_hash([content.file.sha256 for content in contents]),
+            "sha256": joint_hash([content.file.sha256 for content in contents]),
         }
         cache = in_first([base], lambda base: _write(base, name, contents, record))
     return _identity(cache, "embedded", "embedded in ddpexp", "synthetic digits (NOT MNIST)")
@@ -312,7 +269,3 @@ def _identity(cache: Cache, source: str, way: str, title: str) -> dict[str, Any]
             "std": [STD],
         },
     }
-
-
-def _joint_hash(hashes: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from ddpexp.data.mnist import mirrors
-from ddpexp.data.mnist.mirrors import Patience
+from ddpexp.data import mirrors
+from ddpexp.data.mirrors import Patience
 from tests.conftest import PATIENCE
 from tests.data.conftest import PATIENT, TEST_IMAGES, TRAIN_LABELS, Server, Small, prepare, refusal
 

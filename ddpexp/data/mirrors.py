@@ -1,4 +1,7 @@
-"""Downloading the IDX files from mirrors that may be slow, wrong or out of reach."""
+"""Downloading the files of a data set from mirrors that may be slow, wrong or out of reach.
+
+Standard library only, and fast to import: the launching command imports this module.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,41 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeVar
 
 from ddpexp.data.cache import CACHES, put, user_cache
-from ddpexp.data.mnist.idx import Content, IdxFile, WrongError, is_web_page, unpack
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse
 
-MIRRORS = (
-    "https://ossci-datasets.s3.amazonaws.com/mnist/",
-    "https://storage.googleapis.com/cvdf-datasets/mnist/",
-)
-
-_FAILURE = "download-failed"
 _RETRY_AFTER = 600.0  # seconds: `auto` without a network must not wait for one at every start
 _CHUNK = 1 << 16
+
+
+T = TypeVar("T")
+Read = TypeVar("Read", covariant=True)
+
+
+class WrongError(Exception):
+    """A content is not what it should be; the text continues the sentence that begins with its name."""
+
+
+class Wanted(Protocol[Read]):
+    """A file that mirrors have."""
+
+    @property
+    def remote_name(self) -> str:
+        """Return its name at every mirror."""
+        ...
+
+    @property
+    def most_bytes(self) -> int:
+        """Return the most that a mirror may send."""
+        ...
+
+    def read(self, stream: BinaryIO) -> Read:
+        """Return what it holds. Raises: WrongError, if that is not what it must hold."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,10 +79,13 @@ class DownloadError(Exception):
 
 
 def download_unless_failed(
-    files: Sequence[IdxFile], mirrors: Sequence[str], patience: Patience, retry: bool
-) -> list[tuple[Content, bytes]]:
-    """Download the files, each unpacked and as received; without `retry` a recent failure stands."""
-    note = user_cache() / CACHES / _FAILURE
+    files: Sequence[Wanted[T]], mirrors: Sequence[str], patience: Patience, retry: bool, failure: str
+) -> list[tuple[T, bytes]]:
+    """Download the files, each as read and as received; without `retry` a recent failure stands.
+
+    `failure` is the name of the note in the user's cache that remembers one.
+    """
+    note = user_cache() / CACHES / failure
     if not retry:
         with contextlib.suppress(OSError):
             if 0 <= time.time() - note.stat().st_mtime < _RETRY_AFTER:
@@ -76,7 +101,7 @@ def download_unless_failed(
     return received
 
 
-def _download(files: Sequence[IdxFile], mirrors: Sequence[str], patience: Patience) -> list[tuple[Content, bytes]]:
+def _download(files: Sequence[Wanted[T]], mirrors: Sequence[str], patience: Patience) -> list[tuple[T, bytes]]:
     """Fetch the files from the first mirror that gives them, leaving a mirror at its first wrong answer."""
     usable = list(mirrors)
     problems: list[str] = []
@@ -91,15 +116,15 @@ def _download(files: Sequence[IdxFile], mirrors: Sequence[str], patience: Patien
             heard = True
             try:
                 packed = _receive(answer, file, begin + patience.total)
-                received.append((Content(file, unpack(io.BytesIO(packed), file)), packed))
+                received.append((file.read(io.BytesIO(packed)), packed))
                 break
             except WrongError as error:
-                problems.append(f"{answer.mirror}: {file.name}.gz {error}")
+                problems.append(f"{answer.mirror}: {file.remote_name} {error}")
                 usable.remove(answer.mirror)
     return received
 
 
-def _first_answer(mirrors: list[str], file: IdxFile, wait: float, stall: float, problems: list[str]) -> Answer:
+def _first_answer(mirrors: list[str], file: Wanted[T], wait: float, stall: float, problems: list[str]) -> Answer:
     """Ask the mirrors for a file, the next one when the last has failed or kept silent for its share of the time.
 
     Each is asked in a thread of its own, as nothing else bounds the time of a name look-up; a thread that hangs is left
@@ -122,7 +147,7 @@ def _first_answer(mirrors: list[str], file: IdxFile, wait: float, stall: float, 
                 break
             if waiting and (open_questions == 0 or elapsed >= asked * share):
                 arguments = (waiting.pop(0), file, stall, answers, over)
-                threading.Thread(target=_ask, args=arguments, name="mnist-mirror", daemon=True).start()
+                threading.Thread(target=_ask, args=arguments, name="mirror", daemon=True).start()
                 asked += 1
                 open_questions += 1
             pause = (min(wait, asked * share) if waiting else wait) - elapsed
@@ -143,7 +168,7 @@ def _first_answer(mirrors: list[str], file: IdxFile, wait: float, stall: float, 
 
 def _ask(
     mirror: str,
-    file: IdxFile,
+    file: Wanted[T],
     stall: float,
     answers: queue.SimpleQueue[Answer | tuple[str, str]],
     over: threading.Event,
@@ -152,24 +177,24 @@ def _ask(
     from http.client import HTTPException
     from urllib.request import Request, urlopen  # late: these two take longer to import than all the rest
 
-    url = f"{mirror.rstrip('/')}/{file.name}.gz"
+    url = f"{mirror.rstrip('/')}/{file.remote_name}"
     try:
         response = urlopen(Request(url, headers={"User-Agent": "ddpexp"}), timeout=stall)
         start = response.read1(_CHUNK)
     except (OSError, HTTPException, ValueError) as error:
-        answers.put((mirror, f"{file.name}.gz: {error}"))
+        answers.put((mirror, f"{file.remote_name}: {error}"))
         return
     if over.is_set():
         response.close()
     elif not start or is_web_page(start):
         response.close()
-        answers.put((mirror, f"{file.name}.gz is {'a web page' if start else 'empty'}, not data"))
+        answers.put((mirror, f"{file.remote_name} is {'a web page' if start else 'empty'}, not data"))
     else:
         answers.put(Answer(mirror, response, start))
 
 
-def _receive(answer: Answer, file: IdxFile, end: float) -> bytes:
-    """Read the rest of an answer, no more than an unpacked file's size, as packing does not make it larger.
+def _receive(answer: Answer, file: Wanted[T], end: float) -> bytes:
+    """Read the rest of an answer, no more than the file may have.
 
     Raises: WrongError.
     """
@@ -180,8 +205,8 @@ def _receive(answer: Answer, file: IdxFile, end: float) -> bytes:
         try:
             while chunk := answer.response.read1(_CHUNK):
                 content += chunk
-                if len(content) > file.size:
-                    raise WrongError(f"continues after {file.size:,} bytes")
+                if len(content) > file.most_bytes:
+                    raise WrongError(f"continues after {file.most_bytes:,} bytes")
                 if time.monotonic() > end:
                     raise WrongError(f"came too slowly: {len(content):,} bytes when time was up")
         except TimeoutError:
@@ -189,3 +214,8 @@ def _receive(answer: Answer, file: IdxFile, end: float) -> bytes:
         except (OSError, HTTPException) as error:
             raise WrongError(f"broke off after {len(content):,} bytes ({error})") from None
     return bytes(content)
+
+
+def is_web_page(start: bytes) -> bool:
+    """Say whether a content begins as HTML or XML does: what a network hands out in place of a file."""
+    return start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")

@@ -1,0 +1,1 @@
+"""CIFAR-10: found, downloaded or drawn, and decoded once."""

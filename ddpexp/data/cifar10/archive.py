@@ -1,0 +1,114 @@
+"""The archive of CIFAR-10 for Python: its hash, and the pictures and labels in it.
+
+The batches in it are pickles, which could run code. They are read as the list of instructions that a pickle is, of which
+none is carried out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickletools
+import tarfile
+import zlib
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from ddpexp.data.mirrors import WrongError, is_web_page
+
+SHAPE = (3, 32, 32)
+_PIXELS = 3 * 32 * 32
+_INTEGERS = ("BININT", "BININT1", "BININT2")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Pictures as stored, and a byte for the class of each."""
+
+    pixels: bytes
+    labels: bytes
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The archive, and what it must hold."""
+
+    remote_name: str
+    size: int
+    sha256: str
+    train: tuple[str, ...]  # the batches in it
+    test: tuple[str, ...]
+
+    @property
+    def most_bytes(self) -> int:
+        """Return the most that a mirror may send."""
+        return self.size
+
+    def read(self, stream: BinaryIO) -> bytes:
+        """Return the archive as it is. Raises: WrongError, if it is another."""
+        content = stream.read(self.size + 1)
+        if is_web_page(content[:256]):
+            raise WrongError(f"is a web page (it begins with {content[:20]!r}), not data")
+        if len(content) != self.size:
+            found = f"more than {self.size:,}" if len(content) > self.size else f"{len(content):,}"
+            raise WrongError(f"has {found} bytes, not {self.size:,}")
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 != self.sha256:
+            raise WrongError(f"has the right size but the SHA-256 {sha256}, not {self.sha256}")
+        return content
+
+
+# Source: the SHA-256 in Keras's loader; the MD5 in torchvision's, c58f30108f718f92721af3d95e74349a, is of the same file.
+ARCHIVE = Archive(
+    "cifar-10-python.tar.gz",
+    170_498_071,
+    "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
+    tuple(f"cifar-10-batches-py/data_batch_{number}" for number in range(1, 6)),
+    ("cifar-10-batches-py/test_batch",),
+)
+
+
+def unpack(archive: Archive, content: bytes) -> tuple[Part, Part]:
+    """Return the pictures to train on and to test with.
+
+    Raises:
+        WrongError: the content is not that of the archive.
+    """
+    batches: dict[str, Part] = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as tar:
+            for member in tar:
+                if member.name in (*archive.train, *archive.test) and (stream := tar.extractfile(member)) is not None:
+                    batches[member.name] = read_batch(stream.read())
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise WrongError(f"cannot be unpacked ({error})") from None
+    missing = [name for name in (*archive.train, *archive.test) if name not in batches]
+    if missing:
+        raise WrongError(f"lacks {', '.join(missing)}")
+    return _joined([batches[name] for name in archive.train]), _joined([batches[name] for name in archive.test])
+
+
+def read_batch(content: bytes) -> Part:
+    """Return what a batch holds: a pickled mapping of Python 2 with an array `data` and a list `labels`.
+
+    Raises:
+        WrongError: it is no such pickle.
+    """
+    key, pixels, labels = "", b"", bytearray()
+    try:
+        for code, argument, _ in pickletools.genops(content):
+            if isinstance(argument, str) and argument in ("data", "labels", "filenames", "batch_label"):
+                key = argument
+            elif key == "labels" and code.name in _INTEGERS:
+                labels.append(argument)
+            elif key == "data" and isinstance(argument, str) and len(argument) >= _PIXELS:
+                pixels = argument.encode("latin-1")
+    except ValueError as error:
+        raise WrongError(f"holds a batch that cannot be read ({error})") from None
+    if not labels or len(pixels) != _PIXELS * len(labels) or max(labels) > 9:
+        raise WrongError(f"holds a batch of {len(pixels):,} bytes and {len(labels):,} labels, not a picture for each")
+    return Part(pixels, bytes(labels))
+
+
+def _joined(parts: list[Part]) -> Part:
+    return Part(b"".join(part.pixels for part in parts), b"".join(part.labels for part in parts))
