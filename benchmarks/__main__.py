@@ -33,6 +33,7 @@ BENCHMARKS = {
     "threads": "The same job under every launcher",
     "scale": "Hundreds and thousands of ranks, simulated",
     "mnist": "MNIST to 99 %",
+    "cifar10": "A loop of the airbench kind",
     "gpu": "Training on GPUs",
     "launchers": "Start under each launcher",
     "checkpoints": "Checkpoints",

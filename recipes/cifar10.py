@@ -45,7 +45,9 @@ def _normalization(channels: int) -> nn.BatchNorm2d:
 
 
 class Group(nn.Module):
-    """Two convolutions; the first halves the sides. Shapes: (batch, before, side, side) -> (batch, after, side // 2, ...).
+    """Two convolutions, after the first of which the sides are halved.
+
+    Shapes: (batch, before, side, side) -> (batch, after, side // 2, side // 2).
 
     Source: Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", 2024 (arXiv 2404.00498), as all of this network.
     """
@@ -73,7 +75,7 @@ class SpeedNet(nn.Module):
     def __init__(
         self,
         num_classes: int,
-        width: Sequence[int] = (64, 256, 256),
+        widths: Sequence[int] = (64, 256, 256),
         whiten: Sequence[Sequence[float]] | None = None,
         scale: float = 1 / 9,
     ) -> None:
@@ -86,8 +88,8 @@ class SpeedNet(nn.Module):
                 raise ValueError("model.whiten needs 12 x 12 moments: use model.whiten=null for data without them")
             self.whiten.weight.data.copy_(whitening(torch.tensor(whiten)).view(24, 3, 2, 2))
             self.whiten.weight.requires_grad = False
-        self.groups = nn.Sequential(*(Group(*pair) for pair in zip((24, *width[:-1]), width, strict=True)))
-        self.head = nn.Linear(width[-1], num_classes, bias=False)
+        self.groups = nn.Sequential(*(Group(*pair) for pair in zip((24, *widths[:-1]), widths, strict=True)))
+        self.head = nn.Linear(widths[-1], num_classes, bias=False)
         self.scale = scale
 
     def forward(self, images: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ HYDRA = {"config", "sweep", "cli"}
 # What the command loads before it hands over to the workers.
 COMMAND = (
     "__main__", "cli.main", "cli.subcommands", "run.prepare", "config", "config.compose", "run.directory",
-    "data.mnist.prepare",
+    "data.mnist.prepare", "data.cifar10.prepare",
     "data.images.files", "data.text.prepare",
     "launch.launchers.local", "launch.launchers.inline", "launch.supervise.coordinator",
     "launch.supervise.in_process", "run.training",

@@ -114,8 +114,8 @@ def test_a_recipe_that_names_no_model_or_no_data_is_refused(mine: Path) -> None:
     )
     assert refusal(*typed, "model=linear", "data.num_workers=2") == (
         "data is missing: recipe=part names none. Write data: {_target_: mine.load} in the recipe, or choose an "
-        "option: data=arrays or data=hf or data=image_folder or data=images or data=mixture or data=mnist or "
-        "data=tar_shards or data=text."
+        "option: data=arrays or data=cifar10 or data=hf or data=image_folder or data=images or data=mixture or "
+        "data=mnist or data=tar_shards or data=text."
     )
     assert refusal(*typed, "model.hidden=3") == (
         "model.hidden: no model is chosen, by the recipe or by model=... . Available: "

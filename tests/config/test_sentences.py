@@ -169,7 +169,7 @@ trainer.timeout.step is not a known key. Did you mean trainer.timeout.step_secon
 > launcher.partition=gpu
 launcher.partition is not a known key: it is one of launcher=slurm.
 > optimizer=adamw optimizer.momentum=0.9
-optimizer.momentum is not a known key: it is one of optimizer=imagenet_sgd,
+optimizer.momentum is not a known key: it is one of optimizer=cifar10_sgd,
 > trainer.foo=3
 trainer.foo is not a known key. Available: nodes, gpus, device, backend, threads,
 > +trainer.epochs=3
@@ -211,7 +211,7 @@ trainer.swa_every=3 is for the mean of the weights (SWA), and there is none: set
 > callbacks._target_=mine.Ends
 callbacks._target_ is not a known key. Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/call
 > recipe=mine
-recipe=mine is not a known option. Available: autoencoder, distill, finetune, gan, gpt, imagenet, imagenet_16, mnist, se
+recipe=mine is not a known option. Available: autoencoder, cifar10, distill, finetune, gan, gpt, imagenet, imagenet_16,
 > recipe=a,b
 recipe=a,b gives several values: add -m for a run with each.
 > trainer.seed=range(3)
@@ -516,7 +516,7 @@ def test_for_another_frameworks_value_ours_is_suggested(word: str, advice: str) 
 
 
 @pytest.mark.parametrize(
-    "word", ["model=vgg16", "strategy=quantum", "scheduler=quick", "logger=neptune", "data=cifar10"]
+    "word", ["model=vgg16", "strategy=quantum", "scheduler=quick", "logger=neptune", "data=celeba"]
 )
 def test_where_nothing_is_near_nothing_is_suggested(word: str) -> None:
     said = refusal(word)

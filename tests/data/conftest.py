@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ddpexp.data.mirrors import Patience
 from ddpexp.data.mnist import idx, synthetic
 from ddpexp.data.mnist import prepare as mnist_files
-from ddpexp.data.mirrors import Patience
 from ddpexp.errors import RefusedError
 from tests.conftest import PATIENCE
 

@@ -16,14 +16,15 @@ from recipes.mnist import LeNet
 from recipes.segment import draw as draw_masks
 from tests.conftest import Ddpexp
 
-DIGITS = ("data.source=embedded", "data.embedded_train=160", "data.embedded_test=32")
+DRAWN = ("data.source=embedded", "data.embedded_train=160", "data.embedded_test=32")
 FLOWERS = ("data.path=flowers.csv", "data.inputs=[length,width]", "data.targets=species", "model.width=8")
 PHOTOS = ("data.root=photos", "data.size=32")
 RECIPES: Mapping[str, tuple[str, ...]] = {
-    "autoencoder": (*DIGITS, "model.width=4"),
-    "distill": (*DIGITS, "run.init_from=teacher.safetensors"),
+    "autoencoder": (*DRAWN, "model.width=4"),
+    "cifar10": (*DRAWN, "model.widths=[4,8,8]"),
+    "distill": (*DRAWN, "run.init_from=teacher.safetensors"),
     "finetune": (*PHOTOS, "model.backbone.width=4"),
-    "gan": (*DIGITS, "model.width=4"),
+    "gan": (*DRAWN, "model.width=4"),
     "imagenet": (*PHOTOS, "model=resnet18", "model.width=4", "data.mixup=0.2"),
     "imagenet_16": (*PHOTOS, "model.width=4", "model.layers=[1,1]", "data.size_from_epoch=[[0,16],[1,24]]"),
     "segment": (
@@ -33,7 +34,7 @@ RECIPES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 METRICS = {
     "autoencoder": {"eval/loss", "eval/mse", "eval/psnr", "eval/explained_variance"},
-    "distill": {"eval/loss", "eval/accuracy"},
+    **{name: {"eval/loss", "eval/accuracy"} for name in ("cifar10", "distill")},
     "gan": {"eval/loss", "eval/real_score", "eval/fake_score", "eval/frechet"},
     **{name: {"eval/loss", "eval/accuracy", "eval/top5"} for name in ("finetune", "imagenet", "imagenet_16")},
     "segment": {"eval/loss", "eval/pixel_accuracy", "eval/mean_iou", "eval/iou/0", "eval/iou/1", "eval/iou/2"},

@@ -1,7 +1,7 @@
 """The archive of CIFAR-10 for Python: its hash, and the pictures and labels in it.
 
-The batches in it are pickles, which could run code. They are read as the list of instructions that a pickle is, of which
-none is carried out.
+The batches in it are pickles, which could run code. They are read as the list of instructions that a pickle is,
+of which none is carried out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Archive:
         return content
 
 
-# Source: the SHA-256 in Keras's loader; the MD5 in torchvision's, c58f30108f718f92721af3d95e74349a, is of the same file.
+# Source: the SHA-256 in Keras's loader. The MD5 of the same file is c58f30108f718f92721af3d95e74349a.
 ARCHIVE = Archive(
     "cifar-10-python.tar.gz",
     170_498_071,
@@ -99,7 +99,7 @@ def read_batch(content: bytes) -> Part:
         for code, argument, _ in pickletools.genops(content):
             if isinstance(argument, str) and argument in ("data", "labels", "filenames", "batch_label"):
                 key = argument
-            elif key == "labels" and code.name in _INTEGERS:
+            elif key == "labels" and code.name in _INTEGERS and isinstance(argument, int):
                 labels.append(argument)
             elif key == "data" and isinstance(argument, str) and len(argument) >= _PIXELS:
                 pixels = argument.encode("latin-1")

@@ -73,12 +73,7 @@ def prepare(
             f"the images of data.root={folder} have two sizes, {_spoken(shape[1:])} in train-images.npy and "
             f"{_spoken(found['test', 'images'].shape[1:])} in test-images.npy: make them one."
         )
-    _check_options(mean, std, crop, shape)
-    if reflect and crop >= min(shape[-2:]):
-        raise RefusedError(
-            f"data.reflect=true has only {min(shape[-2:]) - 1} pixels to pad images of {_spoken(shape[1:])} with: use "
-            f"data.crop={min(shape[-2:]) - 1} or less."
-        )
+    _check_options(mean, std, crop, reflect, shape)
     num_train, num_test = shape[0], found["test", "images"].shape[0]
     return {
         "name": "images",
@@ -135,7 +130,9 @@ def _check_no_images(folder: Path, part: str, images: _Array, labels: _Array) ->
         )
 
 
-def _check_options(mean: tuple[float, ...], std: tuple[float, ...], crop: int, shape: tuple[int, ...]) -> None:
+def _check_options(
+    mean: tuple[float, ...], std: tuple[float, ...], crop: int, reflect: bool, shape: tuple[int, ...]
+) -> None:
     channels = shape[1] if len(shape) == 4 else 1
     for key, values in (("data.mean", mean), ("data.std", std)):
         if len(values) not in (1, channels):
@@ -151,6 +148,11 @@ def _check_options(mean: tuple[float, ...], std: tuple[float, ...], crop: int, s
     if not 0 <= crop <= min(shape[-2:]):
         raise RefusedError(
             f"data.crop={crop} is no frame for images of {_spoken(shape[1:])}: use 0 to {min(shape[-2:])}."
+        )
+    if reflect and crop >= min(shape[-2:]):
+        raise RefusedError(
+            f"data.reflect=true has only {min(shape[-2:]) - 1} pixels to pad images of {_spoken(shape[1:])} with: use "
+            f"data.crop={min(shape[-2:]) - 1} or less."
         )
 
 

@@ -34,7 +34,6 @@ from ddpexp.data.cache import (
 )
 from ddpexp.data.folders import Stamp, bases_of, data_folder, joint_hash, store, to_stderr, unchanged
 from ddpexp.data.images.files import found_images
-from ddpexp.data.mnist import idx
 from ddpexp.data.mirrors import (
     AUTO_PATIENCE,
     DOWNLOAD_PATIENCE,
@@ -42,6 +41,7 @@ from ddpexp.data.mirrors import (
     Patience,
     download_unless_failed,
 )
+from ddpexp.data.mnist import idx
 from ddpexp.errors import RefusedError
 
 MIRRORS = (

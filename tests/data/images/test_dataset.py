@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
@@ -217,3 +219,31 @@ def test_a_run_on_augmented_images_ends_with_the_same_weights_at_other_world_siz
     assert done.result()["weights_sha256"] == whole.result()["weights_sha256"]
     plain = ddpexp(*overrides, "trainer.gpus=2", "trainer.max_steps=9")
     assert plain.result()["weights_sha256"] != whole.result()["weights_sha256"]
+
+
+def test_alternate_flips_show_every_image_both_ways_in_two_epochs() -> None:
+    data = dataclasses.replace(images(flip=True), alternate=True)
+    stored: Any = data.to(CPU)
+    indices = torch.arange(len(data))
+    plain = data.gather(indices, CPU)[0]
+    epochs = [data.of_epoch(3, epoch).gather(indices, CPU)[0] for epoch in range(4)]
+    on_device = [stored.of_epoch(3, epoch).gather(indices, CPU)[0] for epoch in range(4)]
+    assert all(torch.equal(one, other) for one, other in zip(epochs, on_device, strict=True))
+    assert torch.equal(epochs[1], epochs[0].flip(-1))
+    assert torch.equal(epochs[2], epochs[0])
+    assert not torch.equal(epochs[0], plain)
+    assert not torch.equal(epochs[1], plain)
+    assert not torch.equal(data.of_epoch(4, 0).gather(indices, CPU)[0], epochs[0])
+
+
+def test_reflected_frames_have_no_black() -> None:
+    data = dataclasses.replace(images(crop=2), reflect=True)
+    indices = torch.arange(len(data))
+    padded = functional.pad(data.gather(indices, CPU)[0], [2] * 4, "reflect")
+    height, width = data.pixels.shape[-2:]
+    stored: Any = data.to(CPU)
+    for part in (data, stored):
+        cut = part.of_epoch(3, 0).gather(indices, CPU)[0]
+        windows = padded.unfold(2, height, 1).unfold(3, width, 1).permute(0, 2, 3, 1, 4, 5).flatten(1, 2)
+        assert all((windows[number] == cut[number]).flatten(1).all(1).any() for number in range(len(cut)))
+        assert not torch.equal(cut, data.gather(indices, CPU)[0])
