@@ -165,6 +165,13 @@ class OptimizerStep(Protocol):
         """
         ...
 
+    def backward_pass(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Return a context for a call of `backward` that belongs to a micro-batch before: for pipelines.
+
+        Their strategies begin further micro-batches before they go back through one, numbered from 0.
+        """
+        ...
+
     def forward(self, batch: Any) -> Sums:
         """Return what `Task.step` returns for the batch; only inside `micro_batch`."""
         ...

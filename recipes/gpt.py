@@ -241,6 +241,13 @@ class GPT(nn.Module):
             plan.append({"match": "lm_head", "style": "colwise_gather_output"})
         return plan
 
+    @property
+    def pipeline_layers(self) -> Sequence[Sequence[str]]:
+        """Return the layers that the stages of a pipeline divide; a tied embedding is in the first and the last."""
+        first = ("wte", "drop") if self.wpe is None else ("wte", "wpe", "drop")
+        blocks = [(f"h.{number}",) for number in range(len(self.h))]
+        return [first, *blocks, ("ln_f", "wte" if self.lm_head is None else "lm_head")]
+
     def forward(self, tokens: Tensor, documents: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Return the scores of the next token at each place.
 
@@ -249,23 +256,33 @@ class GPT(nn.Module):
 
         Shapes: tokens, documents (batch, tokens up to block_size) -> (batch, tokens, vocab_size).
         """
+        return self.forward_layers(range(len(self.h) + 2), tokens, documents, cache)
+
+    def forward_layers(
+        self, layers: range, x: Tensor, documents: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
+        """Compute some of `pipeline_layers`. Shapes: x (batch, tokens) for the first, else (batch, tokens, width)."""
         begin = cache[0][0].shape[2] if cache else 0
-        places = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)
+        places = torch.arange(begin, begin + x.shape[1], device=x.device)
         mask = None
         if documents is not None:
             new = documents.diff(prepend=documents[:, :1] - 1) != 0
             places = places - torch.where(new, places, 0).cummax(1)[0]
-            causal = places.new_ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+            causal = places.new_ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
             mask = ((documents[:, :, None] == documents[:, None]) & causal)[:, None]
-        x = self.wte(tokens)
-        if self.wpe is not None:
-            x = x + self.wpe(places)
-        x = self.drop(x)
+        if 0 in layers:
+            x = self.wte(x)
+            if self.wpe is not None:
+                x = x + self.wpe(places)
+            x = self.drop(x)
         angles = self._angles(places) if self.wpe is None else None
         for layer, block in enumerate(self.h):
-            x = block(x, angles, mask, cache, layer)
-        x = self.ln_f(x)
-        return functional.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
+            if layer + 1 in layers:
+                x = block(x, angles, mask, cache, layer)
+        if len(self.h) + 1 in layers:
+            x = self.ln_f(x)
+            return functional.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
+        return x
 
     def _angles(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of the angles by which places are rotated.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ Models = Mapping[str, nn.Module]
 
 
 def weights_sha256(
-    models: Models, parts: Callable[[str, Tensor], Iterable[Tensor]] = lambda name, tensor: (tensor,)
+    models: Models,
+    parts: Callable[[str, Tensor], Iterable[Tensor]] = lambda name, tensor: (tensor,),
+    shape_of: Callable[[str, Tensor], Sequence[int]] = lambda name, tensor: tensor.shape,
 ) -> str:
     """Hash parameters and buffers, sorted by name, each as name, dtype, shape and bytes.
 
-    `parts` returns the rows of a tensor of which the ranks hold different ones, in order.
+    `parts` returns the rows of a tensor of which the ranks hold different ones, in order, and `shape_of` its shape.
     """
     digest = hashlib.sha256()
     named = {
@@ -37,7 +39,7 @@ def weights_sha256(
     }
     for name in sorted(named):
         key, tensor = named[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(f"{name} {tensor.dtype} {tuple(shape_of(key, tensor))}\n".encode())
         for part in parts(key, tensor):
             array: Any = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             digest.update(array)

@@ -29,6 +29,11 @@ _NOT_SHARDED = {  # optimizers that fsdp cannot give what they need
     "torch.optim.SparseAdam": f"is for a sparse gradient, {_SOME_ROWS}",
     "sparse_adam": f"is for a sparse gradient, {_SOME_ROWS}",
 }
+_NOT_STAGED = {  # optimizers that parameters without rows break
+    "torch.optim.Adafactor": "looks at the rows of a whole gradient",
+    "torch.optim.SparseAdam": "is for a sparse gradient",
+    "sparse_adam": "is for a sparse gradient",
+}
 
 
 def check_optimizer(optimizer: Node) -> None:
@@ -74,6 +79,12 @@ def check_strategy_and_average(experiment: Experiment) -> None:
     if experiment.strategy.kind == "fsdp" and target in _NOT_SHARDED:
         raise RefusedError(
             f"optimizer._target_={target} {_NOT_SHARDED[target]}. Use another optimizer, or strategy=ddp."
+        )
+    if experiment.strategy.kind == "pipeline" and target in {**_NOT_DIVIDED, **_NOT_STAGED}:
+        reason = {**_NOT_DIVIDED, **_NOT_STAGED}[target]
+        raise RefusedError(
+            f"optimizer._target_={target} {reason}, and with strategy=pipeline a worker has only the parameters of "
+            "its stage. Use another optimizer, or strategy=ddp."
         )
     if experiment.strategy.divides_layers and target in _NOT_DIVIDED:
         raise RefusedError(

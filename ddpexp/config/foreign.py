@@ -57,10 +57,7 @@ _ZERO = (
 )
 _HYBRID = "strategy=fsdp strategy.dp_replicate_size=2 keeps two replicas, each of them sharded."
 _TENSORS = "Tensor parallelism is a key of sharding: strategy=fsdp strategy.tp_size=2."
-_NO_PIPELINE = (
-    "There is no pipeline parallelism: strategy=fsdp trains models that do not fit into one worker, and "
-    "strategy.tp_size=2 divides their layers."
-)
+_PIPELINE = "Stages of a pipeline are a strategy: strategy=pipeline strategy.pp_size=2."
 _NO_CONTEXT = (
     "There is no context or sequence parallelism: trainer.activation_checkpointing reduces the memory that long "
     "sequences take."
@@ -91,7 +88,7 @@ _SENTENCES = {
     "fsdp fsdp_config": "Sharded parameters are a strategy: strategy=fsdp.",
     "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree": _TENSORS,
     "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree": (
-        _NO_PIPELINE
+        _PIPELINE
     ),
     "cp cp_size context_parallel context_parallel_size context_parallel_degree sequence_parallel sp_size": _NO_CONTEXT,
     "ep_size expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree": _NO_EXPERTS,
@@ -173,10 +170,10 @@ _ADVICE_ON_VALUES = {  # patterns of values for which no single value stands
         "shard_grad_op": "strategy=fsdp strategy.reshard_after_forward=false keeps parameters gathered until backward.",
         "hsdp|hybrid(_shard)?": _HYBRID,
         "mp|model_parallel|naive|device_map": (
-            "There is no splitting by layers: strategy=fsdp gives each worker a share of every layer."
+            "strategy=pipeline gives each worker some layers, and strategy=fsdp a share of every layer."
         ),
         "tp|tensor(_parallel(ism)?)?|megatron|[234]d|nd_parallel": _TENSORS,
-        "pp|pipeline(_parallel(ism)?)?|gpipe": _NO_PIPELINE,
+        "pp|pipeline_parallel(ism)?|gpipe|1f1b": _PIPELINE,
         "cp|context(_parallel(ism)?)?|sp|sequence_parallel(ism)?|ring_attention|ulysses": _NO_CONTEXT,
         "ep|experts?(_parallel(ism)?)?|moe": _NO_EXPERTS,
     },

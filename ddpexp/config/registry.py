@@ -52,6 +52,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "fsdp": "ddpexp.strategy.fsdp.options.FSDPOptions",
         "local_sgd": "ddpexp.strategy.local.options.LocalOptions",
         "diloco": "ddpexp.strategy.local.options.DiLoCoOptions",
+        "pipeline": "ddpexp.strategy.pipeline.options.PipelineOptions",
     },
     "data": {
         "arrays": "ddpexp.data.arrays.dataset.load",

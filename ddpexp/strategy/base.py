@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +15,18 @@ from torch.optim import Optimizer
 from ddpexp.distributed.world import Memory
 from ddpexp.strategy.options import DataRank
 from ddpexp.task import OptimizerStep, Sums
+
+_WHOLE_SHAPE = "_ddpexp_whole_shape"  # attribute of a parameter
+
+
+def set_whole_shape(parameter: nn.Parameter) -> None:
+    """Note the shape of a parameter whose rows other ranks will hold."""
+    setattr(parameter, _WHOLE_SHAPE, tuple(parameter.shape))
+
+
+def num_elements(parameter: Tensor) -> int:
+    """Return the number of elements of a parameter, of which this rank may hold a part."""
+    return math.prod(getattr(parameter, _WHOLE_SHAPE, parameter.shape))
 
 
 @dataclass(frozen=True)

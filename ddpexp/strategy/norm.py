@@ -27,6 +27,13 @@ def row_norms(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack(norms) if len(norms) > 1 else norms[0].unsqueeze(0)
 
 
+def num_row_norms(shape: Sequence[int]) -> int:
+    """Return how many numbers `row_norms` returns for a gradient."""
+    if len(shape) < 2:
+        return math.prod(shape)
+    return shape[0] * -(-max(math.prod(shape[1:]), 1) // _PIECE)
+
+
 def norm_of_rows(norms: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of everything, given the norms of the rows of each parameter."""
     return torch.linalg.vector_norm(torch.cat([values.view(-1) for values in norms]))  # type: ignore[no-any-return]

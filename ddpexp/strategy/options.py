@@ -86,6 +86,11 @@ class TrainerOptions(Protocol):
         ...
 
     @property
+    def average_batch_norm(self) -> int | None:
+        """Return how many batches estimate the statistics of BatchNorm for averaged weights; None: none."""
+        ...
+
+    @property
     def averages(self) -> bool:
         """Return whether an average of the weights is evaluated in their place."""
         ...

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddpexp.config.param_groups import as_tuple, late_starts
 from ddpexp.config.schema import Trainer
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.base import num_elements
 from ddpexp.train.param_groups import Described, check_patterns, describe, matched
 
 
@@ -48,7 +49,7 @@ class LateStart:
 
     def __str__(self) -> str:
         """Return how much is frozen, as in the first lines of a run."""
-        return f"{sum(p.numel() for p in self.parameters):,} frozen until step {self.step:,}"
+        return f"{sum(num_elements(p) for p in self.parameters):,} frozen until step {self.step:,}"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class LateStarts:
         """Log what is trained from this step on. Units: steps, from 0."""
         for entry in self.entries:
             if step == entry.step:
-                size = sum(parameter.numel() for parameter in entry.parameters)
+                size = sum(num_elements(parameter) for parameter in entry.parameters)
                 names = ", ".join(entry.patterns)
                 logging.getLogger("ddpexp").info(f"after step {step:,} {names} is trained, too: {size:,} parameters")
 
@@ -120,7 +121,7 @@ class LateStarts:
 def count_text(trainer: Trainer, models: Mapping[str, nn.Module], single: bool) -> str:
     """Return how many parameters the models have, and how many of them are trained where some are not."""
     parameters = [p for module in models.values() for p in module.parameters()]
-    total, trained = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
+    total, trained = (sum(num_elements(p) for p in parameters if p.requires_grad or every) for every in (True, False))
     parts = [f"{trained:,} trained, {total - trained:,} frozen"] if trained < total else []
     parts += [str(entry) for entry in LateStarts.of(trainer, models, single).entries]
     return f"{total:,} parameters" + (f" ({'; '.join(parts)})" if parts else "")

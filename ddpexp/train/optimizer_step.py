@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from ddpexp.task import HasTrainStep, Sums, Task
 from ddpexp.train.counts import GlobalCounts, stack_counts
 from ddpexp.train.freezing import LateStarts
 from ddpexp.train.precision import Precision
-from ddpexp.train.task_checks import check_loss, check_sums, check_unchanged, gradients_of, own_backward
+from ddpexp.train.task_checks import check_loss, check_names, check_sums, check_unchanged, gradients_of, own_backward
 from ddpexp.train.undo import Undo
 
 _MAX_CALLS = 1 << 20  # of backward in a micro-batch
@@ -63,6 +63,7 @@ class Step:
     _passes: int = 0  # micro-batches begun in this step
     _inside: bool = False  # of a micro-batch
     _passes_in_round: int = 0
+    _current: int = 0  # micro-batch in the round whose passes are in progress
     _position: int = 0  # of the next call of backward in its micro-batch
     _numbers: dict[int, int] = field(default_factory=dict)  # counts that are numbers, by the position of their call
     _has_numbers: bool = False  # in this round
@@ -142,6 +143,17 @@ class Step:
         self._summed = bool(last)
         return _MicroBatch(self, self.strategy.micro_batch(self._summed))
 
+    @contextmanager
+    def backward_pass(self, micro_batch: int) -> Iterator[None]:
+        """Return a context for the backward pass of a micro-batch, numbered from 0, whose own context has ended.
+
+        For a pipeline, which begins further micro-batches before that; inside there is one call of `backward`.
+        """
+        self.control.heartbeat()
+        self._position, self._current, self._inside = 0, micro_batch, True
+        yield
+        self._inside = False
+
     def forward(self, batch: Any) -> Sums:
         """Return the task's sums for a micro-batch; those of the first step are checked."""
         if self._checked:
@@ -178,7 +190,7 @@ class Step:
         if isinstance(count, Tensor):
             total = self.plan.global_batch_size  # provisional: see _scale_by_counts
             self._counts.append(count.detach())
-            self._places.append(((self._passes_in_round - 1) // self.plan.gradient_accumulation_steps, position))
+            self._places.append((self._current // self.plan.gradient_accumulation_steps, position))
         else:
             if self._numbers.get(position) != count:
                 self._check_number(count, position)
@@ -221,7 +233,7 @@ class Step:
             self._check_round()
         chosen = names or self._names
         if names or self._applied:
-            self._check_names(chosen)
+            check_names(chosen, self._applied, self.optimizers)
         optimizers = [self.optimizers[name] for name in chosen]
         if not self._checked and not self._applied:
             self._check_gradients(optimizers)
@@ -271,6 +283,7 @@ class Step:
             seed_everything(value)
         seed_torch(value, self.world.device)
         self._passes += 1
+        self._current = self._passes_in_round
         self._passes_in_round += 1
         self._position = 0
         self._inside = True
@@ -351,21 +364,6 @@ class Step:
         divided = bool(self._counts) or self._has_numbers
         if self.manual is not None and not divided and any(p.grad is not None for p in _parameters(optimizers)):
             raise own_backward(self.manual.train_step)
-
-    def _check_names(self, chosen: Sequence[str]) -> None:
-        unknown = [name for name in chosen if name not in self.optimizers]
-        if unknown:
-            raise DdpexpError(
-                f"the task's train_step calls update.apply({', '.join(map(repr, chosen))}), and there is no optimizer "
-                f"{unknown[0]!r}: the task's optimizers are {', '.join(map(repr, self.optimizers))}."
-            )
-        seen = [*self._applied, *chosen]
-        again = [name for number, name in enumerate(seen) if name in seen[:number]]
-        if again:
-            raise DdpexpError(
-                f"the task's train_step calls update.apply for the optimizer {again[0]!r} twice with the same "
-                "gradients, which would take the step twice. Go through a micro-batch in between, or call it once."
-            )
 
 
 class _MicroBatch(AbstractContextManager[None]):

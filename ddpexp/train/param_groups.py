@@ -15,6 +15,7 @@ from ddpexp.config.build import nearest, shown
 from ddpexp.config.param_groups import LAYER_DECAY_EXAMPLE, LayerDecay, ParamGroup, as_tuple
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.base import num_elements
 from ddpexp.system.text import first_few
 
 OTHER, INPUT = "other", "input"  # groups of parameters that no entry, or no layer of trainer.layer_decay, names
@@ -104,7 +105,7 @@ def group_texts(experiment: Experiment, models: Mapping[str, nn.Module], single:
     It counts what is trained. With `trainer.lora` the optimizer has no other parameters, and no other groups.
     """
     parameters = [p for module in models.values() for p in module.parameters()]
-    sizes = {id(p): 0 if is_lazy(p) or not p.requires_grad else p.numel() for p in parameters}
+    sizes = {id(p): 0 if is_lazy(p) or not p.requires_grad else num_elements(p) for p in parameters}
     described = describe(models, single)
     keys, texts = list(described), []
     for group in groups_of(experiment, list(described.values())) or ():

@@ -213,8 +213,8 @@ def check_train_step(task: Any, strategy: Options) -> None:
     """
     if isinstance(task, HasTrainStep) and not strategy.supports_train_step:
         raise RefusedError(
-            f"strategy={strategy.kind} does not support a task with a train_step, whose optimizers may step several "
-            "times between two averages of the weights. Use strategy=ddp, or a task with the method step alone."
+            f"strategy={strategy.kind} does not support a task with a train_step, which decides by itself when "
+            "gradients are computed and used. Use strategy=ddp, or a task with the method step alone."
         )
 
 

@@ -134,7 +134,9 @@ class RunState:
                 return _gathered(shard, self.world)
             return (shard.tensor,) if self.world.is_rank_zero else ()
 
-        digest = weights_sha256(self.strategy.modules, parts)
+        digest = weights_sha256(
+            self.strategy.modules, parts, lambda name, tensor: self.strategy.shard(name, tensor).shape
+        )
         return digest if self.world.is_rank_zero else None
 
     def check(self) -> None:

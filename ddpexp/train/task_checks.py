@@ -292,3 +292,24 @@ def _cut(batch: Any, part: slice) -> Any:
         return {key: _cut(value, part) for key, value in batch.items()}
     values = [_cut(value, part) for value in batch]
     return type(batch)(*values) if isinstance(batch, tuple) and type(batch) is not tuple else type(batch)(values)
+
+
+def check_names(chosen: Sequence[str], applied: Sequence[str], optimizers: Mapping[str, Any]) -> None:
+    """Check the names that a task's `train_step` passes to `apply`, after those of earlier calls.
+
+    Raises:
+        DdpexpError: there is no such optimizer, or it has used these gradients.
+    """
+    unknown = [name for name in chosen if name not in optimizers]
+    if unknown:
+        raise DdpexpError(
+            f"the task's train_step calls update.apply({', '.join(map(repr, chosen))}), and there is no optimizer "
+            f"{unknown[0]!r}: the task's optimizers are {', '.join(map(repr, optimizers))}."
+        )
+    seen = [*applied, *chosen]
+    again = [name for number, name in enumerate(seen) if name in seen[:number]]
+    if again:
+        raise DdpexpError(
+            f"the task's train_step calls update.apply for the optimizer {again[0]!r} twice with the same "
+            "gradients, which would take the step twice. Go through a micro-batch in between, or call it once."
+        )

@@ -259,11 +259,11 @@ strategy=dp is not a known option. Did you mean strategy=ddp?
 > strategy=deepspeed_stage_2
 strategy=deepspeed_stage_2 is not a known option. strategy.shard_optimizer=true divides the optimizer's state among the
 > strategy=mp
-strategy=mp is not a known option. There is no splitting by layers: strategy=fsdp gives each worker a share of every
+strategy=mp is not a known option. strategy=pipeline gives each worker some layers, and strategy=fsdp a share of every
 > strategy=tp
 strategy=tp is not a known option. Tensor parallelism is a key of sharding: strategy=fsdp strategy.tp_size=2.
-> strategy=pipeline
-strategy=pipeline is not a known option. There is no pipeline parallelism: strategy=fsdp trains models that do not fit
+> strategy=gpipe
+strategy=gpipe is not a known option. Stages of a pipeline are a strategy: strategy=pipeline strategy.pp_size=2.
 > strategy=context_parallel
 strategy=context_parallel is not a known option. There is no context or sequence parallelism: trainer.activation_checkpo
 > strategy=moe
@@ -291,7 +291,7 @@ trainer.seed: Unsupported interpolation type oc.enf. Did you mean ${oc.env:...}?
 """
 VALUES = """\
 > strategy.kind=zero
-strategy.kind=zero names no strategy. Available: ddp, fsdp, local_sgd, diloco. A strategy of your own is an installed
+strategy.kind=zero names no strategy. Available: ddp, fsdp, local_sgd, diloco, pipeline. A strategy of your own is an
 > --config-dir mine/conf task._target_=mine.extra.Task
 task._target_=mine.extra.Task: {project}/mine/extra.py is a module beside {project}/mine/mine.py, not in
 > --config-dir mine/conf task._target_=mine.Regress

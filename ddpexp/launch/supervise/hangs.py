@@ -17,7 +17,8 @@ from ddpexp.launch.workers.collectives import unpack
 
 _BUSY = 0.3  # of a CPU
 _WAITS = re.compile(
-    r"/torch/distributed/|/ddpexp/(strategy/comm/shared_memory|distributed/world|launch/workers/control)\.py$"
+    r"/torch/distributed/"
+    r"|/ddpexp/(strategy/comm/shared_memory|strategy/pipeline/links|distributed/world|launch/workers/control)\.py$"
 )
 _MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/ddpexp/strategy/comm/reduce\.py$")  # unless they are computing
 LOADER_SECONDS = 2.0  # extra time in which the DataLoader itself can report its hang, with more detail

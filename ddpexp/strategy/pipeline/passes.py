@@ -1,0 +1,182 @@
+"""The forward and backward passes of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ddpexp.distributed.rng import MODEL, seed_of, seed_torch
+from ddpexp.errors import DdpexpError
+from ddpexp.strategy.pipeline.groups import Groups
+from ddpexp.strategy.pipeline.links import kind_of_batch
+from ddpexp.strategy.pipeline.schedule import Pass
+from ddpexp.strategy.pipeline.stages import Division
+from ddpexp.task import OptimizerStep, Sums
+
+
+class _Sent(BaseException):
+    """Ends a task's step on a stage that has no output to compute a loss from; a task may catch any `Exception`."""
+
+
+@dataclass
+class _InProgress:
+    """A micro-batch that is between its forward and its backward pass on this stage."""
+
+    received: Tensor | None  # the activations of the stage before
+    output: Tensor | None = None  # of this stage; None on the last one
+    sums: Sums | None = None  # on the last stage
+
+
+class Passes:
+    """Runs the passes of this stage, and passes activations and gradients on."""
+
+    def __init__(self, module: nn.Module, division: Division, groups: Groups) -> None:
+        """Compute the layers of this rank's stage."""
+        self._groups, self._links = groups, groups.links
+        self.is_last = groups.stage == groups.pipe.world_size - 1
+        self.model = StageModel(module, division, groups, self.is_last)
+        self._names: dict[str, Any] | None = None  # what the task returns: see `_description`
+        self._anchor = torch.zeros((), requires_grad=True, device=groups.links.device)
+
+    def run(self, step: OptimizerStep, passes: Sequence[Pass], micro_batches: Sequence[Any]) -> list[Sums]:
+        """Do the passes of a step; return the task's sums of each micro-batch, on other stages than the last zeros.
+
+        Ranks: all; communicates.
+        """
+        begun: dict[int, _InProgress] = {}
+        sums: list[Sums] = []
+        for one in passes:
+            number = one.micro_batch
+            if one.forward:
+                with step.micro_batch(last=number == len(micro_batches) - 1):
+                    begun[number] = self._forward(step, micro_batches[number])
+            else:
+                with step.backward_pass(number):
+                    sums.append(self._backward(step, begun.pop(number)))
+        self._links.finish()
+        return sums
+
+    def _forward(self, step: OptimizerStep, batch: Any) -> _InProgress:
+        """Compute this stage's layers for a micro-batch; send the result to the next stage."""
+        kind = kind_of_batch(batch)
+        received = None if self._groups.stage == 0 else self._links.receive(kind)
+        self.model.begin(received)
+        try:
+            sums = step.forward(batch)
+        except _Sent:
+            output = self.model.output
+            assert output is not None
+            self._links.send(kind, output)
+            return _InProgress(received, output)
+        if self.model.output is None:
+            raise DdpexpError(
+                "the task's step returned without calling the model, and strategy=pipeline passes batches from stage "
+                "to stage where it does: call model(...) once, or use strategy=ddp."
+            )
+        return _InProgress(received, sums=sums)
+
+    def _backward(self, step: OptimizerStep, begun: _InProgress) -> Sums:
+        """Compute the gradients of a micro-batch; send that of what was received to the stage before."""
+        if begun.sums is not None:
+            names = _description(begun.sums)
+            if self._names is None:
+                self._names = self._groups.pipe.gather_values(names)[-1]
+            elif self._names["metrics"].keys() != names["metrics"].keys():
+                raise DdpexpError(
+                    f"the task's step returned the metrics {', '.join(names['metrics']) or 'none'}, and "
+                    f"{', '.join(self._names['metrics']) or 'none'} before: return the same in every step."
+                )
+            sums = begun.sums
+            step.backward(sums[0], sums[1])
+        else:
+            assert begun.output is not None
+            if self._names is None:
+                self._names = self._groups.pipe.gather_values(None)[-1]
+            gradient = self._links.receive_gradient(begun.output) if begun.output.requires_grad else None
+            sums = self._zeros()
+            step.backward(_Given.apply(begun.output, self._anchor, gradient), sums[1])  # type: ignore[no-untyped-call]
+        if begun.received is not None and begun.received.requires_grad:
+            gradient = begun.received.grad
+            self._links.send_gradient(torch.zeros_like(begun.received) if gradient is None else gradient)
+        loss, count, metrics = sums
+        return loss.detach(), count, metrics
+
+    def _zeros(self) -> Sums:
+        """Return what the task returns on the last stage, with sums of zero, which are not counted."""
+        assert self._names is not None
+        zero = torch.zeros((), device=self._links.device)
+        count = self._names["count"]
+        return zero, zero if count is None else count, dict.fromkeys(self._names["metrics"], (zero, 0))
+
+
+class StageModel:
+    """What a task calls as its model in training: the layers of this stage."""
+
+    def __init__(self, module: nn.Module, division: Division, groups: Groups, is_last: bool) -> None:
+        """Stand for the module."""
+        self._module, self._division, self._is_last = module, division, is_last
+        self._stage, self._device = groups.stage, groups.links.device
+        self._received: Tensor | None = None
+        self.output: Tensor | None = None  # of the micro-batch in progress, once it is computed
+
+    def begin(self, received: Tensor | None) -> None:
+        """Begin a micro-batch with what the stage before has sent."""
+        self._received, self.output = received, None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the module."""
+        return getattr(self._module, name)
+
+    def __call__(self, x: Any, /, *arguments: Any, **named: Any) -> Tensor:
+        """Compute this stage's layers; on stages before the last one the task's step ends here.
+
+        Random numbers are others on each stage, and those of the whole model on the first.
+
+        Raises:
+            DdpexpError: the task calls the model twice, or a layer returns something else than a tensor.
+        """
+        if self.output is not None:
+            raise DdpexpError(
+                "the task's step calls the model twice in a micro-batch, and strategy=pipeline passes each micro-batch "
+                "through its stages once. Call it once, or use strategy=ddp."
+            )
+        if self._received is not None:
+            x = self._received
+            seed_torch(seed_of(torch.initial_seed(), MODEL, self._stage, 0), self._device)
+        output = self._division.forward(self._division.of_stage(self._stage), x, *arguments, **named)
+        if not isinstance(output, Tensor):
+            raise DdpexpError(
+                f"stage {self._stage} of the pipeline returned a {type(output).__name__}, and stages pass on one "
+                "tensor: let strategy.split_before name another layer."
+            )
+        self.output = output
+        if not self._is_last:
+            raise _Sent
+        return output
+
+
+class _Given(torch.autograd.Function):
+    """Stands for the loss on stages that do not have it: its backward pass begins with a gradient that was received."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, gradient: Tensor | None) -> Tensor:
+        """Return 0, which requires a gradient as `anchor` does."""
+        ctx.gradient = gradient
+        return torch.zeros_like(anchor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None, None]:
+        """Return the gradient of the output."""
+        return ctx.gradient, None, None
+
+
+def _description(sums: Sums) -> dict[str, Any]:
+    """Return what the other stages must know of the task's sums: a count that is a number, and the metrics."""
+    _, count, metrics = sums
+    return {"count": None if isinstance(count, Tensor) else count, "metrics": dict.fromkeys(metrics, 0)}
