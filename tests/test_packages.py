@@ -75,7 +75,7 @@ def test_its_parts_are_listed_checked_and_unknown_without_it(ddpexp: Ddpexp, ins
     for line in (
         "launcher elastic, inline, mpi, shy*, slurm, spawn, torchrun-env",
         "logger csv, mlflow, none, rows, tensorboard*, wandb",
-        "multi_step, onecycle, plateau, polynomial, stable*, torch, wsd", "launcher.niceness=5 a whole number",
+        "linear, multi_step, onecycle, plateau, polynomial, stable*, torch, wsd", "launcher.niceness=5 a whole number",
     ):  # fmt: skip
         assert line.split() in lines, shown.out
     for overrides, sentence in (
