@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ddpexp.checkpoint.format import folder_name
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layout
+from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.run import pretrained
 from ddpexp.run.directory import RunDir
@@ -53,6 +54,12 @@ class Check(Job):
 
     def check(self, layout: Layout) -> None:
         """Check that the device supports the options."""
+        strategy = self.experiment.strategy
+        if strategy.kind == "pipeline":
+            raise RefusedError(
+                "strategy=pipeline has one worker or more for each stage, and check trains with one worker and then "
+                "with two: check the other overrides with strategy=ddp."
+            )
         check_layout(self.experiment, layout)
 
     def begin(self, layout: Layout, participants: Participants) -> None:

@@ -50,8 +50,10 @@ def first_few(values: Sequence[object], most: int = 5, separator: str = ", ") ->
     return text if left_out <= 0 else f"{text}{' ' if separator == ', ' else separator}and {left_out:,} more"
 
 
-def metric_text(name: str, value: float) -> str:
-    """Return the value of a metric as text: an accuracy in percent."""
+def metric_text(name: str, value: float | None) -> str:
+    """Return the value of a metric as text: an accuracy in percent. JSON has no number for one that is not finite."""
+    if value is None:
+        return "not finite"
     return f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"
 
 

@@ -91,5 +91,7 @@ def test_a_resumed_run_keeps_the_reference_whatever_loggers_it_chooses(
 def test_the_text_of_a_message() -> None:
     result = {"step": 60, "seconds": 12.3, "metrics": {"eval/loss": 0.25, "eval/accuracy": 0.5}}
     assert alerts.text_of(result) == "is done after step 60 in 12 s: eval/loss 0.25  eval/accuracy 50.00%"
+    diverged = {**result, "metrics": {"eval/loss": None}}  # as result.json has what is not finite
+    assert alerts.text_of(diverged) == "is done after step 60 in 12 s: eval/loss not finite"
     failure = Failure(rank=1, host="a", kind="ValueError", message="no", step=7, exit_code=1)
     assert alerts.text_of_failure(failure) == "failed at step 7: rank 1 on a: ValueError: no"

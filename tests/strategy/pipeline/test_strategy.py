@@ -215,6 +215,13 @@ def test_an_optimizer_of_whole_matrices_is_refused(recipe: Recipe) -> None:
     assert "with strategy=pipeline a worker has only the parameters of its stage" in done.err
 
 
+def test_a_check_with_one_worker_is_refused(recipe: Recipe) -> None:
+    words, _ = recipe.words(*PIPELINE)
+    done = recipe.ddpexp("check", *words)
+    assert done.code == 2
+    assert "check the other overrides with strategy=ddp" in done.err
+
+
 def test_a_tied_embedding_is_trained_on_two_stages(
     tmp_path_factory: pytest.TempPathFactory, warm_environ: dict[str, str]
 ) -> None:
