@@ -119,8 +119,10 @@ def compare(arguments: PlanArguments, plans: Plans) -> Comparison:
     memory_gb, notes = _memory(arguments.memory_gb, possible[0])
     rows, typed = [], {word for word in arguments.run if word.startswith("strategy")}
     for choice, outcome in zip(choices, found, strict=True):
-        divides = any(set(kind) <= set(choice) and not set(kind) <= typed for kind in _DIVIDE_LAYERS)
-        if divides and not isinstance(outcome, Outcome):
+        untyped = [kind for kind in _DIVIDE_LAYERS if set(kind) <= set(choice) and not set(kind) <= typed]
+        if untyped and not isinstance(outcome, Outcome):
+            note = f"{' '.join(untyped[0])} is left out: {outcome}"
+            notes += [note] if note not in notes else []
             continue
         shown = " ".join(word for word in choice if word != f"{_AGAIN}=null")
         if isinstance(outcome, Outcome):
