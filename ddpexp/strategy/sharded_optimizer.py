@@ -251,9 +251,9 @@ class ShardedOptimizer(Optimizer):
 
     def _rows_of(self, value: Any, whole: Tensor, rows: Rows) -> Any:
         """Return this rank's rows of a part of a parameter's state; what has another shape stays whole."""
+        if not whole.dim():
+            return value.read() if isinstance(value, Stored) else value
         if isinstance(value, Stored):
-            if not whole.dim():
-                return value.read()
             held = self._parts.shard(whole, whole.new_empty((rows.count, *whole.shape[1:]), device="meta"), rows.first)
             if value.shape != held.shape:
                 return value.read()

@@ -66,7 +66,9 @@ def recipe(recipe: Recipe) -> Recipe:
 def test_a_rank_that_ends_or_hangs_between_the_stages_is_named(
     recipe: Recipe, where: str, rank: int, action: str
 ) -> None:
-    ended = faulted(recipe, f"{where}:{action}:{rank}:{LATER}", *MESH, *SOON)
+    # torch makes the folder of its compiler, which DTensor imports, and leaves it.
+    environ = {"TORCHINDUCTOR_CACHE_DIR": str(recipe.folder / "compiler")}
+    ended = faulted(recipe, f"{where}:{action}:{rank}:{LATER}", *MESH, *SOON, environ=environ)
     assert ended.failed(rank=rank, says=ENDS[action])["phase"] == "train"
 
 
@@ -78,5 +80,6 @@ def test_a_rank_that_ends_or_hangs_between_the_stages_is_named(
 def test_a_rank_of_an_interleaved_pipeline_that_ends_or_hangs_is_named(
     recipe: Recipe, where: str, rank: int, action: str
 ) -> None:
-    ended = faulted(recipe, f"{where}:{action}:{rank}:{2 * LATER}", *INTERLEAVED, *SOON)
+    environ = {"TORCHINDUCTOR_CACHE_DIR": str(recipe.folder / "compiler")}
+    ended = faulted(recipe, f"{where}:{action}:{rank}:{2 * LATER}", *INTERLEAVED, *SOON, environ=environ)
     assert ended.failed(rank=rank, says=ENDS[action])["phase"] == "train"
