@@ -38,8 +38,8 @@ class Layer(nn.Module):
         """Compute. Shapes: (batch, context, width) to the same; of heads there may be a part."""
         normal = self.before_attention(x)
         parts = [project(normal) for project in (self.query, self.key, self.value)]
-        heads = [part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts]
-        attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        heads = [part.view(*part.shape[:2], -1, WIDTH // HEADS).transpose(1, 2) for part in parts]
+        attended = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.before_hidden(x))))  # type: ignore[no-any-return]
 
@@ -111,7 +111,7 @@ def _batches() -> Iterator[tuple[Tensor, Tensor]]:
     data = tokens()
     generator = torch.Generator().manual_seed(0)
     while True:
-        for rows in torch.randperm(SAMPLES, generator=generator).split(BATCH):
+        for rows in torch.randperm(SAMPLES, generator=generator).view(-1, BATCH):
             batch = data[rows]
             yield batch[:, :-1], batch[:, 1:]
 
@@ -122,19 +122,17 @@ class Part(nn.Module):
     def __init__(self, whole: Decoder, layers: range) -> None:
         """Keep their modules."""
         super().__init__()
-        self.layers, self.whole = layers, whole
-        for name in [name for name, _ in whole.named_children() if name != "layers"]:
-            if layers[0 if name in ("words", "places") else -1] != (0 if name in ("words", "places") else LAYERS - 1):
-                delattr(whole, name)
-        whole.layers = nn.ModuleDict({str(number): whole.layers[number] for number in layers})
+        self.layers = nn.ModuleDict({str(number): whole.layers[number] for number in layers})
+        self.before = nn.ModuleDict({"words": whole.words, "places": whole.places} if layers[0] == 0 else {})
+        self.behind = nn.Sequential(whole.norm, whole.head) if layers[-1] == LAYERS - 1 else nn.Sequential()
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute them."""
-        if self.layers[0] == 0:
-            x = self.whole.words(x) + self.whole.places(torch.arange(x.shape[1]))
-        for layer in self.whole.layers.values():
+        if len(self.before):
+            x = self.before["words"](x) + self.before["places"](torch.arange(x.shape[1]))
+        for layer in self.layers.values():
             x = layer(x)
-        return self.whole.head(self.whole.norm(x)) if self.layers[-1] == LAYERS - 1 else x
+        return self.behind(x)  # type: ignore[no-any-return]
 
 
 def pipeline_steps(schedule: str, stages_per_rank: int, loss: Loss) -> Iterator[None]:
