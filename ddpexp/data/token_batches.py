@@ -93,7 +93,8 @@ class ByTokens:
             np.array([getattr(bucket, name) for bucket in self._buckets]) for name in ("size", "count", "num_batches")
         )
         first = (batches - self._ends[numbers] + length[numbers]) * size[numbers]
-        return np.minimum(size[numbers], count[numbers] - first)
+        sizes: NDArray[np.int64] = np.minimum(size[numbers], count[numbers] - first)
+        return sizes
 
     @property
     def largest(self) -> NDArray[np.int64]:
