@@ -37,6 +37,11 @@ def check_sampling(data: Data) -> None:
             "data.on_device=true: data.transform, data.eval_transform and data.collate run on the host, sample by "
             "sample. Use data.on_device=false."
         )
+    if data.on_device and data.prepare == "image_folder":
+        raise RefusedError(
+            "data.on_device=true keeps samples in the memory of the device, and images of many sizes stay on the host. "
+            "Use data.on_device=false; data.augment_on=device computes their changes there."
+        )
     if data.samples_per_epoch is not None and data.samples_per_epoch < 1:
         raise RefusedError(f"data.samples_per_epoch={data.samples_per_epoch} is too small: use 1 or more.")
     if data.batch_tokens is not None:

@@ -118,10 +118,10 @@ def collect(
     experiment.strategy.divide_models(models)
     divided = list(_described(_named(models))) if experiment.strategy.divides_layers else []
     if num_samples is None:
-        size = plan.micro_batch_size
+        size, passes = plan.micro_batch_size, plan.gradient_accumulation_steps
         if isinstance(splits.order, ByTokens):
             train, size = _some(train, splits.order.largest.tolist()), len(splits.order.largest)
-        of_a_pass = _of_a_pass(experiment, models, single, train, size, device, notes)
+        of_a_pass = _of_a_pass(experiment, models, single, train, size, device, notes, passes)
     else:
         of_a_pass = {"activations_bytes": None, "batch_bytes": None}
         notes["activations"] = "left out: --num_samples gives no samples to measure them with"
@@ -178,7 +178,7 @@ def _some(train: Any, indices: Sequence[int]) -> Any:
 
 def _of_a_pass(
     experiment: Experiment, models: Models, single: bool, train: Any, num_samples: int, device: torch.device,
-    notes: dict[str, str],
+    notes: dict[str, str], num_passes: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the facts about a pass, by the fields of `Facts`: its batch, and what is kept for backward."""
     samples = min(num_samples, len(train), _MOST_SAMPLES)
@@ -191,7 +191,8 @@ def _of_a_pass(
     }
     measured = measure(experiment, models, single, batch, notes)
     if measured is not None:
-        found["activations_bytes"] = round(scale * measured.kept_bytes)
+        kept = experiment.strategy.kept_bytes(measured.of_stages, num_passes)
+        found["activations_bytes"] = round(scale * kept)
         found["recomputed_bytes"] = round(scale * measured.again_bytes)
         found["temporary_bytes"] = round(scale * measured.temporary_bytes)
     return found

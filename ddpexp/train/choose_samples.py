@@ -90,7 +90,8 @@ def _hold_out(splits: Splits, data: Data) -> Splits:
     train = splits.train
     key = f"data.folds={data.folds}" if data.folds else _fraction(data)
     if len(train) < (data.folds or 2):
-        raise RefusedError(f"{key}: {len(train)} samples cannot be divided.")
+        most = f", one for each fold: use at most data.folds={len(train)}" if data.folds and len(train) > 1 else ""
+        raise RefusedError(f"{key}: {counted(len(train), 'training sample')} cannot be divided{most}.")
     if "validation" in splits.evals:
         off = "null" if data.folds else "0"
         raise RefusedError(f"{key}: {data.target} has a `validation` set of its own. Use {off}.")
@@ -114,7 +115,7 @@ def _groups(train: Any, name: str) -> NDArray[Any]:
     groups = read_values(name, "data.group_by") if name.endswith(FILES) else column_of(train, name)
     if groups is None:
         raise RefusedError(
-            f"data.group_by={name} is no column of the training set, a {type(train).__name__}, and no file (.npy, .txt "
+            f"data.group_by={name} is no column of the training set ({type(train).__name__}) and no file (.npy, .txt "
             "or .csv) with a value for each training sample."
         )
     return checked_groups(groups, len(train), name)
@@ -157,7 +158,7 @@ def _by_length(splits: Splits, whole: Any, name: str, experiment: Experiment) ->
     values = read_values(name, "data.lengths") if name.endswith(FILES) else column_of(whole, name)
     if values is None:
         raise RefusedError(
-            f"{key} is no column of the training set, a {type(whole).__name__}, and no file (.npy, .txt or .csv) with "
+            f"{key} is no column of the training set ({type(whole).__name__}) and no file (.npy, .txt or .csv) with "
             "the length of each training sample."
         )
     lengths = checked_lengths(values, len(whole), key)[places_in(train, whole)]

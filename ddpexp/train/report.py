@@ -53,7 +53,7 @@ class Report:
         shared = ", gradients through shared memory" if self.shares_memory else ""
         epochs, per_epoch = self.num_steps / self.train.steps_per_epoch, self.train.steps_per_epoch
         is_stream = isinstance(self.train, StreamBatches)
-        batch = plan.formula()
+        batch, mesh = plan.formula(), experiment.strategy.mesh(layout.world_size).drawn()
         if isinstance(self.train, TrainBatches) and isinstance(self.train.order, ByTokens):
             batch = batch.replace("micro-batch 1", f"micro-batch of {self.train.order.most_tokens:,} tokens", 1)
         if experiment.trainer.reduction == "exact":
@@ -64,6 +64,7 @@ class Report:
             "model": f"{_model(experiment.model)}, {size}, {_numbers(experiment.trainer)}",
             **({"groups": f"{len(groups)}: {first_few(groups, 4)}"} if groups else {}),
             "world": f"{workers} ({layout.backend}{shared}), {counted(layout.threads, 'thread')} each{crowded}",
+            **({"mesh": f"\n{'':8}".join(mesh)} if mesh else {}),
             "batch": f"{plan.global_batch_size} = {batch}",
             "steps": f"{self.num_steps:,}" if is_stream else f"{self.num_steps:,} ({epochs_text(epochs, per_epoch)})",
             "folder": relative(self.run.path),
