@@ -38,7 +38,9 @@ def windows(path: Path) -> Iterator[Any]:
 def get_batch(path: Path, source: Path) -> Iterator[Any]:
     """Yield what nanoGPT's function returns."""
     tree = ast.parse((source / "train.py").read_text())
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "get_batch"]
+    found: list[ast.stmt] = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "get_batch"
+    ]
     names: dict[str, Any] = {"os": __import__("os"), "np": np, "torch": torch, "data_dir": str(path)}
     names |= {"block_size": _BLOCK, "batch_size": _BATCH, "device": "cpu", "device_type": "cpu"}
     exec(compile(ast.Module(found, []), "train.py", "exec"), names)
