@@ -37,6 +37,7 @@ BENCHMARKS = {
     "gpu": "Training on GPUs",
     "launchers": "Start under each launcher",
     "checkpoints": "Checkpoints",
+    "sharding": "Sharded models",
     "position": "Resuming within an epoch",
     "exact": "Exact reduction",
     "sweeps": "Sweeps",
