@@ -13,7 +13,7 @@ from tests.conftest import PATIENCE, ROOT
 PACKAGES = {  # of the extras; mlflow with its server, which users of that extra do not need; and what no extra has
     "wandb": "wandb", "mlflow": "mlflow", "hf": "datasets", "parquet": "pyarrow", "text": "tokenizers tiktoken",
     "remote": "fsspec[http]", "onnx": "onnx onnxscript onnxruntime",
-    "frameworks": "lightning accelerate", "models": "torchvision timm transformers",
+    "frameworks": "lightning accelerate",
 }  # fmt: skip
 SEEN = "torch\n"
 """What they depend on and is not installed again: the environment that makes theirs has it, and it takes gigabytes."""

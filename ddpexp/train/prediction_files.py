@@ -36,14 +36,16 @@ def check_holds(out: Path, shapes: Mapping[str, Sequence[int]]) -> None:
 def contents(out: Path, arrays: Mapping[str, NDArray[Any]], made: Mapping[str, Any]) -> dict[Path, bytes]:
     """Return the files to write, and what is in them; `made` says with what the predictions were made.
 
-    A format without metadata has it in a JSON file beside it, which comes first.
+    A format without metadata has it in a JSON file beside it, which comes first. Tables have the names of the files
+    that the samples are, if they are files, as their first column.
     """
     text = json.dumps(made, indent=2)
+    files = [] if "file" in arrays else made.get("files", [])
     if out.suffix == ".npz":
         return {out: _npz(arrays, text)}
     if out.suffix == ".parquet":
-        return {out: _parquet(arrays, text)}
-    whole = _csv(arrays) if out.suffix == ".csv" else _npy(arrays)
+        return {out: _parquet(arrays, files, text)}
+    whole = _csv(arrays, files) if out.suffix == ".csv" else _npy(arrays)
     return {out.with_name(f"{out.name}.json"): f"{text}\n".encode(), out: whole}
 
 
@@ -59,10 +61,10 @@ def _npy(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     return file.getvalue()
 
 
-def _csv(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+def _csv(arrays: Mapping[str, NDArray[Any]], files: Sequence[str]) -> bytes:
     """Return a line for each sample; an array with several numbers a sample has a column for each."""
-    names: list[str] = []
-    columns: list[list[Any]] = []
+    names: list[str] = ["file"] if files else []
+    columns: list[list[Any]] = [list(files)] if files else []
     for name, array in arrays.items():
         if array.ndim == 1:
             names.append(name)
@@ -77,12 +79,12 @@ def _csv(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     return file.getvalue().encode()
 
 
-def _parquet(arrays: Mapping[str, NDArray[Any]], text: str) -> bytes:
+def _parquet(arrays: Mapping[str, NDArray[Any]], files: Sequence[str], text: str) -> bytes:
     """Return a row for each sample; an array with several numbers a sample is a column of lists."""
     import pyarrow  # type: ignore[import-untyped,import-not-found,unused-ignore]
     import pyarrow.parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
-    columns = {}
+    columns = {"file": pyarrow.array(files)} if files else {}
     for name, array in arrays.items():
         flat = pyarrow.array(array.reshape(-1))
         columns[name] = flat if array.ndim == 1 else pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1])

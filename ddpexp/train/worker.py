@@ -32,7 +32,7 @@ from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.run.directory import RunDir
-from ddpexp.run.resume_arguments import trust_arguments
+from ddpexp.run.resume_arguments import typed_arguments
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
@@ -239,7 +239,7 @@ def fit(context: RunContext, built: Built) -> None:
             context.log.info(built.report.finish(outcome, loop.logger))
     except UnknownMetricError as error:
         built.checkpointer.drain()
-        words = ["resume", shortest(context.run.path), *trust_arguments(context.run), error.override]
+        words = ["resume", shortest(context.run.path), *typed_arguments(context.run), error.override]
         raise DdpexpError(
             f"{error} Step {loop.state.step} is saved; resume from it with another metric: python -m ddpexp "
             f"{shlex.join(words)}"
@@ -247,7 +247,7 @@ def fit(context: RunContext, built: Built) -> None:
     except MetricError as error:
         built.checkpointer.drain()
         control.set_phase("evaluate")
-        words = ["resume", shortest(context.run.path), *trust_arguments(context.run)]
+        words = ["resume", shortest(context.run.path), *typed_arguments(context.run)]
         raise DdpexpError(
             f"{error} Step {loop.state.step} is saved; correct that and resume: python -m ddpexp {shlex.join(words)}"
         ) from error
