@@ -39,6 +39,7 @@ from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import dumps, relative, shortest
 from ddpexp.system.hardware import usable_cores
 from ddpexp.train import gpu_memory, lazy_dynamo
+from ddpexp.train.average import slow_average_warning
 from ddpexp.train.build import (
     RunContext,
     build_average,
@@ -189,6 +190,8 @@ def build(context: RunContext) -> Built:
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
     for sentence in LateStarts.of(trainer, strategy.modules, strategy.single).never_reached(num_steps):
         log.warning(sentence)
+    if slow := slow_average_warning(trainer.ema_decay, num_steps):
+        log.warning(slow)
     initial_weights.finish()
     return Built(loop, checkpointer, report, newest, damaged, compilations)
 
