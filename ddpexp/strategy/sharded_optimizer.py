@@ -26,7 +26,7 @@ from ddpexp.strategy.optimizer_state import load_optimizer
 # Optimizers that treat every element of a parameter by itself: their parameters can be cut between rows.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop")
 _LARGEST_PROBE = 67  # elements: every remainder of the widest vectors
-_PROBE_STEPS = 3
+PROBE_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,42 @@ def _rounds_alike(optimizer: Optimizer) -> bool:
     group = optimizer.param_groups[0]
     settings = {key: value for key, value in group.items() if key in inspect.signature(kind).parameters}
     del settings["params"]
-    generator, device = torch.Generator().manual_seed(0), group["params"][0].device
-    wholes = [torch.randn(2, size, generator=generator).to(device) for size in range(1, _LARGEST_PROBE + 1)]
-    parts = [part for whole in wholes for part in whole.tensor_split([whole.shape[1] // 3], dim=1)]
-    parameters = [nn.Parameter(start.clone()) for start, _ in (*wholes, *parts)]
+    wholes, parts = probes(group["params"][0].device)
+    tensors = [*wholes, *(part for pair in parts for part in pair)]
+    parameters = [nn.Parameter(start.clone()) for start, _ in tensors]
     trial = kind([{**settings, "params": parameters}])
-    for _ in range(_PROBE_STEPS):
-        for parameter, (_, gradient) in zip(parameters, (*wholes, *parts), strict=True):
+    for _ in range(PROBE_STEPS):
+        for parameter, (_, gradient) in zip(parameters, tensors, strict=True):
             parameter.grad = gradient.clone()
         trial.step()
-    ends = [parameter.detach() for parameter in parameters]
-    pairs = zip(ends[len(wholes) :: 2], ends[len(wholes) + 1 :: 2], strict=True)
-    return all(torch.equal(end, torch.cat(pair)) for end, pair in zip(ends, pairs, strict=False))
+    return are_alike(trial, parameters)
+
+
+def probes(
+    device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """Return small tensors of every length, and two parts of each. Shapes: (2, elements), a start and a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = range(1, _LARGEST_PROBE + 1)
+    wholes = [0.01 * torch.randn(2, size, generator=generator).to(device, dtype) for size in sizes]
+    return wholes, [(whole[:, : whole.shape[1] // 3], whole[:, whole.shape[1] // 3 :]) for whole in wholes]
+
+
+def are_alike(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
+    """Return whether small parameters and their state have the bits of their parts, which follow as in `probes`.
+
+    A small step changes few bits of a parameter, but all of its state.
+    """
+    num_wholes = len(parameters) // 3
+    for number, whole in enumerate(parameters[:num_wholes]):
+        parts = parameters[num_wholes + 2 * number : num_wholes + 2 * number + 2]
+        pairs = [(whole.detach(), [part.detach() for part in parts])]
+        for key, value in optimizer.state[whole].items():
+            if isinstance(value, Tensor) and value.shape == whole.shape:
+                pairs.append((value, [optimizer.state[part].get(key, value[:0]) for part in parts]))
+        if not all(torch.equal(value, torch.cat(cut)) for value, cut in pairs):
+            return False
+    return True
 
 
 class ShardedOptimizer(Optimizer):

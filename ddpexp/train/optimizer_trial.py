@@ -1,8 +1,8 @@
-"""Trial steps of an optimizer with small parameters: whether ranks may each update a part of the real ones."""
+"""Trial steps of an optimizer with small parameters: whether ranks may each update a part, and with which bits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.sharded_optimizer import PROBE_STEPS, are_alike, can_be_cut, probes
 
 _NUM_STEPS = 10  # an optimizer that finds its own rate looks at how far the first ones lead
 _MOST_PARAMETERS, _LONGEST = 4, 4  # and the elements of a dimension
@@ -102,6 +103,39 @@ def _check_rows(
             raise RefusedError(f"{other}, which gives each worker some rows of the parameters, than with all. {remedy}")
 
 
+def other_rounding(optimizer: Optimizer) -> str:
+    """Return that an optimizer gives rows of a parameter other bits than the whole, as a sentence; empty if not.
+
+    It is tried with small tensors and parts of them if its parameters are DTensors, of which each rank has some rows.
+    """
+    trained: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not any(hasattr(parameter, "device_mesh") for parameter in trained):
+        return ""
+    ours = type(optimizer).__module__.startswith(("torch.optim.", "ddpexp."))
+    local = trained[0].to_local()
+    if can_be_cut(optimizer) if ours else _rounds_alike(optimizer, local.device, local.dtype):
+        return ""
+    return (
+        f"{type(optimizer).__name__} rounds some rows of a parameter in another way than all of them, or looks at a "
+        "parameter as a whole: the last bits of the weights will differ from those of strategy=ddp"
+    )
+
+
+def _rounds_alike(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> bool:
+    """Take steps with small tensors and with parts of them, and compare; False if that fails."""
+    wholes, parts = probes(device, dtype)
+    tensors = [*wholes, *(part for pair in parts for part in pair)]
+    copy = _copy_with(optimizer, {})
+    copy.param_groups = copy.param_groups[:1]
+    copy.param_groups[0]["params"] = parameters = [nn.Parameter(start.clone()) for start, _ in tensors]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            _take_steps(copy, parameters, [gradient for _, gradient in tensors], PROBE_STEPS)
+        except Exception:  # it may need parameters of a certain size
+            return False
+    return are_alike(copy, parameters)
+
+
 def _small(parameter: Any) -> tuple[int, ...]:
     lengths = [min(length, _LONGEST) for length in parameter.shape]
     if lengths and hasattr(parameter, "device_mesh"):
@@ -119,21 +153,34 @@ def _stepped(
 ) -> _Trial:
     """Take steps with a copy of the optimizer that has small parameters in place of its own."""
     small = [nn.Parameter(start.clone()) for start in starts]
-    of = {id(parameter): replaced for parameter, replaced in zip(trained, small, strict=True)}
-    left_out = nn.Parameter(torch.empty(0), requires_grad=False)
-    memo: dict[int, Any] = {id(p): of.get(id(p), left_out) for group in optimizer.param_groups for p in group["params"]}
-    copy: Any = object.__new__(type(optimizer))  # deepcopy leaves out what the class adds to an Optimizer
-    copy.__dict__ = deepcopy(optimizer.__dict__, memo)
-    for group in copy.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter is not left_out]
-    if callable(getattr(copy, "train", None)):
-        copy.train()
-    torch.manual_seed(0)
-    for _ in range(_NUM_STEPS):
-        for parameter, gradient in zip(small, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
-        copy.step()
+    copy = _copy_with(optimizer, {id(parameter): own for parameter, own in zip(trained, small, strict=True)})
+    _take_steps(copy, small, gradients, _NUM_STEPS)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in copy.param_groups]
     states = [item for state in copy.state.values() for item in state.items()]
     nested = {str(key) for key, value in states if not isinstance(value, Tensor | int | float | bool | str | None)}
     return _Trial([parameter.detach() for parameter in small], repr(settings), sorted(nested))
+
+
+def _copy_with(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> Any:
+    """Return a copy of the optimizer with other parameters, by the ids of its own; those without one are left out."""
+    left_out = nn.Parameter(torch.empty(0), requires_grad=False)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    memo: dict[int, Any] = {id(p): replaced.get(id(p), left_out) for p in parameters}
+    copy: Any = object.__new__(type(optimizer))  # deepcopy leaves out what the class adds to an Optimizer
+    copy.__dict__ = deepcopy(optimizer.__dict__, memo)
+    for group in copy.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter is not left_out]
+    return copy
+
+
+def _take_steps(
+    optimizer: Any, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], num_steps: int
+) -> None:
+    """Step with the same gradients each time."""
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()
+    torch.manual_seed(0)
+    for _ in range(num_steps):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+        optimizer.step()

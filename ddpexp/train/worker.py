@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 import ddpexp.strategy.ddp  # these three are named by the registry, and loaded before the fork
 import ddpexp.strategy.exact.strategy
@@ -70,6 +71,7 @@ from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import MetricError
 from ddpexp.train.offline import forbid_downloads
 from ddpexp.train.optimizer_average import averages_itself
+from ddpexp.train.optimizer_trial import other_rounding
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.recipe_checks import check_task
@@ -185,9 +187,9 @@ def build(context: RunContext) -> Built:
         strategy.memory is not None, batches, num_steps,
     )  # fmt: skip
     log.info(report.headline())
-    _log_other_bits(experiment, plan.gradient_accumulation_steps, log)
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
+    _log_other_bits(experiment, plan.gradient_accumulation_steps, loop.optimizers.values(), log)
     for sentence in LateStarts.of(trainer, strategy.modules, strategy.single).never_reached(num_steps):
         log.warning(sentence)
     if slow := slow_average_warning(trainer.ema_decay, num_steps):
@@ -196,12 +198,17 @@ def build(context: RunContext) -> Built:
     return Built(loop, checkpointer, report, newest, damaged, compilations)
 
 
-def _log_other_bits(experiment: Experiment, gradient_accumulation_steps: int, log: logging.Logger) -> None:
+def _log_other_bits(
+    experiment: Experiment, gradient_accumulation_steps: int, optimizers: Iterable[Optimizer], log: logging.Logger
+) -> None:
     """Log which options change the last bits of the weights."""
     if experiment.trainer.param_dtype != "fp32":
         log.info("trainer.param_dtype=bf16: the weights are not promised to be the same with every strategy")
     if other_bits := experiment.strategy.other_bits(experiment.trainer, gradient_accumulation_steps):
         log.info(other_bits)
+        return
+    for sentence in filter(None, dict.fromkeys(map(other_rounding, optimizers))):
+        log.info(sentence)
 
 
 def restore(context: RunContext, built: Built) -> None:

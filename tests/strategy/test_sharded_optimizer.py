@@ -45,7 +45,9 @@ def test_parameters_that_are_not_cut_go_to_one_rank_each() -> None:
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
 def test_parameters_are_cut_where_a_part_is_rounded_as_the_whole(name: str) -> None:
     optimizer = {**CUT, **WHOLE}[name]([nn.Parameter(torch.zeros(2, 2))])
-    assert can_be_cut(optimizer) == (name in CUT)
+    for rate in (0.01, 0.0025, 1e-5):  # with a small one, few bits of a parameter change in a step
+        optimizer.param_groups[0]["lr"] = rate
+        assert can_be_cut(optimizer) == (name in CUT)
 
 
 def test_an_average_of_a_part_rounds_as_that_of_the_whole() -> None:

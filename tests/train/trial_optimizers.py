@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
-from ddpexp.train.optimizer_trial import check_divisible
+from ddpexp.train.optimizer_trial import check_divisible, other_rounding
+from tests.strategy.fsdp.ranks import schedule_free
+from tests.strategy.sharded import CUT, WHOLE
 
 
 class Signs(Optimizer):
@@ -150,3 +152,14 @@ def dtensors(world: World) -> None:
         found = refusal(kind, module)
         assert found.startswith(expected), found
         assert bool(found) == bool(expected), found
+    module = net()
+    fully_shard(module)
+    for make, alike in (
+        (Signs, True), (Modes, True), (schedule_free, True), (LocalNorm, False), (Wide, False),
+        (CUT["adamw"], True), (WHOLE["adamw, fused"], False), (WHOLE["muon"], False),
+    ):  # fmt: skip
+        parameters = list(module.parameters())
+        said = other_rounding(make(parameters))
+        assert said.endswith("will differ from those of strategy=ddp") != alike, (make, said)
+        assert other_rounding(make(list(net().parameters()))) == "", make  # no rank has some rows
+        assert all(parameter.grad is None for parameter in parameters)

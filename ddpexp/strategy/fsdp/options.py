@@ -173,11 +173,16 @@ class FSDPOptions(Options):
         import torch.distributed.fsdp  # noqa: F401
 
     def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
-        """Return that gradients are summed in another order, or layers are divided."""
+        """Return that layers are divided, convolutions are other ones, or gradients are summed in another order."""
         if self.tp_size > 1:
             return (
                 f"strategy.tp_size={self.tp_size}: the sums inside divided layers have another order, so the last "
                 "digits of the weights differ from those of other strategies"
+            )
+        if trainer.channels_last:
+            return (
+                "trainer.channels_last=true: with strategy=fsdp inputs have that memory format, but not the weights, "
+                "whose last bits may differ from those of strategy=ddp"
             )
         if not self.reduce_each_micro_batch or trainer.reduction == "exact" or gradient_accumulation_steps == 1:
             return ""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
@@ -21,7 +22,7 @@ from ddpexp.strategy.param_dtype import lower
 from ddpexp.strategy.replica import Replicas
 from ddpexp.train.precision import Precision
 from tests.fitting import STRATEGY
-from tests.strategy.sharded import CUT, Make
+from tests.strategy.sharded import CUT, Free, Make
 
 OPTIONS = FSDPOptions(
     kind="fsdp", blocks=None, min_block_mb=0.001, reshard_after_forward=True, broadcast_buffers=True,
@@ -121,9 +122,16 @@ def clipped_and_skipped(world: World) -> None:
         check_equal(found, expected, f"limit {limit}, bad step {bad_step}")
 
 
+def schedule_free(parameters: Any) -> Optimizer:
+    """Return an optimizer with modes, which trains."""
+    optimizer = Free(parameters, lr=0.01)
+    optimizer.train()
+    return optimizer
+
+
 def every_optimizer(world: World) -> None:
     """Optimizers that take each element by itself give the weights of replicas; Rprop sets elements of gradients."""
-    for name, make in CUT.items():
+    for name, make in {**CUT, "schedule-free": schedule_free}.items():
         found = FSDP(OPTIONS, world, seeded(Net))
         if name == "rprop":
             with pytest.raises(RuntimeError, match="DTensor"):

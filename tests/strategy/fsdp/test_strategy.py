@@ -106,12 +106,13 @@ def test_offload_needs_gpus_and_something_to_gather() -> None:
     replace(OPTIONS, offload=True).check_layout(TRAINER, Layout(1, 2, "cuda", "nccl", 1), 1)
 
 
-def test_a_sum_in_another_order_is_logged() -> None:
+def test_what_makes_other_bits_is_logged() -> None:
     each = replace(OPTIONS, reduce_each_micro_batch=True)
     assert each.other_bits(TRAINER, 2).startswith(
         "strategy.reduce_each_micro_batch=true sums gradients over the workers"
     )
     exact = replace(TRAINER, reduction="exact")
+    assert "bits may differ" in OPTIONS.other_bits(replace(TRAINER, channels_last=True), 1)
     assert [OPTIONS.other_bits(TRAINER, 2), each.other_bits(TRAINER, 1), each.other_bits(exact, 2)] == ["", "", ""]
 
 
