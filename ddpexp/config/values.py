@@ -256,7 +256,8 @@ def _compare(default: Any, value: Any, key: str) -> None:
         return
     if isinstance(default, list):
         if not isinstance(value, list | tuple):
-            raise RefusedError(f"{key}={shown(value)} is not a list (its default is {default}).")
+            one = "" if isinstance(value, Mapping) else f": type {key}=[{shown(value)}] for a list of one"
+            raise RefusedError(f"{key}={shown(value)} is not a list (its default is {default}){one}.")
         if len({type(item) for item in default}) == 1:
             for index, item in enumerate(value):
                 _compare(default[0], item, f"{key}[{index}]")
