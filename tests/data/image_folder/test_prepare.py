@@ -84,7 +84,18 @@ def test_folder_of_another_layout_is_one_sentence(layout: list[str], message: st
 
 def test_folder_that_is_not_there_or_not_named_is_one_sentence(tmp_path: Path) -> None:
     assert "data.root is not set" in refusal(None)
-    assert "No such file or directory" in refusal(tmp_path / "nowhere")
+    assert refusal(tmp_path / "nowhere") == (
+        f"data.root={tmp_path}/nowhere cannot be read (No such file or directory): set data.root to a folder of "
+        "images, one folder for each class."
+    )
+
+
+def test_image_that_is_a_broken_link_is_named(photos: Path) -> None:
+    (photos / "train/cat/gone.jpg").symlink_to("nowhere.jpg")
+    assert refusal(photos) == (
+        f"data.root={photos}: {photos}/train/cat/gone.jpg cannot be read (No such file or directory): remove it, or "
+        "make it readable for you."
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,6 +112,7 @@ def test_folder_that_is_not_there_or_not_named_is_one_sentence(tmp_path: Path) -
         ({"cache_size": 0}, "data.cache_size=0"),
         ({"rand_augment_magnitude": 31}, "data.rand_augment_magnitude=31"),
         ({"cache": "memory"}, "data.cache=memory"),
+        ({"augment_on": "gpu"}, "data.augment_on=gpu: use host or device"),
     ],
 )
 def test_invalid_option_is_named(options: dict[str, Any], message: str, photos: Path) -> None:
