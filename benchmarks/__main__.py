@@ -27,6 +27,7 @@ BENCHMARKS = {
     "input": "Data that fits into memory",
     "images": "Folders of photographs",
     "gpt": "A small GPT on a CPU",
+    "reading": "Text and tar shards",
     "order": "The order of samples",
     "callbacks": "Callbacks in a step",
     "loggers": "Remote loggers",
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "gpu": "Training on GPUs",
     "launchers": "Start under each launcher",
     "checkpoints": "Checkpoints",
+    "sharding": "Sharded models",
     "position": "Resuming within an epoch",
     "exact": "Exact reduction",
     "sweeps": "Sweeps",
@@ -67,9 +69,10 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a few minutes: the ratios that show a regression; writes nothing"
     )
-    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="nanoGPT's repository, for gpt")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="a text, for gpt")
+    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="nanoGPT's repository, for gpt and reading")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a text, for gpt and reading")
     parser.add_argument("--steps", type=int, help="steps of gpt's runs (2000), a multiple of 40")
+    parser.add_argument("--airbench", type=Path, metavar="DIR", help="cifar10-airbench's repository, for cifar10")
     words = parser.parse_args()
     unknown = [name for name in words.which if name not in BENCHMARKS]
     if unknown:
@@ -98,7 +101,7 @@ def main() -> None:
             began = time.monotonic()
             rounds = min(words.rounds, 3) if words.quick else words.rounds
             bench = Bench(data, folder / name, rounds, words.quick, words.peers)
-            bench = replace(bench, nanogpt=words.nanogpt, text=words.text, steps=words.steps)
+            bench = replace(bench, nanogpt=words.nanogpt, text=words.text, steps=words.steps, airbench=words.airbench)
             found = import_module(f"benchmarks.{name}").run(bench)
             if not words.quick:
                 report.write(name, BENCHMARKS[name], found)
