@@ -58,7 +58,7 @@ def load(transform: Any) -> Splits:
 
 
 class Seeded:
-    """A transform with a generator of its own, as albumentations has; in a DataLoader's workers it adds torch's seed."""
+    """A transform with a generator of its own, as albumentations has; in loader workers it adds torch's seed."""
 
     def set_random_seed(self, seed: int) -> None:
         there = torch.utils.data.get_worker_info() is not None
