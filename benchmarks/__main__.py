@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="nanoGPT's repository, for gpt")
     parser.add_argument("--text", type=Path, metavar="FILE", help="a text, for gpt")
     parser.add_argument("--steps", type=int, help="steps of gpt's runs (2000), a multiple of 40")
+    parser.add_argument("--airbench", type=Path, metavar="DIR", help="cifar10-airbench's repository, for cifar10")
     words = parser.parse_args()
     unknown = [name for name in words.which if name not in BENCHMARKS]
     if unknown:
@@ -99,7 +100,7 @@ def main() -> None:
             began = time.monotonic()
             rounds = min(words.rounds, 3) if words.quick else words.rounds
             bench = Bench(data, folder / name, rounds, words.quick, words.peers)
-            bench = replace(bench, nanogpt=words.nanogpt, text=words.text, steps=words.steps)
+            bench = replace(bench, nanogpt=words.nanogpt, text=words.text, steps=words.steps, airbench=words.airbench)
             found = import_module(f"benchmarks.{name}").run(bench)
             if not words.quick:
                 report.write(name, BENCHMARKS[name], found)

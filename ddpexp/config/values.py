@@ -82,8 +82,8 @@ def finish(base: Tree, overrides: Sequence[str], added: Path | None, run: Path |
             tree["run"]["dir"] = str(run)
         tree.setdefault("recipe", {}).setdefault("name", base.choices.get("recipe", "run"))
     offered = offered_by_packages(values)
-    for tree in (values, kept) if offered else ():
-        tree["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
+    if offered:
+        values["run"]["trust"] = kept["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
     folders = [conf_folder(), *([added] if added else []), *plugin_folders(), *searched_packages()]
     _check_types(values, base.choices, folders, typed_targets(overrides))
     check_present(values, trust_of(values))

@@ -66,11 +66,13 @@ def _lines(outcome: Outcome) -> dict[str, str]:
     parts = f" ({outcome.num_trained:,} trained, {frozen:,} frozen)" if frozen else ""
     model = experiment.model.target.rpartition(".")[2]
     data = outcome.facts.notes.get("samples", experiment.data.target)
+    mesh = experiment.strategy.mesh(layout.world_size).drawn()
     lines = {
         "recipe": experiment.recipe.name,
         "data": f"{data}; {outcome.facts.num_samples:,} samples to train",
         "model": f"{model}, {outcome.num_parameters:,} parameters{parts}, {experiment.trainer.computes_in}",
         "world": f"{workers} ({layout.backend}{_TRANSPORTS[outcome.traffic().transport]}), {threads} each{crowded}",
+        **({"mesh": "; ".join(mesh)} if mesh else {}),
         "batch": f"{batch.global_batch_size:,} = {batch.formula()}",
         "steps": f"{outcome.num_steps:,}: {epochs}, each leaves out {outcome.dropped_samples:,} samples",
         "folder": outcome.folder + (", which is resumed" if outcome.resumes else ""),

@@ -20,6 +20,7 @@ from ddpexp.errors import RefusedError
 
 _SAMPLE_KEYS = (
     "transform", "eval_transform", "collate", "weights", "group_by", "stratify", "samples_per_epoch", "lengths",
+    "batch_tokens",
 )  # fmt: skip
 
 

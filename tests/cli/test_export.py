@@ -103,3 +103,9 @@ def test_the_greatest_difference_is_that_of_all_outputs() -> None:
 def test_preprocessing_and_the_names_of_classes_go_with_the_model() -> None:
     data = {"name": "images", "mean": [0.5], "std": [0.2], "folder": "/x", "facts": {"classes": ["cat"], "other": 1}}
     assert described(data) == {"name": "images", "mean": [0.5], "std": [0.2], "classes": ["cat"]}
+
+
+def test_the_columns_of_a_table_and_the_units_of_its_targets_go_with_the_model() -> None:
+    facts = {"columns": ["area", "rooms"], "target_mean": [9.0], "target_std": [2.0], "shape": [2]}
+    assert described({"name": "arrays", "facts": facts}) == {"name": "arrays", **facts}
+    assert "target_mean" not in described({"name": "arrays", "facts": {**facts, "target_mean": None}})  # classes

@@ -6,17 +6,14 @@ Source: Shoeybi et al., "Megatron-LM: Training multi-billion parameter language 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ddpexp.distributed.world import World
 from ddpexp.strategy.base import Shard
-from ddpexp.strategy.comm.reduce import as_bytes
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.sharding import held
 from ddpexp.strategy.fsdp.strategy import FSDP
@@ -77,21 +74,4 @@ class TensorParallel(FSDP):
         shard = self.shard(name, tensor)
         if shard.columns is None:
             return shard
-        return self._whole_rows(shard, self._sharding.shares[name].cut.ranges)
-
-    def _whole_rows(self, shard: Shard, columns_of: Callable[[int], Sequence[range]]) -> Shard:
-        local, size = shard.tensor.detach().contiguous(), self._group.size
-        bounds = [rank * len(local) // size for rank in range(size + 1)]
-        counts = [end - begin for begin, end in pairwise(bounds)]
-        own, row_bytes = counts[self._group.rank], local.shape[1] * local.element_size()
-        received = local.new_empty(size, own, local.shape[1])
-        dist.all_to_all_single(
-            as_bytes(received), as_bytes(local),
-            [own * row_bytes] * size, [count * row_bytes for count in counts], group=self._group.group,
-        )  # fmt: skip
-        rows = local.new_empty(own, shard.shape[1])
-        for rank, values in enumerate(received):
-            ranges = columns_of(rank)
-            for columns, part in zip(ranges, values.split([len(part) for part in ranges], 1), strict=True):
-                rows[:, columns.start : columns.stop] = part
-        return Shard(rows, shard.shape, shard.blocks[0].start + bounds[self._group.rank], shard.replica)
+        return self._group.whole_rows(shard, self._sharding.shares[name].cut.ranges)
