@@ -17,7 +17,6 @@ _WAYS: dict[str, tuple[str, ...]] = {
     "files in one file": ("ddpexp", "--cache", "jpeg"),
     "the files themselves": ("ddpexp", "--cache", "none"),
     "colors and RandAugment": ("ddpexp", "--changes"),
-    "colors and RandAugment, data.augment_on=device on the CPU": ("ddpexp", "--changes", "--augment-on", "device"),
     "DataLoader": ("loader", "--workers", "0", "--epochs", "2"),
     _REFERENCE: ("loader", "--workers", "2", "--epochs", "2"),
 }
