@@ -50,9 +50,9 @@ class Transformed:
     def sample(self, whole: Any, index: int, epoch_seed: int) -> Any:
         """Return sample `index` of the `whole` set that this is part of, as in the epoch that has this seed."""
         seed = seed_of(epoch_seed, 0, index, 0)
-        if seeded := [transform for transform in self.transforms if isinstance(transform, _HasSeed)]:
-            torch.default_generator.manual_seed(0)  # albumentations adds torch's seed where a DataLoader's workers run
-            for transform in seeded:
+        torch.default_generator.manual_seed(0)  # albumentations adds torch's seed where a DataLoader's workers run
+        for transform in self.transforms:
+            if isinstance(transform, _HasSeed):
                 transform.set_random_seed(seed & 0xFFFFFFFF)
         seed_everything(seed)
         return self.transformed(whole[index])
