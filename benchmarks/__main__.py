@@ -26,6 +26,7 @@ BENCHMARKS = {
     "reduction": "Small models on one host",
     "input": "Data that fits into memory",
     "images": "Folders of photographs",
+    "image_ways": "Folders of photographs: caches, changes, memory",
     "gpt": "A small GPT on a CPU",
     "reading": "Text and tar shards",
     "order": "The order of samples",
