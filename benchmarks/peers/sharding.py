@@ -235,33 +235,36 @@ def checkpoints(world: World, sizes: tuple[int, ...], rounds: int, folder: Path)
     loads: dict[str, Callable[[], tuple[list[float], int]]] = {
         "load": lambda: load(world, sizes, folder / "fsdp", False),
         "load and check": lambda: load(world, sizes, folder / "fsdp", True),
-        "read": lambda: read_share(world, folder / "fsdp"),
-        "read again": lambda: read_share(world, folder / "fsdp"),
+        "read": lambda: load(world, sizes, folder / "fsdp", None),
+        "read again": lambda: load(world, sizes, folder / "fsdp", None),
     }
     figures |= {name: [] for name in loads}
-    for _ in range(rounds):
-        for name, one_load in loads.items():
+    for number in range(rounds):
+        for name in [*list(loads)[number % len(loads) :], *list(loads)[: number % len(loads)]]:
             found: dict[str, float] = {}
             for cache in ("cold", "warm"):
                 if cache == "cold" and world.is_rank_zero:
                     forget(folder / "fsdp")
-                [found[cache]], extra = one_load()
+                [found[cache]], extra = loads[name]()
                 found["extra"] = max(found.get("extra", 0.0), float(extra))
             figures[name].append(found)
     return figures
 
 
-def load(world: World, sizes: tuple[int, ...], folder: Path, checks: bool) -> tuple[list[float], int]:
+def load(world: World, sizes: tuple[int, ...], folder: Path, checks: bool | None) -> tuple[list[float], int]:
     """Load into a new sharded model; return the seconds of the slowest rank, and its peak of memory beyond its share.
 
-    Units: bytes. Ranks: all.
+    Hashes are checked or not; without either, as many bytes are only read beside the model. Units: bytes. Ranks: all.
     """
     one = Saved(["strategy=fsdp"], world, sizes, folder / "none", True)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is freed is not to be used for what is read
     before = memory("VmRSS", forget_peak=True)
     with timed(world) as seconds:
-        one.restore(folder, checks)
+        if checks is None:
+            read_share(world, folder)
+        else:
+            one.restore(folder, checks)
     states = one.optimizers["optimizer"].state.values()
     share = held(value for state in states for value in state.values())
     extra = torch.tensor(float(memory("VmHWM") - before - share))
@@ -269,21 +272,18 @@ def load(world: World, sizes: tuple[int, ...], folder: Path, checks: bool) -> tu
     return seconds, int(extra)
 
 
-def read_share(world: World, folder: Path) -> tuple[list[float], int]:
-    """Read an equal share of the bytes of the weights and the momentum; return the seconds of the slowest rank."""
-    files = sorted(newest_checkpoint(folder).glob("*.safetensors"))
-    with timed(world) as seconds:
-        for path in files:
-            size = path.stat().st_size
-            begin, end = world.rank * size // world.world_size, (world.rank + 1) * size // world.world_size
-            buffer = torch.empty(end - begin, dtype=torch.uint8)
-            array: Any = buffer.numpy()
-            rest = memoryview(array)
-            with path.open("rb", buffering=0) as file:
-                file.seek(begin)
-                while rest and (num_bytes := file.readinto(rest)):
-                    rest = rest[num_bytes:]
-    return seconds, 0
+def read_share(world: World, folder: Path) -> None:
+    """Read an equal share of the bytes of the weights and the momentum into new memory."""
+    for path in sorted(newest_checkpoint(folder).glob("*.safetensors")):
+        size = path.stat().st_size
+        begin, end = world.rank * size // world.world_size, (world.rank + 1) * size // world.world_size
+        buffer = torch.empty(end - begin, dtype=torch.uint8)
+        array: Any = buffer.numpy()
+        rest = memoryview(array)
+        with path.open("rb", buffering=0) as file:
+            file.seek(begin)
+            while rest and (num_bytes := file.readinto(rest)):
+                rest = rest[num_bytes:]
 
 
 @contextmanager
