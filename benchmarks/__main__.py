@@ -25,8 +25,10 @@ BENCHMARKS = {
     "steps": "The training step",
     "reduction": "Small models on one host",
     "input": "Data that fits into memory",
-    "images": "Folders of photographs",
+    "image_ways": "Ways to read a folder of photographs",
+    "images": "Folders of photographs: caches, changes, memory",
     "gpt": "A small GPT on a CPU",
+    "reading": "Text and tar shards",
     "order": "The order of samples",
     "callbacks": "Callbacks in a step",
     "loggers": "Remote loggers",
@@ -37,6 +39,7 @@ BENCHMARKS = {
     "gpu": "Training on GPUs",
     "launchers": "Start under each launcher",
     "checkpoints": "Checkpoints",
+    "sharding": "Sharded models",
     "position": "Resuming within an epoch",
     "exact": "Exact reduction",
     "sweeps": "Sweeps",
@@ -67,8 +70,8 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a few minutes: the ratios that show a regression; writes nothing"
     )
-    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="nanoGPT's repository, for gpt")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="a text, for gpt")
+    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="nanoGPT's repository, for gpt and reading")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a text, for gpt and reading")
     parser.add_argument("--steps", type=int, help="steps of gpt's runs (2000), a multiple of 40")
     parser.add_argument("--airbench", type=Path, metavar="DIR", help="cifar10-airbench's repository, for cifar10")
     words = parser.parse_args()

@@ -240,7 +240,13 @@ class GPT(nn.Module):
         if self.lm_head is not None:
             plan.append({"match": "wte", "style": "embedding_rowwise"})
             plan.append({"match": "lm_head", "style": "colwise_gather_output"})
-        return plan
+        between = ("h.*.ln_1", "h.*.attn.resid_dropout", "h.*.ln_2", "h.*.mlp.dropout")
+        return [
+            *plan,
+            {"match": "drop", "style": "sequence_begin"},
+            {"match": between, "style": "sequence"},
+            {"match": "ln_f", "style": "sequence_end"},
+        ]
 
     @property
     def pipeline_layers(self) -> Sequence[Sequence[str]]:

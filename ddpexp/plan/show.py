@@ -22,8 +22,12 @@ _TRANSPORTS = {
     ),
     "backend": "",
 }  # fmt: skip
-_MOMENTS = {"start": "at the start", "evaluation": "in evaluations"}
+_MOMENTS = {"start": ("at the start", "of the model"), "evaluation": ("in evaluations", "of the model, and what stays")}
 _UNCOUNTED = "Not counted: Python and torch themselves, what the allocator keeps in reserve"
+_OF_SHARES = (
+    "Not counted: Python and torch themselves, and what glibc keeps of freed memory, which may be as much again: "
+    "MALLOC_MMAP_THRESHOLD_=1048576 in the environment has it returned, and steps take longer"
+)
 _OF_GPUS = (
     "Not counted: Python and torch themselves, CUDA's context, NCCL's buffers, what the allocator keeps in reserve"
 )
@@ -45,11 +49,18 @@ def render(outcome: Outcome) -> RenderableType:
         "",
         *_groups(outcome),
         _memory(outcome),
-        Text(_OF_GPUS if outcome.assumed.layout.device == "cuda" else _UNCOUNTED, style="dim"),
+        Text(_uncounted(outcome), style="dim"),
         "",
         *(Text(f"{name:<12}{one_line(text)}") for name, text in _rest(outcome).items()),
         *notes,
     )
+
+
+def _uncounted(outcome: Outcome) -> str:
+    layout = outcome.assumed.layout
+    if layout.device == "cuda":
+        return _OF_GPUS
+    return _OF_SHARES if outcome.experiment.strategy.weights_share(layout) > 1 else _UNCOUNTED
 
 
 def _lines(outcome: Outcome) -> dict[str, str]:
@@ -127,7 +138,7 @@ def _memory(outcome: Outcome) -> RenderableType:
     if on_gpu:
         table.add_row("", human(outcome.rank_bytes(on_host=True)), "of a rank on its host", style="bold")
     for moment, num_bytes in outcome.moments().items():
-        table.add_row(_MOMENTS.get(moment, moment), human(num_bytes), "of the model")
+        table.add_row(_MOMENTS[moment][0], human(num_bytes), _MOMENTS[moment][1])
     return table
 
 

@@ -25,7 +25,7 @@ from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.sampling import eval_batch_size, training_plan
-from ddpexp.config.schema import Experiment
+from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.data.loader import shared_memory_warning
 from ddpexp.data.streams import StreamBatches
 from ddpexp.distributed.world import World
@@ -34,6 +34,7 @@ from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import typed_arguments
+from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
@@ -190,12 +191,16 @@ def build(context: RunContext) -> Built:
     evals = build_evals(experiment, splits, data, world.device, eval_batch_size(experiment, data.size))
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
     _log_other_bits(experiment, plan.gradient_accumulation_steps, loop.optimizers.values(), log)
-    for sentence in LateStarts.of(trainer, strategy.modules, strategy.single).never_reached(num_steps):
-        log.warning(sentence)
+    _warn_of_late_starts(trainer, strategy, num_steps, log)
     if slow := slow_average_warning(trainer.ema_decay, num_steps):
         log.warning(slow)
     initial_weights.finish()
     return Built(loop, checkpointer, report, newest, damaged, compilations)
+
+
+def _warn_of_late_starts(trainer: Trainer, strategy: Strategy, num_steps: int, log: logging.Logger) -> None:
+    for sentence in LateStarts.of(trainer, strategy.modules, strategy.single).never_reached(num_steps):
+        log.warning(sentence)
 
 
 def _log_other_bits(

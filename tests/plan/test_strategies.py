@@ -20,6 +20,7 @@ from ddpexp.plan.activations import _Kept
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.fits import check_fits, verdict
 from ddpexp.plan.layout import Assumed
+from ddpexp.plan.memory import AVERAGE
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.strategies import candidates, compare
 from ddpexp.strategy.memory import Facts, Parameter
@@ -70,13 +71,15 @@ def test_accumulated_gradients_and_what_stays_gathered_are_whole() -> None:
 
 def test_the_whole_model_is_there_at_the_start_and_in_evaluations_unless_chosen_otherwise() -> None:
     found = outcome("strategy=fsdp")
-    assert found.moments() == {"start": 45 * MB, "evaluation": 70 * MB}
+    assert found.moments() == {"start": 45 * MB, "evaluation": 100 * MB}  # with the copy for a checkpoint, 30 MB
     assert outcome("strategy=fsdp", "strategy.init=replay", "strategy.gather_in_evaluation=false").moments() == {}
     assert outcome("strategy=ddp").moments() == {}
     tiny = replace(FACTS, activations_bytes=0, temporary_bytes=0)
-    assert outcome("strategy=fsdp", facts=tiny).most_bytes() == 90 * MB + 2000  # with the copy for a checkpoint, 30 MB
+    found = outcome("strategy=fsdp", facts=tiny)
+    assert (found.rank_bytes(on_host=False), found.most_bytes()) == (90 * MB + 2000, 100 * MB)
     averaged = outcome("strategy=fsdp", "trainer.ema_decay=0.9")
-    assert {part.name: part.num_bytes for part in averaged.parts()}["average of the weights"] == 10 * MB
+    assert {part.name: part.num_bytes for part in averaged.parts()}[AVERAGE] == 10 * MB
+    assert averaged.moments()["evaluation"] == (70 + 40 + 2 * 10) * MB  # and what the weights were
 
 
 def test_blocks_are_counted_without_those_inside() -> None:

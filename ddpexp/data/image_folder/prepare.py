@@ -99,7 +99,8 @@ def prepared(folder: Folder, side: int, cache: str, broken: str, options: Option
     if lost and broken == "stop":
         raise RefusedError(_broken_text(folder, lost))
     if lost:
-        print_message(f"ddpexp: data.broken=skip: {_broken_list(lost)} left out of training and evaluation")
+        rest = f"; all are in {complete.folder}/identity.json" if len(lost) > _LISTED else ""
+        print_message(f"ddpexp: data.broken=skip: {_broken_list(lost)} left out of training and evaluation{rest}")
     return _description(folder, complete, side, options)
 
 

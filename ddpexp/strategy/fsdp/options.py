@@ -42,6 +42,7 @@ class FSDPOptions(Options):
     offload: bool = False
     tp_size: int = 1
     tp_plan: tuple[DividedLayers, ...] | None = None
+    sequence_parallel: bool = False
     draws_values: ClassVar[bool] = True  # whether initial weights are needed
 
     def data_rank(self, rank: int, world_size: int) -> DataRank:
@@ -58,6 +59,11 @@ class FSDPOptions(Options):
             self._check_tensor_parallel(trainer)
         elif self.tp_plan is not None:
             raise RefusedError("strategy.tp_plan has no effect without strategy.tp_size=2 or more.")
+        elif self.sequence_parallel:
+            raise RefusedError(
+                "strategy.sequence_parallel=true divides tokens among the workers of a tensor group, and there is "
+                "none: use strategy.tp_size=2 or more."
+            )
         if self.min_block_mb <= 0:
             raise RefusedError(f"strategy.min_block_mb={self.min_block_mb}: use a number above 0.")
         if self.dp_replicate_size < 1:
@@ -265,7 +271,7 @@ class FSDPOptions(Options):
         """Leave in models what the first rank of a tensor group has of them; see `Options.divide_models`."""
         if self.divides_layers:
             divided = {name: module for name, module in models.items() if name not in self.whole}
-            divide_for_a_rank(divided, self.tp_plan, self.tp_size)
+            divide_for_a_rank(divided, self.tp_plan, self.tp_size, self.sequence_parallel)
 
     def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
         """Return the sizes of the parameters of each block, without those of blocks inside it."""

@@ -17,7 +17,7 @@ from ddpexp.distributed.world import World
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.comm.reduce import as_bytes
 
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TensorGroup:
         """Return the sum over the group in new memory. Ranks: those of the group; communicates."""
         if self.group is None:
             return tensor.clone()
-        halves = tensor.dtype in _HALVES and not self.adds_halves
+        halves = tensor.dtype in HALVES and not self.adds_halves
         total = tensor.float() if halves else tensor.contiguous().clone()
         dist.all_reduce(total, group=self.group)
         return total.to(tensor.dtype)

@@ -5,10 +5,12 @@ Source: Shoeybi et al., "Megatron-LM: Training multi-billion parameter language 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -34,8 +36,28 @@ class TensorParallel(FSDP):
         """Build the model and keep this rank's share; the arguments are those of `FSDP`. Ranks: all; communicates."""
         self._group = TensorGroup.join(world, options.tp_size, options.dp_replicate_size)
         super().__init__(options, world, factory, **arguments, tensor=self._group)
+        self._of_tokens = self._sharding.of_tokens
         parameters = {name: p for name, p in self._names.items() if name in self._sharding.shares}
         self._shares = {id(parameter): self._sharding.shares[name] for name, parameter in parameters.items()}
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Reduce gradients as `FSDP` does; of what has computed some tokens, they are summed over the group."""
+        with super().micro_batch(last):
+            yield
+        if last and self._of_tokens:
+            self._sum_over_tokens()
+
+    @torch.no_grad()
+    def _sum_over_tokens(self) -> None:
+        parameters = [self._names[name] for name in self._of_tokens]
+        gradients = [gradient for gradient in self.gradient_values(parameters) if gradient.numel()]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            own = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.reshape(-1) for gradient in own])
+            dist.all_reduce(flat, group=self._group.group)
+            for gradient, values in zip(own, torch.split(flat, [one.numel() for one in own]), strict=True):
+                gradient.copy_(values.view_as(gradient))
 
     def on_any_rank(self, flag: Tensor) -> Tensor:
         """Return the largest value of a flag on the ranks. Ranks: all; communicates."""

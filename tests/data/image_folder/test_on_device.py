@@ -19,6 +19,7 @@ from ddpexp.data.image_folder.dataset import load
 from ddpexp.data.image_folder.options import Options
 from ddpexp.data.image_folder.prepare import prepare
 from ddpexp.errors import RefusedError
+from ddpexp.system.hardware import count_gpus
 from tests.data.image_folder.conftest import photo
 
 CPU = torch.device("cpu")
@@ -101,6 +102,30 @@ def test_changes_are_counted_as_on_the_host() -> None:
     expected = colors.Changes(options, drawn).apply(np.asarray(image), 0)
     found = device_colors.changed(as_tensor(image), options, drawn[:, 0].tolist())
     assert differing(found, torch.from_numpy(expected.copy()).permute(2, 0, 1).float(), 4) < 0.02
+
+
+EVERYTHING: dict[str, Any] = {"color_jitter": (0.4, 0.4, 0.4, 0.1), "rand_augment": 2}
+
+
+def test_the_host_never_waits_for_what_the_device_computes(photos: Path) -> None:
+    """Tensors of the device `meta` have no values, so whatever reads one fails."""
+    batch = load(prepare(str(photos), size=16, augment_on="device", **EVERYTHING)).train.of_epoch(0, 0)
+    image = batch._resized(torch.empty(20, 25, 3, dtype=torch.uint8, device="meta"))
+    drawn = batch.fetch(torch.arange(12), False).changes.drawn
+    for row in range(12):
+        changed = device_colors.changed(image, batch.images.options, drawn[:, row].tolist())
+        assert (changed.device.type, changed.shape) == ("meta", (3, 16, 16))
+    for number, operation in enumerate(device_colors.OPERATIONS):
+        assert operation(torch.empty(3, 9, 9, device="meta"), 0.3, 1.0).shape == (3, 9, 9), number
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(count_gpus() == 0, reason="there is no GPU here")
+def test_a_gpu_computes_what_a_cpu_does(photos: Path) -> None:
+    train = load(prepare(str(photos), size=16, augment_on="device", mean=(0.0,), std=(1.0,), **EVERYTHING)).train
+    batch, indices = train.of_epoch(0, 0), torch.arange(12)
+    images, _ = batch.gather(indices, torch.device("cuda", 0))
+    assert ((images.cpu() - batch.gather(indices, CPU)[0]).abs() * 255 > 2).float().mean() < 0.01
 
 
 def test_images_of_many_sizes_cannot_be_kept_on_the_device() -> None:

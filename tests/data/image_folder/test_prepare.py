@@ -136,6 +136,19 @@ def test_broken_images_stop_by_name_or_are_skipped_and_listed(
     assert labels.tolist() == [0] * 5 + [1] * 5
 
 
+def test_images_that_cannot_be_read_are_named_with_the_reason_and_all_are_listed(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (photos / "train/cat/x.jpg").symlink_to("/proc/self/mem")  # nobody can read its beginning
+    assert "1 broken image (train/cat/x.jpg: Input/output error)" in refusal(photos)
+    for number in range(4):
+        (photos / f"train/dog/{number}.jpg").write_bytes(b"no image")
+    prepared = prepare(str(photos), broken="skip")
+    listed = Path(prepared["folder"], "identity.json")
+    assert f"and 2 more) left out of training and evaluation; all are in {listed}" in capsys.readouterr().err
+    assert len(json.loads(listed.read_text())["broken"]) == 5
+
+
 def test_killed_preparation_resumes_with_what_is_missing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "_CHUNK", 4)
     handle = pool.handle

@@ -59,6 +59,7 @@ def test_every_file_of_every_sample_is_found_and_decoded(tmp_path: Path) -> None
         image, label, array, text, values = splits.train[number]
         assert (image.shape, image.dtype, round(float(image[0, 0, 0]) * 255)) == ((3, 4, 6), torch.float32, number)
         assert (label, text, values) == (number, f"text {number}", {"number": number})
+        assert image.is_contiguous()
         assert array.tolist() == [number] * 3
     assert splits.evals["eval"][0][1] == 10
     small = load(prepare(str(tmp_path / "train-*.tar"), None, files, image_size=2)).train
