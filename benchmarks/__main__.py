@@ -25,9 +25,12 @@ BENCHMARKS = {
     "steps": "The training step",
     "reduction": "Small models on one host",
     "input": "Data that fits into memory",
-    "images": "Folders of photographs",
+    "image_ways": "Ways to read a folder of photographs",
+    "images": "Folders of photographs: caches, changes, memory",
     "gpt": "A small GPT on a CPU",
+    "reading": "Text and tar shards",
     "order": "The order of samples",
+    "layers": "Layers divided among workers",
     "callbacks": "Callbacks in a step",
     "loggers": "Remote loggers",
     "threads": "The same job under every launcher",
@@ -37,6 +40,7 @@ BENCHMARKS = {
     "gpu": "Training on GPUs",
     "launchers": "Start under each launcher",
     "checkpoints": "Checkpoints",
+    "sharding": "Sharded models",
     "position": "Resuming within an epoch",
     "exact": "Exact reduction",
     "sweeps": "Sweeps",
@@ -67,9 +71,10 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a few minutes: the ratios that show a regression; writes nothing"
     )
-    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="nanoGPT's repository, for gpt")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="a text, for gpt")
+    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="nanoGPT's repository, for gpt and reading")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a text, for gpt and reading")
     parser.add_argument("--steps", type=int, help="steps of gpt's runs (2000), a multiple of 40")
+    parser.add_argument("--airbench", type=Path, metavar="DIR", help="cifar10-airbench's repository, for cifar10")
     words = parser.parse_args()
     unknown = [name for name in words.which if name not in BENCHMARKS]
     if unknown:
@@ -98,7 +103,7 @@ def main() -> None:
             began = time.monotonic()
             rounds = min(words.rounds, 3) if words.quick else words.rounds
             bench = Bench(data, folder / name, rounds, words.quick, words.peers)
-            bench = replace(bench, nanogpt=words.nanogpt, text=words.text, steps=words.steps)
+            bench = replace(bench, nanogpt=words.nanogpt, text=words.text, steps=words.steps, airbench=words.airbench)
             found = import_module(f"benchmarks.{name}").run(bench)
             if not words.quick:
                 report.write(name, BENCHMARKS[name], found)

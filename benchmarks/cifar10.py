@@ -1,6 +1,6 @@
 """recipe=cifar10 on drawn pictures against a hand-written loop of the airbench kind, one worker with one thread.
 
-Timed are the epochs after the first one.
+With `--airbench DIR` against airbench94's own loop from its repository, too. Timed are the epochs after the first one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from benchmarks.race import Arm, last_json, race, refuse_other_work
 from benchmarks.suite import Bar, Bench, Chart, Report, compare, of_rounds, records
 from ddpexp.data.cifar10.prepare import prepare
 
-_SAMPLES, _BATCH, _EPOCHS = 4096, 256, 4
+_SAMPLES, _BATCH, _EPOCHS = 2048, 256, 4
 _WIDTHS = {"a quarter of the width": (16, 64, 64), "an eighth of the width": (8, 32, 32)}
 
 
@@ -27,6 +27,8 @@ def run(bench: Bench) -> Report:
         ]  # fmt: skip
         by_hand = Arm("by hand", lambda _, words=peer: words, lambda _p, output, _b, _e: last_json(output))  # type: ignore[misc]
         arms = [_ours("ddpexp", width), by_hand, _ours("ddpexp again", width)]
+        if bench.airbench is not None:
+            arms.insert(2, _airbench(bench.airbench, found["folder"], width))
         results = race(arms, bench.at_most(3 if bench.quick else 7), bench.folder / str(width[0]), bench.say)
         refuse_other_work(results, "steps", 0)
         report.rows.append(
@@ -35,9 +37,27 @@ def run(bench: Bench) -> Report:
                 lambda value: f"{value:,.0f}", "by hand", bar=Bar("at least", 1.0),
             )
         )  # fmt: skip
+        if bench.airbench is not None:
+            report.rows.append(
+                compare(
+                    results, f"samples a second, {name}, batches of {_BATCH}, airbench94's own loop", "rate",
+                    lambda value: f"{value:,.0f}", "airbench94", bar=Bar("at least", 1.0),
+                )
+            )  # fmt: skip
         groups[name] = of_rounds(results, "rate")
     report.charts.append(Chart("a loop of the airbench kind on one thread", "samples a second", groups))
     return report
+
+
+def _airbench(repository: Path, folder: str, width: tuple[int, ...]) -> Arm:
+    words = ["--repository", str(repository.resolve()), "--folder", str(Path(folder).resolve())]
+    words += ["--width", *map(str, width), "--batch", str(_BATCH), "--epochs", str(_EPOCHS)]
+    program = str(Path(__file__).parent / "peers/airbench.py")
+
+    def command(place: Path) -> list[str]:
+        return ["env", "-C", str(place), sys.executable, program, *words]  # it reads and writes in the current folder
+
+    return Arm("airbench94", command, lambda _place, output, _begin, _end: last_json(output))
 
 
 def _ours(name: str, width: tuple[int, ...]) -> Arm:

@@ -80,6 +80,7 @@ class Bench:
     nanogpt: Path | None = None  # nanoGPT's repository
     text: Path | None = None  # a text to train on
     steps: int | None = None  # of the runs of gpt
+    airbench: Path | None = None  # cifar10-airbench's repository
 
     def at_most(self, rounds: int) -> int:
         """Return the rounds for a benchmark whose programs take long."""

@@ -165,6 +165,13 @@ class OptimizerStep(Protocol):
         """
         ...
 
+    def forward_pass(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Return a context for a further forward pass of a micro-batch, with the random numbers of its first one.
+
+        For pipelines, in which a worker may have several parts of the model; micro-batches are numbered from 0.
+        """
+        ...
+
     def backward_pass(self, micro_batch: int) -> AbstractContextManager[None]:
         """Return a context for a call of `backward` that belongs to a micro-batch before: for pipelines.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddpexp.data.text.tokenizer import Tokenizer, from_record, prompt_of
+from ddpexp.errors import RefusedError
 
 if TYPE_CHECKING:
     from ddpexp.loggers.base import Logger
@@ -199,7 +200,7 @@ class GPT(nn.Module):
     ) -> None:
         """Build and initialize it, as GPT-2: normal weights, smaller ones where a layer adds to its input.
 
-        Raises: ValueError, if sizes do not fit together.
+        Raises: RefusedError, if sizes do not fit together.
         """
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
@@ -239,7 +240,13 @@ class GPT(nn.Module):
         if self.lm_head is not None:
             plan.append({"match": "wte", "style": "embedding_rowwise"})
             plan.append({"match": "lm_head", "style": "colwise_gather_output"})
-        return plan
+        between = ("h.*.ln_1", "h.*.attn.resid_dropout", "h.*.ln_2", "h.*.mlp.dropout")
+        return [
+            *plan,
+            {"match": "drop", "style": "sequence_begin"},
+            {"match": between, "style": "sequence"},
+            {"match": "ln_f", "style": "sequence_end"},
+        ]
 
     @property
     def pipeline_layers(self) -> Sequence[Sequence[str]]:
@@ -324,11 +331,16 @@ def _divided(joined: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 def _check_sizes(width: int, num_heads: int, num_kv_heads: int, positions: str) -> None:
     if width % num_heads:
-        raise ValueError(f"model.width={width} does not split over model.num_heads={num_heads}")
+        raise RefusedError(f"model.width={width} does not split over model.num_heads={num_heads}: use a multiple.")
     if num_heads % num_kv_heads:
-        raise ValueError(f"model.num_heads={num_heads} does not split over model.num_kv_heads={num_kv_heads}")
+        raise RefusedError(
+            f"model.num_heads={num_heads} does not split over model.num_kv_heads={num_kv_heads}: use a divisor."
+        )
     if positions == "rotary" and width // num_heads % 2:
-        raise ValueError(f"model.width={width} / model.num_heads={num_heads} is odd, and rotary positions turn pairs")
+        raise RefusedError(
+            f"model.width={width} / model.num_heads={num_heads} is odd, and model.positions=rotary turns pairs: use an "
+            "even width of heads."
+        )
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -10,10 +10,13 @@ from pathlib import Path
 
 from tests.conftest import PATIENCE, ROOT
 
-PACKAGES = {  # of the extras; mlflow with its server, which users of that extra do not need
+PACKAGES = {  # of the extras; mlflow with its server, which users of that extra do not need; and what no extra has
     "wandb": "wandb", "mlflow": "mlflow", "hf": "datasets", "parquet": "pyarrow", "text": "tokenizers tiktoken",
-    "remote": "fsspec[http]",
+    "remote": "fsspec[http]", "onnx": "onnx onnxscript onnxruntime",
+    "frameworks": "lightning accelerate",
 }  # fmt: skip
+SEEN = "torch\n"
+"""What they depend on and is not installed again: the environment that makes theirs has it, and it takes gigabytes."""
 
 
 def make(folder: Path, *names: str) -> str:
@@ -22,7 +25,8 @@ def make(folder: Path, *names: str) -> str:
     python = folder / "bin/python"
     subprocess.run([*uv, "venv", "--python", sys.executable, str(folder)], check=True, timeout=PATIENCE)
     packages = " ".join(PACKAGES[name] for name in names).split()
-    pins = ["-c", str(ROOT / "constraints.txt")]
+    (folder / "seen.txt").write_text(SEEN)
+    pins = ["-c", str(ROOT / "constraints.txt"), "--excludes", str(folder / "seen.txt")]
     install = [*uv, "pip", "install", "--python", str(python), *pins, *packages]
     subprocess.run(install, check=True, timeout=4 * PATIENCE)
     (site,) = folder.glob("lib/python*/site-packages")

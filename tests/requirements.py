@@ -2,8 +2,8 @@
 
 uv resolves the dependencies for every Python and platform at once, within constraints.txt. Versions that
 constraints.txt leaves open stay as they are in the files unless `--upgrade` is typed; then nothing younger than a week
-is taken. `--check` writes nothing and only sees whether constraints.txt can be resolved for every Python, all extras
-included.
+is taken. `--check` writes nothing and only sees whether constraints.txt can be resolved for every Python, with all
+extras and the packages of tests/extras.py.
 """
 
 from __future__ import annotations
@@ -96,6 +96,16 @@ def write(upgrade: bool) -> None:
         BUILD.write_text(BUILD_HEAD + "".join(locked(upgrade, [BUILD], source.name)))
 
 
+def check() -> None:
+    """See whether the constraints can be resolved with all extras and all that tests install for themselves."""
+    from tests.extras import PACKAGES
+
+    with tempfile.NamedTemporaryFile("w", suffix=".in") as packages:
+        packages.write("\n".join(" ".join(PACKAGES.values()).split()))
+        packages.flush()
+        resolve("--all-extras", packages.name)
+
+
 def main() -> int:
     """Write the files, or see whether the constraints can be resolved; return 1 when they cannot."""
     parser = argparse.ArgumentParser(
@@ -108,7 +118,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         if arguments.check:
-            resolve("--all-extras")
+            check()
         else:
             write(arguments.upgrade)
     except subprocess.CalledProcessError:  # uv has said why

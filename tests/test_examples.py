@@ -7,6 +7,7 @@ document, the first line of a block names the file that the rest of it is from: 
 
 from __future__ import annotations
 
+import json
 import math
 import pstats
 import re
@@ -114,6 +115,17 @@ def test_the_example_trains(ddpexp: Ddpexp, name: str) -> None:
     done = train(ddpexp, name, "trainer.gpus=2", "trainer.max_steps=3")
     assert done.result()["step"] == 3
     assert done.result()["metrics"]
+
+
+def test_batches_by_tokens_visit_every_sequence_once_at_any_number_of_workers(ddpexp: Ddpexp) -> None:
+    keys = ("data.batch_tokens=400", "trainer.global_batch_size=4", "trainer.micro_batch_size=8", "trainer.epochs=1")
+    one = train(ddpexp, "lengths", *keys, "trainer.reduction=exact", "launcher=inline")
+    assert "92 batches an epoch of at most 400 tokens" in one.out
+    assert "4 = micro-batch of 400 tokens x 4 accumulation steps x 1 rank" in one.out
+    assert (one.result()["step"], one.result()["samples"]) == (23, 640)
+    digest = one.result()["weights_sha256"]
+    two = train(ddpexp, "lengths", *keys, "trainer.reduction=exact", "trainer.gpus=2", f"run.dir={ddpexp.folder}/two")
+    assert json.loads((ddpexp.folder / "two/result.json").read_text())["weights_sha256"] == digest, two.err
 
 
 def test_a_trained_gpt_continues_a_prompt(ddpexp: Ddpexp) -> None:

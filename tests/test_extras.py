@@ -1,25 +1,41 @@
-"""The tests that need packages of the extras, in an environment that has them: here they skip themselves."""
+"""The tests that need packages of the extras, in environments that have them: here they skip themselves."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 from tests import extras
 from tests.conftest import PATIENCE, ROOT
 
-TESTS = (
+PROGRAMS = "tests/test_migrate.py::test_a_program_that_the_recipe_replaces_ends_with_the_same_loss"
+DATA = (
     "tests/data/hf", "tests/data/tar_shards/test_remote.py",
     "tests/data/arrays/test_arrays.py::test_columns_of_parquet_files_are_read_with_pyarrow",
     "tests/data/test_streams.py::test_streaming_data_sets_of_hugging_face_are_split_by_themselves",
     "tests/data/text/test_prepare.py::test_a_tokenizer_of_the_library",
 )  # fmt: skip
+MIGRATE = (
+    *(f"{PROGRAMS}[{name}]" for name in ("with_accelerate.py", "with_lightning.py", "train.py")),
+    "tests/test_migrate.py::test_every_argument_of_theirs_has_ours_or_why_not",
+)
+ONNX = ("tests/cli/test_export.py::test_an_onnx_model_takes_batches_of_any_size_and_gives_the_same",)
+GROUPS: Mapping[str, tuple[tuple[str, ...], Sequence[str]]] = {  # packages of tests/extras.py, and what needs them
+    "data": (("hf", "parquet", "text", "remote"), DATA),
+    "migrate": (("frameworks",), MIGRATE),
+    "onnx": (("onnx",), ONNX),
+}
 
 
-def test_nothing_is_skipped_where_the_extras_are_installed(tmp_path: Path) -> None:
-    python = extras.make(tmp_path / "venv", "hf", "parquet", "text", "remote")
-    command = [python, "-m", "pytest", "-q", "-n", "0", "-m", "slow or not slow", "-p", "no:cacheprovider", *TESTS]
+@pytest.mark.parametrize("group", ["data", "migrate", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_nothing_is_skipped_where_the_extras_are_installed(group: str, tmp_path: Path) -> None:
+    packages, tests = GROUPS[group]
+    python = extras.make(tmp_path / "venv", *packages)
+    command = [python, "-m", "pytest", "-q", "-n", "0", "-m", "slow or not slow", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=4 * PATIENCE)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert re.search(r"^\d\d+ passed in ", done.stdout, re.MULTILINE), done.stdout[-2000:]
+    assert re.search(r"^\d+ passed(, \d+ warnings?)? in ", done.stdout, re.MULTILINE), done.stdout[-2000:]

@@ -113,6 +113,14 @@ LONG = (
 LOCAL = ("strategy=diloco", "strategy.sync_every=7", "strategy.warmup_steps=20")
 SHARDED = ("model._target_=points.Deep", "model.dropout=0.2", "strategy=fsdp", "strategy.min_block_mb=0.001")
 ROWS = (*DEEP, "strategy.shard_optimizer=true")
+INTERLEAVED = (
+    "model._target_=points.Deep", "model.dropout=0.2", "strategy=pipeline", "strategy.schedule=interleaved",
+    "strategy.stages_per_worker=2", "trainer.micro_batch_size=6",
+)  # fmt: skip
+MESH = (
+    "model.dropout=0.2", "strategy=pipeline", "strategy.tp_size=2", "trainer.micro_batch_size=6",
+    'strategy.tp_plan=[{match:"0",style:colwise},{match:"3",style:rowwise}]',
+)  # fmt: skip
 SGD, ADAMW = (("optimizer=sgd", "optimizer.momentum=0.9"), ("optimizer=adamw",))
 FROZEN = (
     "trainer.freeze=['4.*']",
@@ -344,6 +352,8 @@ SOAKED = [
     *((size, (*SHARDED, *ADAMW, "task._target_=points.Drawing", "trainer.clip_grad_norm=0.5"), 30) for size in (2, 4)),
     *((size, (*ROWS, *ADAMW, "task._target_=points.Drawing", "trainer.ema_decay=0.9"), 30) for size in (2, 4)),
     *((size, (*LOCAL, *ADAMW, "task._target_=points.Drawing", "trainer.clip_grad_norm=0.5"), 30) for size in (2, 4)),
+    (2, (*INTERLEAVED, *ADAMW, "task._target_=points.Drawing", "trainer.clip_grad_norm=0.5"), 30),
+    (4, (*MESH, *ADAMW, "task._target_=points.Drawing", "trainer.ema_decay=0.9"), 30),
 ]
 """World size, recipe, and how often it is killed."""
 
@@ -353,7 +363,19 @@ SOAKED = [
 @pytest.mark.parametrize(
     ("world_size", "overrides", "most"),
     SOAKED,
-    ids=["2", "3", "4", "fsdp, 2", "fsdp, 4", "rows, 2", "rows, 4", "local, 2", "local, 4"],
+    ids=[
+        "2",
+        "3",
+        "4",
+        "fsdp, 2",
+        "fsdp, 4",
+        "rows, 2",
+        "rows, 4",
+        "local, 2",
+        "local, 4",
+        "interleaved, 2",
+        "mesh, 4",
+    ],
 )
 def test_killed_at_random_moments_again_and_again(
     recipe: Recipe, undisturbed: Callable[..., Done], world_size: int, overrides: tuple[str, ...], most: int

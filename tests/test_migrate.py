@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from tests.conftest import PATIENCE, ROOT, Ddpexp
 from tests.examples import EXAMPLES
@@ -63,10 +64,17 @@ def test_a_program_that_the_recipe_replaces_ends_with_the_same_loss(program: str
     assert found == pytest.approx(loss_in("migrate.py"), abs=2e-6)
 
 
-def named_in(heading: str) -> set[str]:
+def named_in(heading: str, words: str = r"`(\w+)`") -> set[str]:
     """Return what the first column of the table under a heading such as `Trainer(...)` names."""
     table = DOCUMENT.partition(f"| `{heading}` | now |\n|---|---|\n")[2].partition("\n\n")[0]
-    return set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in table.splitlines())))
+    return set(re.findall(words, "\n".join(line.split("|")[1] for line in table.splitlines())))
+
+
+def test_every_option_of_torchrun_has_ours_or_why_not() -> None:
+    named = named_in("torchrun ...", r"`--([\w-]+)`")
+    options = [action.option_strings for action in get_args_parser()._actions]
+    spelled = {text.lstrip("-").replace("_", "-") for texts in options for text in texts if text.startswith("--")}
+    assert named == spelled - {"help"}
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT, Ddpexp, Done, finish
 from tests.examples import install
 from tests.listed import listed, unwrapped
+from tests.points import wait_for
 
 PARTS = ("recipe=sides", "logger=[tensorboard,rows]", "launcher=shy", "scheduler=stable")
 
@@ -66,6 +69,17 @@ def test_its_run_is_resumed_and_evaluated_with_it_and_refused_without(
     assert [int(step) for step in steps] == [5, 10, 15, 20, 25, 30]
     without = ddpexp("resume", str(done.run), "trainer.epochs=4")
     assert (without.code, without.err.count("\n")) == (2, 1)
+
+
+def test_an_interrupted_run_is_resumed_without_naming_what_the_package_brings(ddpexp: Ddpexp, installed: Path) -> None:
+    process, run = ddpexp.start("recipe=sides", "trainer.epochs=100000", environ=seeing(installed))
+    wait_for(lambda: (run / "metrics.jsonl").is_file())
+    process.send_signal(signal.SIGINT)
+    stopped = finish(process, run)
+    assert stopped.err.splitlines()[-1] == f"python -m ddpexp resume {run.name}"
+    trusted = yaml.safe_load((run / "config.yaml").read_text())["run"]["trust"]
+    assert sorted(trusted) == sorted(set(trusted))
+    assert "ddpexp_sides.recipe.Sides" in trusted
 
 
 def test_its_parts_are_listed_checked_and_unknown_without_it(ddpexp: Ddpexp, installed: Path) -> None:

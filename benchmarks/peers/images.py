@@ -38,13 +38,15 @@ def main() -> None:
     parser.add_argument("--cache", default="raw")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--changes", action="store_true")
+    parser.add_argument("--augment-on", default="host")
+    parser.add_argument("--epochs", type=int, default=_EPOCHS)
     words = parser.parse_args()
     begin = time.perf_counter()
     epochs = {"ddpexp": ours, "gather": by_hand, "loader": loader}[words.way](words)
     samples = _consume(next(epochs))
     found = {"first": time.perf_counter() - begin, "samples": float(samples)}
     seconds = []
-    for _ in range(_EPOCHS - 1):
+    for _ in range(words.epochs - 1):
         begin = time.perf_counter()
         _consume(next(epochs))
         seconds.append(time.perf_counter() - begin)
@@ -65,7 +67,7 @@ def _consume(batches: Iterator[Any]) -> int:
 
 def _prepared(words: Any) -> dict[str, Any]:
     changes: dict[str, Any] = {"color_jitter": (0.4, 0.4, 0.4, 0.1), "rand_augment": 2} if words.changes else {}
-    return prepare(str(words.folder), cache=words.cache, **changes)
+    return prepare(str(words.folder), cache=words.cache, augment_on=words.augment_on, **changes)
 
 
 def _batches(words: Any) -> TrainBatches:
@@ -75,7 +77,7 @@ def _batches(words: Any) -> TrainBatches:
 def ours(words: Any) -> Iterator[Iterator[Any]]:
     """Yield epochs as a training run reads them."""
     batches = _batches(words)
-    for epoch in range(_EPOCHS):
+    for epoch in range(words.epochs):
         first = epoch * batches.steps_per_epoch
         yield (parts[0] for parts in batches.steps(first, first + batches.steps_per_epoch))
 
@@ -113,7 +115,7 @@ def by_hand(words: Any) -> Iterator[Iterator[Any]]:
             images = torch.cat(list(threads.map(one, indices, boxes, (dice.random(_BATCH) < 0.5).tolist())))
             yield images.float().sub_(mean).div_(std).contiguous(), labels[indices]
 
-    for _ in range(_EPOCHS):
+    for _ in range(words.epochs):
         yield batches()
 
 
@@ -157,7 +159,7 @@ def loader(words: Any) -> Iterator[Iterator[Any]]:
         _Photos(words.folder), _BATCH, shuffle=True, num_workers=words.workers, drop_last=True,
         persistent_workers=words.workers > 0,
     )  # fmt: skip
-    for _ in range(_EPOCHS):
+    for _ in range(words.epochs):
         yield ((images.float().sub_(mean).div_(std), labels) for images, labels in batches)
 
 

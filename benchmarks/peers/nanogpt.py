@@ -70,13 +70,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("what", choices=["train", "loss"])
     words, more = parser.parse_known_args()
+    out = words.out.resolve()
     train, held_out, vocab_size = parts(words.text.read_text(encoding="utf-8"))
     sys.path.insert(0, str(words.source.resolve()))
     if words.what == "loss":
         model = import_module("model")
         print(json.dumps({"loss": loss(model, Path(more[0]), held_out, vocab_size)}))
         return
-    copy = words.out.resolve() / "nanoGPT"
+    copy = out / "nanoGPT"
     data = copy / "data" / "text"
     data.mkdir(parents=True)
     for path in words.source.glob("*.py"):
@@ -86,7 +87,7 @@ def main() -> None:
     (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
     os.chdir(copy)
     shape = [f"--{key}={value}" for key, value in _SHAPE.items()]
-    sys.argv = ["train.py", "--dataset=text", f"--out_dir={words.out.resolve()}", *shape, *more]
+    sys.argv = ["train.py", "--dataset=text", f"--out_dir={out}", *shape, *more]
     runpy.run_path("train.py", run_name="__main__")
 
 

@@ -65,6 +65,7 @@ class StoredTensor:
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
+                os.posix_fadvise(descriptor, offset, len(rest), os.POSIX_FADV_SEQUENTIAL)  # reads ahead twice as far
                 while rest:
                     num_bytes = os.preadv(descriptor, [rest[:_READ_BYTES]], offset)
                     if not num_bytes:

@@ -19,8 +19,8 @@ from ddpexp.config.build import did_you_mean
 from ddpexp.config.compose import compose
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.parse import load, parse
+from ddpexp.config.sampling import training_plan
 from ddpexp.config.schema import Experiment
-from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError, WorkerError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.local import Spawn
@@ -126,8 +126,7 @@ def shortened(text: str, experiment: Experiment, folder: str) -> str:
     """
     tree: dict[str, Any] = load_yaml(text)
     trainer = experiment.trainer
-    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, _num_workers(experiment))
-    micro = batch.micro_batch_size
+    micro = training_plan(experiment, _num_workers(experiment)).micro_batch_size
     if micro == trainer.global_batch_size and micro > 1:
         micro //= 2
     with (conf_folder() / "launcher" / "spawn.yaml").open() as file:

@@ -35,6 +35,9 @@ _OF_DATA = (
     "num_classes",
     "classes",
     "shape",
+    "columns",
+    "target_mean",
+    "target_std",
     "vocab_size",
     "block_size",
     "tokenizer",
@@ -126,7 +129,7 @@ def described(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a program must know of the data that a model was trained on: preprocessing and names of classes."""
     facts = data.get("facts")
     known = {**data, **facts} if isinstance(facts, Mapping) else data
-    return {key: known[key] for key in ("name", *_OF_DATA) if key in known}
+    return {key: known[key] for key in ("name", *_OF_DATA) if known.get(key) is not None}
 
 
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:

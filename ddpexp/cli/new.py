@@ -20,7 +20,9 @@ PROJECTS = Path(__file__).parent / "projects"
 DEFAULT = "points"
 _TEMPLATE = "myproject"  # the name of the package in them all
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_ARGUMENTS = {"images": "data.root=PICTURES ", "gpt": "data.path=TEXT "}  # what the recipe needs beside
+_ARGUMENTS = {  # what the recipe needs beside
+    "gpt": "data.path=TEXT ", "images": "data.root=PICTURES ", "table": "data.path=TABLE data.targets=COLUMN ",
+}  # fmt: skip
 _RENAMED = {"gitignore": ".gitignore"}  # with the dot it would apply to the file itself
 
 _USAGE = f"""{commands.of("new").usage}

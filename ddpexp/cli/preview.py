@@ -36,7 +36,7 @@ def draw(experiment: Experiment, prepared: Mapping[str, Any] | None, file: Path)
     trainer = experiment.trainer
     plan = plan_batches(trainer.global_batch_size, "auto", 1)
     batches = TrainBatches(splits.train, plan, 0, trainer.seed, world.device, order=splits.order)
-    [batch] = next(batches.steps(0, 1))
+    batch, *_ = next(batches.steps(0, 1))
     images = batch[0] if isinstance(batch, tuple | list) and batch else None
     if not isinstance(images, Tensor) or images.dim() != 4 or images.shape[1] not in (1, 3):
         raise RefusedError("--preview draws images, and the batches of this data do not begin with any.")

@@ -228,6 +228,7 @@ def _data(values: Mapping[str, Any], trust: Trust, where: str = "data") -> Data:
         weights=_weights(values.get("weights")),
         samples_per_epoch=convert(values.get("samples_per_epoch"), int | None, "data.samples_per_epoch"),
         lengths=convert(values.get("lengths"), str | None, "data.lengths"),
+        batch_tokens=convert(values.get("batch_tokens"), int | None, "data.batch_tokens"),
         transform=_functions(values.get("transform"), "data.transform"),
         eval_transform=_functions(values.get("eval_transform"), "data.eval_transform"),
         transform_of=convert(values.get("transform_of", "input"), Literal["input", "sample"], "data.transform_of"),

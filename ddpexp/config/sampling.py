@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ddpexp.config.schema import Data
+from ddpexp.config.schema import Data, Experiment
+from ddpexp.data.batch_plan import BatchPlan, plan_batches
 from ddpexp.errors import RefusedError
 
 _FILES = (".npy", ".txt", ".csv")
@@ -36,8 +37,34 @@ def check_sampling(data: Data) -> None:
             "data.on_device=true: data.transform, data.eval_transform and data.collate run on the host, sample by "
             "sample. Use data.on_device=false."
         )
+    if data.on_device and data.prepare == "image_folder":
+        raise RefusedError(
+            "data.on_device=true keeps samples in the memory of the device, and images of many sizes stay on the host. "
+            "Use data.on_device=false; data.augment_on=device computes their changes there."
+        )
     if data.samples_per_epoch is not None and data.samples_per_epoch < 1:
         raise RefusedError(f"data.samples_per_epoch={data.samples_per_epoch} is too small: use 1 or more.")
+    if data.batch_tokens is not None:
+        _check_batch_tokens(data, data.batch_tokens)
+
+
+def training_plan(experiment: Experiment, data_size: int) -> BatchPlan:
+    """Split the global batch over `data_size` workers; with `data.batch_tokens` it consists of single micro-batches.
+
+    Raises:
+        RefusedError: as `plan_batches`.
+    """
+    trainer = experiment.trainer
+    micro_batch_size = trainer.micro_batch_size if experiment.data.batch_tokens is None else 1
+    return plan_batches(trainer.global_batch_size, micro_batch_size, data_size)
+
+
+def eval_batch_size(experiment: Experiment, data_size: int) -> int:
+    """Return the number of samples of an evaluation batch: those of a micro-batch, unless it is made by tokens."""
+    trainer = experiment.trainer
+    if experiment.data.batch_tokens is not None and trainer.micro_batch_size != "auto":
+        return trainer.micro_batch_size
+    return plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size).micro_batch_size
 
 
 def check_epoch(data: Data, global_batch_size: int) -> None:
@@ -68,3 +95,19 @@ def _check_folds(data: Data, folds: int) -> None:
             f"data.validation_fraction={data.validation_fraction} data.folds={folds}: both hold out samples. Use "
             "data.validation_fraction=0."
         )
+
+
+def _check_batch_tokens(data: Data, batch_tokens: int) -> None:
+    key = f"data.batch_tokens={batch_tokens}"
+    if batch_tokens < 1:
+        raise RefusedError(f"{key} is too small: use 1 or more, such as 4096.")
+    if data.lengths is None:
+        raise RefusedError(
+            f"{key} needs the length of each sample: type data.lengths, too, a column of the data or a file of them."
+        )
+    for name, value in {"weights": data.weights, "samples_per_epoch": data.samples_per_epoch}.items():
+        if value is not None:
+            raise RefusedError(
+                f"{key} divides all samples into batches, and data.{name} chooses others in each epoch: use "
+                f"data.{name}=null, or data.batch_tokens=null for batches of equally many samples."
+            )

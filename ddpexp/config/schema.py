@@ -25,7 +25,7 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 # What every data section understands.
 DATA_KEYS = (
     "prepare", "validation_fraction", "num_workers", "on_device",
-    "stratify", "group_by", "fold", "folds", "weights", "samples_per_epoch", "lengths",
+    "stratify", "group_by", "fold", "folds", "weights", "samples_per_epoch", "lengths", "batch_tokens",
     "transform", "eval_transform", "transform_of", "collate",
 )  # fmt: skip
 
@@ -170,6 +170,7 @@ class Data:
     weights: str | Node | None = None
     samples_per_epoch: int | None = None
     lengths: str | None = None
+    batch_tokens: int | None = None
     transform: tuple[Node, ...] = ()
     eval_transform: tuple[Node, ...] = ()
     transform_of: Literal["input", "sample"] = "input"

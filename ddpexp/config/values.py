@@ -82,8 +82,8 @@ def finish(base: Tree, overrides: Sequence[str], added: Path | None, run: Path |
             tree["run"]["dir"] = str(run)
         tree.setdefault("recipe", {}).setdefault("name", base.choices.get("recipe", "run"))
     offered = offered_by_packages(values)
-    for tree in (values, kept) if offered else ():
-        tree["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
+    if offered:
+        values["run"]["trust"] = kept["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
     folders = [conf_folder(), *([added] if added else []), *plugin_folders(), *searched_packages()]
     _check_types(values, base.choices, folders, typed_targets(overrides))
     check_present(values, trust_of(values))
@@ -256,7 +256,8 @@ def _compare(default: Any, value: Any, key: str) -> None:
         return
     if isinstance(default, list):
         if not isinstance(value, list | tuple):
-            raise RefusedError(f"{key}={shown(value)} is not a list (its default is {default}).")
+            one = "" if isinstance(value, Mapping) else f": type {key}=[{shown(value)}] for a list of one"
+            raise RefusedError(f"{key}={shown(value)} is not a list (its default is {default}){one}.")
         if len({type(item) for item in default}) == 1:
             for index, item in enumerate(value):
                 _compare(default[0], item, f"{key}[{index}]")

@@ -28,6 +28,7 @@ from ddpexp.data.loader import Key, load
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.prefetch import ahead, num_ahead
 from ddpexp.data.samples import describe_samples, user_code_error
+from ddpexp.data.token_batches import ByTokens
 from ddpexp.distributed.rng import AUGMENT, DATA, EVAL, seed_of, seed_torch
 from ddpexp.distributed.transfers import moved
 from ddpexp.errors import RefusedError
@@ -60,9 +61,10 @@ class TrainBatches:
         """Check that the data has at least one global batch."""
         if self.steps_per_epoch == 0:
             of_an_epoch = " of an epoch" if self.samples_per_epoch != len(self.data) else ""
+            things = "training samples" if self._by_tokens is None else "batches by tokens"
             raise RefusedError(
                 f"trainer.global_batch_size={self.plan.global_batch_size} is more than the "
-                f"{self.samples_per_epoch} training samples{of_an_epoch}. Use at most {self.samples_per_epoch}."
+                f"{self.samples_per_epoch} {things}{of_an_epoch}. Use at most {self.samples_per_epoch}."
             )
 
     @cached_property
@@ -72,12 +74,32 @@ class TrainBatches:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Return how many samples an epoch draws, with the incomplete last global batch."""
+        """Return how many samples (by tokens: batches) an epoch draws, with the incomplete last global batch."""
         return self._order.samples_per_epoch
+
+    @property
+    def samples_per_step(self) -> float:
+        """Return the number of samples of a global batch; by tokens the mean."""
+        return self.plan.global_batch_size * (1 if self._by_tokens is None else self._by_tokens.mean_size)
+
+    def num_samples(self, steps: int) -> int:
+        """Return the number of samples of so many steps, the first ones."""
+        total = self.plan.global_batch_size
+        if self._by_tokens is None:
+            return steps * total
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        lengths = [self.steps_per_epoch] * epochs + [rest]
+        orders = [self._by_tokens.order(self.seed, epoch) for epoch in range(epochs + 1)]
+        batches = [order(np.arange(length * total)) for order, length in zip(orders, lengths, strict=True)]
+        return int(sum(self._by_tokens.sizes(part).sum() for part in batches))
 
     @cached_property
     def _order(self) -> TrainingOrder:
         return training_order(self.data) if self.order is None else self.order
+
+    @property
+    def _by_tokens(self) -> ByTokens | None:
+        return self.order if isinstance(self.order, ByTokens) else None
 
     def steps(self, from_step: int, to_step: int) -> Iterator[list[Any]]:
         """Yield this rank's micro-batches for each optimizer step, in order; starts at any step in O(1).
@@ -117,9 +139,19 @@ class TrainBatches:
                 yield partial(_fetch_step, data, pairs, self.device.type == "cuda")
 
     def indices(self, from_step: int, to_step: int) -> Iterator[NDArray[np.int64]]:
-        """Yield for each step the indices of this rank's samples. Shapes: (accumulation * micro_batch_size,)."""
-        for _, block in self._blocks(from_step, to_step):
-            yield from block
+        """Yield for each step the indices of this rank's samples, micro-batch by micro-batch. Shapes: (samples,)."""
+        for first, block in self._blocks(from_step, to_step):
+            yield from (
+                block
+                if self._by_tokens is None
+                else (np.concatenate(self._micro_batches(step, row)) for step, row in enumerate(block, start=first))
+            )
+
+    def _micro_batches(self, step: int, row: NDArray[np.int64]) -> Sequence[NDArray[np.int64]]:
+        """Divide what a row of `_blocks` holds into the indices of each micro-batch."""
+        if self._by_tokens is not None:
+            return self._by_tokens.members(self.seed, step // self.steps_per_epoch, row)
+        return list(row.reshape(-1, self.plan.micro_batch_size))
 
     @property
     def description(self) -> str:
@@ -128,14 +160,15 @@ class TrainBatches:
 
     def describe(self, step: int, number: int, rows: Sequence[int]) -> str:
         """Describe rows of one of this rank's micro-batches by their indices in the data set."""
-        first = number * self.plan.micro_batch_size
-        indices = next(self.indices(step, step + 1)).tolist()
-        return describe_samples(self.data, [indices[first + row] for row in rows], "train")
+        _, block = next(self._blocks(step, step + 1))
+        indices = self._micro_batches(step, block[0])[number].tolist()
+        return describe_samples(self.data, [indices[row] for row in rows], "train")
 
     def _blocks(self, from_step: int, to_step: int, partners: bool = False) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield blocks of steps of one epoch: the number of the first step, and the indices of all.
 
-        With `partners` those of the other half of each pair of neighboring positions in the global batch.
+        By tokens they are indices of batches. With `partners` they are those of the other half of each pair of
+        neighboring positions in the global batch.
 
         Shapes: (num_steps, accumulation * micro_batch_size).
         """
@@ -162,11 +195,11 @@ class TrainBatches:
         return seed_of(self.seed, DATA, step, self.rank * self.plan.gradient_accumulation_steps + number)
 
     def _keys(self, from_step: int, to_step: int) -> Iterator[Key]:
-        micro = self.plan.micro_batch_size
-        for step, indices in enumerate(self.indices(from_step, to_step), start=from_step):
-            for number in range(self.plan.gradient_accumulation_steps):
-                part = indices[number * micro : (number + 1) * micro].tolist()
-                yield self._seed(step, number), part, seed_of(self.seed, AUGMENT, step // self.steps_per_epoch, 0)
+        for first, block in self._blocks(from_step, to_step):
+            for step, row in enumerate(block, start=first):
+                epoch_seed = seed_of(self.seed, AUGMENT, step // self.steps_per_epoch, 0)
+                for number, part in enumerate(self._micro_batches(step, row)):
+                    yield self._seed(step, number), part.tolist(), epoch_seed
 
 
 @dataclass(frozen=True)

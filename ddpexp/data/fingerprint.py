@@ -21,6 +21,7 @@ from ddpexp.data.lengths import ByLength
 from ddpexp.data.loader import load
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.streams import Stream
+from ddpexp.data.token_batches import ByTokens
 from ddpexp.data.weights import Weighted
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import LoaderError
@@ -52,6 +53,8 @@ def fingerprint(
         found[name] = {"samples": len(part), **({"content": content} if content else {})}
     if isinstance(splits.train, OrderedData):
         found["train"]["samples_per_epoch"] = splits.train.samples_per_epoch
+    if isinstance(order, ByTokens):
+        found["train"] |= {"lengths": order.digest, "samples_per_epoch": order.samples_per_epoch}
     if isinstance(order, ByLength):
         found["train"]["lengths"] = order.digest
         order = order.base

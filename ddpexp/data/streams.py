@@ -187,6 +187,15 @@ class StreamBatches:
         return self.plan.gradient_accumulation_steps * self.plan.data_size
 
     @property
+    def samples_per_step(self) -> int:
+        """Return the number of samples of a global batch."""
+        return self.plan.global_batch_size
+
+    def num_samples(self, steps: int) -> int:
+        """Return the number of samples of so many steps, the first ones."""
+        return steps * self.plan.global_batch_size
+
+    @property
     def own(self) -> range:
         """Return which shards this rank reads."""
         first = self.rank * self.plan.gradient_accumulation_steps

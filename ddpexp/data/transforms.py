@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from torch.utils.data import default_collate
 
 from ddpexp.distributed.rng import seed_everything, seed_of
@@ -49,10 +50,11 @@ class Transformed:
     def sample(self, whole: Any, index: int, epoch_seed: int) -> Any:
         """Return sample `index` of the `whole` set that this is part of, as in the epoch that has this seed."""
         seed = seed_of(epoch_seed, 0, index, 0)
-        seed_everything(seed)
+        torch.default_generator.manual_seed(0)  # albumentations adds torch's seed where a DataLoader's workers run
         for transform in self.transforms:
             if isinstance(transform, _HasSeed):
                 transform.set_random_seed(seed & 0xFFFFFFFF)
+        seed_everything(seed)
         return self.transformed(whole[index])
 
     def transformed(self, sample: Any) -> Any:

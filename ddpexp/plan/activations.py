@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,8 @@ from ddpexp.train.activation_checkpointing import outermost
 class Activations:
     """The memory of a forward and backward pass, without parameters and buffers. Units: bytes."""
 
-    kept_bytes: int  # for backward; of modules that are computed again their inputs, and the most that one keeps
+    of_stages: Sequence[int]  # kept for backward by each stage of a pipeline, else by the whole model; of modules that
+    # are computed again their inputs, and the most that one keeps
     again_bytes: int  # of these the last
     temporary_bytes: int  # of operations in backward: a gradient comes in and another goes out
 
@@ -45,7 +46,8 @@ def measure(
     kept = _Kept({t.untyped_storage()._cdata for m in models.values() for t in (*m.parameters(), *m.buffers())})
     try:
         with kept.watching(again):
-            task.step(models["model"] if single else models, batch)
+            staged = experiment.strategy.in_stages(models, kept.enter_stage)
+            task.step(staged or (models["model"] if single else models), batch)
     except Exception as error:
         notes["activations"] = (
             f"left out: a forward pass without memory is not possible ({type(error).__name__}: {error})"
@@ -67,6 +69,7 @@ class _Kept:
     outside: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # held: no other gets the same address
     inside: list[dict[int, torch.UntypedStorage]] = field(default_factory=list)
     current: list[dict[int, torch.UntypedStorage]] = field(default_factory=list)
+    earlier: list[dict[int, torch.UntypedStorage]] = field(default_factory=list)  # outside, in stages before this one
 
     @contextmanager
     def watching(self, again: list[nn.Module]) -> Iterator[None]:
@@ -84,13 +87,25 @@ class _Kept:
     def result(self) -> Activations:
         """Return the sums."""
         most = max((sum(s.nbytes() for s in one.values()) for one in self.inside), default=0)
-        everything = [storage for one in (self.outside, *self.inside) for storage in one.values()]
+        stages = [*self.earlier, self.outside]
+        everything = [storage for one in (*stages, *self.inside) for storage in one.values()]
         largest = max((storage.nbytes() for storage in everything), default=0)
-        return Activations(sum(s.nbytes() for s in self.outside.values()) + most, most, 2 * largest)
+        return Activations([sum(s.nbytes() for s in one.values()) + most for one in stages], most, 2 * largest)
+
+    def enter_stage(self, stage: int, x: Any) -> None:
+        """Begin a stage of a pipeline, for which what the one before has returned is kept twice."""
+        if stage:
+            self._keep_all(x)
+            self.earlier.append(self.outside)
+            self.outside = self.current[0] = {}
+            self._keep_all(x)
+
+    def _keep_all(self, values: Any) -> None:
+        for tensor in tensors_of(values):
+            self._keep(tensor)
 
     def _enter(self, _module: nn.Module, arguments: Any, named: Any) -> None:
-        for tensor in tensors_of((arguments, named)):
-            self._keep(tensor)
+        self._keep_all((arguments, named))
         self.inside.append({})
         self.current.append(self.inside[-1])
 

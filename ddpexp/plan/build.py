@@ -13,22 +13,25 @@ import resource
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.data import Subset
 
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
+from ddpexp.config.sampling import training_plan
 from ddpexp.config.schema import Experiment
-from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
 from ddpexp.data.datasets import Splits, device_bytes
 from ddpexp.data.samples import tensors_of
 from ddpexp.data.streams import Stream, sized
+from ddpexp.data.token_batches import ByTokens
+from ddpexp.data.transforms import Transformed
 from ddpexp.data.weights import Passes
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
@@ -94,7 +97,7 @@ def collect(
     """
     trainer = experiment.trainer
     data_size = experiment.strategy.data_rank(0, layout.world_size).size
-    plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
+    plan = training_plan(experiment, data_size)
     before = _own_memory()
     splits = open_data(experiment, prepared, _ALONE) if num_samples is None else _placeholder(experiment, num_samples)
     train, there = splits.train, experiment.data.on_device and num_samples is None
@@ -115,7 +118,10 @@ def collect(
     experiment.strategy.divide_models(models)
     divided = list(_described(_named(models))) if experiment.strategy.divides_layers else []
     if num_samples is None:
-        of_a_pass = _of_a_pass(experiment, models, single, train, plan.micro_batch_size, device, notes)
+        size, passes = plan.micro_batch_size, plan.gradient_accumulation_steps
+        if isinstance(splits.order, ByTokens):
+            train, size = _some(train, splits.order.largest.tolist()), len(splits.order.largest)
+        of_a_pass = _of_a_pass(experiment, models, single, train, size, device, notes, passes)
     else:
         of_a_pass = {"activations_bytes": None, "batch_bytes": None}
         notes["activations"] = "left out: --num_samples gives no samples to measure them with"
@@ -163,9 +169,16 @@ def _described(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Parameter]
         yield Parameter(name, p.numel(), p.numel() * p.element_size(), dtype, p.requires_grad)
 
 
+def _some(train: Any, indices: Sequence[int]) -> Any:
+    """Return some samples of a map-style set, transformed and collated as in the whole."""
+    if isinstance(train, Transformed):
+        return replace(train, data=Subset(train.data, indices))
+    return Subset(train, indices)
+
+
 def _of_a_pass(
     experiment: Experiment, models: Models, single: bool, train: Any, num_samples: int, device: torch.device,
-    notes: dict[str, str],
+    notes: dict[str, str], num_passes: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the facts about a pass, by the fields of `Facts`: its batch, and what is kept for backward."""
     samples = min(num_samples, len(train), _MOST_SAMPLES)
@@ -178,7 +191,8 @@ def _of_a_pass(
     }
     measured = measure(experiment, models, single, batch, notes)
     if measured is not None:
-        found["activations_bytes"] = round(scale * measured.kept_bytes)
+        kept = experiment.strategy.kept_bytes(measured.of_stages, num_passes)
+        found["activations_bytes"] = round(scale * kept)
         found["recomputed_bytes"] = round(scale * measured.again_bytes)
         found["temporary_bytes"] = round(scale * measured.temporary_bytes)
     return found

@@ -9,6 +9,8 @@ from ddpexp.launch import Layout
 from ddpexp.strategy.memory import Facts, Part
 from ddpexp.strategy.options import Options
 
+AVERAGE = "average of the weights"
+
 
 def parts(facts: Facts, trainer: Trainer, strategy: Options, layout: Layout) -> list[Part]:
     """Return what one rank holds at the end of a forward pass, and while gradients are reduced."""
@@ -18,7 +20,7 @@ def parts(facts: Facts, trainer: Trainer, strategy: Options, layout: Layout) -> 
     estimates = [*strategy.memory(facts, trainer, layout), Part("buffers", facts.buffers_bytes)]
     if trainer.averages or facts.averaged_by is not None:
         by = facts.averaged_by or ("trainer.swa_start" if trainer.swa_start is not None else "trainer.ema_decay")
-        estimates.append(Part("average of the weights", weights, by))
+        estimates.append(Part(AVERAGE, weights, by))
     if trainer.precision != "fp32":
         halves = sum(2 * parameter.num_elements for parameter in facts.parameters)
         estimates.append(Part(f"copies in {trainer.precision}", halves, "of the weights during a pass, at most"))

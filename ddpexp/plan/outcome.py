@@ -11,7 +11,7 @@ from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.plan.calibrate import Calibration
 from ddpexp.plan.gather import Curves
 from ddpexp.plan.layout import Assumed
-from ddpexp.plan.memory import checkpoint_files, checkpoints_at_once, num_checkpoints, parts
+from ddpexp.plan.memory import AVERAGE, checkpoint_files, checkpoints_at_once, num_checkpoints, parts
 from ddpexp.plan.speed import Costs, Place, Step, predict
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.memory import Facts, Part, Traffic
@@ -72,8 +72,15 @@ class Outcome:
         return sum(part.num_bytes or 0 for part in self.parts() if self.is_on_host(part) == on_host)
 
     def moments(self) -> Mapping[str, int]:
-        """Return what a rank holds of the model at moments other than a step, on its device. Units: bytes."""
-        return self.experiment.strategy.moments(self.facts, self.experiment.trainer, self.assumed.layout)
+        """Return what a rank holds of the model at moments other than a step, on its device. Units: bytes.
+
+        In evaluations it also has what stays between two steps; of CPU workers that is the copy for a checkpoint, too.
+        """
+        found = self.experiment.strategy.moments(self.facts, self.experiment.trainer, self.assumed.layout)
+        stays = [part for part in self.parts() if part.on_host and not self.is_on_host(part)]
+        stays += [part for part in self.parts() if part.name == AVERAGE] * 2  # while the weights have its values
+        beside = {"evaluation": sum(part.num_bytes or 0 for part in stays)}
+        return {moment: num_bytes + beside.get(moment, 0) for moment, num_bytes in found.items()}
 
     def most_bytes(self) -> int:
         """Return the most that a rank holds on its device."""

@@ -22,8 +22,12 @@ _TRANSPORTS = {
     ),
     "backend": "",
 }  # fmt: skip
-_MOMENTS = {"start": "at the start", "evaluation": "in evaluations"}
+_MOMENTS = {"start": ("at the start", "of the model"), "evaluation": ("in evaluations", "of the model, and what stays")}
 _UNCOUNTED = "Not counted: Python and torch themselves, what the allocator keeps in reserve"
+_OF_SHARES = (
+    "Not counted: Python and torch themselves, and what glibc keeps of freed memory, which may be as much again: "
+    "MALLOC_MMAP_THRESHOLD_=1048576 in the environment has it returned, and steps take longer"
+)
 _OF_GPUS = (
     "Not counted: Python and torch themselves, CUDA's context, NCCL's buffers, what the allocator keeps in reserve"
 )
@@ -45,11 +49,18 @@ def render(outcome: Outcome) -> RenderableType:
         "",
         *_groups(outcome),
         _memory(outcome),
-        Text(_OF_GPUS if outcome.assumed.layout.device == "cuda" else _UNCOUNTED, style="dim"),
+        Text(_uncounted(outcome), style="dim"),
         "",
         *(Text(f"{name:<12}{one_line(text)}") for name, text in _rest(outcome).items()),
         *notes,
     )
+
+
+def _uncounted(outcome: Outcome) -> str:
+    layout = outcome.assumed.layout
+    if layout.device == "cuda":
+        return _OF_GPUS
+    return _OF_SHARES if outcome.experiment.strategy.weights_share(layout) > 1 else _UNCOUNTED
 
 
 def _lines(outcome: Outcome) -> dict[str, str]:
@@ -66,11 +77,13 @@ def _lines(outcome: Outcome) -> dict[str, str]:
     parts = f" ({outcome.num_trained:,} trained, {frozen:,} frozen)" if frozen else ""
     model = experiment.model.target.rpartition(".")[2]
     data = outcome.facts.notes.get("samples", experiment.data.target)
+    mesh = experiment.strategy.mesh(layout.world_size).drawn()
     lines = {
         "recipe": experiment.recipe.name,
         "data": f"{data}; {outcome.facts.num_samples:,} samples to train",
         "model": f"{model}, {outcome.num_parameters:,} parameters{parts}, {experiment.trainer.computes_in}",
         "world": f"{workers} ({layout.backend}{_TRANSPORTS[outcome.traffic().transport]}), {threads} each{crowded}",
+        **({"mesh": "; ".join(mesh)} if mesh else {}),
         "batch": f"{batch.global_batch_size:,} = {batch.formula()}",
         "steps": f"{outcome.num_steps:,}: {epochs}, each leaves out {outcome.dropped_samples:,} samples",
         "folder": outcome.folder + (", which is resumed" if outcome.resumes else ""),
@@ -125,7 +138,7 @@ def _memory(outcome: Outcome) -> RenderableType:
     if on_gpu:
         table.add_row("", human(outcome.rank_bytes(on_host=True)), "of a rank on its host", style="bold")
     for moment, num_bytes in outcome.moments().items():
-        table.add_row(_MOMENTS.get(moment, moment), human(num_bytes), "of the model")
+        table.add_row(_MOMENTS[moment][0], human(num_bytes), _MOMENTS[moment][1])
     return table
 
 

@@ -13,10 +13,12 @@ from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import Costs
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.fsdp.options import FSDPOptions
+from ddpexp.strategy.pipeline.options import PipelineOptions
 from ddpexp.system.limits import human
 from ddpexp.system.oom import available_bytes
 
-_OPTIONS = {"ddp": DDPOptions, "fsdp": FSDPOptions}
+_OPTIONS = {"ddp": DDPOptions, "fsdp": FSDPOptions, "pipeline": PipelineOptions}
+_DIVIDE_LAYERS = (("strategy=fsdp", "strategy.tp_size=2"), ("strategy=pipeline",))  # which few models say how to do
 _AGAIN = "trainer.activation_checkpointing"
 _AGAIN_TIME = 4 / 3  # of a pass: forward is done twice, and backward takes as long as two
 Plans = Callable[[Sequence[Sequence[str]], PlanArguments], Sequence[Outcome | DdpexpError]]
@@ -75,9 +77,12 @@ def candidates(words: Sequence[str]) -> list[tuple[str, ...]]:
         ("strategy=ddp", "strategy.shard_optimizer=true"),
         ("strategy=fsdp",),
         ("strategy=fsdp", "strategy.init=replay", "strategy.gather_in_evaluation=false"),
+        *_DIVIDE_LAYERS,
     ]
     found: list[tuple[str, ...]] = [tuple(typed)] if not _is_ours(typed) else []
     for kind in kinds:
+        if kind in _DIVIDE_LAYERS and {_key(word) for word in kind[1:]} & {_key(word) for word in typed}:
+            continue  # the others have that number
         own = {field.name for field in fields(_OPTIONS[kind[0].partition("=")[2]])}
         kept = [word for word in typed if _key(word) in own and _key(word) not in {_key(one) for one in kind}]
         found.append((*kind, *kept))
@@ -95,7 +100,7 @@ def _key(word: str) -> str:
 
 
 def compare(arguments: PlanArguments, plans: Plans) -> Comparison:
-    """Plan every strategy with the overrides of a run.
+    """Plan every strategy with the overrides of a run; those that divide layers only if they can or are typed.
 
     Raises:
         RefusedError: none of them is possible; --calibrate, which measures one run.
@@ -112,8 +117,13 @@ def compare(arguments: PlanArguments, plans: Plans) -> Comparison:
     if not possible:
         raise next(error for error in found if isinstance(error, DdpexpError))
     memory_gb, notes = _memory(arguments.memory_gb, possible[0])
-    rows = []
+    rows, typed = [], {word for word in arguments.run if word.startswith("strategy")}
     for choice, outcome in zip(choices, found, strict=True):
+        untyped = [kind for kind in _DIVIDE_LAYERS if set(kind) <= set(choice) and not set(kind) <= typed]
+        if untyped and not isinstance(outcome, Outcome):
+            note = f"{' '.join(untyped[0])} is left out: {outcome}"
+            notes += [note] if note not in notes else []
+            continue
         shown = " ".join(word for word in choice if word != f"{_AGAIN}=null")
         if isinstance(outcome, Outcome):
             outcome = replace(outcome, costs=_costs(arguments, outcome))

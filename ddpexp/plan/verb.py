@@ -11,8 +11,8 @@ from ddpexp.config import commands
 from ddpexp.config.compose import compose
 from ddpexp.config.facts import refers
 from ddpexp.config.parse import parse
+from ddpexp.config.sampling import training_plan
 from ddpexp.config.schema import Experiment
-from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.calibrate import calibrate
@@ -122,9 +122,8 @@ def _outcome(run: _Foreseen, gathered: Gathered, note: str | None) -> Outcome:
     facts, steps = gathered.facts, gathered.steps
     if note:
         facts = replace(facts, notes={**facts.notes, "samples": note})
-    trainer, layout = run.experiment.trainer, run.assumed.layout
-    data_size = run.experiment.strategy.data_rank(0, layout.world_size).size
-    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
+    data_size = run.experiment.strategy.data_rank(0, run.assumed.layout.world_size).size
+    batch = training_plan(run.experiment, data_size)
     lengths = steps["steps_per_epoch"], steps["num_steps"]
     return Outcome(run.experiment, run.assumed, batch, facts, *lengths, run.resumes, curves=gathered.curves)
 

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ddpexp.config.sampling import eval_batch_size
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_batches, check_layout
-from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.run import directory
@@ -76,7 +76,6 @@ class Evaluation(Job):
         """
         if not self._weights.exists():
             raise RefusedError(f"evaluate {self._weights}: there is no such file on {directory.host()}.")
-        trainer = self.experiment.trainer
         data_size = self.experiment.strategy.data_rank(0, layout.world_size).size
         evaluation = {
             "config": self._text,
@@ -85,6 +84,6 @@ class Evaluation(Job):
             "weights": str(self._weights.resolve()),
             "split": self._split,
             "answer": f"/proc/{os.getpid()}/fd/{self._answer}" if self._answer is not None else None,
-            "batch_size": plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size).micro_batch_size,
+            "batch_size": eval_batch_size(self.experiment, data_size),
         }
         self.arguments = [json.dumps(evaluation)]

@@ -70,12 +70,15 @@ def fetch(model: Node, text: str) -> bool:
 
 
 def check_layers(strategy: Options, text: str) -> None:
-    """Check that the layers of a configuration's model divide, if its strategy divides them.
+    """Check that the layers of a configuration's model divide, if its strategy looks at them.
 
     Raises:
         RefusedError: one does not.
     """
-    if strategy.divides_layers and (problem := _problem("ddpexp.train.offline:divide_once", text)) not in ("", "built"):
+    if strategy.looks_at_layers and (problem := _problem("ddpexp.train.offline:divide_once", text)) not in (
+        "",
+        "built",
+    ):
         raise RefusedError(problem)
 
 

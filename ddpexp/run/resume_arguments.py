@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -15,24 +16,37 @@ from ddpexp.system.files import check_yaml, shortest
 def trust_arguments(run: RunDir) -> list[str]:
     """Return the arguments that trusted the run's code when it was started, as the run's files record them.
 
-    Only for display, in the current folder: ddpexp never trusts a run directory's record of what code to run.
+    Only for display, in the current folder: ddpexp never trusts a run directory's record of what code to run. Names
+    that a package offered are among them, since it may be gone.
     """
+    prefixes = _stored(run).get("trust")
+    trusted = [f"run.trust=[{','.join(map(str, prefixes))}]"] if isinstance(prefixes, list) and prefixes else []
+    return config_folder(run) + trusted
+
+
+def typed_arguments(run: RunDir) -> list[str]:
+    """Return what of these arguments was typed, for where the packages of the run are installed."""
+    return config_folder(run) + [override for override in run.read_overrides() if _key(override) == "run.trust"]
+
+
+def config_folder(run: RunDir) -> list[str]:
+    """Return the option that names the user's config folder, if the run has one."""
+    code = _stored(run).get("code")
+    if not isinstance(code, str):
+        return []
+    options = config_options(run.command())
+    name = Path(options[-1].partition("=")[2] or options[-1]).name if options else "conf"
+    return ["--config-dir", shortest(Path(code) / name)]
+
+
+def _stored(run: RunDir) -> Mapping[str, Any]:
+    """Return the section `run` of the stored configuration; nothing if it cannot be read."""
     try:
         check_yaml(run.config)
-        stored = parse_config(run.config.read_text())["run"]
-        code, prefixes = stored["code"], stored["trust"]
+        section = parse_config(run.config.read_text())["run"]
     except (OSError, ValueError, RecursionError, yaml.YAMLError, KeyError, TypeError):
-        return []
-    arguments = []
-    if isinstance(code, str):
-        options = config_options(run.command())
-        arguments += [
-            "--config-dir",
-            shortest(Path(code) / (Path(options[-1].partition("=")[2] or options[-1]).name if options else "conf")),
-        ]
-    if isinstance(prefixes, list) and prefixes:
-        arguments.append(f"run.trust=[{','.join(map(str, prefixes))}]")
-    return arguments
+        return {}
+    return section if isinstance(section, Mapping) else {}
 
 
 def config_options(argv: Sequence[str]) -> list[str]:

@@ -108,8 +108,8 @@ def check_same_data(
         return [f"data: {_data(before)} -> {_data(data)} (run.allow_changes=[data])"]
     raise RefusedError(
         f"{name} was trained on {_data(before)}, and the data here is {_data(data)}: the steps to come would see "
-        "other samples. Make the same data available (data.root=...), type run.allow_changes=[data] to resume with "
-        "this, or start a new run with another run.dir."
+        f"other samples. Make the same data available ({_place(data)}=...), type run.allow_changes=[data] to resume "
+        "with this, or start a new run with another run.dir."
     )
 
 
@@ -126,8 +126,13 @@ def _check_same_facts(before: Mapping[str, Any], data: Mapping[str, Any] | None,
             raise RefusedError(
                 f"{name} was started with {key}={shown(value)}, a fact of its data (${{facts:{key}}}), and the data "
                 f"here has {here}: what was built with it would not fit. Make the same data available "
-                "(data.root=...), or start a new run with another run.dir."
+                f"({_place(data or {})}=...), or start a new run with another run.dir."
             )
+
+
+def _place(data: Mapping[str, Any]) -> str:
+    """Return the key that says where the data is."""
+    return "data.path" if data.get("name") in ("text", "tar_shards", "arrays", "hf") else "data.root"
 
 
 def _data(data: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import alerts, directory, lock, manifest, pretrained, repository, resume, sync
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare, used_facts
-from ddpexp.run.resume_arguments import config_options, trust_arguments
+from ddpexp.run.resume_arguments import config_folder, config_options
 from ddpexp.run.same_inputs import check_same_data, code_of
 from ddpexp.run.start_files import StartFiles
 from ddpexp.run.stored_config import job_identity
@@ -374,7 +374,7 @@ class Training(Job):
         """Return where to run which command to resume; the command is on a line of its own."""
         launcher = self.experiment.launcher
         arguments = ["resume", files.shortest(run.path)]
-        arguments += config_options(self._argv) or trust_arguments(run)[:2]
+        arguments += config_options(self._argv) or config_folder(run)
         arguments += [override for override in self._overrides if override.lstrip("+").startswith("run.trust=")]
         arguments += launcher.arguments_on_resume()
         submitted_here = self._is_member and started_by.BY_SALLOC not in os.environ

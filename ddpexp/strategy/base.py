@@ -19,9 +19,9 @@ from ddpexp.task import OptimizerStep, Sums
 _WHOLE_SHAPE = "_ddpexp_whole_shape"  # attribute of a parameter
 
 
-def set_whole_shape(parameter: nn.Parameter) -> None:
-    """Note the shape of a parameter whose rows other ranks will hold."""
-    setattr(parameter, _WHOLE_SHAPE, tuple(parameter.shape))
+def set_whole_shape(parameter: nn.Parameter, shape: Sequence[int]) -> None:
+    """Note the shape of a parameter of which other ranks hold a part, or all."""
+    setattr(parameter, _WHOLE_SHAPE, tuple(shape))
 
 
 def num_elements(parameter: Tensor) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.strategy.mesh import Mesh
 
 if TYPE_CHECKING:
     from ddpexp.distributed.world import World
@@ -195,10 +196,19 @@ class Options:
         """Return what gives each rank a part of the parameters to update, as typed; None: a rank updates all."""
         return None
 
+    def mesh(self, world_size: int) -> Mesh:
+        """Return how the workers are numbered along the dimensions of parallelism, for people."""
+        return Mesh(dp_replicate_size=world_size)
+
     @property
     def divides_layers(self) -> bool:
         """Return whether several ranks compute a layer together, each with a part of its parameters."""
         return False
+
+    @property
+    def looks_at_layers(self) -> bool:
+        """Return whether `divide_models` checks the layers of models before workers start."""
+        return self.divides_layers
 
     def divide_models(self, models: Mapping[str, Any]) -> None:
         """Leave in models what one rank computes of them, to see what that takes; for `ddpexp plan` and for checks.
@@ -206,6 +216,17 @@ class Options:
         Raises:
             RefusedError: a layer does not divide.
         """
+
+    def in_stages(self, models: Mapping[str, Any], enter: Callable[[int, Any], None]) -> Any:
+        """Return a model for a task to call, which calls `enter(stage, x)` before it computes each of its stages.
+
+        None: it has none. For `ddpexp plan`.
+        """
+        return None
+
+    def kept_bytes(self, of_stages: Sequence[int], num_passes: int) -> int:
+        """Return what a rank keeps for backward, given what each stage keeps of one of `num_passes` micro-batches."""
+        return sum(of_stages)
 
     def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
         """Return the sizes of the parameters that are gathered together; modules may be on torch's meta device."""

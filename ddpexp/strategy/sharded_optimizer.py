@@ -37,6 +37,21 @@ class Rows:
     count: int
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Where the rows of parameters lie in the whole ones, of which a rank may have a part."""
+
+    shard: Callable[[Tensor, Tensor, int], Shard]  # of a parameter: rows of it or of its state, and their first one
+    whole_rows: Callable[[Tensor, Shard], Shard]  # of a parameter, to save. Ranks: all; may communicate
+
+
+def _shard_of(whole: Tensor, rows: Tensor, first: int) -> Shard:
+    return Shard(rows, (*whole.shape[:1], *rows.shape[1:]), first)
+
+
+WHOLE = Parts(_shard_of, lambda whole, shard: shard)
+
+
 def divide(shapes: Sequence[Sequence[int]], num_ranks: int, by_rows: bool) -> list[list[Rows]]:
     """Divide parameters evenly: each rank gets a contiguous range of all their elements, in the order of `shapes`.
 
@@ -123,10 +138,10 @@ class ShardedOptimizer(Optimizer):
     those without dimensions, are updated by every rank; frozen ones have no gradient, so by none.
     """
 
-    def __init__(self, optimizer: Optimizer, world: World) -> None:
+    def __init__(self, optimizer: Optimizer, world: World, parts: Parts = WHOLE) -> None:
         """Take over a newly built optimizer, whose parameters are replaced by the rows of this rank."""
         # Not Optimizer.__init__: everything but the groups is the inner optimizer's.
-        self._inner, self._world = optimizer, world
+        self._inner, self._world, self._parts = optimizer, world, parts
         self.defaults = optimizer.defaults
         self.param_groups = [dict(group) for group in optimizer.param_groups]
         self._whole = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -207,8 +222,7 @@ class ShardedOptimizer(Optimizer):
         states = dict(saved["state"])
         for index, whole in enumerate(self._whole):
             if whole in self._rows and index in states and self.by_rows:
-                rows = self._rows[whole]
-                states[index] = {key: _shard_of(value, whole, rows) for key, value in states[index].items()}
+                states[index] = {key: self._to_save(value, whole) for key, value in states[index].items()}
         if not self.by_rows:
             states |= self._whole_states(states)
         return {**saved, "state": dict(sorted(states.items(), key=lambda item: str(item[0]))), "param_groups": groups}
@@ -219,14 +233,34 @@ class ShardedOptimizer(Optimizer):
         for index, values in state_dict["state"].items():
             whole = self._whole[index]
             rows = self._rows.get(whole)
-            if rows is None or (rows.count and not self.by_rows):
+            if self.by_rows or rows is None:
+                rows = rows or Rows(0, len(whole) if whole.dim() else 1)
+                states[index] = {key: self._rows_of(value, whole, rows) for key, value in values.items()}
+            elif rows.count:
                 states[index] = {
                     key: value.read() if isinstance(value, Stored) else value for key, value in values.items()
                 }
-            elif self.by_rows:
-                states[index] = {key: _rows_of(value, whole, rows) for key, value in values.items()}
         load_optimizer(self._inner, {**state_dict, "state": states})
         self._copy_settings()
+
+    def _to_save(self, value: Any, whole: Tensor) -> Any:
+        """Return a part of a parameter's state as what this rank has of the whole. Ranks: all; may communicate."""
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        return self._parts.whole_rows(whole, self._parts.shard(whole, value, self._rows[whole].first))
+
+    def _rows_of(self, value: Any, whole: Tensor, rows: Rows) -> Any:
+        """Return this rank's rows of a part of a parameter's state; what has another shape stays whole."""
+        if not whole.dim():
+            return value.read() if isinstance(value, Stored) else value
+        if isinstance(value, Stored):
+            held = self._parts.shard(whole, whole.new_empty((rows.count, *whole.shape[1:]), device="meta"), rows.first)
+            if value.shape != held.shape:
+                return value.read()
+            return held.read(value.read).reshape(rows.count, *whole.shape[1:])
+        if not isinstance(value, Tensor) or value.shape != whole.shape:
+            return value
+        return value[rows.first : rows.first + rows.count].clone()
 
     def _local_parameter(self, whole: Tensor) -> Tensor:
         rows = self._rows.get(whole)
@@ -256,7 +290,7 @@ class ShardedOptimizer(Optimizer):
             if rows is None:
                 after[local] = before[whole]
             elif self.by_rows:
-                after[local] = {key: _rows_of(value, whole, rows) for key, value in before[whole].items()}
+                after[local] = {key: self._rows_of(value, whole, rows) for key, value in before[whole].items()}
             elif rows.count:
                 after[local] = before[whole]
         self._inner.state = after
@@ -298,21 +332,6 @@ def _flat(parameter: Tensor, rows: Rows) -> Tensor:
     row_size = parameter.numel() // parameter.shape[0]
     start = parameter.storage_offset() + rows.first * row_size
     return parameter.detach().as_strided((rows.count * row_size,), (1,), start)
-
-
-def _rows_of(value: Any, whole: Tensor, rows: Rows) -> Any:
-    """Return this rank's rows of a part of a parameter's state; what has another shape stays whole."""
-    if isinstance(value, Stored):
-        return value.read(rows.first, rows.count) if value.shape == tuple(whole.shape) else value.read()
-    if not isinstance(value, Tensor) or value.shape != whole.shape:
-        return value
-    return value[rows.first : rows.first + rows.count].clone()
-
-
-def _shard_of(value: Any, whole: Tensor, rows: Rows) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    return Shard(value, (*whole.shape[:1], *value.shape[1:]), rows.first)
 
 
 def _description(value: Any) -> Any:

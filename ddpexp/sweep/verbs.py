@@ -18,7 +18,7 @@ from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run import lock
 from ddpexp.run.directory import RunDir
-from ddpexp.run.resume_arguments import trust_arguments
+from ddpexp.run.resume_arguments import typed_arguments
 from ddpexp.sweep import comparison, table_files
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.arguments import Arguments, look
@@ -237,7 +237,7 @@ def _is_unfinished(rows: Sequence[Row]) -> bool:
 def _resume(row: Row) -> str:
     if row.status not in UNFINISHED:
         return ""
-    arguments = ["resume", files.shortest(row.path), *trust_arguments(RunDir(row.path))]
+    arguments = ["resume", files.shortest(row.path), *typed_arguments(RunDir(row.path))]
     return f"python -m ddpexp {shlex.join(arguments)}"
 
 

@@ -12,6 +12,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddpexp.config.schema import Trainer
 from ddpexp.train.due import is_due
 
+_FEW_STEPS = 20  # a trial, of which nobody expects an average
+
+
+def slow_average_warning(decay: float | None, num_steps: int) -> str | None:
+    """Return a warning if the average at the end of a run would still be mostly the weights that it began with."""
+    if decay is None or num_steps < _FEW_STEPS or decay**num_steps < 0.5:
+        return None
+    return (
+        f"trainer.ema_decay={decay} averages over about {1 / (1 - decay):,.0f} steps, and this run has {num_steps:,}: "
+        f"{decay**num_steps:.0%} of the average, which evaluations use, would be the weights that it began with. Use "
+        f"trainer.ema_decay={1 - 10 / num_steps:.2g} or trainer.ema_decay=null."
+    )
+
 
 class WeightAverage:
     """The average of the parameters.

@@ -18,6 +18,8 @@ from ddpexp.data.lengths import ByLength, checked_lengths
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.partition import Part, fold_parts, fraction_parts
 from ddpexp.data.streams import Stream
+from ddpexp.data.token_batches import by_tokens
+from ddpexp.data.transforms import is_map_style
 from ddpexp.data.weights import FILES, Passes, Weighted, checked_groups, checked_weights, class_balanced, read_values
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
@@ -33,13 +35,15 @@ def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
     experiment = without_own_arguments(experiment)
     data, limit, whole = experiment.data, experiment.trainer.limit_train_samples, splits.train
     if data.validation_fraction or data.folds is not None:
+        _check_no_order(splits, f"data.folds={data.folds}" if data.folds else _fraction(data))
         splits = _hold_out(splits, data)
     if limit is not None:
+        _check_no_order(splits, f"trainer.limit_train_samples={limit}")
         splits = replace(splits, train=choose_samples(splits.train, limit))
     if data.weights is not None or (data.samples_per_epoch is not None and not data.sources):  # a mixture has its own
         splits = replace(splits, order=_order(splits.train, whole, experiment))
     if data.lengths is not None:
-        splits = replace(splits, order=_by_length(splits, whole, data.lengths, experiment.trainer.global_batch_size))
+        splits = replace(splits, order=_by_length(splits, whole, data.lengths, experiment))
     splits = transformed(splits, experiment)
     return on_device(splits, world.device) if data.on_device else splits
 
@@ -67,12 +71,27 @@ def _share(total: int, kept: int) -> float:
     return math.floor((total - kept) / total * 1e4) / 1e4
 
 
+def _fraction(data: Data) -> str:
+    return f"data.validation_fraction={data.validation_fraction}"
+
+
+def _check_no_order(splits: Splits, key: str) -> None:
+    """Check that the data brings no order of all samples, where the key takes a part of them."""
+    if splits.order is not None:
+        raise RefusedError(
+            f"{key}: an order of all {len(splits.train):,} samples comes with the data (Splits.order), and would ask "
+            "for those that are left out. Leave the key out, or give the set itself an order and a method "
+            "select(indices) (ddpexp.data.datasets.SelectableData)."
+        )
+
+
 def _hold_out(splits: Splits, data: Data) -> Splits:
     """Move some of the training samples into a set named `validation`."""
     train = splits.train
-    key = f"data.folds={data.folds}" if data.folds else f"data.validation_fraction={data.validation_fraction}"
+    key = f"data.folds={data.folds}" if data.folds else _fraction(data)
     if len(train) < (data.folds or 2):
-        raise RefusedError(f"{key}: {len(train)} samples cannot be divided.")
+        most = f", one for each fold: use at most data.folds={len(train)}" if data.folds and len(train) > 1 else ""
+        raise RefusedError(f"{key}: {counted(len(train), 'training sample')} cannot be divided{most}.")
     if "validation" in splits.evals:
         off = "null" if data.folds else "0"
         raise RefusedError(f"{key}: {data.target} has a `validation` set of its own. Use {off}.")
@@ -96,7 +115,7 @@ def _groups(train: Any, name: str) -> NDArray[Any]:
     groups = read_values(name, "data.group_by") if name.endswith(FILES) else column_of(train, name)
     if groups is None:
         raise RefusedError(
-            f"data.group_by={name} is no column of the training set, a {type(train).__name__}, and no file (.npy, .txt "
+            f"data.group_by={name} is no column of the training set ({type(train).__name__}) and no file (.npy, .txt "
             "or .csv) with a value for each training sample."
         )
     return checked_groups(groups, len(train), name)
@@ -128,7 +147,7 @@ def _order(train: Any, whole: Any, experiment: Experiment) -> TrainingOrder:
     return Weighted.of(weights, length)
 
 
-def _by_length(splits: Splits, whole: Any, name: str, batch_size: int) -> TrainingOrder:
+def _by_length(splits: Splits, whole: Any, name: str, experiment: Experiment) -> TrainingOrder:
     """Return the order of training with samples of similar length in the same batch."""
     train, key = splits.train, f"data.lengths={name}"
     if isinstance(train, OrderedData) and train is not whole:
@@ -139,11 +158,19 @@ def _by_length(splits: Splits, whole: Any, name: str, batch_size: int) -> Traini
     values = read_values(name, "data.lengths") if name.endswith(FILES) else column_of(whole, name)
     if values is None:
         raise RefusedError(
-            f"{key} is no column of the training set, a {type(whole).__name__}, and no file (.npy, .txt or .csv) with "
+            f"{key} is no column of the training set ({type(whole).__name__}) and no file (.npy, .txt or .csv) with "
             "the length of each training sample."
         )
     lengths = checked_lengths(values, len(whole), key)[places_in(train, whole)]
-    return ByLength(splits.order or training_order(train), lengths, batch_size)
+    most_tokens = experiment.data.batch_tokens
+    if most_tokens is None:
+        return ByLength(splits.order or training_order(train), lengths, experiment.trainer.global_batch_size)
+    if not is_map_style(train) or splits.order is not None or isinstance(train, OrderedData):
+        raise RefusedError(
+            f"data.batch_tokens={most_tokens} makes batches of single samples, and `train` is a "
+            f"{type(train).__name__}, which makes its batches or brings an order itself. Use data.batch_tokens=null."
+        )
+    return by_tokens(lengths, most_tokens)
 
 
 def _weights(weights: str | Node, whole: Any, experiment: Experiment) -> NDArray[np.float64]:

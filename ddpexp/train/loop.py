@@ -262,7 +262,7 @@ class Loop:
         means = self._metrics.reduce(self.state.step - num_steps + 1, stop, self.callbacks.pending)
         values = {f"train/{name}": value for name, value in means.items()}
         values |= {f"train/lr{suffix}": rate for suffix, rate in self._rates.recorded().items()} | self._check_norms()
-        speed = num_steps * self.train.plan.global_batch_size / self._clock.lap()
+        speed = num_steps * self.train.samples_per_step / self._clock.lap()
         values |= {f"train/{name}_per_second": speed * number for name, number in self._units_per_sample.items()}
         fault_point("record")
         self.logger.scalars(self.state.step, self._epoch(), values)

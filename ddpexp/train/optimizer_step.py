@@ -154,6 +154,13 @@ class Step:
         yield
         self._inside = False
 
+    @contextmanager
+    def forward_pass(self, micro_batch: int) -> Iterator[None]:
+        """Return a context for a further forward pass of a micro-batch, which draws the random numbers of its first."""
+        with self.backward_pass(micro_batch), self.precision.autocast():
+            self._seed(0, micro_batch)
+            yield
+
     def forward(self, batch: Any) -> Sums:
         """Return the task's sums for a micro-batch; those of the first step are checked."""
         if self._checked:
@@ -271,22 +278,20 @@ class Step:
             self._undo = Undo(self.strategy.modules)
         if self.manual is not None and self._passes_in_round % self.plan.gradient_accumulation_steps == 0:
             self._numbers.clear()  # the counts of another pass over the micro-batches may differ
-        num_micro_batches = self.plan.gradient_accumulation_steps
-        turn, number = divmod(self._passes, num_micro_batches)  # a manual task may do several passes over them
-        value = seed_of(
-            self.seed,
-            MODEL,
-            self._step,
-            (turn * self.plan.data_size + self.strategy.data.rank) * num_micro_batches + number,
-        )
-        if self.reduction == "exact":
-            seed_everything(value)
-        seed_torch(value, self.world.device)
+        self._seed(*divmod(self._passes, self.plan.gradient_accumulation_steps))  # a manual task may do several turns
         self._passes += 1
         self._current = self._passes_in_round
         self._passes_in_round += 1
         self._position = 0
         self._inside = True
+
+    def _seed(self, turn: int, micro_batch: int) -> None:
+        """Seed the random numbers of a micro-batch."""
+        place = (turn * self.plan.data_size + self.strategy.data.rank) * self.plan.gradient_accumulation_steps
+        value = seed_of(self.seed, MODEL, self._step, place + micro_batch)
+        if self.reduction == "exact":
+            seed_everything(value)
+        seed_torch(value, self.world.device)
 
     def _end_round(self) -> None:
         if self.precision.skips:

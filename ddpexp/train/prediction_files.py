@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from ddpexp.errors import DdpexpError
 
+_FILE = "file"  # the column of names
 METADATA = "ddpexp"  # the entry of a .npz, and the key in a parquet file
 
 
@@ -36,14 +38,16 @@ def check_holds(out: Path, shapes: Mapping[str, Sequence[int]]) -> None:
 def contents(out: Path, arrays: Mapping[str, NDArray[Any]], made: Mapping[str, Any]) -> dict[Path, bytes]:
     """Return the files to write, and what is in them; `made` says with what the predictions were made.
 
-    A format without metadata has it in a JSON file beside it, which comes first.
+    A format without metadata has it in a JSON file beside it, which comes first. A table of what was predicted for
+    files begins with a column of their names.
     """
     text = json.dumps(made, indent=2)
+    files = made.get("files") if _FILE not in arrays else None
     if out.suffix == ".npz":
         return {out: _npz(arrays, text)}
     if out.suffix == ".parquet":
-        return {out: _parquet(arrays, text)}
-    whole = _csv(arrays) if out.suffix == ".csv" else _npy(arrays)
+        return {out: _parquet(arrays, files, text)}
+    whole = _csv(arrays, files) if out.suffix == ".csv" else _npy(arrays)
     return {out.with_name(f"{out.name}.json"): f"{text}\n".encode(), out: whole}
 
 
@@ -59,10 +63,10 @@ def _npy(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     return file.getvalue()
 
 
-def _csv(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+def _csv(arrays: Mapping[str, NDArray[Any]], files: Sequence[str] | None) -> bytes:
     """Return a line for each sample; an array with several numbers a sample has a column for each."""
-    names: list[str] = []
-    columns: list[list[Any]] = []
+    names: list[str] = [] if files is None else [_FILE]
+    columns: list[Sequence[Any]] = [] if files is None else [files]
     for name, array in arrays.items():
         if array.ndim == 1:
             names.append(name)
@@ -74,15 +78,17 @@ def _csv(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(names)
     writer.writerows(zip(*columns, strict=True))
-    return file.getvalue().encode()
+    return file.getvalue().encode("utf-8", "surrogateescape")  # the names of files as they are on the disk
 
 
-def _parquet(arrays: Mapping[str, NDArray[Any]], text: str) -> bytes:
+def _parquet(arrays: Mapping[str, NDArray[Any]], files: Sequence[str] | None, text: str) -> bytes:
     """Return a row for each sample; an array with several numbers a sample is a column of lists."""
     import pyarrow  # type: ignore[import-untyped,import-not-found,unused-ignore]
     import pyarrow.parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
-    columns = {}
+    columns = (
+        {} if files is None else {_FILE: pyarrow.array([os.fsencode(file).decode(errors="replace") for file in files])}
+    )
     for name, array in arrays.items():
         flat = pyarrow.array(array.reshape(-1))
         columns[name] = flat if array.ndim == 1 else pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1])

@@ -13,6 +13,7 @@ from ddpexp.data.batch_plan import counted, epochs_text
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.lengths import ByLength
 from ddpexp.data.streams import Batches, StreamBatches
+from ddpexp.data.token_batches import ByTokens
 from ddpexp.launch import Layout
 from ddpexp.loggers.base import Logger
 from ddpexp.run.directory import RunDir
@@ -52,7 +53,9 @@ class Report:
         shared = ", gradients through shared memory" if self.shares_memory else ""
         epochs, per_epoch = self.num_steps / self.train.steps_per_epoch, self.train.steps_per_epoch
         is_stream = isinstance(self.train, StreamBatches)
-        batch = plan.formula()
+        batch, mesh = plan.formula(), experiment.strategy.mesh(layout.world_size).drawn()
+        if isinstance(self.train, TrainBatches) and isinstance(self.train.order, ByTokens):
+            batch = batch.replace("micro-batch 1", f"micro-batch of {self.train.order.most_tokens:,} tokens", 1)
         if experiment.trainer.reduction == "exact":
             batch += ", summed in one order at every number of workers"
         lines = {
@@ -61,6 +64,7 @@ class Report:
             "model": f"{_model(experiment.model)}, {size}, {_numbers(experiment.trainer)}",
             **({"groups": f"{len(groups)}: {first_few(groups, 4)}"} if groups else {}),
             "world": f"{workers} ({layout.backend}{shared}), {counted(layout.threads, 'thread')} each{crowded}",
+            **({"mesh": f"\n{'':8}".join(mesh)} if mesh else {}),
             "batch": f"{plan.global_batch_size} = {batch}",
             "steps": f"{self.num_steps:,}" if is_stream else f"{self.num_steps:,} ({epochs_text(epochs, per_epoch)})",
             "folder": relative(self.run.path),
@@ -73,11 +77,16 @@ class Report:
         parts = []
         if trainer.limit_train_samples is not None:
             parts.append(f"trained on {trainer.limit_train_samples:,} samples")
-        if isinstance(self.train, TrainBatches) and self.train.samples_per_epoch != len(self.train.data):
+        order = self.train.order if isinstance(self.train, TrainBatches) else None
+        if isinstance(order, ByTokens):
+            parts.append(
+                f"{order.samples_per_epoch:,} batches an epoch of at most {order.most_tokens:,} tokens, of which "
+                f"{order.padding:.1%} is padding"
+            )
+        elif isinstance(self.train, TrainBatches) and self.train.samples_per_epoch != len(self.train.data):
             parts.append(f"{self.train.samples_per_epoch:,} samples an epoch")
-        if isinstance(self.train, TrainBatches) and isinstance(self.train.order, ByLength):
-            size = self.train.plan.micro_batch_size
-            sorted_share, other_share = self.train.order.padding(self.train.seed, size)
+        if isinstance(order, ByLength):
+            sorted_share, other_share = order.padding(self.train.seed, self.train.plan.micro_batch_size)
             parts.append(f"by length: {sorted_share:.1%} of a batch is padding instead of {other_share:.1%}")
         if trainer.limit_eval_batches is not None:
             parts.append(f"evaluated on at most {trainer.limit_eval_batches * trainer.global_batch_size:,} of each set")
@@ -98,7 +107,7 @@ class Report:
         status = "interrupted" if outcome.interrupted else "done"
         if not outcome.interrupted:
             logger.done()
-        samples = outcome.step * self.train.plan.global_batch_size
+        samples = self.train.num_samples(outcome.step)
         seconds = outcome.train_seconds
         result = {
             "status": status,

@@ -20,6 +20,7 @@ from ddpexp.errors import RefusedError
 
 _SAMPLE_KEYS = (
     "transform", "eval_transform", "collate", "weights", "group_by", "stratify", "samples_per_epoch", "lengths",
+    "batch_tokens",
 )  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def _check_images(part: Any, name: str, key: str, nodes: Sequence[Node]) -> None
     options = images.options
     own = {
         "data.mixup": options.mixup, "data.cutmix": options.cutmix, "data.rand_augment": options.rand_augment,
-        "data.color_jitter": any(options.color_jitter),
+        "data.color_jitter": any(options.color_jitter), "data.augment_on": options.augment_on != "host",
     }  # fmt: skip
     used = next((option for option, value in own.items() if value), None)
     if key == "data.transform" and used is not None:

@@ -24,8 +24,8 @@ from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
-from ddpexp.config.schema import Experiment
-from ddpexp.data.batch_plan import plan_batches
+from ddpexp.config.sampling import eval_batch_size, training_plan
+from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.data.loader import shared_memory_warning
 from ddpexp.data.streams import StreamBatches
 from ddpexp.distributed.world import World
@@ -33,13 +33,15 @@ from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.run.directory import RunDir
-from ddpexp.run.resume_arguments import trust_arguments
+from ddpexp.run.resume_arguments import typed_arguments
+from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import dumps, relative, shortest
 from ddpexp.system.hardware import usable_cores
 from ddpexp.train import gpu_memory, lazy_dynamo
+from ddpexp.train.average import slow_average_warning
 from ddpexp.train.build import (
     RunContext,
     build_average,
@@ -157,7 +159,7 @@ def build(context: RunContext) -> Built:
     inputs = inputs_of(context, undivided, splits.order) if world.is_rank_zero else {}
     check_held_out(experiment, splits, undivided)
     data = experiment.strategy.data_rank(world.rank, world.world_size)
-    plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data.size)
+    plan = training_plan(experiment, data.size)
     batches = build_batches(experiment, splits, plan, data.rank, world.device)
     if isinstance(batches, StreamBatches) and world.is_rank_zero:
         warn_of_streams(batches, trainer, log)
@@ -186,13 +188,19 @@ def build(context: RunContext) -> Built:
         strategy.memory is not None, batches, num_steps,
     )  # fmt: skip
     log.info(report.headline())
-    evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
+    evals = build_evals(experiment, splits, data, world.device, eval_batch_size(experiment, data.size))
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
     _log_other_bits(experiment, plan.gradient_accumulation_steps, loop.optimizers.values(), log)
-    for sentence in LateStarts.of(trainer, strategy.modules, strategy.single).never_reached(num_steps):
-        log.warning(sentence)
+    _warn_of_late_starts(trainer, strategy, num_steps, log)
+    if slow := slow_average_warning(trainer.ema_decay, num_steps):
+        log.warning(slow)
     initial_weights.finish()
     return Built(loop, checkpointer, report, newest, damaged, compilations)
+
+
+def _warn_of_late_starts(trainer: Trainer, strategy: Strategy, num_steps: int, log: logging.Logger) -> None:
+    for sentence in LateStarts.of(trainer, strategy.modules, strategy.single).never_reached(num_steps):
+        log.warning(sentence)
 
 
 def _log_other_bits(
@@ -246,7 +254,7 @@ def fit(context: RunContext, built: Built) -> None:
             context.log.info(built.report.finish(outcome, loop.logger))
     except UnknownMetricError as error:
         built.checkpointer.drain()
-        words = ["resume", shortest(context.run.path), *trust_arguments(context.run), error.override]
+        words = ["resume", shortest(context.run.path), *typed_arguments(context.run), error.override]
         raise DdpexpError(
             f"{error} Step {loop.state.step} is saved; resume from it with another metric: python -m ddpexp "
             f"{shlex.join(words)}"
@@ -254,7 +262,7 @@ def fit(context: RunContext, built: Built) -> None:
     except MetricError as error:
         built.checkpointer.drain()
         control.set_phase("evaluate")
-        words = ["resume", shortest(context.run.path), *trust_arguments(context.run)]
+        words = ["resume", shortest(context.run.path), *typed_arguments(context.run)]
         raise DdpexpError(
             f"{error} Step {loop.state.step} is saved; correct that and resume: python -m ddpexp {shlex.join(words)}"
         ) from error
@@ -327,7 +335,7 @@ def situation(
 ) -> gpu_memory.Situation:
     """Return what this rank does, for an answer to an error. `batch_size`: of an evaluation."""
     trainer, data = experiment.trainer, experiment.strategy.data_rank(world.rank, world.world_size)
-    plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data.size)
+    plan = training_plan(experiment, data.size)
     if batch_size is not None:
         plan = replace(plan, micro_batch_size=batch_size)
     return gpu_memory.Situation(plan, trainer.precision, control.phase, experiment.data.on_device)

@@ -64,6 +64,19 @@ def test_what_is_wrong_is_refused(run: Path, arguments: list[str], sentence: str
     assert not Path("out").exists()
 
 
+def test_a_folder_without_a_run_or_without_a_checkpoint_is_named(run: Path) -> None:
+    Path("empty").mkdir()
+    shutil.rmtree("RUN/checkpoints/step-00000050")
+    for folder, sentence in (
+        ("empty", "export empty: it is no run directory, and holds no weights. Name a run directory."),
+        ("RUN", "export RUN: RUN/checkpoints holds no complete checkpoint."),
+    ):
+        with pytest.raises(RefusedError) as refused:
+            run_export([folder, "--out", "out"], ["ddpexp", "export", folder, "--out", "out"])
+        assert str(refused.value).startswith(sentence)
+        assert not Path("out").exists()
+
+
 def test_onnx_names_what_to_install(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RefusedError, match=r"needs onnx, onnxscript, onnxruntime: pip install 'ddpexp\[onnx\]'\."):
@@ -103,3 +116,9 @@ def test_the_greatest_difference_is_that_of_all_outputs() -> None:
 def test_preprocessing_and_the_names_of_classes_go_with_the_model() -> None:
     data = {"name": "images", "mean": [0.5], "std": [0.2], "folder": "/x", "facts": {"classes": ["cat"], "other": 1}}
     assert described(data) == {"name": "images", "mean": [0.5], "std": [0.2], "classes": ["cat"]}
+
+
+def test_the_columns_of_a_table_and_the_units_of_its_targets_go_with_the_model() -> None:
+    facts = {"columns": ["area", "rooms"], "target_mean": [9.0], "target_std": [2.0], "shape": [2]}
+    assert described({"name": "arrays", "facts": facts}) == {"name": "arrays", **facts}
+    assert "target_mean" not in described({"name": "arrays", "facts": {**facts, "target_mean": None}})  # classes

@@ -12,6 +12,7 @@ import pytest
 from ddpexp.cli.new import kinds, new
 from ddpexp.errors import RefusedError
 from examples.photos.draw import main as draw_photos
+from examples.table.table import write as write_table
 from tests.conftest import PATIENCE, ROOT, Ddpexp
 from tests.examples import install
 
@@ -20,6 +21,13 @@ def made(place: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(place)
     assert new(["my-work", "--like", kind]) == 0
     return place / "my-work"
+
+
+GROWN = {  # what users write into the section `data`, as the README of the project says
+    "images": "root: pictures\n  validation_fraction: 0.2",
+    "table": "path: mine.csv\n  targets: price\n  inputs: [area, rooms]\n  target_type: number",
+    "gpt": "path: mine.txt",
+}
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -31,6 +39,10 @@ def test_a_project_is_complete_and_passes_its_own_tests(
     assert {"README.md", "pyproject.toml", ".gitignore", "my_work/recipe.py", "tests/test_recipe.py"} <= files
     assert "my_work/conf/recipe/my_work.yaml" in files
     assert not [name for name in files if "myproject" in (project / name).read_text()]
+    config = project / "my_work/conf/recipe/my_work.yaml"
+    if kind in GROWN:
+        assert "section `data` of the YAML file" in " ".join((project / "README.md").read_text().split())
+        config.write_text(config.read_text().replace("\ndata:\n", f"\ndata:\n  {GROWN[kind]}\n"))
     environ = ddpexp.environ | {"PYTHONPATH": f"{install(project, tmp_path / 'pip')}:{ROOT}"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     done = subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True, timeout=PATIENCE)
@@ -39,7 +51,7 @@ def test_a_project_is_complete_and_passes_its_own_tests(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", kinds())
-def test_a_project_is_checked_and_swept(
+def test_a_project_is_checked_swept_predicted_with_and_exported(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpexp: Ddpexp
 ) -> None:
     project = made(tmp_path, kind, monkeypatch)
@@ -51,9 +63,17 @@ def test_a_project_is_checked_and_swept(
     if kind == "gpt":
         (tmp_path / "text.txt").write_text("to be, or not to be\n" * 100)
         words += [f"data.path={tmp_path}/text.txt", "data.block_size=16"]
+    if kind == "table":
+        write_table(str(tmp_path / "flowers.csv"))
+        words += [f"data.path={tmp_path}/flowers.csv", "data.targets=species", "data.inputs=[length,width]"]
     assert ddpexp("check", *words, environ=environ).code == 0
     done = ddpexp("-m", *words, "optimizer.lr=0.01,0.02", "trainer.max_steps=2", environ=environ)
     assert done.code == 0, done.err
+    trained = ddpexp(*words, "trainer.max_steps=2", f"run.dir={tmp_path}/run", environ=environ)
+    assert trained.code == 0, trained.err
+    for last in (("predict", "--out=p.csv"), ("export", "--out=exported")):
+        done = ddpexp(last[0], f"{tmp_path}/run", last[1], environ=environ)
+        assert (done.code, done.err) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,21 @@ def test_a_table_has_a_line_for_each_sample_and_says_beside_how_it_was_made() ->
     assert list(found) == [Path("x.csv.json"), Path("x.csv")]
 
 
+def test_a_table_of_pictures_begins_with_their_names() -> None:
+    made = {"files": ["b/a, b.jpg", "c\udcff.jpg"]}
+    found = contents(Path("x.csv"), {"label": np.array([1, 0])}, made)[Path("x.csv")]
+    assert found == b'file,label\n"b/a, b.jpg",1\nc\xff.jpg,0\n'
+    own = contents(Path("x.csv"), {"file": np.array([1, 0])}, made)[Path("x.csv")]  # what predict returns comes first
+    assert own == b"file\n1\n0\n"
+
+
 def test_a_parquet_file_has_a_row_for_each_sample_and_says_how_it_was_made(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     arrays = {"label": np.array([1, 0]), "score": np.array([[0.25, 0.5], [1, 2]])}
+    [(path, content)] = contents(tmp_path / "y.parquet", arrays, {"files": ["a.jpg", "b.jpg"]}).items()
+    path.write_bytes(content)
+    assert parquet.read_table(path).column_names == ["file", "label", "score"]
+    assert parquet.read_table(path)["file"].to_pylist() == ["a.jpg", "b.jpg"]
     [(path, content)] = contents(tmp_path / "x.parquet", arrays, {"run": "r"}).items()
     path.write_bytes(content)
     table = parquet.read_table(path)

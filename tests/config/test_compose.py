@@ -216,6 +216,7 @@ def test_another_optimizer_inherits_nothing_from_the_recipes_tuned_one() -> None
 GENERAL = {
     "validation_fraction": 0.0, "num_workers": 0, "on_device": False, "stratify": None, "group_by": None, "fold": None,
     "folds": None, "weights": None, "samples_per_epoch": None, "lengths": None,
+    "batch_tokens": None,
     "transform": None, "eval_transform": None, "transform_of": "input", "collate": None,
 }  # fmt: skip
 """What every kind of data understands."""
@@ -375,7 +376,7 @@ MODELS = ", ".join(options("model"))
         ("optimizer.lr=true", "optimizer.lr=true is not a number (its default is "),
         ("model.hidden=1.5", "model.hidden=1.5 is not a whole number (its default is 128)."),
         ("model.hidden=[1]", "model.hidden=[1] is not a number (its default is 128)."),
-        ("model.width=16", "model.width=16 is not a list (its default is [16, 32])."),
+        ("model.width=16", "model.width=16 is not a list (its default is [16, 32]): type model.width=[16] for"),
         ("model.width=[16,wide]", "model.width[1]=wide is not a number (its default is 16)."),
         ("task.label_smoothing=much", "task.label_smoothing=much is not a number (its default is 0.0)."),
         ("data=images data.flip=maybe", "data.flip=maybe is not true or false (its default is false)."),

@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from ddpexp.data.arrays.dataset import load as load_arrays
 from ddpexp.data.arrays.prepare import prepare as arrays
 from ddpexp.data.hf.prepare import prepare as hf
+from ddpexp.data.image_folder.dataset import load as load_images
 from ddpexp.data.image_folder.prepare import prepare as image_folder
 from ddpexp.data.text.prepare import prepare as text
 from ddpexp.errors import RefusedError
@@ -72,3 +76,46 @@ def test_a_full_disk_is_one_sentence_and_nothing_half_made_is_left(prepare: obje
     assert "\n" not in str(refused.value)
     left = [path for caches in small.rglob(".ddpexp-cache") for path in caches.rglob("*") if path.is_file()]
     assert [path for path in left if path.stat().st_size] == []
+
+
+def table(place: Path) -> Callable[[], Any]:
+    (place / "t.csv").write_text("a,b\n" + "1.5,0\n2,1\n" * 3000)
+    return lambda: load_arrays(arrays(str(place / "t.csv"), targets="b", dtype="float64"))
+
+
+def photographs(cache: Any) -> Callable[[Path], Callable[[], Any]]:
+    def make(place: Path) -> Callable[[], Any]:
+        for number in range(6):
+            folder = place / "photos" / "ab"[number % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((64, 64, 3), 30 * number, np.uint8)).save(folder / f"{number}.jpg")
+        return lambda: load_images(image_folder(str(place / "photos"), cache=cache, size=56))
+
+    return make
+
+
+@pytest.mark.parametrize("make", [table, *(photographs(cache) for cache in ("raw", "jpeg", "none"))])
+def test_a_disk_that_is_full_at_any_point_gives_all_or_nothing(
+    make: Callable[[Path], Callable[[], Any]], small: Path
+) -> None:
+    """With room for one page more each time: the disk is full at the first file, at the second, and so on."""
+    prepare = make(small)
+    for room in range(200):
+        used = os.statvfs(small)
+        size = (used.f_blocks - used.f_bfree) * used.f_frsize
+        subprocess.run(["mount", "-o", f"remount,size={size + 4096 * room}", str(small)], check=True)
+        problem = ""
+        try:
+            splits = prepare()
+        except RefusedError as error:
+            problem = str(error)
+        if not problem:
+            break
+        assert "No space left on device" in problem
+        assert "\n" not in problem
+        left = [path for caches in small.rglob(".ddpexp-cache") for path in caches.rglob("*") if path.is_file()]
+        assert [path for path in left if path.stat().st_size] == []
+    assert room > 1
+    inputs, targets = splits.train.gather(torch.arange(len(splits.train)), torch.device("cpu"))
+    assert inputs.isfinite().all()
+    assert targets.unique().tolist() == [0, 1]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from ddpexp.checkpoint.codec import decode, encode
 from ddpexp.config.schema import Data
@@ -291,3 +292,54 @@ def test_streaming_data_sets_of_hugging_face_are_split_by_themselves() -> None:
         second = batches(stream)
         second.restore([stored(first.state())], "the checkpoint of step 3")
         assert str(list(second.steps(3, 6))) == str(whole[3:])
+
+
+class Counted(IterableDataset[int]):
+    """Every `count`-th number from `index`, with a position."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self.number, self.count = index, count
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            number, self.number = self.number, self.number + self.count
+            yield number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_torchdatas_loader_keeps_its_position(num_workers: int) -> None:
+    """Needs the package `torchdata`."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def opened(index: int, count: int) -> Any:
+        return loaders.StatefulDataLoader(Counted(index, count), batch_size=None, num_workers=num_workers)
+
+    resumed_in_the_middle(Stream(opened))
+
+
+def test_torchdatas_nodes_keep_their_position() -> None:
+    """Needs the package `torchdata`."""
+    nodes = pytest.importorskip("torchdata.nodes")
+
+    def opened(index: int, count: int) -> Any:
+        numbers = nodes.SamplerWrapper(range(index, 1000, count))
+        return nodes.Loader(nodes.Mapper(numbers, int))
+
+    resumed_in_the_middle(Stream(opened))
+
+
+def resumed_in_the_middle(stream: Stream) -> None:
+    whole = list(batches(stream).steps(0, 6))
+    assert sorted(torch.cat([batch for step in whole for batch in step]).tolist()) == list(range(48))
+    first = batches(stream)
+    list(first.steps(0, 3))
+    second = batches(stream)
+    second.restore([stored(first.state())], "the checkpoint of step 3")
+    assert str(list(second.steps(3, 6))) == str(whole[3:])

@@ -58,10 +58,11 @@ def load(transform: Any) -> Splits:
 
 
 class Seeded:
-    """A transform with a generator of its own, as albumentations has."""
+    """A transform with a generator of its own, as albumentations has; in loader workers it adds torch's seed."""
 
     def set_random_seed(self, seed: int) -> None:
-        self.generator = np.random.default_rng(seed)
+        there = torch.utils.data.get_worker_info() is not None
+        self.generator = np.random.default_rng(seed + (torch.initial_seed() if there else 0))
 
     def __call__(self, value: float) -> float:
         return float(self.generator.random())

@@ -131,6 +131,36 @@ def test_every_launcher_shards_the_model_and_gives_the_weights_of_replicas(
     assert done.result()["weights_sha256"] == expected[size]["sha"]
 
 
+MESH = (
+    "strategy=pipeline", "strategy.tp_size=2", "trainer.micro_batch_size=6", "trainer.seed=3", "model.dropout=0.1",
+    'strategy.tp_plan=[{match:"0",style:colwise},{match:"3",style:rowwise}]',
+)  # fmt: skip
+"""A pipeline of two stages, each of which divides its layer."""
+
+
+@pytest.mark.parametrize(
+    ("starter", "size"), [one for one in params(often=["torchrun on two machines", "sbatch"]) if one.values[1] == 4]
+)
+def test_every_launcher_divides_layers_into_stages_and_among_tensor_groups(
+    recipe: Recipe, in_a_mesh: Done, starter: Starter, size: int
+) -> None:
+    skip_without(starter)
+    done = starter(recipe, size, *MESH)
+    assert done.code == 0, done.err
+    assert files(done) == files(in_a_mesh)
+    assert done.result()["weights_sha256"] == in_a_mesh.result()["weights_sha256"]
+    assert done.result()["metrics"] == in_a_mesh.result()["metrics"]
+
+
+@pytest.fixture(scope="module")
+def in_a_mesh(recipe: Recipe) -> Done:
+    """What launcher=spawn gives."""
+    done = SPAWN(recipe, 4, *MESH)
+    assert done.code == 0, done.err
+    assert "mesh    pp_size 2 x tp_size 2 = 4 workers\n        pp 0: [0 1]\n        pp 1: [2 3]\n" in done.out
+    return done
+
+
 def test_the_order_is_the_same_at_every_size_and_the_weights_distinguish_sizes(
     expected: dict[int, dict[str, Any]],
 ) -> None:

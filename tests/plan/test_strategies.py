@@ -20,6 +20,7 @@ from ddpexp.plan.activations import _Kept
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.fits import check_fits, verdict
 from ddpexp.plan.layout import Assumed
+from ddpexp.plan.memory import AVERAGE
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.strategies import candidates, compare
 from ddpexp.strategy.memory import Facts, Parameter
@@ -70,13 +71,15 @@ def test_accumulated_gradients_and_what_stays_gathered_are_whole() -> None:
 
 def test_the_whole_model_is_there_at_the_start_and_in_evaluations_unless_chosen_otherwise() -> None:
     found = outcome("strategy=fsdp")
-    assert found.moments() == {"start": 45 * MB, "evaluation": 70 * MB}
+    assert found.moments() == {"start": 45 * MB, "evaluation": 100 * MB}  # with the copy for a checkpoint, 30 MB
     assert outcome("strategy=fsdp", "strategy.init=replay", "strategy.gather_in_evaluation=false").moments() == {}
     assert outcome("strategy=ddp").moments() == {}
     tiny = replace(FACTS, activations_bytes=0, temporary_bytes=0)
-    assert outcome("strategy=fsdp", facts=tiny).most_bytes() == 90 * MB + 2000  # with the copy for a checkpoint, 30 MB
+    found = outcome("strategy=fsdp", facts=tiny)
+    assert (found.rank_bytes(on_host=False), found.most_bytes()) == (90 * MB + 2000, 100 * MB)
     averaged = outcome("strategy=fsdp", "trainer.ema_decay=0.9")
-    assert {part.name: part.num_bytes for part in averaged.parts()}["average of the weights"] == 10 * MB
+    assert {part.name: part.num_bytes for part in averaged.parts()}[AVERAGE] == 10 * MB
+    assert averaged.moments()["evaluation"] == (70 + 40 + 2 * 10) * MB  # and what the weights were
 
 
 def test_blocks_are_counted_without_those_inside() -> None:
@@ -112,7 +115,7 @@ def test_layers_that_are_computed_again_keep_their_inputs_and_one_of_them_the_re
             model(rows).sum()
         found.append(kept.result())
     inputs, inside = 10 * 8 * 4, 10 * 64 * 4
-    assert [one.kept_bytes for one in found] == [3 * (inputs + inside), 3 * inputs + inside]
+    assert [one.of_stages for one in found] == [[3 * (inputs + inside)], [3 * inputs + inside]]
     assert [one.again_bytes for one in found] == [0, inside]
     assert [one.temporary_bytes for one in found] == [2 * inside, 2 * inside]
 
@@ -123,19 +126,28 @@ def test_layers_that_are_computed_again_keep_their_inputs_and_one_of_them_the_re
         (
             ["recipe=mnist", "trainer.gpus=4"],
             ["strategy=ddp", "strategy=ddp strategy.shard_optimizer=true", "strategy=fsdp",
-             "strategy=fsdp strategy.init=replay strategy.gather_in_evaluation=false"],
+             "strategy=fsdp strategy.init=replay strategy.gather_in_evaluation=false",
+             "strategy=fsdp strategy.tp_size=2", "strategy=pipeline"],
+        ),
+        (
+            ["strategy=pipeline", "strategy.pp_size=4", "strategy.tp_size=4"],
+            ["strategy=ddp", "strategy=ddp strategy.shard_optimizer=true", "strategy=fsdp strategy.tp_size=4",
+             "strategy=fsdp strategy.init=replay strategy.gather_in_evaluation=false strategy.tp_size=4",
+             "strategy=pipeline strategy.pp_size=4 strategy.tp_size=4"],
         ),
         (
             ["strategy=fsdp", "strategy.blocks=[Block]", "strategy.init=replay"],
             ["strategy=ddp", "strategy=ddp strategy.shard_optimizer=true",
              "strategy=fsdp strategy.blocks=[Block] strategy.init=replay",
-             "strategy=fsdp strategy.init=replay strategy.gather_in_evaluation=false strategy.blocks=[Block]"],
+             "strategy=fsdp strategy.init=replay strategy.gather_in_evaluation=false strategy.blocks=[Block]",
+             "strategy=fsdp strategy.tp_size=2 strategy.blocks=[Block] strategy.init=replay", "strategy=pipeline"],
         ),
         (
             ["strategy=ordered", "strategy.descending=true"],
             ["strategy=ordered strategy.descending=true", "strategy=ddp",
              "strategy=ddp strategy.shard_optimizer=true", "strategy=fsdp",
-             "strategy=fsdp strategy.init=replay strategy.gather_in_evaluation=false"],
+             "strategy=fsdp strategy.init=replay strategy.gather_in_evaluation=false",
+             "strategy=fsdp strategy.tp_size=2", "strategy=pipeline"],
         ),
     ],
 )  # fmt: skip
@@ -148,7 +160,7 @@ def test_known_classes_are_compared_with_their_activations_computed_again() -> N
     again = "trainer.activation_checkpointing=[Block]"
     for words in (["strategy=fsdp", "strategy.blocks=[Block]"], [again]):
         found = [one[-1] for one in candidates(words)]
-        assert found == [f"{again.partition('=')[0]}=null", again] * 4
+        assert found == [f"{again.partition('=')[0]}=null", again] * 6
 
 
 def test_what_fits_leaves_room_for_what_is_not_counted() -> None:
@@ -171,11 +183,13 @@ def test_a_strategy_that_is_refused_stays_in_the_comparison_with_its_reason() ->
     planned = outcome("strategy=ddp")
 
     def plans(runs: Sequence[Sequence[str]], _: PlanArguments) -> list[Outcome | DdpexpError]:
-        return [RefusedError("not so") if "strategy=fsdp" in run else planned for run in runs]
+        return [planned if "strategy=ddp" in run else RefusedError("not so") for run in runs]
 
     arguments = PlanArguments(("recipe=mnist",), strategies=True, memory_gb=0.1)
     rows = compare(arguments, plans).as_dict()["strategies"]
     assert [row.get("verdict") or row["refused"] for row in rows] == ["too large", "too large", "not so", "not so"]
+    typed = compare(replace(arguments, run=(*arguments.run, "strategy=pipeline")), plans).as_dict()["strategies"]
+    assert typed[-1] == {"overrides": "strategy=pipeline", "refused": "not so"}
     with pytest.raises(RefusedError, match=r"^not so$"):
         compare(arguments, lambda runs, _: [RefusedError("not so") for _ in runs])
     with pytest.raises(RefusedError, match=r"^plan --strategies --calibrate: it measures one run"):
@@ -187,6 +201,10 @@ def test_the_command_compares_them(ddpexp: Ddpexp) -> None:
     costs = ("--compute_ms", "9", "--alpha_us", "20", "--bandwidth_gbps", "10")
     found = json.loads(ddpexp(*words, *costs, "--memory_gb", "8", "--json").out)
     assert [row["verdict"] for row in found["strategies"]] == ["fits"] * 4
+    assert any(note.startswith("strategy=pipeline is left out: strategy.pp_size=2 keeps") for note in found["notes"])
+    assert any(
+        "strategy.tp_size=2 is left out: strategy.tp_size=2 divides the layers" in note for note in found["notes"]
+    )
     most = [row["most_bytes"] for row in found["strategies"]]
     assert most[1] < most[0]
     assert all(row["step_ms"] > 9 for row in found["strategies"])

@@ -12,6 +12,7 @@ import yaml
 from ddpexp.checkpoint.matching import Selection, match
 from ddpexp.config.folders import conf_folder
 from ddpexp.data.text.tokenizer import Chars
+from ddpexp.errors import RefusedError
 from ddpexp.loggers.base import Null
 from ddpexp.strategy.fsdp.blocks import blocks_of
 from recipes.gpt import GPT, Cache, Conv1D, NextToken
@@ -125,7 +126,7 @@ def test_what_is_written_follows_from_the_seed_and_goes_beyond_the_block() -> No
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(RefusedError, match=text):
         small(**options)
 
 

@@ -175,6 +175,6 @@ def few(world: World) -> None:
     check(pairwise(world.world_size), world)
 
 
-def every(world: World) -> None:
-    """Compare all cases."""
-    check(every_case(world.world_size), world)
+def every(world: World, optimizer: str) -> None:
+    """Compare all cases with an optimizer."""
+    check([case for case in every_case(world.world_size) if case.optimizer == optimizer], world)

@@ -19,13 +19,14 @@ from tests.conftest import Call
 
 
 def main(module: str, case: str, size: str) -> int:
-    """Run a function of a module with this rank's world."""
+    """Run a function of a module with this rank's world; what follows its name and a space is passed to it, too."""
+    name, *arguments = case.split(" ", 1)
 
     def work(control: Control) -> None:
         lazy_dynamo.defer()
         torch.set_num_threads(1)
         world = World.join(Layout(1, int(size), "cpu", "gloo", 1))
-        getattr(importlib.import_module(module), case)(world)
+        getattr(importlib.import_module(module), name)(world, *arguments)
         world.barrier()
 
     return run_rank(work)

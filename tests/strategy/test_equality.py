@@ -8,6 +8,7 @@ import pytest
 
 from tests.strategy.equality import every_case, pairs_of, pairwise, possible_pairs
 from tests.strategy.on_ranks import works
+from tests.strategy.sharded import CUT
 
 
 def test_few_cases_have_every_pair_of_options() -> None:
@@ -26,6 +27,7 @@ def test_each_pair_of_options_gives_the_weights_of_replicas_or_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_options_give_them(size: int, tmp_path: Path, forked_servers: None) -> None:
-    works("tests.strategy.equality", "every", size, tmp_path / "logs")
+@pytest.mark.parametrize("optimizer", CUT)
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_all_options_give_them(size: int, optimizer: str, tmp_path: Path, forked_servers: None) -> None:
+    works("tests.strategy.equality", f"every {optimizer}", size, tmp_path / "logs")

@@ -11,12 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from ddpexp.train.average import WeightAverage
+from ddpexp.train.average import WeightAverage, slow_average_warning
 from ddpexp.train.callbacks.base import Callback, RunView
 from ddpexp.train.callbacks.hooks import Callbacks
-from tests.conftest import Ddpexp
+from tests.conftest import SMALL, Ddpexp
 from tests.fitting import loop_alone
 from tests.points import Recipe
+
+
+@pytest.mark.parametrize(("decay", "num_steps"), [(None, 280), (0.9999, 10), (0.9999, 7000), (0.97, 280)])
+def test_an_average_that_leaves_its_start_behind_needs_no_warning(decay: float | None, num_steps: int) -> None:
+    assert slow_average_warning(decay, num_steps) is None
+
+
+def test_a_run_whose_average_stays_at_its_start_is_warned(ddpexp: Ddpexp) -> None:
+    done = ddpexp(*SMALL, "trainer.max_steps=20", "trainer.epochs=null", "trainer.ema_decay=0.999")
+    [line] = [line for line in (done.out + done.err).splitlines() if "ema_decay" in line]
+    assert line.endswith(
+        "trainer.ema_decay=0.999 averages over about 1,000 steps, and this run has 20: 98% of the average, which "
+        "evaluations use, would be the weights that it began with. Use trainer.ema_decay=0.5 or trainer.ema_decay=null."
+    )
+    assert slow_average_warning(0.5, 20) is None
 
 
 class Kinds(nn.Module):

@@ -16,6 +16,8 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Arrays, Splits
 from ddpexp.data.lengths import ByLength
+from ddpexp.data.order import Shuffled
+from ddpexp.data.token_batches import ByTokens
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.train.choose_samples import arrange
@@ -130,7 +132,11 @@ def test_weights_may_come_from_a_function() -> None:
         (Bare(), ["data.weights=balanced"], r"data\.weights=balanced: the labels of the training set, a Bare, are not"),
         (Bare(), ["data.validation_fraction=0.1", "data.stratify=true"], r"data\.stratify=true: the labels"),
         (rows(), ["data.folds=5", "data.fold=0", "data.group_by=house"], r"data\.group_by=house is no column"),
-        (rows(), ["data.folds=500", "data.fold=0"], r"data\.folds=500: 200 samples cannot be divided\."),
+        (
+            rows(),
+            ["data.folds=500", "data.fold=0"],
+            r"data\.folds=500: 200 training samples .* at most data\.folds=200\.",
+        ),
         (rows(), ["data.fold=1"], r"data\.fold=1 is one of how many\? Type data\.folds"),
         (rows(), ["data.folds=5"], r"data\.folds=5: which fold is held out\? Type data\.fold=0"),
         (rows(), ["data.folds=5", "data.fold=5"], r"data\.fold=5 is none of data\.folds=5: use 0 to 4\."),
@@ -143,9 +149,12 @@ def test_weights_may_come_from_a_function() -> None:
         (
             rows(),
             ["data.lengths=words"],
-            r"data\.lengths=words is no column of the training set, a Arrays, and no file",
+            r"data\.lengths=words is no column of the training set \(Arrays\) and no file",
         ),
         (rows(), ["data.lengths=none.npy"], r"data\.lengths=none\.npy cannot be read: No such file"),
+        (rows(), ["data.batch_tokens=9"], r"data\.batch_tokens=9 needs the length of each sample: type data\.lengths"),
+        (Items(), ["data.lengths=targets", "data.batch_tokens=0"], r"data\.batch_tokens=0 is too small"),
+        (Items(), ["data.lengths=targets", "data.batch_tokens=9", "data.weights=balanced"], r"data\.weights=null, or"),
         (rows(), ["data.samples_per_epoch=0"], r"data\.samples_per_epoch=0 is too small"),
         (
             rows(),
@@ -168,3 +177,28 @@ def test_lengths_are_those_of_the_samples_that_are_trained_on(tmp_path: Path) ->
         visited = splits.order.order(0, 0)(np.arange(splits.order.samples_per_epoch))
         batches = np.array([splits.train[index][0] for index in visited])[:80].reshape(-1, 20)
         assert (np.diff(batches, axis=1) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "key", ["data.validation_fraction=0.1", "data.folds=5 data.fold=1", "trainer.limit_train_samples=150"]
+)
+def test_no_part_is_taken_of_data_whose_order_is_of_all_its_samples(key: str) -> None:
+    made = compose(["data.source=embedded", "trainer.gpus=1", *key.split()])
+    assert made is not None
+    with pytest.raises(RefusedError, match=f"^{key.split()[0]}.*: an order of all .* Leave the key out"):
+        arrange(Splits(rows(), {}, Shuffled(200)), parse(made.values), ALONE)
+
+
+def test_batches_by_tokens_are_of_the_samples_that_are_trained_on(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.arange(200))
+    keys = f"data.lengths={tmp_path / 'lengths.npy'}", "data.batch_tokens=800", "trainer.global_batch_size=2"
+    splits = arranged(Items(), *keys, "data.folds=5", "data.fold=1")
+    assert isinstance(splits.order, ByTokens)
+    batches = TrainBatches(splits.train, plan_batches(2, 1, 1), 0, 0, CPU, order=splits.order)
+    seen_ones = [[index.tolist() for index, _ in step] for step in batches.steps(0, batches.steps_per_epoch)]
+    assert all(max(batch) * len(batch) <= 800 for step in seen_ones for batch in step)
+    assert not {index for step in seen_ones for batch in step for index in batch} & set(held_out(splits))
+    with pytest.raises(
+        RefusedError, match=r"data\.batch_tokens=800 makes batches of single samples, and `train` is a Ar"
+    ):
+        arranged(rows(), *keys)

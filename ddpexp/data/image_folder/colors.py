@@ -12,11 +12,11 @@ from PIL import Image, ImageEnhance, ImageOps
 from ddpexp.data.image_folder import draws
 from ddpexp.data.image_folder.options import Options
 
-_JITTERS = 5  # numbers drawn for a jitter: four strengths and the order
-_BINS = 30  # of magnitudes
-_GREY = 128  # of what a geometric operation moves into the image
+JITTERS = 5  # numbers drawn for a jitter: four strengths and the order
+BINS = 30  # of magnitudes
+GREY = 128  # of what a geometric operation moves into the image
 _ENHANCE = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
-_ORDERS = tuple(
+ORDERS = tuple(
     (a, b, c, d) for a in range(4) for b in range(4) for c in range(4) for d in range(4) if len({a, b, c, d}) == 4
 )
 
@@ -33,11 +33,11 @@ class Changes:
         image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else np.ascontiguousarray(pixels))
         numbers = self.drawn[:, row].tolist()
         if any(self.options.color_jitter):
-            image = jitter(image, self.options.color_jitter, numbers[:_JITTERS])
-        magnitude = self.options.rand_augment_magnitude / _BINS
+            image = jitter(image, self.options.color_jitter, numbers[:JITTERS])
+        magnitude = self.options.rand_augment_magnitude / BINS
         for place in range(self.options.rand_augment):
-            which, sign = numbers[_JITTERS + 2 * place : _JITTERS + 2 * place + 2]
-            operation = _OPERATIONS[int(which * len(_OPERATIONS))]
+            which, sign = numbers[JITTERS + 2 * place : JITTERS + 2 * place + 2]
+            operation = OPERATIONS[int(which * len(OPERATIONS))]
             image = operation(image, magnitude, -1.0 if sign < 0.5 else 1.0)
         changed: NDArray[np.uint8] = np.asarray(image).reshape(pixels.shape)
         return changed
@@ -47,12 +47,12 @@ def draw(key: int, samples: NDArray[np.int64], options: Options) -> Changes | No
     """Draw the changes of samples; None if there are to be none."""
     if not any(options.color_jitter) and not options.rand_augment:
         return None
-    return Changes(options, draws.changes(key, samples, _JITTERS + 2 * options.rand_augment))
+    return Changes(options, draws.changes(key, samples, JITTERS + 2 * options.rand_augment))
 
 
 def jitter(image: Image.Image, strengths: tuple[float, ...], numbers: list[float]) -> Image.Image:
     """Change brightness, contrast, saturation and hue, in a random order, as torchvision's ColorJitter does."""
-    for kind in _ORDERS[int(numbers[4] * len(_ORDERS))]:
+    for kind in ORDERS[int(numbers[4] * len(ORDERS))]:
         strength = strengths[kind]
         if not strength:
             continue
@@ -74,7 +74,7 @@ def _affine(
 ) -> Callable[[Image.Image, float, float], Image.Image]:
     def operation(image: Image.Image, magnitude: float, sign: float) -> Image.Image:
         data = matrix(sign * magnitude * most, image.width)
-        fill = _GREY if image.mode == "L" else (_GREY,) * 3
+        fill = GREY if image.mode == "L" else (GREY,) * 3
         return image.transform(image.size, Image.Transform.AFFINE, data, Image.Resampling.NEAREST, fillcolor=fill)
 
     return operation
@@ -85,12 +85,12 @@ def _enhanced(kind: int) -> Callable[[Image.Image, float, float], Image.Image]:
 
 
 def _rotated(image: Image.Image, magnitude: float, sign: float) -> Image.Image:
-    fill = _GREY if image.mode == "L" else (_GREY,) * 3
+    fill = GREY if image.mode == "L" else (GREY,) * 3
     return image.rotate(sign * 30 * magnitude, Image.Resampling.NEAREST, fillcolor=fill)
 
 
 # Source: Cubuk et al., "RandAugment", 2020; the ranges are those of torchvision.
-_OPERATIONS: tuple[Callable[[Image.Image, float, float], Image.Image], ...] = (
+OPERATIONS: tuple[Callable[[Image.Image, float, float], Image.Image], ...] = (
     lambda image, magnitude, sign: image,
     _affine(lambda amount, width: (1, amount, 0, 0, 1, 0), 0.3),  # shear
     _affine(lambda amount, width: (1, 0, 0, amount, 1, 0), 0.3),

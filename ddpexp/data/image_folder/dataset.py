@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,18 +86,24 @@ class ImageFolder:
         """Move a batch to the device as bytes, and normalize it there. Shapes: as in `load`."""
         pixels = moved(batch.pixels, device).permute(0, 3, 1, 2)
         images = (
-            _empty(tuple(pixels.shape), torch.float32) if is_host(device) else torch.empty(pixels.shape, device=device)
+            empty(tuple(pixels.shape), torch.float32) if is_host(device) else torch.empty(pixels.shape, device=device)
         )
         images.copy_(pixels)
+        return self.normalized(images), moved(batch.labels, device)
+
+    def normalized(self, images: Tensor) -> Tensor:
+        """Normalize images in place, and return them. Shapes: (batch, channels, size, size) float32, 0 to 255."""
         for channel, (shift, scale) in zip(images.unbind(1), self._norm, strict=True):
             torch.add(shift, channel, alpha=scale, out=channel)
-        return images, moved(batch.labels, device)
+        return images
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:
         """Return these images with the random changes of one epoch."""
-        from ddpexp.data.image_folder.mixed import Mixed  # late: it imports this module
+        from ddpexp.data.image_folder.mixed import Mixed  # late: they import this module
+        from ddpexp.data.image_folder.on_device import AugmentedOnDevice
 
-        augmented = Augmented(self, seed_of(seed, AUGMENT, epoch, 0), self.options.size_in(epoch))
+        kind = AugmentedOnDevice if self.options.augment_on == "device" else Augmented
+        augmented = kind(self, seed_of(seed, AUGMENT, epoch, 0), self.options.size_in(epoch))
         return Mixed(augmented) if self.options.mixup or self.options.cutmix else augmented
 
     @property
@@ -127,25 +133,32 @@ class ImageFolder:
         """Cut `boxes` out of samples, resize them to `size`, flip and change them, in several threads."""
         channels = self.options.channels
         shape = len(samples), size, size, channels
-        out = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else _empty(shape, torch.uint8)
+        out = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else empty(shape, torch.uint8)
         pixels, numbers, places = out.numpy(), samples.tolist(), boxes.tolist()
 
-        def work(begin: int, end: int) -> None:
-            for row in range(begin, end):
-                image = _resized(self.store.image(numbers[row]), places[row], size)
-                if flipped[row]:
-                    image = image.flip(1)
-                pixels[row] = image.numpy() if changes is None else changes.apply(image.numpy(), row)
+        def cut(row: int) -> None:
+            image = _resized(self.store.image(numbers[row]), places[row], size)
+            if flipped[row]:
+                image = image.flip(1)
+            pixels[row] = image.numpy() if changes is None else changes.apply(image.numpy(), row)
 
-        threads = self._threads
-        if threads is None or len(samples) == 1:
-            work(0, len(samples))
-        else:
-            step = -(-len(samples) // (_TASKS * torch.get_num_threads()))
-            begins = range(0, len(samples), step)
-            for _ in threads.map(work, begins, (min(begin + step, len(samples)) for begin in begins)):
-                pass
+        self.in_threads(cut, len(samples))
         return Fetched(out, torch.from_numpy(self.labels[samples]))
+
+    def in_threads(self, work: Callable[[int], None], number: int) -> None:
+        """Call `work` with 0 to `number` - 1, in several threads."""
+
+        def several(begin: int, end: int) -> None:
+            for row in range(begin, end):
+                work(row)
+
+        if (threads := self._threads) is None or number == 1:
+            several(0, number)
+            return
+        step = -(-number // (_TASKS * torch.get_num_threads()))
+        begins = range(0, number, step)
+        for _ in threads.map(several, begins, (min(begin + step, number) for begin in begins)):
+            pass
 
 
 @dataclass(frozen=True)
@@ -166,17 +179,26 @@ class Augmented:
 
     def fetch(self, indices: Tensor, pinned: bool) -> Fetched:
         """Make a batch on the host; may run in any thread."""
-        images, options, samples = self.images, self.images.options, indices.numpy()
-        boxes = draws.crops(self.key, samples, images.store.shapes(samples), options.scale, options.ratio)
-        flipped = draws.flips(self.key, samples) if options.flip else np.zeros(len(samples), bool)
-        return images.fetch_boxes(samples, boxes, flipped, colors.draw(self.key, samples, options), pinned, self.size)
+        images, samples = self.images, indices.numpy()
+        boxes, flipped, changes = drawn(self.key, samples, images)
+        return images.fetch_boxes(samples, boxes, flipped, changes, pinned, self.size)
 
     def finish(self, batch: Fetched, device: torch.device) -> tuple[Tensor, Tensor]:
         """Move a batch to the device, and normalize it there."""
         return self.images.finish(batch, device)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def drawn(
+    key: int, samples: NDArray[np.int64], images: ImageFolder
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], colors.Changes | None]:
+    """Draw how images of training are cut out, flipped and changed. Shapes: boxes (batch, 4); flipped (batch,)."""
+    options = images.options
+    boxes = draws.crops(key, samples, images.store.shapes(samples), options.scale, options.ratio)
+    flipped = draws.flips(key, samples) if options.flip else np.zeros(len(samples), bool)
+    return boxes, flipped, colors.draw(key, samples, options)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return new memory of the host, which numpy maps in huge pages: new small ones take as long as a whole batch."""
     return torch.from_numpy(np.empty(shape, {torch.uint8: np.uint8, torch.float32: np.float32}[dtype]))
 

@@ -11,6 +11,7 @@ from torch.nn.functional import one_hot
 
 from ddpexp.data.image_folder import draws
 from ddpexp.data.image_folder.dataset import Augmented, Fetched
+from ddpexp.data.image_folder.on_device import AugmentedOnDevice, FetchedCuts
 from ddpexp.distributed.transfers import moved
 
 
@@ -18,7 +19,7 @@ from ddpexp.distributed.transfers import moved
 class FetchedPairs:
     """Images and their partners on the host. Shapes: rows, partners and shares (batch,), boxes (batch, 4)."""
 
-    images: Fetched  # each sample once
+    images: Fetched | FetchedCuts  # each sample once
     rows: Tensor
     partners: Tensor
     shares: Tensor
@@ -29,7 +30,7 @@ class FetchedPairs:
 class Mixed:
     """The images of one epoch of training, mixed; labels are probabilities."""
 
-    augmented: Augmented
+    augmented: Augmented | AugmentedOnDevice
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -59,7 +60,7 @@ class Mixed:
 
         Shapes: (batch, channels, size, size) and (batch, classes), float32.
         """
-        images, labels = self.augmented.images.finish(batch.images, device)
+        images, labels = self.augmented.finish(batch.images, device)  # type: ignore[arg-type]
         rows, partners, shares = (moved(part, device) for part in (batch.rows, batch.partners, batch.shares))
         classes = one_hot(labels, self.augmented.images.num_classes).float()
         cut = [place for place, box in enumerate(batch.boxes) if box[2]]

@@ -31,10 +31,13 @@ class Options:
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     channels: int = 3
+    augment_on: Literal["host", "device"] = "host"
     sizes: tuple[tuple[int, ...], ...] = ()  # of training images, each with the epoch from which on it counts
 
     def resolved(self) -> Options:
         """Return the options without `auto`, checked. Raises: RefusedError."""
+        if self.augment_on not in ("host", "device"):
+            raise RefusedError(f"data.augment_on={self.augment_on}: use host or device.")
         if self.channels not in (1, 3):
             raise RefusedError(f"data.channels={self.channels}: use 3 for RGB or 1 for grey.")
         if not 1 <= self.size <= _MOST_PIXELS:

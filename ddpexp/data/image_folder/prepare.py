@@ -13,7 +13,7 @@ import shutil
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,8 @@ from ddpexp.system.terminal import print_message
 from ddpexp.system.text import first_few
 
 _VERSION = 1  # of the files in a cache, and of what `decode` returns
-_CHUNK = 64  # images that a process handles at a time, at least
+_CHUNK = 16  # images that a process handles at a time, at least
+_FLUSH_BYTES = 64 * 2**20  # of a part, which are flushed to the disk while the next ones are decoded
 _CHUNKS = 256  # of a part, at most
 _LISTED = 3
 _SHARE = 0.8  # of the free disk, and of the memory, that a cache may take by itself
@@ -67,6 +68,7 @@ def prepare(
     mean: tuple[float, ...] = (0.485, 0.456, 0.406),
     std: tuple[float, ...] = (0.229, 0.224, 0.225),
     size_from_epoch: tuple[tuple[int, ...], ...] | None = None,
+    augment_on: Literal["host", "device"] = "host",
 ) -> dict[str, Any]:
     """Make sure that a cache of the images below `root` exists; return a description of the data.
 
@@ -78,7 +80,7 @@ def prepare(
     """
     options = Options(
         size, eval_size, scale, ratio, flip, color_jitter, rand_augment, rand_augment_magnitude, mixup, cutmix,
-        mean, std, channels, tuple(tuple(pair) for pair in size_from_epoch or ()),
+        mean, std, channels, augment_on, tuple(tuple(pair) for pair in size_from_epoch or ()),
     ).resolved()  # fmt: skip
     side = options.side_of(cache_size)
     if cache not in _MODES or broken not in ("stop", "skip"):
@@ -91,12 +93,14 @@ def prepare(
 def prepared(folder: Folder, side: int, cache: str, broken: str, options: Options) -> dict[str, Any]:
     """Make sure that a cache of the images of a folder exists; return their description. Raises: RefusedError."""
     channels = options.channels
-    complete = _find(folder, side, channels, cache) or _make(folder, side, channels, cache)
+    name = _name(folder, side, channels)
+    complete = _find(folder, name, cache) or _make(folder, name, side, channels, cache)
     lost = complete.record["broken"]
     if lost and broken == "stop":
         raise RefusedError(_broken_text(folder, lost))
     if lost:
-        print_message(f"ddpexp: data.broken=skip: {_broken_list(lost)} left out of training and evaluation")
+        rest = f"; all are in {complete.folder}/identity.json" if len(lost) > _LISTED else ""
+        print_message(f"ddpexp: data.broken=skip: {_broken_list(lost)} left out of training and evaluation{rest}")
     return _description(folder, complete, side, options)
 
 
@@ -118,21 +122,25 @@ def _bases(folder: Folder) -> list[Path]:
     return list(dict.fromkeys((folder.root, user_cache())))
 
 
-def _name(folder: Folder, side: int, channels: int, mode: str) -> str:
-    files = {part: [astuple(file) for file in files] for part, files in folder.parts.items()}
-    return cache_name(f"images-{mode}", [_VERSION, side, channels, folder.classes, files])
+def _name(folder: Folder, side: int, channels: int) -> str:
+    """Return what the names of caches end with."""
+    files = {
+        part: [[file.path, file.label, file.num_bytes, file.modified] for file in files]
+        for part, files in folder.parts.items()
+    }
+    return cache_name("", [_VERSION, side, channels, folder.classes, files])
 
 
-def _find(folder: Folder, side: int, channels: int, mode: str) -> Cache | None:
+def _find(folder: Folder, name: str, mode: str) -> Cache | None:
     """Return a complete cache of these very files."""
-    for name in (_name(folder, side, channels, mode) for mode in ([mode] if mode != "auto" else _MODES[1:])):
+    for one in [mode] if mode != "auto" else _MODES[1:]:
         for base in _bases(folder):
-            if (cache := read_cache(base / CACHES / name)) is not None:
+            if (cache := read_cache(base / CACHES / f"images-{one}{name}")) is not None:
                 return cache
     return None
 
 
-def _make(folder: Folder, side: int, channels: int, mode: str) -> Cache:
+def _make(folder: Folder, name: str, side: int, channels: int, mode: str) -> Cache:
     total = sum(map(len, folder.parts.values()))
     with processes(total, side, channels) as pool:
         sizes = _measure(folder, pool, channels)
@@ -144,8 +152,7 @@ def _make(folder: Folder, side: int, channels: int, mode: str) -> Cache:
         def fill(place: Path) -> dict[str, Any]:
             return _fill(place, folder, sizes, mode, channels, pool)
 
-        name = _name(folder, side, channels, mode)
-        return make_cache(_bases(folder), name, fill, human(space), "preparing the same images")
+        return make_cache(_bases(folder), f"images-{mode}{name}", fill, human(space), "preparing the same images")
 
 
 def _measure(folder: Folder, pool: Pool, channels: int) -> Sizes:
@@ -197,6 +204,8 @@ def _run_chunks(
 ) -> dict[int, str]:
     """Decode what a killed command has not; return the broken images with the reasons."""
     broken: dict[int, str] = {}
+    unflushed = 0
+    target = str(place / f"{part}.bin") if mode != "none" else None
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     chunks, ranges = [], []
     for begin, end in _ranges(len(paths)):
@@ -207,20 +216,35 @@ def _run_chunks(
         marker.unlink(missing_ok=True)
         chunks.append({
             "work": {"raw": "pixels", "jpeg": "bytes", "none": "check"}[mode],
-            "target": str(place / f"{part}.bin") if mode != "none" else None,
+            "target": target,
             "images": [[path, offset] for path, offset in zip(paths[begin:end], offsets[begin:end], strict=True)],
             "lengths": [offsets[number + 1] - offsets[number] for number in range(begin, end)],
         })  # fmt: skip
-        ranges.append(begin)
+        ranges.append((begin, end))
 
     def finish(number: int, answer: dict[str, Any]) -> None:
-        begin = ranges[number]
+        nonlocal unflushed
+        begin, end = ranges[number]
         found = {begin + place: reason for place, reason in answer["broken"]}
         broken.update(found)
-        write_file(place / f"{part}-{begin}.done", json.dumps([boot, found]).encode())
+        # Not flushed: it counts only until the machine starts anew.
+        (place / f"{part}-{begin}.done").write_bytes(json.dumps([boot, found]).encode())
+        unflushed += offsets[end] - offsets[begin]
+        if target is not None and unflushed >= _FLUSH_BYTES:
+            _flush(target)
+            unflushed = 0
 
     pool.run(chunks, f"preparing {part}", finish)
     return broken
+
+
+def _flush(path: str) -> None:
+    """Flush a file to the disk: what is written at once at the end would have to be waited for."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_marker(marker: Path, boot: str) -> dict[int, str] | None:

@@ -61,10 +61,7 @@ def scan(root: str | None) -> Folder:
             for part, place in parts.items()
         }
     except OSError as error:
-        raise RefusedError(
-            f"data.root={folder}: {error.filename} cannot be read ({error.strerror}): set data.root to a folder of "
-            "images, one folder for each class."
-        ) from None
+        raise RefusedError(_unreadable(folder, error)) from None
     for part, place in parts.items():
         _check_images(place, files[part], classes)
     return Folder(folder, tuple(classes), files)
@@ -84,7 +81,7 @@ def scan_unlabelled(root: str | None, classes: Sequence[str]) -> Folder | None:
     try:
         files = list(_images(folder, folder, -1))
     except OSError as error:
-        raise RefusedError(f"data.root={folder}: {error.filename} cannot be read ({error.strerror}).") from None
+        raise RefusedError(_unreadable(folder, error)) from None
     if not files:
         raise RefusedError(f"data.root={folder} holds no JPEG, PNG or WebP images: name a folder with some.")
     return Folder(folder, tuple(classes), {"eval": files})
@@ -144,6 +141,18 @@ def _check_images(place: Path, files: Sequence[ImageFile], classes: Sequence[str
             f"{place} holds no JPEG, PNG or WebP images{f' of {_listed(empty)}' if files else ''} (names ending in "
             f"{', '.join(SUFFIXES)}): add some, or remove the folder{'s' if len(empty) > 1 else ''}."
         )
+
+
+def _unreadable(folder: Path, error: OSError) -> str:
+    if os.path.exists(folder) and error.filename and Path(error.filename) != folder:
+        return (
+            f"data.root={folder}: {error.filename} cannot be read ({error.strerror}): remove it, or make it readable "
+            "for you."
+        )
+    return (
+        f"data.root={folder} cannot be read ({error.strerror}): set data.root to a folder of images, one folder for "
+        "each class."
+    )
 
 
 def _named(folder: Path, place: Path) -> str:

@@ -6,7 +6,7 @@ import io
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,9 @@ def load(prepared: Mapping[str, Any]) -> Splits:
     files, size = prepared["files"], prepared["image_size"]
     sets = {name: TarShards.open(facts, files, size) for name, facts in prepared["sets"].items()}
     train = sets.pop("train")
-    blocks = BlockOrder(len(train), prepared["block_samples"], prepared["window_blocks"])
-    return Splits(train, sets, blocks if prepared["shuffle"] == "blocks" else None)
+    if prepared["shuffle"] == "global":
+        return Splits(train, sets)
+    return Splits(InBlocks(train, BlockOrder(len(train), prepared["block_samples"], prepared["window_blocks"])), sets)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,38 @@ def _pixels(image: Image.Image, size: int | None) -> torch.Tensor:
         width, height = (max(size, round(side * scale)) for side in image.size)
         left, top = (width - size) // 2, (height - size) // 2
         image = image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div_(255)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    return torch.empty(pixels.shape).copy_(pixels).div_(255)  # contiguous: a batch of them is copied twice as fast
+
+
+@dataclass(frozen=True)
+class InBlocks:
+    """Shards that are trained on block by block."""
+
+    shards: TarShards
+    blocks: BlockOrder
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.shards)
+
+    def __getitem__(self, position: int) -> tuple[Any, ...]:
+        """Read and decode a sample."""
+        return self.shards[position]
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Return the number of positions in an epoch."""
+        return self.blocks.samples_per_epoch
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """Return the training order of an epoch."""
+        return self.blocks.order(seed, epoch)
+
+    def select(self, indices: NDArray[np.int64]) -> InBlocks:
+        """Return the shards with these samples alone, as they lie there, so that blocks stay together."""
+        shards = replace(self.shards, index=self.shards.index[np.sort(indices)])
+        return InBlocks(shards, replace(self.blocks, samples_per_epoch=len(indices)))
 
 
 @dataclass(frozen=True)

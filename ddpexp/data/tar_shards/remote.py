@@ -28,6 +28,7 @@ _WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before another try
 _LOCKS = 64  # files, of which each part has one
 _CONNECTIONS = 16
 _USED_AGAIN = 60.0  # seconds after which a read marks a part as used
+_ABANDONED = 3600.0  # seconds after which a part that is being written belongs to nobody
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "created")  # of file systems
 
 
@@ -177,7 +178,9 @@ def find(key: str, urls: list[str], limit: int) -> list[RemoteShard]:
         except Exception as error:
             if _is_missing(error):
                 raise RefusedError(f"{key}={url}: the server has no such file.") from None
-            raise RefusedError(f"{key}={url} cannot be read: {_text(error)}.") from None
+            raise RefusedError(
+                f"{key}={url} cannot be read: {_text(error)}. Check the address and the network."
+            ) from None
         for one, info in zip(paths, infos, strict=True):
             address = system.unstrip_protocol(one)
             if not info.get("size"):
@@ -215,16 +218,18 @@ def keep(name: str, data: bytes, limit: int) -> None:
 
 
 def _make_room(place: Path, limit: int) -> None:
-    parts = []
+    parts, abandoned = [], time.time_ns() - int(_ABANDONED * 1e9)
     for entry in os.scandir(place):
         with contextlib.suppress(FileNotFoundError):
             if entry.is_file(follow_symlinks=False):
                 stat = entry.stat(follow_symlinks=False)
                 parts.append((stat.st_mtime_ns, stat.st_size, entry.path))
     total = sum(size for _, size, _ in parts)
-    for _, size, path in sorted(parts):
+    for modified, size, path in sorted(parts):
         if total <= limit:
             return
+        if os.path.basename(path).startswith(".") and modified > abandoned:  # another process writes it
+            continue
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         total -= size

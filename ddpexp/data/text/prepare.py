@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ddpexp.data.batch_plan import counted
 from ddpexp.data.cache import cache_name, make_cache, user_cache
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.data.text.tokenizer import TOKENIZER_FILE, Chars, Library, Tokenizer, token_bytes
@@ -78,10 +79,10 @@ def prepare(
     if documents is not None and not held_out:
         border = _at_a_document(cache.folder / BORDERS, border)
     share = "" if held_out else f", the first {1 - eval_fraction:.0%} of {total:,}" if eval_fraction else ""
-    _check_length(border, block_size, f"the text to train on has {border:,} tokens{share}")
+    _check_length(border, block_size, f"the text to train on has {counted(border, 'token')}{share}")
     if held_out or total > border:
         share = "" if held_out else f", the last {eval_fraction:.0%} of {total:,}"
-        _check_length(total - border, block_size, f"the text to evaluate has {total - border:,} tokens{share}")
+        _check_length(total - border, block_size, f"the text to evaluate has {counted(total - border, 'token')}{share}")
     described = dict(record["tokenizer"])
     if described["kind"] == "tokenizers":
         described["folder"] = str(cache.folder)

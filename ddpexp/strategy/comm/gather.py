@@ -53,7 +53,7 @@ class RowGather:
         if self._memory is not None:
             self._memory.end_round(self._slot_bytes)
         else:
-            dist.all_gather(list(slots), slots[self._world.rank].clone())
+            dist.all_gather(list(slots), slots[self._world.rank].clone(), group=self._world.group)
 
 
 def _cut(rows: Sequence[Tensor], slot_bytes: int, num_rounds: int) -> list[list[Tensor]]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.strategy.mesh import Mesh, sizes_that_divide
 from ddpexp.strategy.options import DataRank, Options, TrainerOptions
-from ddpexp.strategy.tensor.options import DividedLayers
+from ddpexp.strategy.tensor.options import DividedLayers, divide_for_a_rank
 from ddpexp.system.limits import human
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class FSDPOptions(Options):
     offload: bool = False
     tp_size: int = 1
     tp_plan: tuple[DividedLayers, ...] | None = None
+    sequence_parallel: bool = False
     draws_values: ClassVar[bool] = True  # whether initial weights are needed
 
     def data_rank(self, rank: int, world_size: int) -> DataRank:
@@ -57,6 +59,11 @@ class FSDPOptions(Options):
             self._check_tensor_parallel(trainer)
         elif self.tp_plan is not None:
             raise RefusedError("strategy.tp_plan has no effect without strategy.tp_size=2 or more.")
+        elif self.sequence_parallel:
+            raise RefusedError(
+                "strategy.sequence_parallel=true divides tokens among the workers of a tensor group, and there is "
+                "none: use strategy.tp_size=2 or more."
+            )
         if self.min_block_mb <= 0:
             raise RefusedError(f"strategy.min_block_mb={self.min_block_mb}: use a number above 0.")
         if self.dp_replicate_size < 1:
@@ -149,19 +156,24 @@ class FSDPOptions(Options):
                 "Use strategy.reduce_through=auto."
             )
 
+    def mesh(self, world_size: int) -> Mesh:
+        """Return how the workers are numbered; see `Options.mesh`."""
+        shards = world_size // self.tp_size // self.dp_replicate_size
+        return Mesh(1, self.dp_replicate_size, shards, self.tp_size)
+
     def _check_sizes(self, world_size: int) -> None:
         """Check that the world divides into tensor groups and replicas."""
         workers = f"{world_size} worker{'s' * (world_size > 1)}"
         if world_size % self.tp_size:
             raise RefusedError(
-                f"strategy.tp_size={self.tp_size} does not divide {workers}: use {_divisors(world_size, world_size)}."
+                f"strategy.tp_size={self.tp_size} does not divide {workers}: use {sizes_that_divide(world_size)}."
             )
         groups = world_size // self.tp_size
         if groups % self.dp_replicate_size:
             of = f"the {groups} groups of strategy.tp_size={self.tp_size} of " if self.tp_size > 1 else ""
             raise RefusedError(
                 f"strategy.dp_replicate_size={self.dp_replicate_size} does not divide {of}{workers}: use "
-                f"{_divisors(groups, groups - 1)}."
+                f"{sizes_that_divide(groups, most=groups - 1) or 1}."
             )
 
     def to_be_loaded(self) -> FSDPOptions:
@@ -257,13 +269,9 @@ class FSDPOptions(Options):
 
     def divide_models(self, models: Mapping[str, Any]) -> None:
         """Leave in models what the first rank of a tensor group has of them; see `Options.divide_models`."""
-        from ddpexp.strategy.tensor.group import TensorGroup
-        from ddpexp.strategy.tensor.layers import divide
-        from ddpexp.strategy.tensor.plan import layers_of
-
         if self.divides_layers:
             divided = {name: module for name, module in models.items() if name not in self.whole}
-            divide(divided, layers_of(divided, self.tp_plan, self.tp_size), TensorGroup(0, self.tp_size, None))
+            divide_for_a_rank(divided, self.tp_plan, self.tp_size, self.sequence_parallel)
 
     def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
         """Return the sizes of the parameters of each block, without those of blocks inside it."""
@@ -324,10 +332,6 @@ class FSDPOptions(Options):
         if trainer.reduction == "exact":
             return ExactFSDP(self, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)
         return FSDP(self, world, factory, gathers_bf16=lowers, **common)
-
-
-def _divisors(number: int, most: int) -> str:
-    return " or ".join(str(size) for size in range(1, most + 1) if number % size == 0) or "1"
 
 
 @dataclass(frozen=True)

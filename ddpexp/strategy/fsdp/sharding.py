@@ -28,7 +28,7 @@ from ddpexp.strategy.module_classes import check_classes
 from ddpexp.strategy.replica import Models
 from ddpexp.strategy.tensor.cut import Share
 from ddpexp.strategy.tensor.group import TensorGroup
-from ddpexp.strategy.tensor.layers import divide
+from ddpexp.strategy.tensor.layers import divide, summed_parameters
 from ddpexp.strategy.tensor.plan import layers_of
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Sharding:
         """Shard nothing yet; see `FSDP`. `world` has the ranks that share the data, `tensor` those of a layer."""
         self._options, self._world, self._tensor = options, world, tensor
         self.shares: dict[str, Share] = {}  # of the parameters that the ranks of a tensor group divide, by their names
+        self.of_tokens: list[str] = []  # parameters whose gradient a rank of a tensor group has of some tokens
         self._gradient_accumulation_steps = gradient_accumulation_steps
         self._precision = MixedPrecisionPolicy()
         if gathers_bf16:
@@ -71,7 +72,10 @@ class Sharding:
         world, options = self._world, self._options
         if self._tensor is not None:
             divided = self._models_to_shard(models)
-            self.shares = divide(divided, layers_of(divided, options.tp_plan, self._tensor.size), self._tensor)
+            layers = layers_of(divided, options.tp_plan, self._tensor.size, options.sequence_parallel)
+            self.shares = divide(divided, layers, self._tensor)
+            summed = {id(parameter) for parameter in summed_parameters(layers)}
+            self.of_tokens = [name for name, tensor in _tensors(divided) if id(tensor) in summed]
         if world.world_size == 1:
             check_classes(self._models_to_shard(models), options.blocks or (), BLOCKS)
             return

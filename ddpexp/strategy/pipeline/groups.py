@@ -1,4 +1,4 @@
-"""The process groups of a pipeline: of its stages, and of the workers that compute the same stage."""
+"""The process groups of a pipeline: of its workers, and of those that compute the same stages."""
 
 from __future__ import annotations
 
@@ -10,38 +10,52 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpexp.distributed.world import World
+from ddpexp.strategy.mesh import Mesh
 from ddpexp.strategy.pipeline.links import Links
+from ddpexp.strategy.tensor.group import TensorGroup
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The place of a rank in a mesh: stages in one dimension, and workers that share the data in the other."""
+    """The place of a rank in the mesh, and the ranks that differ from it in one dimension."""
 
-    stage: int
-    pipe: World  # the stages through which this rank's batches go; ranks are numbered by the stage
-    replicas: World  # the ranks with the same stage; ranks are numbered by their data
+    place: int  # in its pipe: that of its first stage
+    pipe: World  # the workers through which this rank's batches go; ranks are numbered by their place
+    replicas: World  # the ranks with the same parameters; ranks are numbered by their data
+    shards: World  # of these, the ones that divide the optimizer's state
+    tensor: TensorGroup | None  # the ranks that divide the layers of these stages
     links: Links
 
     @classmethod
-    def join(cls, world: World, num_stages: int, channels_last: bool = False) -> Groups:
-        """Divide the world; images arrive in the memory format `channels_last`. Ranks: all; communicates."""
-        size = world.world_size // num_stages
-        stage, data = divmod(world.rank, size)
-        pipes = [[number * size + column for number in range(num_stages)] for column in range(size)]
-        own = pipes[data]
-        pipe = replace(world, rank=stage, world_size=num_stages, memory=None, group=group_of(world, pipes))
-        links = Links(
-            stage, world.device, group_of(world, pipes), group_of(world, pipes),
-            own[stage - 1] if stage else None, own[stage + 1] if stage + 1 < num_stages else None, channels_last,
-        )  # fmt: skip
-        rows = [[number * size + column for column in range(size)] for number in range(num_stages)]
-        replicas = replace(world, rank=data, world_size=size, memory=None, group=group_of(world, rows))
-        return cls(stage, pipe, replicas, links)
+    def join(cls, world: World, mesh: Mesh, is_ring: bool, channels_last: bool = False) -> Groups:
+        """Divide the world; images arrive in the memory format `channels_last`.
 
-    def of_stages(self, world: World, stages: Sequence[int]) -> Any:
-        """Return the group of some stages of this rank's pipe; None if it is not in it. Ranks: all; communicates."""
-        size = self.replicas.world_size
-        return group_of(world, [[stage * size + column for stage in stages] for column in range(size)])
+        In a ring the last worker sends to the first one, which has further stages. Ranks: all; communicates.
+        """
+        place, _, _, within = mesh.place(world.rank)
+        pipes = mesh.groups("pp_size")
+        own = next(ranks for ranks in pipes if world.rank in ranks)
+        groups = [group_of(world, pipes) for _ in range(4 if is_ring else 2)]
+        links = Links(place, own, world.device, groups[:2], groups[2:] or groups[:2], channels_last)
+        tensor = None
+        if mesh.tp_size > 1:
+            group = group_of(world, mesh.groups("tp_size"))
+            tensor = TensorGroup(within, mesh.tp_size, group, world.device.type != "cpu")
+        return cls(
+            place,
+            _part_of(world, pipes),
+            _part_of(world, mesh.groups("dp_replicate_size", "dp_shard_size")),
+            _part_of(world, mesh.groups("dp_shard_size")),
+            tensor,
+            links,
+        )
+
+
+def _part_of(world: World, lists: Sequence[Sequence[int]]) -> World:
+    """Return the ranks of the list that has this one, as a world of their own. Ranks: all; communicates."""
+    ranks = next(ranks for ranks in lists if world.rank in ranks)
+    group = group_of(world, lists) if len(ranks) > 1 else None
+    return replace(world, rank=ranks.index(world.rank), world_size=len(ranks), memory=None, group=group)
 
 
 def group_of(world: World, lists: Sequence[Sequence[int]]) -> Any:

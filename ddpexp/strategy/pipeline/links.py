@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,65 +27,65 @@ class Kind(NamedTuple):
 
 @dataclass
 class Links:
-    """The neighbours of a stage, of which the first and the last have one each.
+    """The neighbours of a worker in its pipe. The first stage receives nothing, and the last one sends nothing.
 
-    Activations and gradients go through groups of their own: with NCCL the messages of a group have one order, and
-    two ranks that send to each other at the same time would wait for ever.
+    Activations and gradients go through groups of their own, and so do those between the last worker and the first:
+    with NCCL the messages of a group have one order, and two ranks that send to each other at the same time would wait
+    for ever.
     """
 
-    stage: int
+    place: int  # of this worker
+    ranks: Sequence[int]  # of the pipe
     device: torch.device
-    forward: Any  # the process group of activations
-    backward: Any  # that of gradients
-    previous: int | None  # the rank of the stage before this one
-    next: int | None
+    groups: Sequence[Any]  # the process groups of activations and of gradients
+    closing: Sequence[Any]  # those between the last worker and the first
     channels_last: bool = False  # the memory format of received images
-    _received: dict[Hashable, Kind] = field(default_factory=dict)  # by kinds of batches
+    _received: dict[Hashable, Kind] = field(default_factory=dict)  # by stages and kinds of batches
     _sent: dict[Hashable, Kind] = field(default_factory=dict)
     _pending: list[tuple[Any, Tensor]] = field(default_factory=list)  # messages, with the memory that they need
 
-    def send(self, kind_of_batch: Hashable, output: Tensor) -> None:
-        """Send activations to the next stage; does not wait.
+    def send(self, stage: int, kind_of_batch: Hashable, output: Tensor) -> None:
+        """Send the activations of a stage to the next one; does not wait.
 
         Raises:
             DdpexpError: they are not what this stage has returned for a batch of the same kind.
         """
         kind = Kind(output.dtype, tuple(output.shape), output.requires_grad)
-        known = self._sent.setdefault(kind_of_batch, kind)
+        known = self._sent.setdefault((stage, kind_of_batch), kind)
         if known is kind:
-            self._check(kind)
-            self._send(self._header(kind), self.next, self.forward)
+            _check(stage, kind)
+            self._send(self._header(kind), 1)
         elif known != kind:
             raise DdpexpError(
-                f"stage {self.stage} of the pipeline returned {_text(kind)}, and {_text(known)} for a batch of the "
+                f"stage {stage} of the pipeline returned {_text(kind)}, and {_text(known)} for a batch of the "
                 "same shapes before: the next stage cannot know which it is sent. Make the shapes of what a layer "
                 "returns depend on those of the batch alone."
             )
-        self._send(output.detach(), self.next, self.forward)
+        self._send(output.detach(), 1)
 
-    def receive(self, kind_of_batch: Hashable) -> Tensor:
-        """Return the activations of the stage before, as a leaf of this rank's graph; waits for them."""
-        kind = self._received.get(kind_of_batch)
+    def receive(self, stage: int, kind_of_batch: Hashable) -> Tensor:
+        """Return the activations for a stage of this worker, as a leaf of this rank's graph; waits for them."""
+        kind = self._received.get((stage, kind_of_batch))
         if kind is None:
             header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64, device=self.device)
-            self._receive(header, self.previous, self.forward)
+            self._receive(header, -1)
             dtype, has_gradient, num_dims, *shape = header.tolist()
             kind = Kind(_DTYPES[dtype], tuple(shape[:num_dims]), bool(has_gradient))
-            self._received[kind_of_batch] = kind
+            self._received[(stage, kind_of_batch)] = kind
         activations = torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
-        self._receive(activations, self.previous, self.forward)
+        self._receive(activations, -1)
         if self.channels_last and activations.dim() == 4:
             activations = activations.contiguous(memory_format=torch.channels_last)
         return activations.requires_grad_(kind.has_gradient)
 
     def send_gradient(self, gradient: Tensor) -> None:
         """Send the gradient of what was received to the stage before; does not wait."""
-        self._send(gradient, self.previous, self.backward)
+        self._send(gradient, -1)
 
     def receive_gradient(self, output: Tensor) -> Tensor:
         """Return the gradient of what was sent; waits for it."""
         gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
-        self._receive(gradient, self.next, self.backward)
+        self._receive(gradient, 1)
         return gradient
 
     def finish(self) -> None:
@@ -94,29 +94,39 @@ class Links:
             work.wait()
         self._pending.clear()
 
-    def _send(self, tensor: Tensor, to: int | None, group: Any) -> None:
+    def _send(self, tensor: Tensor, step: Literal[1, -1]) -> None:
+        """Send to the next worker of the pipe (1), or to the one before (-1)."""
         if tensor.numel():
+            to, group = self._neighbour(step, is_gradient=step < 0)
             message = as_bytes(tensor.contiguous())
             self._pending.append((dist.isend(message, to, group=group), message))
 
-    def _receive(self, tensor: Tensor, source: int | None, group: Any) -> None:
+    def _receive(self, tensor: Tensor, step: Literal[1, -1]) -> None:
         if tensor.numel():
+            source, group = self._neighbour(step, is_gradient=step > 0)
             work = dist.irecv(as_bytes(tensor), source, group=group)
             assert work is not None
             work.wait()
 
-    def _check(self, kind: Kind) -> None:
-        if kind.dtype not in _DTYPES or len(kind.shape) > _MAX_DIMS:
-            raise DdpexpError(
-                f"stage {self.stage} of the pipeline returned {_text(kind)}, and stages can send each other tensors of "
-                f"up to {_MAX_DIMS} dimensions in fp32, bf16, fp16 and fp64: let strategy.split_before name another "
-                "layer."
-            )
+    def _neighbour(self, step: int, is_gradient: bool) -> tuple[int, Any]:
+        """Return the rank of a neighbour, and the group of what it is sent or sends."""
+        place = self.place + step
+        groups = self.groups if 0 <= place < len(self.ranks) else self.closing
+        return self.ranks[place % len(self.ranks)], groups[is_gradient]
 
     def _header(self, kind: Kind) -> Tensor:
         padding = [0] * (_MAX_DIMS - len(kind.shape))
         numbers = [_DTYPES.index(kind.dtype), int(kind.has_gradient), len(kind.shape), *kind.shape, *padding]
         return torch.tensor(numbers, device=self.device)
+
+
+def _check(stage: int, kind: Kind) -> None:
+    if kind.dtype not in _DTYPES or len(kind.shape) > _MAX_DIMS:
+        raise DdpexpError(
+            f"stage {stage} of the pipeline returned {_text(kind)}, and stages can send each other tensors of "
+            f"up to {_MAX_DIMS} dimensions in fp32, bf16, fp16 and fp64: let strategy.split_before name another "
+            "layer."
+        )
 
 
 def kind_of_batch(batch: Any) -> Hashable:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.strategy.mesh import Mesh, sizes_that_divide
 from ddpexp.strategy.options import DataRank, Options, TrainerOptions
+from ddpexp.strategy.pipeline.schedule import Pipe, Schedule, num_in_flight
+from ddpexp.strategy.tensor.options import DividedLayers
 
 if TYPE_CHECKING:
     from ddpexp.distributed.world import World
@@ -25,28 +28,54 @@ class PipelineOptions(Options):
     kind: Literal["pipeline"]
     pp_size: int
     split_before: tuple[str | int, ...] | None
-    schedule: Literal["1f1b", "gpipe"]
+    schedule: Schedule
+    stages_per_worker: int = 1  # older runs do not have these
+    dp_shard_size: int = 1
+    tp_size: int = 1
+    tp_plan: tuple[DividedLayers, ...] | None = None
 
-    def stage_of(self, rank: int, world_size: int) -> int:
-        """Return the stage that a rank computes: neighbours share one, and differ in their data."""
-        return rank // (world_size // self.pp_size)
+    @property
+    def pipe(self) -> Pipe:
+        """Return the workers and stages through which a batch passes."""
+        return Pipe(self.pp_size, self.stages_per_worker)
+
+    def mesh(self, world_size: int) -> Mesh:
+        """Return how the workers are numbered: those with the same stages are neighbours.
+
+        Raises:
+            RefusedError: the sizes do not divide them; names those that do.
+        """
+        left, of = world_size, f"{world_size} worker{'s' * (world_size > 1)}"
+        for key, least in (("pp_size", 2), ("tp_size", 1), ("dp_shard_size", 1)):
+            size = getattr(self, key)
+            if left % size:
+                instead = sizes_that_divide(left, least)
+                instead = f"use {instead}" if instead else f"use trainer.gpus={self.pp_size}, or strategy=ddp"
+                raise RefusedError(f"strategy.{key}={size} does not divide {of}: {instead}.")
+            left //= size
+            of = f"the {left} worker{'s' * (left > 1)} that strategy.{key}={size} leaves of {of.removeprefix('the ')}"
+        return Mesh(self.pp_size, left, self.dp_shard_size, self.tp_size)
 
     def data_rank(self, rank: int, world_size: int) -> DataRank:
-        """Return which share of the global batch a rank computes; of its stages the last one has the loss."""
-        self._check_size(world_size)
-        size = world_size // self.pp_size
-        return DataRank(rank % size, size, self.stage_of(rank, world_size) == self.pp_size - 1)
+        """Return which share of the global batch a rank computes; of its pipe the last worker has the loss."""
+        mesh = self.mesh(world_size)
+        place, replica, shard, tensor = mesh.place(rank)
+        reports = place == self.pp_size - 1 and tensor == 0
+        return DataRank(replica * self.dp_shard_size + shard, mesh.data_size, reports)
 
     def check(self, trainer: TrainerOptions) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
         super().check(trainer)
         if self.pp_size < 2:
             raise RefusedError(f"strategy.pp_size={self.pp_size}: use 2 or more stages, or strategy=ddp.")
-        if self.split_before is not None and len(self.split_before) != self.pp_size - 1:
-            raise RefusedError(
-                f"strategy.split_before names the layers with which {len(self.split_before)} stages begin, and of "
-                f"strategy.pp_size={self.pp_size} stages all but the first begin with one: name {self.pp_size - 1}."
-            )
+        for key in ("stages_per_worker", "dp_shard_size", "tp_size"):
+            if getattr(self, key) < 1:
+                raise RefusedError(f"strategy.{key}={getattr(self, key)}: use 1 or more.")
+        self._check_stages()
+        if self.tp_size == 1 and self.tp_plan is not None:
+            raise RefusedError("strategy.tp_plan has no effect without strategy.tp_size=2 or more.")
+        for number, entry in enumerate(self.tp_plan or ()):
+            entry.check(f"strategy.tp_plan[{number}]")
         for clashes, key, why, instead in (
             (
                 bool(trainer.compile), f"trainer.compile={str(trainer.compile).lower()}",
@@ -65,75 +94,112 @@ class PipelineOptions(Options):
             if clashes:
                 raise RefusedError(f"strategy=pipeline is incompatible with {key}, {why}. Use {instead}.")
 
-    def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
-        """Check that workers divide into stages, and that there is something to pass through them."""
-        self._check_size(layout.world_size)
-        if gradient_accumulation_steps < self.pp_size:
-            replicas = layout.world_size // self.pp_size
+    def _check_stages(self) -> None:
+        """Check the schedule, and the names of the layers with which stages begin."""
+        stages, each = self.pipe.num_stages, self.stages_per_worker
+        if self.schedule == "interleaved" and each == 1:
             raise RefusedError(
-                f"strategy.pp_size={self.pp_size} keeps its stages busy with {self.pp_size} micro-batches a step or "
-                f"more, and there {'is' if gradient_accumulation_steps == 1 else 'are'} {gradient_accumulation_steps}: "
-                "use a smaller trainer.micro_batch_size, at most trainer.global_batch_size / "
-                f"{self.pp_size * replicas}."
+                "strategy.schedule=interleaved gives each worker several stages: use strategy.stages_per_worker=2 or "
+                "more, or strategy.schedule=1f1b."
+            )
+        if self.schedule != "interleaved" and each > 1:
+            raise RefusedError(
+                f"strategy.stages_per_worker={each} is for strategy.schedule=interleaved, and this is "
+                f"{self.schedule}: use that schedule, or one stage."
+            )
+        if self.split_before is not None and len(self.split_before) != stages - 1:
+            of = f" x strategy.stages_per_worker={each}" if each > 1 else ""
+            raise RefusedError(
+                f"strategy.split_before names the layers with which {len(self.split_before)} stages begin, and of "
+                f"strategy.pp_size={self.pp_size}{of} stages all but the first begin with one: name {stages - 1}."
             )
 
-    def _check_size(self, world_size: int) -> None:
-        if world_size % self.pp_size:
-            sizes = [str(size) for size in range(2, world_size + 1) if not world_size % size]
-            instead = f"use {' or '.join(sizes)}" if sizes else f"use trainer.gpus={self.pp_size}, or strategy=ddp"
+    def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
+        """Check that workers divide into stages, and that there is something to pass through them."""
+        mesh, num_passes = self.mesh(layout.world_size), gradient_accumulation_steps
+        if num_passes < self.pp_size:
             raise RefusedError(
-                f"strategy.pp_size={self.pp_size} does not divide {world_size} worker{'s' * (world_size > 1)}: "
-                f"{instead}."
+                f"strategy.pp_size={self.pp_size} keeps its stages busy with {self.pp_size} micro-batches a step or "
+                f"more, and there {'is' if num_passes == 1 else 'are'} {num_passes}: "
+                "use a smaller trainer.micro_batch_size, at most trainer.global_batch_size / "
+                f"{self.pp_size * mesh.data_size}."
+            )
+        if self.schedule == "interleaved" and num_passes % self.pp_size:
+            raise RefusedError(
+                f"strategy.schedule=interleaved passes strategy.pp_size={self.pp_size} micro-batches through each "
+                f"stage in turn, and {self.pp_size} does not divide the {num_passes} of a step: change "
+                "trainer.micro_batch_size or trainer.global_batch_size, or use strategy.schedule=1f1b."
             )
 
     def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
         """Return that sums over several workers and dropout are others."""
+        divided = f", and with strategy.tp_size={self.tp_size} those inside layers" * self.divides_layers
         return (
             "strategy=pipeline: dropout draws other random numbers than on one worker, and gradients of several "
-            "replicas are summed in the order of the backend, so the last digits differ from those of strategy=ddp"
+            f"replicas are summed in the order of the backend{divided}, so the last digits differ from those of "
+            "strategy=ddp"
         )
 
     def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
-        """Return what the largest stage holds of parameters, gradients and optimizer, and of other micro-batches.
-
-        With 1f1b the first stage keeps its activations of as many micro-batches as there are stages: as much as a whole
-        pass of one.
-        """
+        """Return what the worker with the most parameters holds of them, of gradients and of the optimizer's state."""
         from ddpexp.strategy.memory import Part
 
-        stages, note = facts.blocks_bytes, f"of the largest of {self.pp_size} stages"
+        note = f"of the largest of {self.pp_size} " + ("stages" if self.stages_per_worker == 1 else "workers' stages")
         whole = sum(parameter.num_bytes for parameter in facts.parameters)
-        largest = max(stages, default=whole)
+        largest = max(facts.blocks_bytes, default=whole)
         parts = [
             replace(part, num_bytes=part.num_bytes and -(-part.num_bytes * largest // max(whole, 1)), note=note)
             for part in super().memory(facts, trainer, layout)
         ]
-        if self.schedule == "gpipe" and facts.activations_bytes and facts.num_passes > self.pp_size:
-            more = facts.activations_bytes * (facts.num_passes - self.pp_size) // self.pp_size
-            parts.append(Part("more activations", more, f"{facts.num_passes} micro-batches at once, strategy.schedule"))
+        if self.dp_shard_size > 1:
+            optimizer = parts.pop()
+            share = optimizer.num_bytes and -(-optimizer.num_bytes // self.dp_shard_size)
+            parts.append(Part("optimizer", share, f"a share of that {note}"))
         return parts
 
     def weights_share(self, layout: Layout) -> int:
-        """Return the number of stages."""
+        """Return the number of workers of a pipe."""
         return self.pp_size
 
     def moments(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Mapping[str, int]:
         """Return what a rank holds where it has the whole model: as it is built, and in evaluations."""
         weights = sum(parameter.num_bytes for parameter in facts.parameters)
-        largest = max(facts.blocks_bytes, default=weights)
-        return {"start": weights, "evaluation": weights + facts.optimizer_bytes * largest // max(weights, 1)}
+        divided = facts.of_a_rank()
+        own = sum(parameter.num_bytes for parameter in divided.parameters)
+        largest = max(facts.blocks_bytes, default=own)
+        state = divided.optimizer_bytes * largest // max(own, 1) // self.dp_shard_size
+        return {"start": weights, "evaluation": own + state}
 
     def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
-        """Return the sizes of the parameters of each stage."""
+        """Return the sizes of the parameters of each worker of a pipe."""
         from ddpexp.strategy.pipeline.stages import divide
 
-        division = divide(models, self.pp_size, self.names)
+        division = divide(models, self.pipe, self.names)
         sizes = [0] * self.pp_size
         for model in models.values():
             for name, parameter in model.named_parameters():
-                for stage in division.stages_of(name):
-                    sizes[stage] += parameter.numel() * parameter.element_size()
+                for place in division.places_of(name):
+                    sizes[place] += parameter.numel() * parameter.element_size()
         return sizes
+
+    def in_stages(self, models: Mapping[str, Any], enter: Callable[[int, Any], None]) -> Any:
+        """Return a model that computes one stage after the other; see `Options.in_stages`."""
+        from ddpexp.strategy.pipeline.stages import InStages, divide
+
+        return InStages(next(iter(models.values())), divide(models, self.pipe, self.names), enter)
+
+    def kept_bytes(self, of_stages: Sequence[int], num_passes: int) -> int:
+        """Return what the worker keeps for backward passes that keeps most; see `Options.kept_bytes`."""
+        return max(self.kept_by_workers(of_stages, num_passes))
+
+    def kept_by_workers(self, of_stages: Sequence[int], num_passes: int) -> list[int]:
+        """Return the most that each worker of a pipe keeps, given what each stage keeps of one micro-batch."""
+        kept = []
+        for place in range(self.pp_size):
+            own = [of_stages[stage] for stage in self.pipe.stages_of(place)]
+            most = num_in_flight(self.schedule, place, self.pipe, num_passes)
+            kept.append(most * sum(own) // self.stages_per_worker)
+        return kept
 
     @property
     def names(self) -> list[str] | None:
@@ -144,6 +210,25 @@ class PipelineOptions(Options):
     def divides_optimizer(self) -> str:
         """Return what gives each rank the parameters of its stage to update, as typed."""
         return "strategy=pipeline"
+
+    @property
+    def divides_layers(self) -> bool:
+        """Return whether there is tensor parallelism."""
+        return self.tp_size > 1
+
+    @property
+    def looks_at_layers(self) -> bool:
+        """Return that the layers are checked before workers start."""
+        return True
+
+    def divide_models(self, models: Mapping[str, Any]) -> None:
+        """Check the stages, and leave in models what a rank has of divided layers; see `Options.divide_models`."""
+        from ddpexp.strategy.pipeline.stages import divide
+        from ddpexp.strategy.tensor.options import divide_for_a_rank
+
+        divide(models, self.pipe, self.names)
+        if self.divides_layers:
+            divide_for_a_rank(models, self.tp_plan, self.tp_size)
 
     def build(
         self,

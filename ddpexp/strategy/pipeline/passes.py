@@ -33,45 +33,48 @@ class _InProgress:
 
 
 class Passes:
-    """Runs the passes of this stage, and passes activations and gradients on."""
+    """Runs the passes of this worker's stages, and passes activations and gradients on."""
 
     def __init__(self, module: nn.Module, division: Division, groups: Groups) -> None:
-        """Compute the layers of this rank's stage."""
+        """Compute the layers of this rank's stages."""
         self._groups, self._links = groups, groups.links
-        self.is_last = groups.stage == groups.pipe.world_size - 1
-        self.model = StageModel(module, division, groups, self.is_last)
+        self._stages = division.pipe.stages_of(groups.place)
+        self.model = StageModel(module, division, groups.links.device)
         self._names: dict[str, Any] | None = None  # what the task returns: see `_description`
         self._anchor = torch.zeros((), requires_grad=True, device=groups.links.device)
 
     def run(self, step: OptimizerStep, passes: Sequence[Pass], micro_batches: Sequence[Any]) -> list[Sums]:
-        """Do the passes of a step; return the task's sums of each micro-batch, on other stages than the last zeros.
+        """Do the passes of a step; return the task's sums of each micro-batch, on other workers than the last zeros.
 
         Ranks: all; communicates.
         """
-        begun: dict[int, _InProgress] = {}
+        begun: dict[tuple[int, int], _InProgress] = {}
         sums: list[Sums] = []
         for one in passes:
             number = one.micro_batch
             if one.forward:
-                with step.micro_batch(last=number == len(micro_batches) - 1):
-                    begun[number] = self._forward(step, micro_batches[number])
+                begins = one.stage == self._stages[0]
+                last = number == len(micro_batches) - 1
+                with step.micro_batch(last) if begins else step.forward_pass(number):
+                    begun[number, one.stage] = self._forward(step, one.stage, micro_batches[number])
             else:
                 with step.backward_pass(number):
-                    sums.append(self._backward(step, begun.pop(number)))
+                    found = self._backward(step, one.stage, begun.pop((number, one.stage)))
+                sums += [] if found is None else [found]
         self._links.finish()
         return sums
 
-    def _forward(self, step: OptimizerStep, batch: Any) -> _InProgress:
-        """Compute this stage's layers for a micro-batch; send the result to the next stage."""
+    def _forward(self, step: OptimizerStep, stage: int, batch: Any) -> _InProgress:
+        """Compute a stage's layers for a micro-batch; send the result to the next stage."""
         kind = kind_of_batch(batch)
-        received = None if self._groups.stage == 0 else self._links.receive(kind)
-        self.model.begin(received)
+        received = None if stage == 0 else self._links.receive(stage, kind)
+        self.model.begin(stage, received)
         try:
             sums = step.forward(batch)
         except _Sent:
             output = self.model.output
             assert output is not None
-            self._links.send(kind, output)
+            self._links.send(stage, kind, output)
             return _InProgress(received, output)
         if self.model.output is None:
             raise DdpexpError(
@@ -80,31 +83,48 @@ class Passes:
             )
         return _InProgress(received, sums=sums)
 
-    def _backward(self, step: OptimizerStep, begun: _InProgress) -> Sums:
-        """Compute the gradients of a micro-batch; send that of what was received to the stage before."""
+    def _backward(self, step: OptimizerStep, stage: int, begun: _InProgress) -> Sums | None:
+        """Compute the gradients of a micro-batch; send that of what was received to the stage before.
+
+        Returns the sums of the micro-batch after the last of this worker's stages, which comes first.
+        """
+        sums = None
         if begun.sums is not None:
-            names = _description(begun.sums)
-            if self._names is None:
-                self._names = self._groups.pipe.gather_values(names)[-1]
-            elif self._names["metrics"].keys() != names["metrics"].keys():
-                raise DdpexpError(
-                    f"the task's step returned the metrics {', '.join(names['metrics']) or 'none'}, and "
-                    f"{', '.join(self._names['metrics']) or 'none'} before: return the same in every step."
-                )
             sums = begun.sums
+            self._note_names(sums)
             step.backward(sums[0], sums[1])
         else:
             assert begun.output is not None
-            if self._names is None:
-                self._names = self._groups.pipe.gather_values(None)[-1]
+            if stage == self._stages[-1]:
+                self._note_names(None)
+                sums = self._zeros()
             gradient = self._links.receive_gradient(begun.output) if begun.output.requires_grad else None
-            sums = self._zeros()
-            step.backward(_Given.apply(begun.output, self._anchor, gradient), sums[1])  # type: ignore[no-untyped-call]
+            if sums is not None:
+                step.backward(_Given.apply(begun.output, self._anchor, gradient), sums[1])  # type: ignore[no-untyped-call]
+            elif gradient is not None:
+                torch.autograd.backward(begun.output, gradient)
         if begun.received is not None and begun.received.requires_grad:
             gradient = begun.received.grad
             self._links.send_gradient(torch.zeros_like(begun.received) if gradient is None else gradient)
+        if sums is None:
+            return None
         loss, count, metrics = sums
         return loss.detach(), count, metrics
+
+    def _note_names(self, sums: Sums | None) -> None:
+        """Tell the other workers of the pipe what the task returns. Ranks: all; communicates the first time.
+
+        Raises:
+            DdpexpError: it is something else than before.
+        """
+        names = None if sums is None else _description(sums)
+        if self._names is None:
+            self._names = self._groups.pipe.gather_values(names)[-1]
+        elif names is not None and self._names["metrics"].keys() != names["metrics"].keys():
+            raise DdpexpError(
+                f"the task's step returned the metrics {', '.join(names['metrics']) or 'none'}, and "
+                f"{', '.join(self._names['metrics']) or 'none'} before: return the same in every step."
+            )
 
     def _zeros(self) -> Sums:
         """Return what the task returns on the last stage, with sums of zero, which are not counted."""
@@ -117,16 +137,16 @@ class Passes:
 class StageModel:
     """What a task calls as its model in training: the layers of this stage."""
 
-    def __init__(self, module: nn.Module, division: Division, groups: Groups, is_last: bool) -> None:
+    def __init__(self, module: nn.Module, division: Division, device: torch.device) -> None:
         """Stand for the module."""
-        self._module, self._division, self._is_last = module, division, is_last
-        self._stage, self._device = groups.stage, groups.links.device
+        self._module, self._division, self._device = module, division, device
+        self._stage = 0  # in progress
         self._received: Tensor | None = None
         self.output: Tensor | None = None  # of the micro-batch in progress, once it is computed
 
-    def begin(self, received: Tensor | None) -> None:
-        """Begin a micro-batch with what the stage before has sent."""
-        self._received, self.output = received, None
+    def begin(self, stage: int, received: Tensor | None) -> None:
+        """Begin a micro-batch in a stage, with what the stage before has sent."""
+        self._stage, self._received, self.output = stage, received, None
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module."""
@@ -155,7 +175,7 @@ class StageModel:
                 "tensor: let strategy.split_before name another layer."
             )
         self.output = output
-        if not self._is_last:
+        if self._stage < self._division.pipe.num_stages - 1:
             raise _Sent
         return output
 

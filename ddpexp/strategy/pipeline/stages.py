@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.pipeline.schedule import Pipe
 from ddpexp.system.text import first_few
 
 _SPLIT = "strategy.split_before"
@@ -43,6 +44,7 @@ class Division:
     layers: Sequence[Sequence[str]]
     bounds: Sequence[int]  # the first layer of each stage, and the number of layers
     forward: Callable[..., Any]  # as `HasLayers.forward_layers`
+    pipe: Pipe
 
     def of_stage(self, stage: int) -> range:
         """Return the layers of a stage."""
@@ -54,9 +56,32 @@ class Division:
         stages = range(len(self.bounds) - 1)
         return [stage for stage in stages if any(number in self.of_stage(stage) for number in having)]
 
+    def places_of(self, name: str) -> list[int]:
+        """Return the places in the pipe of the workers that hold a parameter or a buffer, in the order of stages."""
+        return list(dict.fromkeys(stage % self.pipe.size for stage in self.stages_of(name)))
 
-def divide(models: Mapping[str, nn.Module], size: int, split_before: Sequence[str] | None) -> Division:
-    """Divide the layers of the model into stages.
+
+class InStages:
+    """A model for a task to call, all of whose stages are computed here, one after the other."""
+
+    def __init__(self, module: nn.Module, division: Division, enter: Callable[[int, Any], None]) -> None:
+        """Call `enter` before each stage, with its number and what it is given."""
+        self._module, self._division, self._enter = module, division, enter
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the module."""
+        return getattr(self._module, name)
+
+    def __call__(self, x: Any, /, *arguments: Any, **named: Any) -> Any:
+        """Compute the model."""
+        for stage in range(self._division.pipe.num_stages):
+            self._enter(stage, x)
+            x = self._division.forward(self._division.of_stage(stage), x, *arguments, **named)
+        return x
+
+
+def divide(models: Mapping[str, nn.Module], pipe: Pipe, split_before: Sequence[str] | None) -> Division:
+    """Divide the layers of the model into the stages of a pipe.
 
     Raises:
         RefusedError: it cannot be divided, has fewer layers than stages, or no layer as named.
@@ -68,10 +93,13 @@ def divide(models: Mapping[str, nn.Module], size: int, split_before: Sequence[st
         )
     model = next(iter(models.values()))
     layers, forward = _layers_of(model)
+    size, each = pipe.num_stages, pipe.stages_per_worker
     if len(layers) < size:
+        of = f" x strategy.stages_per_worker={each}" if each > 1 else ""
+        fewer = f"strategy.pp_size={len(layers) // each}" if len(layers) >= 2 * each else "fewer stages"
         raise RefusedError(
-            f"strategy.pp_size={size} is more than the {len(layers)} layers of {type(model).__name__}: use "
-            f"strategy.pp_size={len(layers)} or less."
+            f"strategy.pp_size={pipe.size}{of} is more than the {len(layers)} layers of {type(model).__name__}: use "
+            f"{fewer} or less."
         )
     if split_before is None:
         bounds = [number * len(layers) // size for number in range(size + 1)]
@@ -82,7 +110,7 @@ def divide(models: Mapping[str, nn.Module], size: int, split_before: Sequence[st
                 f"{_SPLIT}=[{','.join(split_before)}] leaves a stage without layers: name later layers one after the "
                 f"other, of {_names(layers)}."
             )
-    division = Division(layers, bounds, forward)
+    division = Division(layers, bounds, forward, pipe)
     _check_parameters(model, division)
     return division
 

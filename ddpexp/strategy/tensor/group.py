@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ddpexp.distributed.world import World
+from ddpexp.strategy.base import Shard
+from ddpexp.strategy.comm.reduce import as_bytes
 
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -22,21 +26,16 @@ class TensorGroup:
 
     rank: int  # in this group
     size: int
-    mesh: DeviceMesh | None  # of the dimensions replicate, shard, tensor; None: a plan, in which nobody communicates
+    group: Any  # the process group; None: a plan, in which nobody communicates
     adds_halves: bool = True  # whether the backend adds 16-bit numbers
+    mesh: DeviceMesh | None = None  # of the dimensions replicate, shard, tensor, if other layers are sharded
 
     @classmethod
     def join(cls, world: World, size: int, dp_replicate_size: int) -> TensorGroup:
         """Divide the world into groups. Ranks: all; communicates."""
         sizes = (dp_replicate_size, world.world_size // size // dp_replicate_size, size)
         mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
-        return cls(world.rank % size, size, mesh, adds_halves=world.device.type != "cpu")
-
-    @property
-    def group(self) -> Any:
-        """Return the process group."""
-        assert self.mesh is not None
-        return self.mesh["tensor"].get_group()
+        return cls(world.rank % size, size, mesh["tensor"].get_group(), world.device.type != "cpu", mesh)
 
     def mesh_of(self, dimensions: tuple[str, ...]) -> DeviceMesh:
         """Return the ranks among which this rank's part of the model is sharded, replicated, or both."""
@@ -55,20 +54,38 @@ class TensorGroup:
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Return the sum over the group in new memory. Ranks: those of the group; communicates."""
-        if self.mesh is None:
+        if self.group is None:
             return tensor.clone()
-        halves = tensor.dtype in _HALVES and not self.adds_halves
+        halves = tensor.dtype in HALVES and not self.adds_halves
         total = tensor.float() if halves else tensor.contiguous().clone()
         dist.all_reduce(total, group=self.group)
         return total.to(tensor.dtype)
 
     def side_by_side(self, tensor: Tensor) -> Tensor:
         """Return the last dimensions of all ranks, in their order. Ranks: those of the group; communicates."""
-        if self.mesh is None:
+        if self.group is None:
             return torch.cat([tensor] * self.size, -1)
         everything = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(everything, tensor.contiguous(), group=self.group)
         return torch.cat(everything, -1)
+
+    def whole_rows(self, shard: Shard, columns_of: Callable[[int], Sequence[range]]) -> Shard:
+        """Return some rows of a tensor whose columns are divided: each rank gets others. Ranks: all of the group."""
+        local = shard.tensor.detach().contiguous()
+        bounds = [rank * len(local) // self.size for rank in range(self.size + 1)]
+        counts = [end - begin for begin, end in pairwise(bounds)]
+        own, row_bytes = counts[self.rank], local.shape[1] * local.element_size()
+        received = local.new_empty(self.size, own, local.shape[1])
+        dist.all_to_all_single(
+            as_bytes(received), as_bytes(local),
+            [own * row_bytes] * self.size, [count * row_bytes for count in counts], group=self.group,
+        )  # fmt: skip
+        rows = local.new_empty(own, shard.shape[1])
+        for rank, values in enumerate(received):
+            ranges = columns_of(rank)
+            for columns, part in zip(ranges, values.split([len(part) for part in ranges], 1), strict=True):
+                rows[:, columns.start : columns.stop] = part
+        return Shard(rows, shard.shape, shard.blocks[0].start + bounds[self.rank], shard.replica)
 
     def own(self, tensor: Tensor) -> Tensor:
         """Return this rank's share of the last dimension."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from ddpexp.strategy.tensor.cut import Cut, Share
 from ddpexp.strategy.tensor.group import Copied, Joined, Summed, TensorGroup
 from ddpexp.strategy.tensor.options import EMBEDDING, GATHERED, ROWWISE
 from ddpexp.strategy.tensor.plan import Layer
+from ddpexp.strategy.tensor.sequence import Gathered, LinearOfTokens, Scattered, Tokens, between
 
 
 def divide(models: Mapping[str, nn.Module], layers: list[Layer], group: TensorGroup) -> dict[str, Share]:
@@ -28,8 +29,12 @@ def divide(models: Mapping[str, nn.Module], layers: list[Layer], group: TensorGr
     cuts = _cuts(models, layers)
     wholes = {id(whole): whole for layer in layers for key in layer.cuts for whole in [getattr(layer.module, key)]}
     shares: dict[int, nn.Parameter] = {}
-    inputs = _Inputs(group)
+    tokens = Tokens(group)
+    inputs = _Inputs(tokens)
     for layer in layers:
+        if layer.is_between:
+            between(layer.module, layer.style, tokens)
+            continue
         for key, cut in layer.cuts.items():
             whole = getattr(layer.module, key)
             if id(whole) in wholes:  # of a tied one, the share is there already
@@ -76,20 +81,48 @@ def _cuts(models: Mapping[str, nn.Module], layers: list[Layer]) -> dict[str, Cut
     return cuts
 
 
+def summed_parameters(layers: Sequence[Layer]) -> list[nn.Parameter]:
+    """Return the whole parameters whose gradient a rank has of some tokens only: those of modules between the layers.
+
+    The bias of a rowwise layer is one of them.
+    """
+    found: dict[int, nn.Parameter] = {}
+    if not any(layer.is_between for layer in layers):
+        return []
+    for layer in layers:
+        own = [getattr(layer.module, "bias", None)] if layer.style == ROWWISE else []
+        for parameter in layer.module.parameters() if layer.is_between else own:
+            if parameter is not None and parameter.requires_grad:
+                found[id(parameter)] = parameter
+    return list(found.values())
+
+
 class _Inputs:
     """Gives layers with the same input, such as those of queries and keys, one copy: its gradient is summed once."""
 
-    def __init__(self, group: TensorGroup) -> None:
-        self._group = group
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
         self._last: tuple[Tensor, Tensor] | None = None
 
-    def copied(self, x: Tensor) -> Tensor:
-        """Return the input as `Copied` does."""
-        if not (torch.is_grad_enabled() and x.requires_grad):
+    def copied(self, x: Tensor, is_whole: bool = False) -> Tensor:
+        """Return the input as `Copied` does, with the tokens of all ranks where each has some.
+
+        A head `is_whole`: it comes after the modules that have some.
+        """
+        divided = self.tokens.are_divided and not is_whole
+        if not (divided or (torch.is_grad_enabled() and x.requires_grad)):
             return x
         if self._last is None or self._last[0] is not x:
-            self._last = x, Copied.apply(x, self._group)  # type: ignore[no-untyped-call]
+            copy = Gathered.apply(x, self.tokens) if divided else Copied.apply(x, self.tokens.group)  # type: ignore[no-untyped-call]
+            self._last = x, copy
         return self._last[1]
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Return the output as `Summed` does, of this rank's tokens where each has some."""
+        self.clear()
+        divided = self.tokens.are_divided
+        out: Tensor = Scattered.apply(x, self.tokens) if divided else Summed.apply(x, self.tokens.group)  # type: ignore[no-untyped-call]
+        return out
 
     def clear(self) -> None:
         """Forget the last input."""
@@ -103,7 +136,7 @@ def _communicate(layer: Layer, group: TensorGroup, inputs: _Inputs) -> None:
         begin = layer.cuts["weight"].ranges(group.rank)[0].start
         module.forward = partial(_embed, module, group, begin)
     elif layer.style == ROWWISE:
-        module.forward = partial(_rowwise, module, group, inputs, layer.transposed)
+        module.forward = partial(_rowwise, module, inputs, layer.transposed)
     else:
         module.forward = partial(_colwise, module, group, inputs, layer.transposed, layer.style == GATHERED)
 
@@ -116,14 +149,16 @@ def _colwise(
     module: Any, group: TensorGroup, inputs: _Inputs, transposed: bool, gathers: bool, input: Tensor
 ) -> Tensor:
     """Compute this rank's outputs. Shapes: (..., inputs) -> (..., outputs / size), or all outputs if it gathers."""
-    out = functional.linear(inputs.copied(input), _weight(module, transposed), module.bias)
+    copy, weight = inputs.copied(input, gathers), _weight(module, transposed)
+    if inputs.tokens.are_divided and not gathers:
+        return LinearOfTokens.apply(copy, input, weight, module.bias, inputs.tokens)  # type: ignore[no-any-return, no-untyped-call]
+    out = functional.linear(copy, weight, module.bias)
     return Joined.apply(out, group) if gathers else out  # type: ignore[no-untyped-call]
 
 
-def _rowwise(module: Any, group: TensorGroup, inputs: _Inputs, transposed: bool, input: Tensor) -> Tensor:
+def _rowwise(module: Any, inputs: _Inputs, transposed: bool, input: Tensor) -> Tensor:
     """Compute all outputs from this rank's inputs. Shapes: (..., inputs / size) -> (..., outputs)."""
-    inputs.clear()
-    out: Tensor = Summed.apply(functional.linear(input, _weight(module, transposed)), group)  # type: ignore[no-untyped-call]
+    out = inputs.summed(functional.linear(input, _weight(module, transposed)))
     return out if module.bias is None else out + module.bias.to(out.dtype)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from ddpexp.errors import RefusedError
 
@@ -11,6 +12,10 @@ COLWISE: Final = "colwise"
 ROWWISE: Final = "rowwise"
 GATHERED: Final = "colwise_gather_output"
 EMBEDDING: Final = "embedding_rowwise"
+SEQUENCE: Final = "sequence"
+SEQUENCE_BEGIN: Final = "sequence_begin"
+SEQUENCE_END: Final = "sequence_end"
+_STYLES = (COLWISE, ROWWISE, GATHERED, EMBEDDING, SEQUENCE, SEQUENCE_BEGIN, SEQUENCE_END)
 
 
 @dataclass(frozen=True)
@@ -19,13 +24,21 @@ class DividedLayers:
 
     `style` is `colwise` (each rank computes some outputs), `rowwise` (each has some inputs, and the results are added),
     `colwise_gather_output` (for a head: every rank gets all outputs) or `embedding_rowwise` (each has some rows of an
-    embedding).
+    embedding). With `strategy.sequence_parallel`, each rank computes some of the tokens in modules between these
+    layers: `sequence_begin` takes them, `sequence` has them, and behind `sequence_end` every rank has all again.
     """
 
     match: str | tuple[str, ...]  # globs on names of modules
-    style: Literal["colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"]
+    style: Literal[
+        "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "sequence", "sequence_begin", "sequence_end"
+    ]
     parts: tuple[int, ...] | None = None  # lengths of what a layer computes at once, such as queries, keys and values
     multiple_of: int | None = None  # what a share must be a multiple of, such as the width of a head
+
+    @property
+    def is_between(self) -> bool:
+        """Return whether the modules lie between divided layers."""
+        return self.style.startswith(SEQUENCE)
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -40,8 +53,23 @@ class DividedLayers:
         """
         if not self.patterns:
             raise RefusedError(f"{where}.match is empty: name at least one module.")
-        if self.style not in (COLWISE, ROWWISE, GATHERED, EMBEDDING):
-            raise RefusedError(f"{where}.style={self.style}: use {COLWISE}, {ROWWISE}, {GATHERED} or {EMBEDDING}.")
+        if self.style not in _STYLES:
+            raise RefusedError(f"{where}.style={self.style}: use {', '.join(_STYLES[:-1])} or {_STYLES[-1]}.")
         lengths = [*(self.parts or ()), *([self.multiple_of] if self.multiple_of is not None else [])]
         if any(length < 1 for length in lengths):
             raise RefusedError(f"{where}: parts and multiple_of are numbers above 0.")
+
+
+def divide_for_a_rank(
+    models: Mapping[str, Any], plan: Sequence[DividedLayers] | None, size: int, by_tokens: bool = False
+) -> None:
+    """Leave in models what the first rank of a tensor group has of them, to see what that takes.
+
+    Raises:
+        RefusedError: a layer does not divide.
+    """
+    from ddpexp.strategy.tensor.group import TensorGroup
+    from ddpexp.strategy.tensor.layers import divide
+    from ddpexp.strategy.tensor.plan import layers_of
+
+    divide(models, layers_of(models, plan, size, by_tokens), TensorGroup(0, size, None))

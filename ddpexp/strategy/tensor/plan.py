@@ -11,7 +11,16 @@ from torch import nn
 
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.tensor.cut import Cut
-from ddpexp.strategy.tensor.options import COLWISE, EMBEDDING, GATHERED, ROWWISE, DividedLayers
+from ddpexp.strategy.tensor.options import (
+    COLWISE,
+    EMBEDDING,
+    GATHERED,
+    ROWWISE,
+    SEQUENCE,
+    SEQUENCE_BEGIN,
+    SEQUENCE_END,
+    DividedLayers,
+)
 from ddpexp.system.text import first_few
 
 _EXAMPLE = '\'strategy.tp_plan=[{match:["*.up"],style:colwise},{match:["*.down"],style:rowwise}]\''
@@ -49,9 +58,18 @@ class Layer:
         """Return whether the weight is (inputs, outputs), as in the Conv1D of GPT-2."""
         return not isinstance(self.module, nn.Linear | nn.Embedding)
 
+    @property
+    def is_between(self) -> bool:
+        """Return whether it lies between divided layers: each rank computes it for some of the tokens."""
+        return self.style.startswith(SEQUENCE)
 
-def layers_of(models: Mapping[str, nn.Module], plan: Sequence[DividedLayers] | None, size: int) -> list[Layer]:
+
+def layers_of(
+    models: Mapping[str, nn.Module], plan: Sequence[DividedLayers] | None, size: int, by_tokens: bool = False
+) -> list[Layer]:
     """Return the layers that `size` ranks divide; `plan` is strategy.tp_plan, None: that of each model.
+
+    With `by_tokens`, strategy.sequence_parallel, those between them are there, too.
 
     Raises:
         RefusedError: there is no plan, it means nothing, matches nothing, or a layer does not divide.
@@ -60,17 +78,32 @@ def layers_of(models: Mapping[str, nn.Module], plan: Sequence[DividedLayers] | N
     used: set[str] = set()
     for model, root in models.items():
         entries, where = (plan, "strategy.tp_plan") if plan is not None else _own_plan(root, size)
+        if by_tokens:
+            _check_sequence(entries, type(root).__name__)
         for path, module in root.named_modules():
             name = path if len(models) == 1 else f"{model}.{path}"
             for entry in entries:
                 if matched := [pattern for pattern in entry.patterns if fnmatchcase(name, pattern)]:
                     used.update(matched)
+                    if entry.is_between and not by_tokens:
+                        continue
                     layers[id(module)] = _layer(name, module, entry, root.get_submodule(path.rpartition(".")[0]), size)
         if plan is None and entries is not _USUAL:
             _check_used(entries, used, where, models)
     if plan is not None:
         _check_used(plan, used, "strategy.tp_plan", models)
     return list(layers.values())
+
+
+def _check_sequence(plan: Sequence[DividedLayers], kind: str) -> None:
+    """Check that a plan says where the tokens of a batch are divided."""
+    styles = {entry.style for entry in plan}
+    if SEQUENCE_BEGIN not in styles or SEQUENCE_END not in styles:
+        raise RefusedError(
+            f"strategy.sequence_parallel=true needs a plan that says between which modules the tokens of a batch are "
+            f"divided, with the styles {SEQUENCE_BEGIN} and {SEQUENCE_END}, and that of {kind} does not: add them to "
+            "strategy.tp_plan, or use strategy.sequence_parallel=false."
+        )
 
 
 def _own_plan(root: nn.Module, size: int) -> tuple[Sequence[DividedLayers], str]:
@@ -104,6 +137,8 @@ def _check_used(plan: Sequence[DividedLayers], used: set[str], where: str, model
 
 def _layer(name: str, module: nn.Module, entry: DividedLayers, around: nn.Module, size: int) -> Layer:
     """Return a layer with the cuts of its parameters."""
+    if entry.is_between:
+        return Layer(name, module, entry.style, {})
     weight = getattr(module, "weight", None)
     transposed = type(module).__name__ == "Conv1D"
     wanted = "an nn.Embedding" if entry.style == EMBEDDING else "an nn.Linear"

@@ -5,8 +5,8 @@ Source: Shoeybi et al., "Megatron-LM: Training multi-billion parameter language 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from ddpexp.distributed.world import World
 from ddpexp.strategy.base import Shard
-from ddpexp.strategy.comm.reduce import as_bytes
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.sharding import held
 from ddpexp.strategy.fsdp.strategy import FSDP
@@ -37,8 +36,28 @@ class TensorParallel(FSDP):
         """Build the model and keep this rank's share; the arguments are those of `FSDP`. Ranks: all; communicates."""
         self._group = TensorGroup.join(world, options.tp_size, options.dp_replicate_size)
         super().__init__(options, world, factory, **arguments, tensor=self._group)
+        self._of_tokens = self._sharding.of_tokens
         parameters = {name: p for name, p in self._names.items() if name in self._sharding.shares}
         self._shares = {id(parameter): self._sharding.shares[name] for name, parameter in parameters.items()}
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Reduce gradients as `FSDP` does; of what has computed some tokens, they are summed over the group."""
+        with super().micro_batch(last):
+            yield
+        if last and self._of_tokens:
+            self._sum_over_tokens()
+
+    @torch.no_grad()
+    def _sum_over_tokens(self) -> None:
+        parameters = [self._names[name] for name in self._of_tokens]
+        gradients = [gradient for gradient in self.gradient_values(parameters) if gradient.numel()]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            own = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.reshape(-1) for gradient in own])
+            dist.all_reduce(flat, group=self._group.group)
+            for gradient, values in zip(own, torch.split(flat, [one.numel() for one in own]), strict=True):
+                gradient.copy_(values.view_as(gradient))
 
     def on_any_rank(self, flag: Tensor) -> Tensor:
         """Return the largest value of a flag on the ranks. Ranks: all; communicates."""
@@ -77,21 +96,4 @@ class TensorParallel(FSDP):
         shard = self.shard(name, tensor)
         if shard.columns is None:
             return shard
-        return self._whole_rows(shard, self._sharding.shares[name].cut.ranges)
-
-    def _whole_rows(self, shard: Shard, columns_of: Callable[[int], Sequence[range]]) -> Shard:
-        local, size = shard.tensor.detach().contiguous(), self._group.size
-        bounds = [rank * len(local) // size for rank in range(size + 1)]
-        counts = [end - begin for begin, end in pairwise(bounds)]
-        own, row_bytes = counts[self._group.rank], local.shape[1] * local.element_size()
-        received = local.new_empty(size, own, local.shape[1])
-        dist.all_to_all_single(
-            as_bytes(received), as_bytes(local),
-            [own * row_bytes] * size, [count * row_bytes for count in counts], group=self._group.group,
-        )  # fmt: skip
-        rows = local.new_empty(own, shard.shape[1])
-        for rank, values in enumerate(received):
-            ranges = columns_of(rank)
-            for columns, part in zip(ranges, values.split([len(part) for part in ranges], 1), strict=True):
-                rows[:, columns.start : columns.stop] = part
-        return Shard(rows, shard.shape, shard.blocks[0].start + bounds[self._group.rank], shard.replica)
+        return self._group.whole_rows(shard, self._sharding.shares[name].cut.ranges)

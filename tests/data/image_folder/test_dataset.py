@@ -42,9 +42,10 @@ def equal(one: list[tuple[Tensor, Tensor]], other: list[tuple[Tensor, Tensor]]) 
     )
 
 
+@pytest.mark.parametrize("on", ["host", "device"])
 @pytest.mark.parametrize("options", [{}, CHANGED, {"mixup": 0.4, "cutmix": 1.0}, {"channels": 1, **CHANGED}])
-def test_batches_are_the_same_however_they_are_split(options: dict[str, Any], photos: Path) -> None:
-    train = of(photos, **options).train
+def test_batches_are_the_same_however_they_are_split(options: dict[str, Any], on: str, photos: Path) -> None:
+    train = of(photos, augment_on=on, **options).train
     whole = steps(train, 1, 4)
     for data_size, micro in ((1, 2), (2, 2), (4, 1), (1, 1)):
         assert equal(steps(train, data_size, micro), whole)
@@ -58,12 +59,13 @@ def test_batches_are_the_same_with_every_cache(photos: Path) -> None:
     assert equal(batches[0], batches[2])
 
 
-def test_threads_change_nothing(photos: Path) -> None:
+@pytest.mark.parametrize("on", ["host", "device"])
+def test_threads_change_nothing(on: str, photos: Path) -> None:
     before, found = torch.get_num_threads(), []
     try:
         for number in (1, 3):
             torch.set_num_threads(number)
-            found.append(steps(of(photos, **CHANGED).train, 1, 4))
+            found.append(steps(of(photos, augment_on=on, **CHANGED).train, 1, 4))
     finally:
         torch.set_num_threads(before)
     assert equal(*found)

@@ -84,7 +84,18 @@ def test_folder_of_another_layout_is_one_sentence(layout: list[str], message: st
 
 def test_folder_that_is_not_there_or_not_named_is_one_sentence(tmp_path: Path) -> None:
     assert "data.root is not set" in refusal(None)
-    assert "No such file or directory" in refusal(tmp_path / "nowhere")
+    assert refusal(tmp_path / "nowhere") == (
+        f"data.root={tmp_path}/nowhere cannot be read (No such file or directory): set data.root to a folder of "
+        "images, one folder for each class."
+    )
+
+
+def test_image_that_is_a_broken_link_is_named(photos: Path) -> None:
+    (photos / "train/cat/gone.jpg").symlink_to("nowhere.jpg")
+    assert refusal(photos) == (
+        f"data.root={photos}: {photos}/train/cat/gone.jpg cannot be read (No such file or directory): remove it, or "
+        "make it readable for you."
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,6 +112,7 @@ def test_folder_that_is_not_there_or_not_named_is_one_sentence(tmp_path: Path) -
         ({"cache_size": 0}, "data.cache_size=0"),
         ({"rand_augment_magnitude": 31}, "data.rand_augment_magnitude=31"),
         ({"cache": "memory"}, "data.cache=memory"),
+        ({"augment_on": "gpu"}, "data.augment_on=gpu: use host or device"),
     ],
 )
 def test_invalid_option_is_named(options: dict[str, Any], message: str, photos: Path) -> None:
@@ -122,6 +134,19 @@ def test_broken_images_stop_by_name_or_are_skipped_and_listed(
     assert prepared["num_train"] == 10
     labels = np.load(Path(prepared["folder"]) / "train-labels.npy")
     assert labels.tolist() == [0] * 5 + [1] * 5
+
+
+def test_images_that_cannot_be_read_are_named_with_the_reason_and_all_are_listed(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (photos / "train/cat/x.jpg").symlink_to("/proc/self/mem")  # nobody can read its beginning
+    assert "1 broken image (train/cat/x.jpg: Input/output error)" in refusal(photos)
+    for number in range(4):
+        (photos / f"train/dog/{number}.jpg").write_bytes(b"no image")
+    prepared = prepare(str(photos), broken="skip")
+    listed = Path(prepared["folder"], "identity.json")
+    assert f"and 2 more) left out of training and evaluation; all are in {listed}" in capsys.readouterr().err
+    assert len(json.loads(listed.read_text())["broken"]) == 5
 
 
 def test_killed_preparation_resumes_with_what_is_missing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,20 +28,15 @@ def environ(warm_environ: dict[str, str]) -> dict[str, str]:
     return warm_environ
 
 
-@pytest.mark.parametrize(
-    "workers", [(1, 2), pytest.param((2, 4), marks=pytest.mark.slow), pytest.param((4, 1), marks=pytest.mark.slow)]
-)
-def test_killed_in_mid_epoch_and_resumed_gives_the_weights_of_the_undisturbed_run(
-    workers: tuple[int, int], ddpexp: Ddpexp
-) -> None:
+def test_killed_in_mid_epoch_and_resumed_gives_the_weights_of_the_undisturbed_run(ddpexp: Ddpexp) -> None:
+    """The other kinds of data, caches and numbers of workers are in data/test_kills.py."""
     draw(ddpexp.folder / "photos")
     typed = ("--config-dir", str(ROOT / "examples/photos/conf"), "recipe=photos", *SHORT)
     undisturbed = ddpexp(*typed, "trainer.gpus=2", "run.dir=undisturbed")
     assert undisturbed.code == 0, undisturbed.err
-    before, after = (f"trainer.gpus={number}" for number in workers)
-    killed = ddpexp(*typed, before, "run.dir=killed", environ={"DDPEXP_FAULT": "step:kill:0:9"})
+    killed = ddpexp(*typed, "trainer.gpus=1", "run.dir=killed", environ={"DDPEXP_FAULT": "step:kill:0:9"})
     assert "SIGKILL" in killed.err
-    resumed = ddpexp(*typed, after, "run.dir=killed")
+    resumed = ddpexp(*typed, "trainer.gpus=2", "run.dir=killed")
     assert resumed.code == 0, resumed.err
     hashes = [(ddpexp.folder / name / "result.json").read_text().split('"weights_sha256": ')[1][:66] for name in
               ("undisturbed", "killed")]  # fmt: skip
@@ -46,15 +44,29 @@ def test_killed_in_mid_epoch_and_resumed_gives_the_weights_of_the_undisturbed_ru
     assert len(list(Path(ddpexp.folder, "photos/.ddpexp-cache").iterdir())) == 1
 
 
+def data_command(cache: str) -> list[str]:
+    typed = ("--config-dir", str(ROOT / "examples/photos/conf"), "recipe=photos", f"data.cache={cache}", "--json")
+    return [sys.executable, "-m", "ddpexp", "data", *typed]
+
+
+def plain_environ(folder: Path) -> dict[str, str]:
+    return {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), "PATH": "/usr/bin:/bin"}
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    """Return the files of the only cache of the photographs in a folder."""
+    [cache] = (folder / "photos/.ddpexp-cache").iterdir()
+    return {path.name: path.read_bytes() for path in cache.iterdir() if path.name != "identity.json"}
+
+
 @pytest.mark.slow
-def test_a_preparation_that_is_killed_is_resumed_and_gives_the_same_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", ["raw", "jpeg", "none"])
+def test_a_preparation_that_is_killed_is_resumed_and_gives_the_same_cache(cache: str, tmp_path: Path) -> None:
     """At many moments, of which the first are before anything is read and the last after the end."""
-    environ = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": "/usr/bin:/bin"}
-    typed = ("--config-dir", str(ROOT / "examples/photos/conf"), "recipe=photos", "data.cache=raw", "--json")
-    command = [sys.executable, "-m", "ddpexp", "data", *typed]
 
     def prepare(folder: Path, seconds: float) -> bool:
-        with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL) as run:
+        environ = plain_environ(tmp_path)
+        with subprocess.Popen(data_command(cache), cwd=folder, env=environ, stdout=subprocess.DEVNULL) as run:
             try:
                 return run.wait(seconds) == 0
             except subprocess.TimeoutExpired:
@@ -69,8 +81,43 @@ def test_a_preparation_that_is_killed_is_resumed_and_gives_the_same_cache(tmp_pa
     for number in range(12):
         prepare(tmp_path / "killed", seconds * number / 10)
     assert prepare(tmp_path / "killed", PATIENCE)
-    contents = []
-    for name in ("undisturbed", "killed"):
-        [cache] = (tmp_path / name / "photos/.ddpexp-cache").glob("[!.]*")
-        contents.append([(cache / file).read_bytes() for file in ("train.bin", "train-labels.npy", "eval.bin")])
-    assert contents[0] == contents[1]
+    assert content_of(tmp_path / "killed") == content_of(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["raw", "jpeg", "none"])
+def test_of_commands_at_once_one_prepares_and_another_takes_over_when_it_is_killed(cache: str, tmp_path: Path) -> None:
+    for name in ("undisturbed", "shared"):
+        draw(tmp_path / name / "photos")
+        for number in range(2000):  # takes seconds
+            folder = tmp_path / name / "photos/train/circle"
+            shutil.copy2(folder / f"{number % 40:03}.jpg", folder / f"more-{number:04}.jpg")
+
+    def start(name: str) -> subprocess.Popen[str]:
+        environ, pipe = plain_environ(tmp_path), subprocess.PIPE
+        command = data_command(cache)
+        return subprocess.Popen(
+            command, cwd=tmp_path / name, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+
+    first, caches = start("shared"), tmp_path / "shared/photos/.ddpexp-cache"
+    deadline = time.monotonic() + PATIENCE
+    while not list(caches.glob(".partial-*/train-*.done")):
+        assert time.monotonic() < deadline
+        assert first.poll() is None
+        time.sleep(0.002)
+    assert not list(caches.glob("images-*"))
+    first.send_signal(signal.SIGSTOP)  # holds the lock, and does nothing more
+    others = [start("shared"), start("shared")]
+    for other in others:
+        assert other.stderr is not None
+        assert "waiting for another command, which is preparing the same images" in other.stderr.readline()
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate(timeout=PATIENCE)
+    found = [other.communicate(timeout=PATIENCE) for other in others]
+    assert [other.returncode for other in others] == [0, 0], found
+    assert json.loads(found[0][0]) == json.loads(found[1][0])
+    alone = start("undisturbed")
+    alone.communicate(timeout=PATIENCE)
+    assert alone.returncode == 0
+    assert content_of(tmp_path / "shared") == content_of(tmp_path / "undisturbed")

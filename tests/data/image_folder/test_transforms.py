@@ -32,10 +32,17 @@ def crop(image: Image.Image, size: int) -> torch.Tensor:
     return torch.from_numpy(cut).permute(2, 0, 1).float() / 255
 
 
-def first_batch(photos: Path, micro: int, rank: int, ranks: int, *overrides: str) -> torch.Tensor:
+OWN = f"{{_target_: {__name__}.crop, size: 15}}"
+ALBUMENTATIONS = """[{_target_: albumentations.RandomResizedCrop, size: [15, 15]},
+    {_target_: albumentations.HorizontalFlip}, {_target_: albumentations.ColorJitter},
+    {_target_: albumentations.ToTensorV2}]""".replace("\n", "")
+
+
+def first_batch(photos: Path, micro: int, rank: int, ranks: int, *overrides: str, transform: str = OWN) -> torch.Tensor:
     """Return the images of a rank in the first step."""
-    typed = ["recipe=mnist", "data=image_folder", f"data.root={photos}", "data.size=16", f"run.trust=[{__name__}]"]
-    composed = compose_command([*typed, f"data.transform={{_target_: {__name__}.crop, size: 15}}", *overrides])
+    trust = f"run.trust=[{__name__},albumentations]"
+    typed = ["recipe=mnist", "data=image_folder", f"data.root={photos}", "data.size=16", trust]
+    composed = compose_command([*typed, f"data.transform={transform}", *overrides])
     assert isinstance(composed, Composed)
     experiment = parse(composed.values)
     splits = load_sets(experiment, prepare(experiment.data, experiment.trust))
@@ -62,6 +69,17 @@ def test_stored_images_are_transformed_to_the_same_at_every_number_of_workers(
 def test_workers_of_a_loader_transform_to_the_same(photos: Path) -> None:
     whole = first_batch(photos, 8, 0, 1)
     assert torch.equal(first_batch(photos, 8, 0, 1, "data.num_workers=2"), whole)
+
+
+@pytest.mark.slow
+def test_transforms_of_albumentations_are_the_same_wherever_they_run(photos: Path) -> None:
+    pytest.importorskip("albumentations")
+    whole = first_batch(photos, 8, 0, 1, transform=ALBUMENTATIONS)
+    assert (whole.shape, whole.dtype) == ((8, 3, 15, 15), torch.uint8)
+    assert len({tuple(image.flatten().tolist()) for image in whole}) == 8
+    for more in ([], ["data.num_workers=2"]):
+        parts = [first_batch(photos, 2, rank, 2, *more, transform=ALBUMENTATIONS) for rank in range(2)]
+        assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize(

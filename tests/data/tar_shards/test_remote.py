@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -170,6 +171,19 @@ def test_what_is_evicted_while_it_is_read_is_read_to_its_end(tmp_path: Path, mon
     assert shard.read(0, PART) == data[:PART]
 
 
+def test_a_part_that_another_process_is_writing_is_not_evicted_but_one_that_was_left_is(tmp_path: Path) -> None:
+    [shard] = remote.find("data.path", [(write(tmp_path, shards=1) / "train-000.tar").as_uri()], 2 * PART)
+    shard.read(0, 10)
+    written, left = remote.folder() / ".part-1-123", remote.folder() / ".part-2-124"
+    for path in (written, left):
+        path.write_bytes(bytes(PART))
+    os.utime(left, (1e9, 1e9))
+    os.utime(written, (time.time() - 60, time.time() - 60))
+    shard.read(PART, 10)
+    assert written.exists()
+    assert not left.exists()
+
+
 def read_all(shard: remote.RemoteShard, first: int) -> None:
     data = Path(shard.url.removeprefix("file://")).read_bytes()
     remote.PART = PART
@@ -195,6 +209,7 @@ def test_processes_share_a_cache_that_is_too_small_for_them(tmp_path: Path) -> N
         ({"path": "nothing://there/a.tar"}, "data.path=nothing://there/a.tar cannot be read: Protocol not known"),
         ({"path": "file:///nowhere/a.tar"}, "data.path=file:///nowhere/a.tar: the server has no such file"),
         ({"path": "file:///nowhere/a-*.tar"}, "names no file"),
+        ({"path": "http://127.0.0.1:1/a.tar"}, "Check the address and the network."),
         ({"path": "a.tar", "cache_gb": 0.001}, "data.cache_gb=0.001: use"),
     ],
 )

@@ -17,6 +17,7 @@ from PIL import Image
 
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
+from ddpexp.data.datasets import hold_out
 from ddpexp.data.tar_shards.dataset import BlockOrder, load
 from ddpexp.data.tar_shards.prepare import prepare
 from ddpexp.errors import RefusedError
@@ -58,6 +59,7 @@ def test_every_file_of_every_sample_is_found_and_decoded(tmp_path: Path) -> None
         image, label, array, text, values = splits.train[number]
         assert (image.shape, image.dtype, round(float(image[0, 0, 0]) * 255)) == ((3, 4, 6), torch.float32, number)
         assert (label, text, values) == (number, f"text {number}", {"number": number})
+        assert image.is_contiguous()
         assert array.tolist() == [number] * 3
     assert splits.evals["eval"][0][1] == 10
     small = load(prepare(str(tmp_path / "train-*.tar"), None, files, image_size=2)).train
@@ -131,13 +133,21 @@ def test_a_position_in_a_billion_samples_is_found_without_a_walk() -> None:
     assert min(seconds) < 0.1  # the figure, below 5 ms, is measured apart
 
 
+def test_a_part_is_held_out_of_blocks_and_the_rest_stays_in_blocks(tmp_path: Path) -> None:
+    train = load(prepare(str(write(tmp_path) / "*.tar"), None, ["cls"], None, "blocks", 4, 2)).train
+    kept, held = hold_out(train, 0.2)
+    indices = kept.order(0, 0)(np.arange(kept.samples_per_epoch))
+    labels = [kept[index][0] for index in indices]
+    assert sorted([*labels, *(held[number][0] for number in range(len(held)))]) == list(range(30))
+    assert len(labels) == 24
+    assert max(labels[:8]) - min(labels[:8]) < 24  # two blocks, wherever they lie
+
+
 def test_every_number_of_workers_has_the_same_batches_in_blocks(tmp_path: Path) -> None:
     splits = load(prepare(str(write(tmp_path) / "*.tar"), None, ["cls"], None, "blocks", 4, 2))
 
     def labels(size: int, rank: int, workers: int = 0) -> list[list[int]]:
-        batches = TrainBatches(
-            splits.train, plan_batches(8, 2, size), rank, 0, torch.device("cpu"), workers, order=splits.order
-        )
+        batches = TrainBatches(splits.train, plan_batches(8, 2, size), rank, 0, torch.device("cpu"), workers)
         return [[label for [part] in step for label in part.tolist()] for step in batches.steps(2, 9)]
 
     whole = labels(1, 0)

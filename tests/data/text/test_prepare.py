@@ -133,6 +133,7 @@ def test_the_border_lies_at_the_end_of_a_document(file: Path) -> None:
     ("options", "text"),
     [
         ({"block_size": 0}, "data.block_size=0 is too small"),
+        ({"eval_fraction": 0.995}, "the text to train on has 1 token, the first 1% of 260: use more."),
         ({"block_size": 300}, "data.block_size=300 is too long, as the text to train on has 234 tokens, the first 90%"),
         ({"block_size": 30}, "the text to evaluate has 26 tokens, the last 10% of 260: use at most data.block_size=25"),
         ({"eval_fraction": 1.0}, "data.eval_fraction=1: use a share from 0 to below 1"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.pipeline.schedule import Pipe
 from ddpexp.strategy.pipeline.stages import divide
 from recipes.gpt import GPT
 from recipes.mnist import LeNet
@@ -37,13 +38,13 @@ class Chain(nn.Module):
 
 
 def test_stages_get_as_many_layers_or_begin_with_the_named_ones() -> None:
-    assert divide({"model": gpt()}, 2, None).bounds == [0, 3, 6]
-    assert divide({"model": gpt()}, 3, ("h.0", "ln_f")).bounds == [0, 1, 5, 6]
-    assert divide({"model": LeNet()}, 4, None).bounds == [0, 2, 5, 7, 10]
+    assert divide({"model": gpt()}, Pipe(2), None).bounds == [0, 3, 6]
+    assert divide({"model": gpt()}, Pipe(3), ("h.0", "ln_f")).bounds == [0, 1, 5, 6]
+    assert divide({"model": LeNet()}, Pipe(4), None).bounds == [0, 2, 5, 7, 10]
 
 
 def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
-    tied, own = divide({"model": gpt()}, 3, None), divide({"model": gpt(tied=False)}, 3, None)
+    tied, own = divide({"model": gpt()}, Pipe(3), None), divide({"model": gpt(tied=False)}, Pipe(3), None)
     assert tied.stages_of("wte.weight") == [0, 2]
     assert own.stages_of("wte.weight") == [0]
     assert own.stages_of("lm_head.weight") == [2]
@@ -51,9 +52,20 @@ def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
     assert own.stages_of("h") == []
 
 
+def test_a_worker_has_every_second_stage_of_an_interleaved_pipeline() -> None:
+    division = divide({"model": gpt()}, Pipe(2, 2), None)
+    assert division.bounds == [0, 1, 3, 4, 6]
+    assert division.stages_of("wte.weight") == [0, 3]
+    assert division.places_of("wte.weight") == [0, 1]
+    assert [division.places_of(f"h.{layer}.ln_1.weight") for layer in range(4)] == [[1], [1], [0], [1]]
+    sentence = "strategy.pp_size=4 x strategy.stages_per_worker=2 is more than the 6 layers of GPT: use strategy.pp_si"
+    with pytest.raises(RefusedError, match=re.escape(f"{sentence}ze=3 or less.")):
+        divide({"model": gpt()}, Pipe(4, 2), None)
+
+
 def test_the_stages_together_compute_what_the_model_does() -> None:
     for model, x in ((LeNet(), torch.randn(3, 1, 28, 28)), (Chain([["a"], ["b"]]), torch.randn(3, 2))):
-        division = divide({"model": model}, 2, None)
+        division = divide({"model": model}, Pipe(2), None)
         halfway = division.forward(division.of_stage(0), x)
         whole = division.forward(range(len(division.layers)), x)
         assert torch.equal(division.forward(division.of_stage(1), halfway), whole)
@@ -79,9 +91,9 @@ def test_what_cannot_be_divided_is_refused(
     model: nn.Module, size: int, split: tuple[str, ...] | None, sentence: str
 ) -> None:
     with pytest.raises(RefusedError, match=re.escape(sentence)):
-        divide({"model": model}, size, split)
+        divide({"model": model}, Pipe(size), split)
 
 
 def test_several_models_are_refused() -> None:
     with pytest.raises(RefusedError, match="divides the layers of one model, and the model section builds g, d"):
-        divide({"g": LeNet(), "d": LeNet()}, 2, None)
+        divide({"g": LeNet(), "d": LeNet()}, Pipe(2), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from torch import nn
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.memory import Facts, Parameter
+from ddpexp.strategy.mesh import Mesh
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.pipeline.options import PipelineOptions
+from ddpexp.strategy.tensor.options import DividedLayers
 from tests.conftest import Ddpexp, Done
-from tests.fitting import TRAINER
+from tests.fitting import STRATEGY, TRAINER
 from tests.points import Recipe, weights
 
 OPTIONS = PipelineOptions("pipeline", 2, None, "1f1b")
@@ -26,7 +30,28 @@ OPTIONS = PipelineOptions("pipeline", 2, None, "1f1b")
 def test_neighbours_share_a_stage_and_the_last_stage_reports() -> None:
     ranks = [OPTIONS.data_rank(rank, 4) for rank in range(4)]
     assert ranks == [DataRank(0, 2, False), DataRank(1, 2, False), DataRank(0, 2), DataRank(1, 2)]
-    assert [OPTIONS.stage_of(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
+    assert OPTIONS.mesh(4).groups("pp_size") == [[0, 2], [1, 3]]
+
+
+def test_the_dimensions_of_parallelism_have_neighbours_in_order() -> None:
+    options = replace(OPTIONS, tp_size=2, dp_shard_size=2)
+    mesh = options.mesh(16)
+    assert mesh.sizes == (2, 2, 2, 2)
+    assert mesh.groups("tp_size")[:2] == [[0, 1], [2, 3]]
+    assert mesh.groups("dp_shard_size")[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert mesh.groups("dp_replicate_size", "dp_shard_size")[1] == [1, 3, 5, 7]
+    assert mesh.groups("pp_size")[-1] == [7, 15]
+    assert mesh.drawn() == [
+        "pp_size 2 x dp_replicate_size 2 x dp_shard_size 2 x tp_size 2 = 16 workers",
+        "pp 0: [0 1] [2 3] | [4 5] [6 7]",
+        "pp 1: [8 9] [10 11] | [12 13] [14 15]",
+    ]
+    ranks = [options.data_rank(rank, 16) for rank in (0, 1, 2, 8, 10, 11, 14)]
+    assert [(data.rank, data.size, data.reports) for data in ranks] == [
+        (0, 4, False), (0, 4, False), (1, 4, False), (0, 4, True), (1, 4, True), (1, 4, False), (3, 4, True),
+    ]  # fmt: skip
+    assert DDPOptions.mesh(STRATEGY, 4).drawn() == []
+    assert Mesh(dp_replicate_size=2, dp_shard_size=2).drawn()[1] == "0 1 | 2 3"
 
 
 @pytest.mark.parametrize(
@@ -34,6 +59,11 @@ def test_neighbours_share_a_stage_and_the_last_stage_reports() -> None:
     [
         ({"pp_size": 1}, {}, "strategy.pp_size=1: use 2 or more stages, or strategy=ddp."),
         ({"split_before": ("a", "b")}, {}, "strategy.pp_size=2 stages all but the first begin with one: name 1."),
+        ({"schedule": "interleaved"}, {}, "use strategy.stages_per_worker=2 or more, or strategy.schedule=1f1b."),
+        ({"stages_per_worker": 2}, {}, "strategy.stages_per_worker=2 is for strategy.schedule=interleaved"),
+        ({"dp_shard_size": 0}, {}, "strategy.dp_shard_size=0: use 1 or more."),
+        ({"tp_plan": (DividedLayers("a", "colwise"),)}, {}, "strategy.tp_plan has no effect without"),
+        ({"tp_size": 2, "tp_plan": (DividedLayers((), "colwise"),)}, {}, "strategy.tp_plan[0].match is empty"),
         ({}, {"reduction": "exact"}, "trainer.reduction=exact is incompatible with strategy=pipeline"),
         ({}, {"compile": True}, "strategy=pipeline is incompatible with trainer.compile=true"),
         ({}, {"param_dtype": "bf16"}, "Use trainer.param_dtype=fp32 trainer.precision=bf16."),
@@ -62,14 +92,34 @@ def test_sizes_that_do_not_divide_are_refused(size: int, world_size: int, micro_
         replace(OPTIONS, pp_size=size).check_layout(TRAINER, layout, micro_batches)
 
 
+@pytest.mark.parametrize(
+    ("options", "world_size", "micro_batches", "sentence"),
+    [
+        ({"tp_size": 2}, 6, 4, "strategy.tp_size=2 does not divide the 3 workers that strategy.pp_size=2 leaves of 6 "),
+        ({"tp_size": 3, "dp_shard_size": 2}, 6, 4, "strategy.dp_shard_size=2 does not divide the 1 worker that strategy"),
+        ({"dp_shard_size": 3}, 8, 4, "strategy.pp_size=2 leaves of 8 workers: use 1 or 2 or 4."),
+        ({"schedule": "interleaved", "stages_per_worker": 2}, 2, 5, "and 2 does not divide the 5 of a step: change"),
+    ],
+)  # fmt: skip
+def test_sizes_of_several_dimensions_that_do_not_divide_are_refused(
+    options: dict[str, Any], world_size: int, micro_batches: int, sentence: str
+) -> None:
+    layout = Layout(1, world_size, "cpu", "gloo", 1)
+    with pytest.raises(RefusedError, match=re.escape(sentence)):
+        replace(OPTIONS, **options).check_layout(TRAINER, layout, micro_batches)
+
+
 def test_the_plan_counts_the_largest_stage() -> None:
     parameters = [Parameter("model", 100, 400, "fp32", True), Parameter("model", 200, 800, "fp32", True)]
     facts = Facts(parameters, 0, {"model": 1200}, 2400, 1000, None, None, 100, num_passes=6, blocks_bytes=[400, 800])
     layout = Layout(1, 2, "cpu", "gloo", 1)
     assert [part.num_bytes for part in OPTIONS.memory(facts, TRAINER, layout)] == [800, 800, 1600]
-    gpipe = replace(OPTIONS, schedule="gpipe")
-    assert [part.num_bytes for part in gpipe.memory(facts, TRAINER, layout)] == [800, 800, 1600, 2000]
+    assert [part.num_bytes for part in replace(OPTIONS, dp_shard_size=2).memory(facts, TRAINER, layout)][2] == 800
     assert OPTIONS.moments(facts, TRAINER, layout) == {"start": 1200, "evaluation": 2800}
+    assert OPTIONS.kept_by_workers([100, 10], 6) == [200, 10]
+    assert replace(OPTIONS, schedule="gpipe").kept_by_workers([100, 10], 6) == [600, 60]
+    interleaved = replace(OPTIONS, schedule="interleaved", stages_per_worker=2)
+    assert interleaved.kept_by_workers([10, 10, 10, 10], 6) == [50, 30]
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2), nn.Tanh())
     assert OPTIONS.blocks_bytes({"model": model}) == [160, 72]
     assert replace(OPTIONS, split_before=(1,)).blocks_bytes({"model": model}) == [160, 72]
@@ -109,6 +159,48 @@ class Varying(Net):
         self.insert(1, Shrinking())
 
 
+class Wide(nn.Sequential):
+    def __init__(self):
+        layers = [layer for _ in range(7) for layer in (nn.Linear(64, 64), nn.Tanh())]
+        super().__init__(nn.Linear(4, 64), nn.Tanh(), *layers, nn.Linear(64, 2))
+
+
+class Kept(Sides):
+    # Writes down the most that is kept for backward passes at once, and the parameters of a rank, in bytes.
+    def __init__(self, folder):
+        self.folder, self.live, self.most = folder, {}, 0
+
+    def step(self, model, batch):
+        if not model.training:
+            return super().step(model, batch)
+        self.known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.held = sum(p.numel() * p.element_size() for p in model.parameters())
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: Box(self, tensor), lambda box: box.tensor):
+            return super().step(model, batch)
+
+    def note(self):
+        if (now := sum(size for size, _ in self.live.values())) > self.most:
+            self.most = now
+            with open(f"{self.folder}/{RANK}", "w") as file:
+                file.write(f"{now} {self.held}")
+
+
+class Box:
+    def __init__(self, task, tensor):
+        storage = tensor.untyped_storage()
+        self.task, self.tensor, self.key = task, tensor, storage.data_ptr()
+        if self.key not in task.known:
+            _, count = task.live.get(self.key, (0, 0))
+            task.live[self.key] = storage.nbytes(), count + 1
+            task.note()
+
+    def __del__(self):
+        if self.key not in self.task.known:
+            size, count = self.task.live.pop(self.key)
+            if count > 1:
+                self.task.live[self.key] = size, count - 1
+
+
 class Shrinking(nn.Module):
     calls = 0
 
@@ -145,13 +237,35 @@ NORMED = ("model._target_=points.Normed", "~model.hidden", "~model.dropout")
 AVERAGED = ("trainer.ema_decay=0.9", "task._target_=points.Padded", "trainer.nonfinite=skip", "trainer.precision=bf16")
 
 
+INTERLEAVED = ("strategy.schedule=interleaved", "strategy.stages_per_worker=2")
+
+
 @pytest.mark.parametrize("extra", [(), NORMED, AVERAGED], ids=["plain", "normed", "averaged"])
 def test_the_weights_and_records_are_those_of_one_process(recipe: Recipe, extra: tuple[str, ...]) -> None:
     one = recipe(*COMMON, *ONE, *extra)
-    same(one, recipe(*COMMON, *PIPELINE, *extra))
+    same(one, recipe(*COMMON, *PIPELINE, *extra, *(INTERLEAVED if extra else ())))
     if not extra:
         three = ("strategy.pp_size=3", "trainer.gpus=3", "strategy.schedule=gpipe", "strategy.split_before=[2,3]")
         same(one, recipe(*COMMON, *PIPELINE, *three, "trainer.micro_batch_size=6"))
+
+
+WIDE = ("model._target_=points.Wide", "~model.hidden", "~model.dropout", "trainer.global_batch_size=48")
+
+
+@pytest.mark.variants(1)
+@pytest.mark.parametrize("schedule", [INTERLEAVED, ("strategy.schedule=gpipe",), ("strategy.schedule=1f1b",)])
+def test_the_plan_knows_what_a_worker_keeps_for_backward_passes(
+    recipe: Recipe, tmp_path: Path, schedule: tuple[str, ...]
+) -> None:
+    options = (*WIDE, *PIPELINE, *schedule)
+    done = recipe(*COMMON, *options, "task._target_=points.Kept", f"+task.folder={tmp_path}")
+    assert done.code == 0, done.err
+    kept, held = zip(*(map(int, (tmp_path / str(rank)).read_text().split()) for rank in range(2)), strict=True)
+    words = [word for word in recipe.words(*options)[0] if not word.startswith("run.dir")]
+    planned = json.loads(recipe.ddpexp("plan", "--json", *words).out)
+    parts = {part["name"]: part["num_bytes"] for part in planned["memory"]["parts"]}
+    assert parts["activations"] == pytest.approx(max(kept), rel=0.1)
+    assert parts["parameters"] == max(held)
 
 
 def test_copies_of_stages_share_the_data_as_the_workers_of_ddp(recipe: Recipe) -> None:

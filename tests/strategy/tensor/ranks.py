@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddpexp.distributed.world import World
-from ddpexp.errors import RefusedError
+from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.strategy.tensor.strategy import TensorParallel
+from ddpexp.train.activation_checkpointing import checkpoint_activations
 from recipes.gpt import GPT
 from tests.strategy.fsdp.ranks import OPTIONS
 
@@ -77,11 +78,11 @@ def whole(strategy: TensorParallel, world: World, name: str, tensor: Tensor) -> 
 
 def equal(world: World) -> None:
     """Weights, norms and states are those of one process, also where the other ranks shard or hold replicas."""
-    for variant, (replicas, init) in [
-        ("gpt", (1, "whole")), ("llama", (1, "replay")), ("conv1d", (1, "whole")),
-        ("llama", (1, "reset_parameters")),
+    for variant, init, by_tokens in [
+        ("gpt", "whole", False), ("llama", "replay", True), ("conv1d", "whole", True),
+        ("llama", "reset_parameters", False),
     ]:  # fmt: skip
-        options = replace(OPTIONS, tp_size=2, dp_replicate_size=replicas, init=init)  # type: ignore[arg-type]
+        options = replace(OPTIONS, tp_size=2, init=init, sequence_parallel=by_tokens)  # type: ignore[arg-type]
         if init == "reset_parameters":  # whose weights are loaded
             options = options.to_be_loaded()
         strategy = TensorParallel(options, world, partial(build, variant), prepare=loader(variant, init))
@@ -131,6 +132,54 @@ def loader(variant: str, init: str) -> Callable[[Any], None]:
                     shard.tensor.copy_(rows if shard.first_row is None else shard.read(read))
 
     return load
+
+
+def tokens(world: World) -> None:
+    """Between divided layers ranks draw other dropout, and alike again behind them; in evaluation they have all."""
+    options = replace(OPTIONS, tp_size=2, sequence_parallel=True)
+
+    def built(dropout: float, again: bool = False) -> TensorParallel:
+        def make() -> nn.Module:
+            torch.manual_seed(3)
+            return GPT(**{**SIZES, "dropout": dropout, "bias": True})
+
+        def prepare(models: Any) -> None:
+            if again:
+                checkpoint_activations(models, ["Block"])
+
+        return TensorParallel(options, world, make, prepare=prepare)
+
+    strategy = built(0.5)
+    model: Any = strategy.modules["model"]
+    dropped: list[Tensor] = []
+    model.h[0].attn.resid_dropout.register_forward_hook(lambda module, inputs, out: dropped.append(out == 0))
+    torch.manual_seed(7)
+    model(batch(0)[:, :-1])
+    [own] = dropped
+    assert own.shape == (BATCH, TOKENS // 2, 16)
+    zeros = torch.zeros(2, *own.shape)
+    zeros[world.rank] = own.float()
+    first, second = world.sum(zeros)
+    assert not torch.equal(first, second)
+    assert 0.3 < float(first.mean()) < 0.7
+    drawn = torch.zeros(2)
+    drawn[world.rank] = torch.rand(())
+    assert len(set(world.sum(drawn).tolist())) == 1
+    with pytest.raises(DdpexpError, match=re.escape("a batch has the shape [4, 7, 16] where that begins")):
+        model(batch(0)[:, :7])
+    with strategy.evaluation() as evaluated:
+        torch.manual_seed(3)
+        expected = GPT(**{**SIZES, "bias": True}).eval()
+        torch.testing.assert_close(evaluated(batch(0)[:, :7]), expected(batch(0)[:, :7]), rtol=1e-4, atol=1e-6)
+
+    def gradients(strategy: TensorParallel) -> list[Tensor]:
+        torch.manual_seed(9)
+        with strategy.micro_batch(last=True):
+            loss_of(strategy.train_model, batch(1)).backward()  # type: ignore[no-untyped-call]
+        return strategy.gradient_values(strategy.parameters())
+
+    for one, other in zip(gradients(built(0.2)), gradients(built(0.2, again=True)), strict=True):
+        assert torch.equal(one, other)
 
 
 def inputs(world: World) -> None:

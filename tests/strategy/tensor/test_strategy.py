@@ -32,7 +32,7 @@ OPTIONS = FSDPOptions(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "size"), [("equal", 4), ("equal", 2), ("inputs", 2)])
+@pytest.mark.parametrize(("case", "size"), [("equal", 4), ("equal", 2), ("inputs", 2), ("tokens", 2)])
 def test_ranks_train_to_the_weights_of_one_process(case: str, size: int, tmp_path: Path, forked_servers: None) -> None:
     works("tests.strategy.tensor.ranks", case, size, tmp_path / "logs")
 
@@ -89,6 +89,17 @@ class Usual(nn.Module):
         self.layer.up_proj, self.layer.down_proj = nn.Linear(12, 8), nn.Linear(8, 12)
 
 
+def test_a_plan_must_say_where_tokens_are_divided() -> None:
+    styles = [layer.style for layer in layers_of({"model": gpt()}, None, 2, by_tokens=True)]
+    assert styles.count("sequence") == 8
+    assert {"sequence_begin", "sequence_end"} < set(styles)
+    assert not any(layer.is_between for layer in layers_of({"model": gpt()}, None, 2))
+    with pytest.raises(
+        RefusedError, match="with the styles sequence_begin and sequence_end, and that of Usual does not"
+    ):
+        layers_of({"model": Usual(4)}, None, 2, by_tokens=True)
+
+
 def test_decoders_of_transformers_need_no_plan() -> None:
     layers = layers_of({"model": Usual(4)}, None, 2)
     styles = {layer.name.removeprefix("layer."): layer.style for layer in layers}
@@ -125,6 +136,7 @@ def test_a_plan_that_does_not_fit_is_refused(
     [
         ({"tp_size": 0}, {}, "strategy.tp_size=0: use 1 or more."),
         ({"tp_size": 1, "tp_plan": (DividedLayers("a", "colwise"),)}, {}, "strategy.tp_plan has no effect without"),
+        ({"tp_size": 1, "sequence_parallel": True}, {}, "strategy.sequence_parallel=true divides tokens among the wor"),
         ({"tp_plan": (DividedLayers((), "colwise"),)}, {}, "strategy.tp_plan[0].match is empty"),
         ({"tp_plan": (DividedLayers("a", "colwise", (0,)),)}, {}, "parts and multiple_of are numbers above 0."),
         ({}, {"reduction": "exact"}, "strategy.tp_size=2 is incompatible with trainer.reduction=exact"),
@@ -195,7 +207,7 @@ def test_every_strategy_resumes_its_checkpoints_and_it_resumes_theirs(train: Tra
     assert whole.code == 0, whole.err
     for steps, gpus, strategy in (
         (2, 2, TENSOR), (4, 2, ("strategy=ddp", "strategy.shard_optimizer=true")),
-        (6, 4, (*TENSOR, "strategy.init=replay")),
+        (6, 4, (*TENSOR, "strategy.init=replay", "strategy.sequence_parallel=true")),
     ):  # fmt: skip
         done = train("in turn", f"trainer.max_steps={steps}", f"trainer.gpus={gpus}", *strategy)
         assert done.code == 0, done
@@ -238,3 +250,8 @@ def test_the_plan_counts_what_a_rank_of_a_group_holds(train: Train) -> None:
     bytes_of_a_rank = sum(4 * p.numel() // (1 if name.endswith(whole) else 2) for name, p in model.named_parameters())
     assert parts["parameters"] == bytes_of_a_rank
     assert parts["optimizer"] == pytest.approx(2 * bytes_of_a_rank, rel=0.01)
+    options = (*TENSOR, "strategy.sequence_parallel=true")
+    planned = train.ddpexp("plan", *COMMON, *options, f"data.path={train.text}", *words)
+    fewer = {part["name"]: part["num_bytes"] for part in json.loads(planned.out)["memory"]["parts"]}
+    assert fewer["parameters"] == parts["parameters"]
+    assert fewer["activations"] < 0.9 * parts["activations"]

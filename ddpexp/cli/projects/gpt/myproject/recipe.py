@@ -80,6 +80,13 @@ class NextToken:
         loss = functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum")
         return loss, (targets != _IGNORED).sum(), {}
 
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Return a row for each window, for `ddpexp predict`: the mean loss of its tokens."""
+        tokens, targets = batch
+        scores = model(tokens).transpose(1, 2)
+        losses = functional.cross_entropy(scores, targets, ignore_index=_IGNORED, reduction="none")
+        return {"loss": losses.sum(1) / (targets != _IGNORED).sum(1)}
+
     def finish(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
         """Return what is no mean over the evaluation set."""
         loss, count = sums["loss"]

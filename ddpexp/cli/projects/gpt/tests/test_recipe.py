@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from myproject.recipe import NextToken
 
 import ddpexp
 
@@ -23,3 +24,5 @@ def test_two_steps_on_two_workers_and_a_resume(tmp_path: Path) -> None:
     assert parts.result["weights_sha256"] == whole.result["weights_sha256"]
     written = whole.model().generate(torch.tensor([[0, 1]]), 20, temperature=0.8, top_k=5, seed=0)
     assert written.shape == (1, 22)
+    predicted = NextToken().predict(whole.model(), (torch.zeros(3, 16).long(), torch.ones(3, 16).long()))
+    assert predicted["loss"].shape == (3,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -36,3 +37,8 @@ class Classify:
         loss = functional.cross_entropy(scores, labels, reduction="sum")
         classes = labels if labels.dim() == 1 else labels.argmax(1)  # data.mixup and data.cutmix give probabilities
         return loss, len(labels), {"accuracy": ((scores.argmax(1) == classes).sum(), len(labels))}
+
+    def predict(self, model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return a row for each sample, for `ddpexp predict`: its class, and the probability of each class."""
+        probability = model(batch[0]).softmax(1)
+        return {"label": probability.argmax(1), "probability": probability}

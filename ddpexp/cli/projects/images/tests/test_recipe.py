@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+from myproject.recipe import Classify
 from PIL import Image
 
 import ddpexp
@@ -29,3 +31,5 @@ def test_two_steps_on_two_workers_and_a_resume(tmp_path: Path) -> None:
     ddpexp.run([*overrides, "trainer.max_steps=1", f"run.dir={tmp_path}/parts"])
     parts = ddpexp.run([*overrides, "trainer.max_steps=2", f"run.dir={tmp_path}/parts"])
     assert parts.result["weights_sha256"] == whole.result["weights_sha256"]
+    predicted = Classify().predict(whole.model(), [torch.zeros(3, 3, 32, 32)])
+    assert {name: rows.shape for name, rows in predicted.items()} == {"label": (3,), "probability": (3, 2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,3 +41,8 @@ class Classify:
         scores = model(points)
         loss = functional.cross_entropy(scores, labels, reduction="sum")
         return loss, len(labels), {"accuracy": ((scores.argmax(1) == labels).sum(), len(labels))}
+
+    def predict(self, model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return a row for each sample, for `ddpexp predict`: its class, and the probability of each class."""
+        probability = model(batch[0]).softmax(1)
+        return {"label": probability.argmax(1), "probability": probability}

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import torch
+from myproject.recipe import Classify
+
 import ddpexp
 
 OVERRIDES = ["recipe=myproject", "trainer.gpus=2", "trainer.threads=1", "trainer.log_every=1"]
@@ -13,3 +16,5 @@ def test_two_steps_on_two_workers_and_a_resume(tmp_path: Path) -> None:
     ddpexp.run([*OVERRIDES, "trainer.max_steps=1", f"run.dir={tmp_path}/parts"])
     parts = ddpexp.run([*OVERRIDES, "trainer.max_steps=2", f"run.dir={tmp_path}/parts"])
     assert parts.result["weights_sha256"] == whole.result["weights_sha256"]
+    predicted = Classify().predict(whole.model(), [torch.zeros(3, 2)])
+    assert {name: rows.shape for name, rows in predicted.items()} == {"label": (3,), "probability": (3, 2)}

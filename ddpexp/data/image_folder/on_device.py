@@ -1,0 +1,91 @@
+"""Images of training of which the host reads only what is cut out: the device resizes, flips and changes them.
+
+Each image is computed by itself, so that it is the same in every batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from ddpexp.data.image_folder import colors
+from ddpexp.data.image_folder.dataset import ImageFolder, drawn, empty
+from ddpexp.data.image_folder.device_colors import changed
+from ddpexp.distributed.transfers import is_host, moved
+
+
+@dataclass(frozen=True)
+class FetchedCuts:
+    """What was cut out of the images of a batch, on the host, with the changes that were drawn for them.
+
+    Shapes: pixels (bytes,) uint8, one cut after the other; boxes (batch, 4); flipped (batch,); labels (batch,) int64.
+    """
+
+    pixels: Tensor
+    boxes: NDArray[np.int64]
+    flipped: NDArray[np.bool_]
+    changes: colors.Changes | None
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class AugmentedOnDevice:
+    """The images of one epoch of training; `data.augment_on=device`."""
+
+    images: ImageFolder
+    key: int
+    size: int  # pixels
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.images)
+
+    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return a batch of training. Shapes: as in `ddpexp.data.image_folder.dataset.load`."""
+        return self.finish(self.fetch(indices, device.type == "cuda"), device)
+
+    def fetch(self, indices: Tensor, pinned: bool) -> FetchedCuts:
+        """Cut out on the host, in several threads; may run in any thread."""
+        images, samples = self.images, indices.numpy()
+        boxes, flipped, changes = drawn(self.key, samples, images)
+        ends = (boxes[:, 2] * boxes[:, 3] * images.options.channels).cumsum().tolist()
+        shape = (ends[-1] if ends else 0,)
+        out = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else empty(shape, torch.uint8)
+        pixels, numbers, places = out.numpy(), samples.tolist(), boxes.tolist()
+
+        def cut(row: int) -> None:
+            top, left, height, width = places[row]
+            window = images.store.image(numbers[row])[top : top + height, left : left + width]
+            pixels[ends[row] - window.size : ends[row]].reshape(window.shape)[:] = window
+
+        images.in_threads(cut, len(samples))
+        return FetchedCuts(out, boxes, flipped, changes, torch.from_numpy(images.labels[samples]))
+
+    def finish(self, batch: FetchedCuts, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Move the cuts to the device as bytes; resize, flip, change and normalize them there."""
+        options, pixels = self.images.options, moved(batch.pixels, device)
+        shape = len(batch.boxes), options.channels, self.size, self.size
+        images = empty(shape, torch.float32) if is_host(device) else torch.empty(shape, device=device)
+        begin = 0
+        for row, (_, _, height, width) in enumerate(batch.boxes.tolist()):
+            end = begin + height * width * options.channels
+            image = self._resized(pixels[begin:end].view(height, width, options.channels))
+            if batch.flipped[row]:
+                image = image.flip(2)
+            if batch.changes is not None:
+                image = changed(image, options, batch.changes.drawn[:, row].tolist())
+            images[row] = image
+            begin = end
+        return self.images.normalized(images), moved(batch.labels, device)
+
+    def _resized(self, cut: Tensor) -> Tensor:
+        """Resize a cut to whole numbers. Shapes: (height, width, channels) to (channels, size, size)."""
+        planes = cut.permute(2, 0, 1)[None].float()
+        if planes.shape[2:] != (self.size, self.size):
+            planes = functional.interpolate(planes, (self.size, self.size), mode="bilinear", antialias=True)
+        return planes[0].round().clamp(0, 255)

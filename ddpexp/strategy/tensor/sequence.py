@@ -1,0 +1,195 @@
+"""Sequence parallelism: between divided layers, each rank of a tensor group has some of the tokens of a batch.
+
+Source: Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ddpexp.distributed.rng import MODEL, seed_of, seed_torch
+from ddpexp.errors import DdpexpError
+from ddpexp.strategy.comm.reduce import as_bytes
+from ddpexp.strategy.tensor.group import HALVES, TensorGroup
+from ddpexp.strategy.tensor.options import SEQUENCE_BEGIN, SEQUENCE_END
+
+_TOKENS = -2  # the dimension: (batch, tokens, width)
+_SEEDS = 1 << 62
+
+
+class Tokens:
+    """The tokens of a batch, of which each rank has as many between the divided layers; in evaluations all of them."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        """Divide them among a group."""
+        self.group = group
+        self.are_divided = False  # in the forward pass in progress, and the backward pass that follows it
+
+    def all_of(self, own: Tensor) -> Tensor:
+        """Return the tokens of all ranks, in their order. Ranks: those of the group; communicates."""
+        if self.group.group is None:
+            return torch.cat([own] * self.group.size, _TOKENS)
+        everything = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.group.size)]
+        dist.all_gather([as_bytes(part) for part in everything], as_bytes(own.contiguous()), group=self.group.group)
+        return torch.cat(everything, _TOKENS)
+
+    def own_of(self, everything: Tensor) -> Tensor:
+        """Return this rank's tokens in new memory."""
+        return everything.chunk(self.group.size, _TOKENS)[self.group.rank].contiguous()
+
+    def own_of_sum(self, everything: Tensor) -> Tensor:
+        """Return the sum over the ranks of this rank's tokens. Ranks: those of the group; communicates.
+
+        They are summed in the order of the ranks.
+        """
+        if self.group.group is None:
+            return self.own_of(everything)
+        sent = torch.stack(everything.chunk(self.group.size, _TOKENS))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group.group)
+        total = received[0].float() if everything.dtype in HALVES else received[0]
+        for part in received[1:]:
+            total = total + part
+        return total.to(everything.dtype)
+
+
+class Gathered(torch.autograd.Function):
+    """All tokens, for a layer of which each rank computes a part: the gradients of the parts are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tokens) -> Tensor:
+        """Gather. Ranks: those of the group; communicates."""
+        ctx.tokens = tokens
+        return tokens.all_of(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of the gradients of this rank's tokens. Ranks: those of the group; communicates."""
+        return ctx.tokens.own_of_sum(gradient), None
+
+
+class LinearOfTokens(torch.autograd.Function):
+    """A linear layer that keeps this rank's tokens of its input for backward, and gathers them again."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, own: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens) -> Tensor:
+        """Compute all tokens, of which `own` are this rank's."""
+        ctx.save_for_backward(own, weight)
+        ctx.tokens = tokens
+        return functional.linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None, Tensor | None, None]:
+        """Return the gradients. Ranks: those of the group; communicates."""
+        own, weight = ctx.saved_tensors
+        of_input = (gradient @ weight.to(gradient.dtype)).to(own.dtype)
+        rows = gradient.flatten(0, -2)
+        of_weight = of_bias = None
+        if ctx.needs_input_grad[2]:
+            inputs = ctx.tokens.all_of(own.to(gradient.dtype))
+            of_weight = (rows.t() @ inputs.flatten(0, -2)).to(weight.dtype)
+        if ctx.needs_input_grad[3]:
+            of_bias = rows.sum(0, dtype=weight.dtype)
+        return of_input, None, of_weight, of_bias, None
+
+
+class Scattered(torch.autograd.Function):
+    """This rank's tokens of the sum of what the ranks have computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tokens) -> Tensor:
+        """Sum. Ranks: those of the group; communicates."""
+        ctx.tokens = tokens
+        return tokens.own_of_sum(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradients of all tokens. Ranks: those of the group; communicates."""
+        return ctx.tokens.all_of(gradient), None
+
+
+class _Begun(torch.autograd.Function):
+    """This rank's tokens of what all ranks have alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tokens) -> Tensor:
+        ctx.tokens = tokens
+        return tokens.own_of(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.tokens.all_of(gradient), None
+
+
+class _Ended(torch.autograd.Function):
+    """All tokens, with which all ranks do the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tokens) -> Tensor:
+        ctx.tokens = tokens
+        return tokens.all_of(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.tokens.own_of(gradient), None
+
+
+def between(module: nn.Module, style: str, tokens: Tokens) -> None:
+    """Have a module compute this rank's tokens: the first of them takes them, and the last one gives back all."""
+    module.forward = partial(_forward, module, module.forward, style, tokens)
+
+
+def _forward(
+    module: nn.Module, forward: Callable[[Tensor], Tensor], style: str, tokens: Tokens, input: Tensor
+) -> Tensor:
+    if style == SEQUENCE_BEGIN:
+        tokens.are_divided = module.training
+        if tokens.are_divided:
+            _check_divides(input, tokens.group.size)
+            input = _Begun.apply(input, tokens)  # type: ignore[no-untyped-call]
+    if not tokens.are_divided:
+        return forward(input)
+    draws = any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
+    with _own_random_numbers(tokens.group.rank, input.device) if draws else nullcontext():
+        out = forward(input)
+    return _Ended.apply(out, tokens) if style == SEQUENCE_END else out  # type: ignore[no-untyped-call]
+
+
+def _check_divides(x: Tensor, size: int) -> None:
+    """Check that each rank gets as many tokens.
+
+    Raises:
+        DdpexpError: their number does not divide.
+    """
+    if x.dim() < 3 or x.shape[_TOKENS] % size:
+        raise DdpexpError(
+            f"strategy.sequence_parallel=true divides the tokens of a batch among strategy.tp_size={size} workers, and "
+            f"a batch has the shape {list(x.shape)} where that begins: (samples, tokens, width) with a multiple of "
+            f"{size} tokens is needed. Change the length of the batches, or use strategy.sequence_parallel=false."
+        )
+
+
+@contextmanager
+def _own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
+    """Have this rank draw others than the ranks of its group inside the block; afterwards they draw alike again."""
+    if device.type == "meta":
+        yield
+        return
+    seed = int(torch.randint(_SEEDS, ()))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        seed_torch(seed_of(seed, MODEL, 0, rank), device)
+        yield
