@@ -1,79 +1,78 @@
-"""Folders of photographs: samples a second, crop and flip, against torch's DataLoader over Pillow."""
+"""Folders of photographs: other caches, further changes, and the memory of eight ranks."""
 
 from __future__ import annotations
 
-import os
-import shutil
+import statistics
 import sys
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
+from benchmarks.image_ways import IMAGES, arm, drawn
+from benchmarks.race import Arm, race, refuse_other_work
+from benchmarks.suite import Bar, Bench, Report, Row, compare
+from ddpexp.data.image_folder.prepare import prepare
 
-from benchmarks.race import Arm, last_json, median, race, refuse_other_work
-from benchmarks.suite import Bar, Bench, Chart, Report, Row, compare, of_rounds
-
-IMAGES, _CLASSES, _SIZE = 1000, 10, (500, 375)
+_REFERENCE = "DataLoader, 2 workers"  # the best number of workers on two cores, as `image_ways` shows
 _WAYS: dict[str, tuple[str, ...]] = {
-    "ddpexp": ("ddpexp",),
-    "gather by hand": ("gather",),
-    "DataLoader, 1 worker": ("loader", "--workers", "1"),
-    "DataLoader, 2 workers": ("loader", "--workers", "2"),
-    "DataLoader, 4 workers": ("loader", "--workers", "4"),
-    "ddpexp again": ("ddpexp",),
+    "pixels": ("ddpexp",),
+    "files in one file": ("ddpexp", "--cache", "jpeg"),
+    "the files themselves": ("ddpexp", "--cache", "none"),
+    "colors and RandAugment": ("ddpexp", "--changes"),
+    "DataLoader": ("loader", "--workers", "0", "--epochs", "2"),
+    _REFERENCE: ("loader", "--workers", "2", "--epochs", "2"),
 }
-_QUICK = ("ddpexp", "gather by hand", "DataLoader, 2 workers", "ddpexp again")
+_RANKS, _BATCH, _SIDE, _FEW = 8, 128, 32, 128
 
 
 def run(bench: Bench) -> Report:
-    photos = drawn(bench.folder / "photos", 500 if bench.quick else IMAGES)
-    names = [name for name in _WAYS if not bench.quick or name in _QUICK]
-    arms = [arm(name, photos, *_WAYS[name]) for name in names]
-    results = race(arms, bench.at_most(3 if bench.quick else 7), bench.folder, bench.say)
+    number = 400 if bench.quick else IMAGES
+    photos = drawn(bench.folder / "photos", number)
+    arms = [arm(name, photos, *words) for name, words in _WAYS.items()]
+    results = race(arms, bench.at_most(3), bench.folder, bench.say)
     refuse_other_work(results, "samples", 0)
-    loaders = [name for name in names if name.startswith("DataLoader")]
-    best = max(loaders, key=lambda name: median(results, name, "rate"))
     report = Report()
-    for other in [name for name in names if not name.startswith("ddpexp")]:
-        bar = Bar("at least", 0.9) if other == "gather by hand" else Bar("at least", 4) if other == best else None
-        what = f"samples a second, random resized crop to 224 and flip, {other}"
-        report.rows.append(compare(results, what, "rate", lambda value: f"{value:,.0f}", other, bar=bar))
-    first = min(loaders, key=lambda name: median(results, name, "first"))
-    report.rows.append(
-        compare(
-            results, f"the first epoch, preparation included, {first}", "first", lambda value: f"{value:.2f} s", first,
-            bar=Bar("at most", 1.0),
+    for mine in [name for name in _WAYS if name != _REFERENCE]:
+        what = f"samples a second, random resized crop to 224 and flip, {mine}, {_REFERENCE}"
+        report.rows.append(
+            compare(results, what, "rate", lambda value: f"{value:,.0f}", _REFERENCE, mine=mine, again=None)
         )
-    )  # fmt: skip
-    seek, limit = median(results, "ddpexp", "seek"), Bar("at most", 5)
-    shown = f"{seek * 1e3:.2f} ms"
-    report.rows.append(Row("position at 80 % of an epoch", shown, bar=f"{limit} ms", met=limit.met(seek * 1e3)))
-    groups = {"rate": of_rounds(results, "rate")}
-    report.charts.append(Chart("photographs, all cores, batches of 64", "samples a second", groups, log=True))
+    report.rows.append(_memory(bench, photos, number))
     return report
 
 
-def arm(name: str, photos: Path, way: str, *more: str) -> Arm:
-    """Return a program that reads the photographs, in a folder and with a cache of its own."""
+def _memory(bench: Bench, photos: Path, number: int) -> Row:
+    """Return how often the cache is in the memory of eight ranks: of all images more than of a few."""
+    few = drawn(bench.folder / "few", _FEW)
+    sizes = [_bytes(place) for place in (photos, few)]
+    steps = -(-number // _BATCH)
+    arms = [_eight(name, place, steps) for name, place in (("all", photos), ("few", few))]
+    results = race(arms, bench.at_most(2), bench.folder / "memory", bench.say)
+    refuse_other_work(results, "ranks", 0)
+    pairs = zip(results["all"], results["few"], strict=True)
+    copies = statistics.median((every["memory"] - some["memory"]) / (sizes[0] - sizes[1]) for every, some in pairs)
+    bar, what = Bar("at most", 1.1), f"copies of {(sizes[0] - sizes[1]) / 1e6:.0f} MB of pixels in the memory of"
+    return Row(f"{what} {_RANKS} ranks", f"{copies:.2f}", bar=f"{bar} copies", met=bar.met(copies))
 
+
+def _bytes(photos: Path) -> int:
+    """Prepare photographs; return the size of their pixels."""
+    return (Path(prepare(str(photos), cache="raw", size=_SIDE, cache_size=256)["folder"]) / "train.bin").stat().st_size
+
+
+def _eight(name: str, photos: Path, steps: int) -> Arm:
     def command(place: Path) -> list[str]:
-        copy = place / "photos"
-        shutil.copytree(photos, copy, copy_function=os.link)
-        return [sys.executable, "-m", "benchmarks.peers.images", "--way", way, "--folder", str(copy), *more]
+        (place / "notes").mkdir()
+        return [
+            sys.executable, "-m", "ddpexp", "recipe=mnist", f"trainer.gpus={_RANKS}", "trainer.threads=1",
+            "trainer.device=cpu", "run.trust=[benchmarks]", "task._target_=benchmarks.peers.memory.Weigh",
+            f"+task.notes={place / 'notes'}", f"+task.steps={steps}", "model=linear",
+            "model._target_=benchmarks.peers.memory.Net", "data=image_folder", f"data.root={photos}", "data.cache=raw",
+            f"data.size={_SIDE}", "data.cache_size=256", "data.scale=[1.0,1.0]", f"trainer.global_batch_size={_BATCH}",
+            "trainer.epochs=null", f"trainer.max_steps={steps}", "trainer.eval_every=0", "trainer.checkpoint_every=0",
+            "logger=none", "scheduler=constant", f"run.dir={place / 'run'}",
+        ]  # fmt: skip
 
-    # Caches stay until the end: what is removed is discarded on the disk, which the next program would wait for.
-    return Arm(name, command, lambda _place, output, _begin, _end: last_json(output))
+    def figures(place: Path, _output: str, _begin: float, _end: float) -> dict[str, float]:
+        notes = [int(path.read_text()) for path in (place / "notes").iterdir()]
+        return {"ranks": len(notes), "memory": sum(notes)}
 
-
-def drawn(folder: Path, number: int) -> Path:
-    """Draw photographs: smooth patches with noise, which take about as long to decode as real ones."""
-    dice = np.random.default_rng(0)
-    width, height = _SIZE
-    for index in range(number):
-        place = folder / f"class{index % _CLASSES}"
-        place.mkdir(parents=True, exist_ok=True)
-        patches = Image.fromarray(dice.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-        smooth = np.asarray(patches.resize((width, height), Image.Resampling.BICUBIC)).astype(np.float32)
-        noisy = (smooth + dice.normal(0, 8, (height, width, 1))).clip(0, 255).astype(np.uint8)
-        Image.fromarray(noisy).save(place / f"{index:05}.jpg", quality=90)
-    return folder
+    return Arm(name, command, figures)
