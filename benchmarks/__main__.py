@@ -30,6 +30,7 @@ BENCHMARKS = {
     "gpt": "A small GPT on a CPU",
     "reading": "Text and tar shards",
     "order": "The order of samples",
+    "layers": "Layers divided among workers",
     "callbacks": "Callbacks in a step",
     "loggers": "Remote loggers",
     "threads": "The same job under every launcher",

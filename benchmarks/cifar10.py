@@ -12,7 +12,7 @@ from benchmarks.race import Arm, last_json, race, refuse_other_work
 from benchmarks.suite import Bar, Bench, Chart, Report, compare, of_rounds, records
 from ddpexp.data.cifar10.prepare import prepare
 
-_SAMPLES, _BATCH, _EPOCHS = 4096, 256, 4
+_SAMPLES, _BATCH, _EPOCHS = 2048, 256, 4
 _WIDTHS = {"a quarter of the width": (16, 64, 64), "an eighth of the width": (8, 32, 32)}
 
 

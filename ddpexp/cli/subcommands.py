@@ -311,6 +311,8 @@ def weights_of(argv: list[str], name: str, command: Sequence[str]) -> Weights:
     home = next((folder for folder in (source, *source.resolve().parents) if weights.is_run(folder)), None)
     if home is None and source.is_dir() and (below := runs_below(source)):
         raise RefusedError(f"{name} {source}: it is no run directory.{below}")
+    if home is None and source.is_dir() and not any(source.glob("*.safetensors")):
+        raise RefusedError(f"{name} {source}: it is no run directory, and holds no weights. Name a run directory.")
     if home is not None and source.is_file() and source.suffix in _RECORDS:
         raise RefusedError(f"{name} {source}: this file holds no weights. Did you mean {files.typed(home)}?")
     if home is not None:

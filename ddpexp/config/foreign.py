@@ -58,9 +58,17 @@ _ZERO = (
 _HYBRID = "strategy=fsdp strategy.dp_replicate_size=2 keeps two replicas, each of them sharded."
 _TENSORS = "Tensor parallelism is a key of sharding: strategy=fsdp strategy.tp_size=2."
 _PIPELINE = "Stages of a pipeline are a strategy: strategy=pipeline strategy.pp_size=2."
+_INTERLEAVED = (
+    "Several stages on a worker are a schedule: strategy=pipeline strategy.schedule=interleaved "
+    "strategy.stages_per_worker=2."
+)
+_TOKENS = (
+    "Sequence parallelism belongs to tensor parallelism: strategy=fsdp strategy.tp_size=2 "
+    "strategy.sequence_parallel=true."
+)
 _NO_CONTEXT = (
-    "There is no context or sequence parallelism: trainer.activation_checkpointing reduces the memory that long "
-    "sequences take."
+    "There is no context parallelism: trainer.activation_checkpointing reduces the memory that long sequences take, "
+    "and so does strategy.sequence_parallel."
 )
 _NO_EXPERTS = "There is no expert parallelism: strategy=fsdp shards the parameters of all experts."
 _RESUME = "A run is resumed with python -m ddpexp resume RUN_DIR, and run.init_from=FILE starts a new one from weights."
@@ -90,7 +98,9 @@ _SENTENCES = {
     "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree": (
         _PIPELINE
     ),
-    "cp cp_size context_parallel context_parallel_size context_parallel_degree sequence_parallel sp_size": _NO_CONTEXT,
+    "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages": _INTERLEAVED,
+    "sequence_parallel sequence_parallel_size sp_size": _TOKENS,
+    "cp cp_size context_parallel context_parallel_size context_parallel_degree": _NO_CONTEXT,
     "ep_size expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree": _NO_EXPERTS,
 }
 _VALUES = {
@@ -174,7 +184,8 @@ _ADVICE_ON_VALUES = {  # patterns of values for which no single value stands
         ),
         "tp|tensor(_parallel(ism)?)?|megatron|[234]d|nd_parallel": _TENSORS,
         "pp|pipeline_parallel(ism)?|gpipe|1f1b": _PIPELINE,
-        "cp|context(_parallel(ism)?)?|sp|sequence_parallel(ism)?|ring_attention|ulysses": _NO_CONTEXT,
+        "cp|context(_parallel(ism)?)?|ring_attention|ulysses": _NO_CONTEXT,
+        "sp|sequence_parallel(ism)?": _TOKENS,
         "ep|experts?(_parallel(ism)?)?|moe": _NO_EXPERTS,
     },
     "trainer.gpus": {"cpu|cpus": "It is a number of workers: trainer.device=cpu trainer.gpus=2 runs two on the CPU."},

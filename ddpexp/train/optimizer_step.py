@@ -289,7 +289,7 @@ class Step:
         """Seed the random numbers of a micro-batch."""
         place = (turn * self.plan.data_size + self.strategy.data.rank) * self.plan.gradient_accumulation_steps
         value = seed_of(self.seed, MODEL, self._step, place + micro_batch)
-        if self.reduction == "exact":
+        if self.reduction == "exact" or self.strategy.data.size < self.world.world_size:  # ranks share a batch
             seed_everything(value)
         seed_torch(value, self.world.device)
 

@@ -64,6 +64,19 @@ def test_what_is_wrong_is_refused(run: Path, arguments: list[str], sentence: str
     assert not Path("out").exists()
 
 
+def test_a_folder_without_a_run_or_without_a_checkpoint_is_named(run: Path) -> None:
+    Path("empty").mkdir()
+    shutil.rmtree("RUN/checkpoints/step-00000050")
+    for folder, sentence in (
+        ("empty", "export empty: it is no run directory, and holds no weights. Name a run directory."),
+        ("RUN", "export RUN: RUN/checkpoints holds no complete checkpoint."),
+    ):
+        with pytest.raises(RefusedError) as refused:
+            run_export([folder, "--out", "out"], ["ddpexp", "export", folder, "--out", "out"])
+        assert str(refused.value).startswith(sentence)
+        assert not Path("out").exists()
+
+
 def test_onnx_names_what_to_install(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RefusedError, match=r"needs onnx, onnxscript, onnxruntime: pip install 'ddpexp\[onnx\]'\."):

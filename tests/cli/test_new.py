@@ -23,6 +23,13 @@ def made(place: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place / "my-work"
 
 
+GROWN = {  # what users write into the section `data`, as the README of the project says
+    "images": "root: pictures\n  validation_fraction: 0.2",
+    "table": "path: mine.csv\n  targets: price\n  inputs: [area, rooms]\n  target_type: number",
+    "gpt": "path: mine.txt",
+}
+
+
 @pytest.mark.parametrize("kind", kinds())
 def test_a_project_is_complete_and_passes_its_own_tests(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpexp: Ddpexp
@@ -32,6 +39,10 @@ def test_a_project_is_complete_and_passes_its_own_tests(
     assert {"README.md", "pyproject.toml", ".gitignore", "my_work/recipe.py", "tests/test_recipe.py"} <= files
     assert "my_work/conf/recipe/my_work.yaml" in files
     assert not [name for name in files if "myproject" in (project / name).read_text()]
+    config = project / "my_work/conf/recipe/my_work.yaml"
+    if kind in GROWN:
+        assert "section `data` of the YAML file" in " ".join((project / "README.md").read_text().split())
+        config.write_text(config.read_text().replace("\ndata:\n", f"\ndata:\n  {GROWN[kind]}\n"))
     environ = ddpexp.environ | {"PYTHONPATH": f"{install(project, tmp_path / 'pip')}:{ROOT}"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     done = subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True, timeout=PATIENCE)

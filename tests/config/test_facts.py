@@ -98,6 +98,32 @@ def test_data_with_other_facts_is_refused_with_both_values() -> None:
         check_same_data(before, {"name": "pets"}, "outputs/a")
 
 
+@pytest.mark.parametrize(("name", "key"), [("text", "data.path=..."), ("mnist", "data.root=...")])
+def test_other_data_is_refused_with_the_key_that_says_where_it_is(name: str, key: str) -> None:
+    before = {"data": {"name": name, "hash": "1" * 40}}
+    with pytest.raises(
+        RefusedError, match=rf"was trained on {name} \(1{{12}}\), and the data here is .*\({key}\), type"
+    ):
+        check_same_data(before, {"name": name, "hash": "2" * 40}, "outputs/a")
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ({"vocab_size": 9}, "model.vocab_size=9 is too small, as the data has 65 different tokens: use model.vocab_"),
+        (
+            {"vocab_size": 65, "block_size": 64},
+            "model.block_size=64 is too small, as the data has 128 tokens in a samp",
+        ),
+    ],
+)
+def test_a_model_without_room_for_the_tokens_is_refused(model: dict[str, int], sentence: str) -> None:
+    tokens = {"vocab_size": 65, "block_size": 128}
+    facts.check_model({"model": {"vocab_size": 50257, "block_size": 1024}}, tokens)
+    with pytest.raises(RefusedError, match=f"^{sentence}"):
+        facts.check_model({"model": model}, tokens)
+
+
 def test_a_run_has_the_values_in_its_files_and_resumes_with_them(ddpexp: Ddpexp) -> None:
     model = ("model=lenet", "model.hidden=${facts:num_classes}")
     done = ddpexp(*SMALL, *model, "trainer.max_steps=2", "trainer.eval_every=0")

@@ -265,7 +265,9 @@ strategy=tp is not a known option. Tensor parallelism is a key of sharding: stra
 > strategy=gpipe
 strategy=gpipe is not a known option. Stages of a pipeline are a strategy: strategy=pipeline strategy.pp_size=2.
 > strategy=context_parallel
-strategy=context_parallel is not a known option. There is no context or sequence parallelism: trainer.activation_checkpo
+strategy=context_parallel is not a known option. There is no context parallelism: trainer.activation_checkpo
+> strategy=sequence_parallel
+strategy=sequence_parallel is not a known option. Sequence parallelism belongs to tensor parallelism: strategy=fsdp
 > strategy=moe
 strategy=moe is not a known option. There is no expert parallelism: strategy=fsdp shards the parameters of all experts.
 > strategy=zero-3
@@ -277,7 +279,9 @@ strategy.zero_stage is not a known key. strategy.shard_optimizer=true divides th
 > strategy.tensor_parallel_size=2
 strategy.tensor_parallel_size is not a known key. Tensor parallelism is a key of sharding: strategy=fsdp strategy.tp_s
 > trainer.context_parallel_size=2
-trainer.context_parallel_size is not a known key. There is no context or sequence parallelism: trainer.activation_checkp
+trainer.context_parallel_size is not a known key. There is no context parallelism: trainer.activation_checkp
+> strategy.num_virtual_stages=2
+strategy.num_virtual_stages is not a known key. Several stages on a worker are a schedule: strategy=pipeline strategy.s
 > trainer.expert_parallel_size=2
 trainer.expert_parallel_size is not a known key. There is no expert parallelism: strategy=fsdp shards the parameters of
 > launcher=accelerate

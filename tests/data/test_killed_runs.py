@@ -27,7 +27,8 @@ class Paced(Sides):
     def step(self, model, batch):
         time.sleep(float(os.environ.get("PACE", "0")))
         rows, labels = batch
-        return super().step(model, (None, rows[:, :4], labels))
+        loss, count, metrics = super().step(model, (None, rows[:, :4], labels))
+        return loss, torch.tensor(count), metrics
 
 
 class Uneven(Dataset):

@@ -31,6 +31,11 @@ class Shows(Sides):
         loss = float(self.step(model, batch)[0])
         logger.scalars(step, 0.0, {"shown/loss": loss})
         print(f"shown by rank {RANK}: {loss:.6g}")
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 """
 COMMON = (
     "trainer.gpus=4", "trainer.threads=1", "trainer.micro_batch_size=6", "data.test=33", "task._target_=points.Shows",
@@ -42,6 +47,9 @@ COMMON = (
 AVERAGED = "trainer.ema_decay=0.9"
 SKIPS = (AVERAGED, "trainer.nonfinite=skip", "+task.bad=41")
 SCALED = (*SKIPS, "trainer.precision=fp16")
+NORMED = (
+    AVERAGED, "model._target_=points.Normed", "~model.hidden", "~model.dropout", "trainer.average_batch_norm=2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, warm_environ: dict[str, str
 @pytest.fixture(scope="module")
 def replicas(recipe: Recipe) -> dict[tuple[str, ...], Done]:
     """Runs of ddp with each set of options."""
-    return {options: done(recipe(*COMMON, *options)) for options in (SKIPS, SCALED)}
+    return {options: done(recipe(*COMMON, *options)) for options in (SKIPS, SCALED, NORMED)}
 
 
 def done(ended: Done) -> Done:
@@ -93,8 +101,14 @@ def records(ended: Done) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [SKIPS, SCALED], ids=["skips", "scaled"])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(pytest.param(name, SKIPS, id=f"{name}, skips") for name in WAYS),
+        *(pytest.param(name, SCALED, id=f"{name}, fp16") for name, way in WAYS.items() if way.numbers != "other"),
+        *(pytest.param(name, NORMED, id=f"{name}, batch norm") for name, way in WAYS.items() if way.numbers == "same"),
+    ],
+)
 def test_all_that_a_run_does_works_with_every_strategy(
     name: str, options: tuple[str, ...], recipe: Recipe, replicas: dict[tuple[str, ...], Done]
 ) -> None:

@@ -87,9 +87,9 @@ class Images:
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:
         """Return these images with the augmentation of one epoch."""
-        return _Augmented(self, self.draws(seed, epoch)) if self.flip or self.crop else self
+        return _Augmented(self, self.draws_of_epoch(seed, epoch)) if self.flip or self.crop else self
 
-    def draws(self, seed: int, epoch: int) -> Draws:
+    def draws_of_epoch(self, seed: int, epoch: int) -> Draws:
         """Return how the augmentation of an epoch is drawn."""
         key = seed_of(seed, AUGMENT, epoch, 0)
         if not self.alternate:
@@ -129,7 +129,7 @@ class _OnDevice(Images):
         """Draw for all images of the epoch at once, so that batches do not wait for the host."""
         if not self.flip and not self.crop:
             return self
-        drawn = self.draws(seed, epoch).of(np.arange(len(self)))
+        drawn = self.draws_of_epoch(seed, epoch).of(np.arange(len(self)))
         return _AugmentedOnDevice(self, *(moved(torch.from_numpy(values), self.pixels.device) for values in drawn))
 
 

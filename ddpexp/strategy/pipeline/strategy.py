@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -122,17 +123,15 @@ class Pipeline(Replicas):
                 tied[id(parameter)] = parameter, groups[key]
         return [pair for number, pair in tied.items() if number in self._own]
 
-    def _others(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter once that this rank does not hold."""
-        seen = set(self._own)
-        for name, parameter in self._named.items():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield name, parameter
+    @cached_property
+    def _unheld(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """Return each parameter once that this rank does not hold."""
+        others = {id(p): (name, p) for name, p in reversed(self._named.items()) if id(p) not in self._own}
+        return list(others.values())[::-1]
 
     def _leave_others(self) -> None:
         """Leave the rows of parameters to the workers that hold them."""
-        for name, parameter in self._others():
+        for name, parameter in self._unheld:
             if name not in self._shares:
                 set_whole_shape(parameter, self._shapes[name])
             parameter.grad = None
@@ -141,10 +140,19 @@ class Pipeline(Replicas):
     def build_optimizers(self, build: Callable[[Any], Mapping[str, Optimizer]]) -> Mapping[str, Optimizer]:
         """Return the optimizers, whose state the copies of a stage may divide."""
         optimizers, shards = build(self.eval_model), self._groups.shards
+        for optimizer in optimizers.values():
+            optimizer.register_step_pre_hook(self._leave_out_others)
         if shards.world_size == 1:
             return optimizers
         parts = Parts(self._part, self._whole_rows)
         return {name: ShardedOptimizer(optimizer, shards, parts) for name, optimizer in optimizers.items()}
+
+    def _leave_out_others(self, optimizer: Optimizer, *_arguments: Any) -> None:
+        """Have a step pass over the parameters of other workers, once there is a state to save of them."""
+        for _, parameter in self._unheld:
+            state = optimizer.state.get(parameter)
+            if state and all(isinstance(value, Tensor) for value in state.values()):
+                parameter.grad = None
 
     @property
     def train_model(self) -> Any:
@@ -179,7 +187,7 @@ class Pipeline(Replicas):
         for parameter, group in self._tied:
             if parameter.grad is not None:
                 torch.distributed.all_reduce(parameter.grad, group=group)
-        for _, parameter in self._others():
+        for _, parameter in self._unheld:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
@@ -237,7 +245,7 @@ class Pipeline(Replicas):
 
     def _gather(self) -> None:
         """Give this rank the parameters of the other stages. Ranks: all; communicates."""
-        for name, parameter in self._others():
+        for name, parameter in self._unheld:
             shape = self._shapes[name]
             form = torch.channels_last if self._groups.links.channels_last and len(shape) == 4 else _CONTIGUOUS
             parameter.data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device, memory_format=form)
@@ -261,7 +269,9 @@ class Pipeline(Replicas):
     def shard(self, name: str, tensor: Tensor) -> Shard:
         """Return what this rank holds of a parameter: the rows of its stages' layers, of the others none."""
         parameter = self._named.get(name)
-        if parameter is None or tensor.shape != parameter.shape or not tensor.dim():
+        if parameter is not None and not tensor.dim():  # of an optimizer's state; that of the others stands still
+            return Shard(tensor, (), 0, self._replica(name), (range(1),))
+        if parameter is None or tensor.shape != parameter.shape:
             return Shard.whole(tensor)
         return self._held(name, tensor, 0, self.data.rank, self._mesh.data_size)
 
@@ -279,6 +289,12 @@ class Pipeline(Replicas):
 
     def _whole_rows(self, parameter: Tensor, shard: Shard) -> Shard:
         return self._to_save(self._names[id(parameter)], shard)
+
+    def _replica(self, name: str) -> int:
+        """Return the number of this rank among those that hold a parameter; it is above theirs if it does not."""
+        places, place, tensor = self._places[name], self._groups.place, self._groups.tensor
+        number = (places.index(place) if place in places else len(places)) * self._mesh.data_size + self.data.rank
+        return number if tensor is None else number * tensor.size + tensor.rank
 
     def _held(self, name: str, rows: Tensor, first: int, copy: int, num_copies: int) -> Shard:
         """Return rows of what this rank has of a parameter; `copy` numbers the ranks of a stage that have the same."""

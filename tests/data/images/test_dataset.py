@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Splits, hold_out, on_device
+from ddpexp.data.datasets import Splits, hold_out, may_draw, on_device
 from ddpexp.data.images.dataset import Images, load
 from ddpexp.data.images.files import prepare
 from ddpexp.system.hardware import count_gpus
@@ -122,6 +122,10 @@ def test_another_epoch_or_seed_is_another_cut() -> None:
         for one, other in zip(looks, looks[1:] + looks[:1], strict=True)
     ]
     assert max(same) < 0.2  # one in 25 by chance
+
+
+def test_no_generator_is_seeded_for_augmentation_that_is_a_function_of_the_sample() -> None:
+    assert not may_draw(images(flip=True, crop=2))
 
 
 def test_what_is_evaluated_is_as_it_is_also_where_it_is_held_out() -> None:

@@ -126,6 +126,11 @@ def test_the_plan_counts_the_largest_stage() -> None:
 
 
 CODE = """\
+import random
+
+import numpy as np
+
+
 class Normed(nn.Sequential):
     def __init__(self):
         super().__init__(
@@ -140,6 +145,14 @@ class Padded(Sides):
         loss = nn.functional.cross_entropy(model(rows), labels, reduction="none")
         counted = rows[:, 0] > 0
         return (loss * counted).sum(), counted.sum(), {}
+
+
+class Drawing(Sides):
+    # Draws numbers of numpy and Python before the model and behind it, which only the last stage reaches.
+    def step(self, model, batch):
+        number, rows, labels = batch
+        loss, count, metrics = super().step(model, (number, rows * (1 + np.random.rand()), labels))
+        return loss * (1 + np.random.rand() + random.random()), count, metrics
 
 
 class Twice(Sides):
@@ -247,6 +260,16 @@ def test_the_weights_and_records_are_those_of_one_process(recipe: Recipe, extra:
     if not extra:
         three = ("strategy.pp_size=3", "trainer.gpus=3", "strategy.schedule=gpipe", "strategy.split_before=[2,3]")
         same(one, recipe(*COMMON, *PIPELINE, *three, "trainer.micro_batch_size=6"))
+
+
+def test_workers_with_the_same_batch_draw_the_same_numbers_of_the_host(recipe: Recipe) -> None:
+    options = (*COMMON, *PIPELINE, "task._target_=points.Drawing")
+    plan = 'strategy.tp_plan=[{match:"0",style:colwise},{match:"3",style:rowwise}]'
+    two, four = recipe(*options), recipe(*options, "trainer.gpus=4", "strategy.tp_size=2", plan)
+    assert (two.code, four.code) == (0, 0), two.err + four.err
+    for one, other in zip(records(two), records(four), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    same(two, recipe(*COMMON, *options, *INTERLEAVED))
 
 
 WIDE = ("model._target_=points.Wide", "~model.hidden", "~model.dropout", "trainer.global_batch_size=48")

@@ -20,7 +20,10 @@ def write(path: Path) -> None:
 
 def test_two_steps_on_two_workers_a_resume_and_predictions(tmp_path: Path) -> None:
     write(tmp_path / "table.csv")
-    overrides = [*OVERRIDES, f"data.path={tmp_path}/table.csv", "data.targets=sum", "scheduler=constant"]
+    overrides = [
+        *OVERRIDES, f"data.path={tmp_path}/table.csv", "data.targets=sum", "data.inputs=[one,other]",
+        "data.target_type=class", "scheduler=constant",
+    ]  # fmt: skip
     whole = ddpexp.run([*overrides, "trainer.max_steps=2", f"run.dir={tmp_path}/whole"])
     assert whole.result["step"] == 2
     ddpexp.run([*overrides, "trainer.max_steps=1", f"run.dir={tmp_path}/parts"])
