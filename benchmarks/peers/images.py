@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
@@ -97,23 +98,28 @@ def by_hand(words: Any) -> Iterator[Iterator[Any]]:
     content = np.asarray(np.memmap(folder / "train.bin", np.uint8, "r"))
     table, labels = np.load(folder / "train-index.npy"), torch.from_numpy(np.load(folder / "train-labels.npy"))
     dice, threads = np.random.default_rng(0), ThreadPoolExecutor(torch.get_num_threads())
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) * 255 for values in (_MEAN, _STD))
+    norm = [(torch.tensor(-shift / scale), 1 / (255 * scale)) for shift, scale in zip(_MEAN, _STD, strict=True)]
 
-    def one(index: int, box: tuple[int, int, int, int], flip: bool) -> Tensor:
+    def one(index: int, box: tuple[int, int, int, int], flip: bool, out: NDArray[np.uint8]) -> None:
         offset, height, width, length = table[index].tolist()
         image = content[offset : offset + length].reshape(height, width, 3)
         top, left, tall, wide = box
         cut = torch.from_numpy(image[top : top + tall, left : left + wide].copy())[None].permute(0, 3, 1, 2)
         resized = functional.interpolate(cut, (_SIZE, _SIZE), mode="bilinear", antialias=True)
-        return resized.flip(3) if flip else resized
+        out[:] = (resized.flip(3) if flip else resized)[0].permute(1, 2, 0).numpy()
 
     def batches() -> Iterator[Any]:
         order = dice.permutation(len(labels))
         for begin in range(0, len(order) - _BATCH + 1, _BATCH):
             indices = order[begin : begin + _BATCH]
             boxes = [_crop(dice, *table[index, 1:3].tolist()) for index in indices]
-            images = torch.cat(list(threads.map(one, indices, boxes, (dice.random(_BATCH) < 0.5).tolist())))
-            yield images.float().sub_(mean).div_(std).contiguous(), labels[indices]
+            pixels = np.empty((_BATCH, _SIZE, _SIZE, 3), np.uint8)  # numpy's memory is in huge pages
+            list(threads.map(one, indices, boxes, (dice.random(_BATCH) < 0.5).tolist(), pixels))
+            images = torch.from_numpy(np.empty((_BATCH, 3, _SIZE, _SIZE), np.float32))
+            images.copy_(torch.from_numpy(pixels).permute(0, 3, 1, 2))
+            for channel, (shift, scale) in zip(images.unbind(1), norm, strict=True):
+                torch.add(shift, channel, alpha=scale, out=channel)
+            yield images, labels[indices]
 
     for _ in range(words.epochs):
         yield batches()
