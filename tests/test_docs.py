@@ -100,6 +100,7 @@ ONLY_WITH = {
     "logger.wandb.mode=offline": ["logger=wandb"],
     "logger.wandb.checkpoint=best": ["logger=wandb", "trainer.keep_best=min:eval/loss"],
     "logger.mlflow.checkpoint=best": ["logger=mlflow", "trainer.keep_best=min:eval/loss"],
+    "data.shuffle=blocks": ["data=tar_shards", "data.path=shards/*.tar"],
     "strategy.reshard_after_forward=false": ["strategy=fsdp"],
     "model.positions=rotary": ["recipe=gpt"],
     "model.positions=learned": ["recipe=gpt"],
