@@ -140,8 +140,7 @@ def test_a_question_is_answered_without_torch_and_writes_nothing(ddpexp: Ddpexp,
     if question == "--help":
         for group, chosen in (("model", "lenet"), ("optimizer", "mnist_sgd")):
             assert f" {listed(group, chosen=chosen)} " in unwrapped(done.out)
-        for line in ("scheduler  constant, constant_with_warmup, cosine, exponential, linear,",):
-            assert f"\n  {line}\n" in done.out
+        assert "\n  scheduler  cifar10, constant, constant_with_warmup, cosine, exponential,\n" in done.out
         assert "\n  trainer.global_batch_size=128 " in done.out
     if question == "--cfg job":
         assert "global_batch_size: 128" in done.out
