@@ -249,9 +249,11 @@ def test_the_command_to_resume_a_run_restates_the_trust_in_its_code(
     monkeypatch.chdir(tmp_path)
     path = run(tmp_path / "run", status="interrupted")
     (path / "config.yaml").write_text(f"run: {{code: {tmp_path / 'my code'}, trust: [mine, other]}}\n")
+    (path / "overrides.yaml").write_text("- recipe=mine\n- run.trust=[mine,other]\n")
     found = as_json(capsys, "status", path)
     assert found["resume"] == "python -m ddpexp resume run --config-dir 'my code/conf' 'run.trust=[mine,other]'"
     (path / "config.yaml").write_text("a: &a [1]\nb: *a\nrun: {code: /theirs, trust: []}\n")
+    (path / "overrides.yaml").write_text("- recipe=mine\n")
     assert as_json(capsys, "status", path)["resume"] == "python -m ddpexp resume run"
 
 

@@ -214,6 +214,8 @@ def test_processes_share_a_cache_that_is_too_small_for_them(tmp_path: Path) -> N
     ],
 )
 def test_bad_addresses_are_refused(keys: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if str(keys["path"]).startswith("http"):
+        pytest.importorskip("aiohttp")
     monkeypatch.setattr(remote, "PART", 1 << 23)
     with pytest.raises(RefusedError, match=re.escape(message)):
         prepare(**{"files": FILES, **keys})
