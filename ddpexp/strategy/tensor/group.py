@@ -92,48 +92,43 @@ class TensorGroup:
         return tensor.chunk(self.size, -1)[self.rank]
 
 
-class Copied(torch.autograd.Function):
-    """The same input for the layers of all ranks: its gradient is the sum of theirs."""
+def copied(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return the same input for the layers of all ranks: its gradient is the sum of theirs."""
+    return with_gradient(x, _same, group.add_up)
 
+
+def summed(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return the sum of what the ranks have computed: each of their summands has its gradient.
+
+    Ranks: those of the group; communicates.
+    """
+    return with_gradient(x, group.add_up, _same)
+
+
+def joined(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return the last dimensions of all ranks side by side. Ranks: those of the group; communicates."""
+    return with_gradient(x, group.side_by_side, group.own)
+
+
+def with_gradient(x: Tensor, function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `function(x)`, whose backward pass turns its gradient into `gradient(...)`; both may communicate."""
+    result: Tensor = _WithGradient.apply(x, function, gradient)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        """Return the input."""
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Sum the gradients. Ranks: those of the group; communicates."""
-        return ctx.group.add_up(gradient), None
-
-
-class Summed(torch.autograd.Function):
-    """The sum of what the ranks have computed: each of their summands has its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        """Sum. Ranks: those of the group; communicates."""
-        return group.add_up(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient."""
-        return gradient, None
-
-
-class Joined(torch.autograd.Function):
-    """The last dimensions of all ranks side by side."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        """Gather. Ranks: those of the group; communicates."""
-        ctx.group = group
-        return group.side_by_side(x)
+    def forward(
+        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.gradient = gradient
+        return function(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return this rank's share of the gradient."""
-        return ctx.group.own(gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient(gradient), None, None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.tensor.cut import Cut, Share
-from ddpexp.strategy.tensor.group import Copied, Joined, Summed, TensorGroup
+from ddpexp.strategy.tensor.group import TensorGroup, copied, joined, summed
 from ddpexp.strategy.tensor.options import EMBEDDING, GATHERED, ROWWISE
 from ddpexp.strategy.tensor.plan import Layer
-from ddpexp.strategy.tensor.sequence import Gathered, LinearOfTokens, Scattered, Tokens, between
+from ddpexp.strategy.tensor.sequence import LinearOfTokens, Tokens, between, gathered, scattered
 
 
 def divide(models: Mapping[str, nn.Module], layers: list[Layer], group: TensorGroup) -> dict[str, Share]:
@@ -105,7 +105,7 @@ class _Inputs:
         self._last: tuple[Tensor, Tensor] | None = None
 
     def copied(self, x: Tensor, is_whole: bool = False) -> Tensor:
-        """Return the input as `Copied` does, with the tokens of all ranks where each has some.
+        """Return the input as `copied` does, with the tokens of all ranks where each has some.
 
         A head `is_whole`: it comes after the modules that have some.
         """
@@ -113,16 +113,14 @@ class _Inputs:
         if not (divided or (torch.is_grad_enabled() and x.requires_grad)):
             return x
         if self._last is None or self._last[0] is not x:
-            copy = Gathered.apply(x, self.tokens) if divided else Copied.apply(x, self.tokens.group)  # type: ignore[no-untyped-call]
+            copy = gathered(x, self.tokens) if divided else copied(x, self.tokens.group)
             self._last = x, copy
         return self._last[1]
 
     def summed(self, x: Tensor) -> Tensor:
-        """Return the output as `Summed` does, of this rank's tokens where each has some."""
+        """Return the output as `summed` does, of this rank's tokens where each has some."""
         self.clear()
-        divided = self.tokens.are_divided
-        out: Tensor = Scattered.apply(x, self.tokens) if divided else Summed.apply(x, self.tokens.group)  # type: ignore[no-untyped-call]
-        return out
+        return scattered(x, self.tokens) if self.tokens.are_divided else summed(x, self.tokens.group)
 
     def clear(self) -> None:
         """Forget the last input."""
@@ -153,7 +151,7 @@ def _colwise(
     if inputs.tokens.are_divided and not gathers:
         return LinearOfTokens.apply(copy, input, weight, module.bias, inputs.tokens)  # type: ignore[no-any-return, no-untyped-call]
     out = functional.linear(copy, weight, module.bias)
-    return Joined.apply(out, group) if gathers else out  # type: ignore[no-untyped-call]
+    return joined(out, group) if gathers else out
 
 
 def _rowwise(module: Any, inputs: _Inputs, transposed: bool, input: Tensor) -> Tensor:
@@ -170,5 +168,4 @@ def _embed(module: Any, group: TensorGroup, begin: int, input: Tensor) -> Tensor
     has_padding = padding is not None and begin <= padding < begin + len(module.weight)
     found = functional.embedding(own.masked_fill(elsewhere, 0), module.weight, padding - begin if has_padding else None)
     found = found.masked_fill(elsewhere[..., None], 0)
-    total: Tensor = Summed.apply(found, group)  # type: ignore[no-untyped-call]
-    return total
+    return summed(found, group)

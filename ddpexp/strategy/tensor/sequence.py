@@ -19,7 +19,7 @@ from torch.nn import functional
 from ddpexp.distributed.rng import MODEL, seed_of, seed_torch
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.comm.reduce import as_bytes
-from ddpexp.strategy.tensor.group import HALVES, TensorGroup
+from ddpexp.strategy.tensor.group import HALVES, TensorGroup, with_gradient
 from ddpexp.strategy.tensor.options import SEQUENCE_BEGIN, SEQUENCE_END
 
 _TOKENS = -2  # the dimension: (batch, tokens, width)
@@ -62,20 +62,17 @@ class Tokens:
         return total.to(everything.dtype)
 
 
-class Gathered(torch.autograd.Function):
-    """All tokens, for a layer of which each rank computes a part: the gradients of the parts are summed."""
+def gathered(x: Tensor, tokens: Tokens) -> Tensor:
+    """Return all tokens, for a layer of which each rank computes a part: the gradients of the parts are summed.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tokens) -> Tensor:
-        """Gather. Ranks: those of the group; communicates."""
-        ctx.tokens = tokens
-        return tokens.all_of(x)
+    Ranks: those of the group; communicates.
+    """
+    return with_gradient(x, tokens.all_of, tokens.own_of_sum)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the sum of the gradients of this rank's tokens. Ranks: those of the group; communicates."""
-        return ctx.tokens.own_of_sum(gradient), None
+
+def scattered(x: Tensor, tokens: Tokens) -> Tensor:
+    """Return this rank's tokens of the sum of what the ranks have computed. Ranks: those of the group; communicates."""
+    return with_gradient(x, tokens.own_of_sum, tokens.all_of)
 
 
 class LinearOfTokens(torch.autograd.Function):
@@ -104,50 +101,6 @@ class LinearOfTokens(torch.autograd.Function):
         return of_input, None, of_weight, of_bias, None
 
 
-class Scattered(torch.autograd.Function):
-    """This rank's tokens of the sum of what the ranks have computed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tokens) -> Tensor:
-        """Sum. Ranks: those of the group; communicates."""
-        ctx.tokens = tokens
-        return tokens.own_of_sum(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the gradients of all tokens. Ranks: those of the group; communicates."""
-        return ctx.tokens.all_of(gradient), None
-
-
-class _Begun(torch.autograd.Function):
-    """This rank's tokens of what all ranks have alike."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tokens) -> Tensor:
-        ctx.tokens = tokens
-        return tokens.own_of(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.tokens.all_of(gradient), None
-
-
-class _Ended(torch.autograd.Function):
-    """All tokens, with which all ranks do the same."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tokens) -> Tensor:
-        ctx.tokens = tokens
-        return tokens.all_of(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.tokens.own_of(gradient), None
-
-
 def between(module: nn.Module, style: str, tokens: Tokens) -> None:
     """Have a module compute this rank's tokens: the first of them takes them, and the last one gives back all."""
     module.forward = partial(_forward, module, module.forward, style, tokens)
@@ -160,13 +113,13 @@ def _forward(
         tokens.are_divided = module.training
         if tokens.are_divided:
             _check_divides(input, tokens.group.size)
-            input = _Begun.apply(input, tokens)  # type: ignore[no-untyped-call]
+            input = with_gradient(input, tokens.own_of, tokens.all_of)
     if not tokens.are_divided:
         return forward(input)
     draws = any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
     with _own_random_numbers(tokens.group.rank, input.device) if draws else nullcontext():
         out = forward(input)
-    return _Ended.apply(out, tokens) if style == SEQUENCE_END else out  # type: ignore[no-untyped-call]
+    return with_gradient(out, tokens.all_of, tokens.own_of) if style == SEQUENCE_END else out
 
 
 def _check_divides(x: Tensor, size: int) -> None:
