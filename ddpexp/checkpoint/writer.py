@@ -32,7 +32,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.strategy.base import Shard
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.system.files import JSON_BYTES, Anchor, MovedError, write
+from ddpexp.system.files import JSON_BYTES, Anchor, MovedError, flush, write
 from ddpexp.system.limits import human, reason_with_limit
 
 Files = Mapping[str, Mapping[str, Tensor | Shard]]
@@ -263,7 +263,7 @@ class Writer:
             (folder / file).unlink(missing_ok=True)  # of an earlier attempt
             _write_at(folder / file, [(0, memoryview(content))])
             written[file] = [_piece(0, memoryview(content))]
-        _sync(folder)
+        flush(folder)
         fault_point("checkpoint.share")
         return written
 
@@ -273,18 +273,18 @@ class Writer:
         if folder.exists() or not final.exists():  # otherwise an earlier attempt has renamed it
             for path in job.log_files:
                 with suppress(FileNotFoundError):
-                    _sync(path)
+                    flush(path)
             fault_point("checkpoint.recorded")
             files = _files(reports)
             _check_complete(folder, files)
             write(folder / MANIFEST, seal({**job.manifest, "files": files}))
             fault_point("checkpoint.manifest")
-            _sync(folder)
+            flush(folder)
             if final.exists():  # the run has not resumed from it
                 set_folder_aside(final)
             os.rename(folder, final)
             fault_point("checkpoint.renamed")
-        _sync(self._folder)
+        flush(self._folder)
         self._prune()
 
     def _prune(self) -> None:
@@ -379,11 +379,3 @@ def _serialised(tensors: Mapping[str, Tensor]) -> bytes:
     from safetensors.torch import save
 
     return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

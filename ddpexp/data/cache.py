@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import flush
 from ddpexp.system.limits import reason_with_limit
 
 T = TypeVar("T")
@@ -192,7 +193,7 @@ def put(base: Path, target: Path, content: bytes) -> None:
     with _temp_folder(base) as temp:
         _write(temp / "new", content)
         os.replace(temp / "new", target)
-    _sync(target.parent)
+    flush(target.parent)
 
 
 def _resume(base: Path, name: str, fill: Callable[[Path], Mapping[str, Any]], wait: str) -> Cache:
@@ -265,12 +266,12 @@ def _commit(base: Path, whole: Path, name: str, facts: Mapping[str, Any], temp: 
         if path.name != _LOCK:
             if path.is_file():
                 sizes[str(path.relative_to(whole))] = path.stat().st_size
-            _sync(path)
+            flush(path)
     record = {**facts, "format": _FORMAT, "sizes": sizes}
     _write(whole / _IDENTITY, json.dumps(record, indent=1).encode())
-    _sync(whole)
+    flush(whole)
     _move_in(whole, folder, temp)
-    _sync(folder.parent)
+    flush(folder.parent)
     (folder / _LOCK).unlink(missing_ok=True)
     return Cache(folder, record)
 
@@ -348,15 +349,6 @@ def _write(path: Path, *parts: bytes | memoryview) -> None:
         stream.writelines(parts)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Flush a folder, so that new names in it survive a power failure; or a file."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def npy_header(shape: tuple[int, ...], descr: str = "|u1") -> bytes:

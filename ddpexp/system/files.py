@@ -201,6 +201,15 @@ def write(path: Path, text: str | bytes) -> None:
         raise
 
 
+def flush(path: Path) -> None:
+    """Flush a file to the disk, or the names in a folder, so that they survive a power failure. Raises: OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def dumps(value: Mapping[str, Any]) -> str:
     """Return indented JSON with secrets masked; numbers that are not finite become null, since JSON has none."""
     return json.dumps(masked_tree(_finite(value)), indent=2, allow_nan=False) + "\n"

@@ -23,6 +23,7 @@ from ddpexp.data.image_folder.options import Options
 from ddpexp.data.image_folder.pool import Pool, processes
 from ddpexp.data.image_folder.scan import Folder, ImageFile, scan
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import flush
 from ddpexp.system.limits import human
 from ddpexp.system.oom import memory_left
 from ddpexp.system.terminal import print_message
@@ -231,20 +232,11 @@ def _run_chunks(
         (place / f"{part}-{begin}.done").write_bytes(json.dumps([boot, found]).encode())
         unflushed += offsets[end] - offsets[begin]
         if target is not None and unflushed >= _FLUSH_BYTES:
-            _flush(target)
+            flush(Path(target))  # what is written at once at the end would have to be waited for
             unflushed = 0
 
     pool.run(chunks, f"preparing {part}", finish)
     return broken
-
-
-def _flush(path: str) -> None:
-    """Flush a file to the disk: what is written at once at the end would have to be waited for."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_marker(marker: Path, boot: str) -> dict[int, str] | None:
