@@ -95,6 +95,22 @@ trainer:
 }
 
 
+LARGE = """\
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Large(nn.Sequential):
+    # 33.6 million parameters.
+    def __init__(self, width=512, blocks=16):
+        super().__init__(nn.Linear(4, width), *(Block(width) for _ in range(blocks)), nn.Linear(width, 2))
+"""
+"""Code that a test may add: a model whose memory shows beside that of torch, in blocks."""
 ITEMS = ("data._target_=points.load_items", "data.num_workers=2")
 """The same data through torch's DataLoader."""
 

@@ -8,25 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Ddpexp
-from tests.points import Recipe
+from tests.points import LARGE, Recipe
 
-CODE = """\
+CODE = f"""\
 from pathlib import Path
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Large(nn.Sequential):
-    def __init__(self, width=1024, blocks=12):
-        super().__init__(nn.Linear(4, width), *(Block(width) for _ in range(blocks)), nn.Linear(width, 2))
-
+{LARGE}
 
 class Measured(Sides):
     # Records the most memory that this process has had.

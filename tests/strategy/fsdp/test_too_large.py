@@ -10,24 +10,9 @@ import pytest
 
 from tests.conftest import PATIENCE, Ddpexp, finish
 from tests.faults.harness import Ended
-from tests.points import Recipe
+from tests.points import LARGE, Recipe
 
-CODE = """\
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Large(nn.Sequential):
-    # 33.6 million parameters.
-    def __init__(self, width=512, blocks=16):
-        super().__init__(nn.Linear(4, width), *(Block(width) for _ in range(blocks)), nn.Linear(width, 2))
-"""
-LARGE = (
+OVERRIDES = (
     "model._target_=points.Large", "~model.hidden", "~model.dropout", "optimizer=adamw", "trainer.gpus=4",
     "trainer.global_batch_size=8", "trainer.epochs=null", "trainer.max_steps=4", "trainer.checkpoint_every=2",
     "trainer.eval_every=2", "trainer.keep_last=1", "trainer.threads=1",
@@ -41,12 +26,12 @@ LIMIT_KIB = 600_000
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
-    return Recipe(Ddpexp(tmp_path_factory.mktemp("large"), environ), CODE)
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("large"), environ), LARGE)
 
 
 def limited(recipe: Recipe, *overrides: str, run: Path | None = None, fault: str = "") -> Ended:
     """Train with a limit on the memory of each process, and with an allocator that returns what is freed."""
-    arguments, run = recipe.words(*LARGE, *overrides, run=run)
+    arguments, run = recipe.words(*OVERRIDES, *overrides, run=run)
     environ = {**recipe.ddpexp.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
     process = subprocess.Popen(
         ["bash", "-c", f'ulimit -d {LIMIT_KIB} && exec "$0" "$@"', sys.executable, "-m", "ddpexp", *arguments],
@@ -59,7 +44,7 @@ def limited(recipe: Recipe, *overrides: str, run: Path | None = None, fault: str
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_model_too_large_for_a_worker_is_refused_by_plan_dies_by_name_and_trains_sharded(recipe: Recipe) -> None:
-    plan = [*recipe.words(*LARGE)[0], "--memory_gb=0.5"]
+    plan = [*recipe.words(*OVERRIDES)[0], "--memory_gb=0.5"]
     refused = recipe.ddpexp("plan", *plan)
     assert (refused.code, "a rank needs 641 MB, more than --memory_gb=0.5" in refused.err) == (2, True), refused.err
     assert "try strategy=fsdp" in refused.err
@@ -76,5 +61,5 @@ def test_a_model_too_large_for_a_worker_is_refused_by_plan_dies_by_name_and_trai
     done = limited(recipe, *SHARDED, run=killed.done.run).done
     assert done.code == 0, done.err
     assert "resumed after step 2" in done.out
-    undisturbed = recipe(*LARGE)
+    undisturbed = recipe(*OVERRIDES)
     assert done.result()["weights_sha256"] == undisturbed.result()["weights_sha256"]
