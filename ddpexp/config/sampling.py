@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ddpexp.config.schema import Data, Experiment
 from ddpexp.data.batch_plan import BatchPlan, plan_batches
 from ddpexp.errors import RefusedError
@@ -54,9 +56,12 @@ def training_plan(experiment: Experiment, data_size: int) -> BatchPlan:
     Raises:
         RefusedError: as `plan_batches`.
     """
-    trainer = experiment.trainer
-    micro_batch_size = trainer.micro_batch_size if experiment.data.batch_tokens is None else 1
-    return plan_batches(trainer.global_batch_size, micro_batch_size, data_size)
+    return plan_batches(experiment.trainer.global_batch_size, training_micro_batch_size(experiment), data_size)
+
+
+def training_micro_batch_size(experiment: Experiment) -> int | Literal["auto"]:
+    """Return what the global batch is split into: samples, or 1 where it counts micro-batches made by tokens."""
+    return experiment.trainer.micro_batch_size if experiment.data.batch_tokens is None else 1
 
 
 def eval_batch_size(experiment: Experiment, data_size: int) -> int:
@@ -103,7 +108,7 @@ def _check_batch_tokens(data: Data, batch_tokens: int) -> None:
         raise RefusedError(f"{key} is too small: use 1 or more, such as 4096.")
     if data.lengths is None:
         raise RefusedError(
-            f"{key} needs the length of each sample: type data.lengths, too, a column of the data or a file of them."
+            f"{key} needs the length of each sample: set data.lengths as well, to a column of the data or a file."
         )
     for name, value in {"weights": data.weights, "samples_per_epoch": data.samples_per_epoch}.items():
         if value is not None:

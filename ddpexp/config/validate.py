@@ -14,7 +14,7 @@ from ddpexp.config.numerics import check_param_dtype, check_speed
 from ddpexp.config.optimizer_arguments import arguments_of, check_arguments
 from ddpexp.config.param_groups import check_freeze_until, check_layer_decay, check_param_groups, late_starts
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
-from ddpexp.config.sampling import check_epoch, check_sampling, training_plan
+from ddpexp.config.sampling import check_epoch, check_sampling, training_micro_batch_size, training_plan
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range
 from ddpexp.errors import RefusedError
@@ -66,8 +66,7 @@ def check_batches(experiment: Experiment, layouts: Sequence[Layout]) -> None:
         layout.nodes: experiment.strategy.data_rank(0, layout.world_size).size
         for layout in sorted(layouts, key=lambda layout: layout.nodes)
     }
-    micro_batch_size = trainer.micro_batch_size if experiment.data.batch_tokens is None else 1
-    check_range(trainer.global_batch_size, micro_batch_size, data_sizes, str(trainer.nodes))
+    check_range(trainer.global_batch_size, training_micro_batch_size(experiment), data_sizes, str(trainer.nodes))
 
 
 def check_not_test(override: str, metric: str) -> None:

@@ -22,10 +22,14 @@ class BatchPlan:
     gradient_accumulation_steps: int
     data_size: int  # ranks that compute different micro-batches
 
-    def formula(self) -> str:
-        """Return how the global batch is made up, such as `micro-batch 16 x 2 accumulation steps x 4 ranks`."""
+    def formula(self, batch_tokens: int | None = None) -> str:
+        """Return how the global batch is made up, such as `micro-batch 16 x 2 accumulation steps x 4 ranks`.
+
+        A micro-batch has 16 samples then, or at most `batch_tokens` tokens.
+        """
         steps, ranks = counted(self.gradient_accumulation_steps, "accumulation step"), counted(self.data_size, "rank")
-        return f"micro-batch {self.micro_batch_size:,} x {steps} x {ranks}"
+        size = f"{self.micro_batch_size:,}" if batch_tokens is None else f"of {batch_tokens:,} tokens"
+        return f"micro-batch {size} x {steps} x {ranks}"
 
 
 def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"], data_size: int) -> BatchPlan:

@@ -84,7 +84,7 @@ def _lines(outcome: Outcome) -> dict[str, str]:
         "model": f"{model}, {outcome.num_parameters:,} parameters{parts}, {experiment.trainer.computes_in}",
         "world": f"{workers} ({layout.backend}{_TRANSPORTS[outcome.traffic().transport]}), {threads} each{crowded}",
         **({"mesh": "; ".join(mesh)} if mesh else {}),
-        "batch": f"{batch.global_batch_size:,} = {batch.formula()}",
+        "batch": f"{batch.global_batch_size:,} = {batch.formula(experiment.data.batch_tokens)}",
         "steps": f"{outcome.num_steps:,}: {epochs}, each leaves out {outcome.dropped_samples:,} samples",
         "folder": outcome.folder + (", which is resumed" if outcome.resumes else ""),
     }

@@ -53,9 +53,8 @@ class Report:
         shared = ", gradients through shared memory" if self.shares_memory else ""
         epochs, per_epoch = self.num_steps / self.train.steps_per_epoch, self.train.steps_per_epoch
         is_stream = isinstance(self.train, StreamBatches)
-        batch, mesh = plan.formula(), experiment.strategy.mesh(layout.world_size).drawn()
-        if isinstance(self.train, TrainBatches) and isinstance(self.train.order, ByTokens):
-            batch = batch.replace("micro-batch 1", f"micro-batch of {self.train.order.most_tokens:,} tokens", 1)
+        batch = plan.formula(experiment.data.batch_tokens)
+        mesh = experiment.strategy.mesh(layout.world_size).drawn()
         if experiment.trainer.reduction == "exact":
             batch += ", summed in one order at every number of workers"
         lines = {

@@ -152,7 +152,7 @@ def test_weights_may_come_from_a_function() -> None:
             r"data\.lengths=words is no column of the training set \(Arrays\) and no file",
         ),
         (rows(), ["data.lengths=none.npy"], r"data\.lengths=none\.npy cannot be read: No such file"),
-        (rows(), ["data.batch_tokens=9"], r"data\.batch_tokens=9 needs the length of each sample: type data\.lengths"),
+        (rows(), ["data.batch_tokens=9"], r"data\.batch_tokens=9 needs the length of each sample: set data\.lengths"),
         (Items(), ["data.lengths=targets", "data.batch_tokens=0"], r"data\.batch_tokens=0 is too small"),
         (Items(), ["data.lengths=targets", "data.batch_tokens=9", "data.weights=balanced"], r"data\.weights=null, or"),
         (rows(), ["data.samples_per_epoch=0"], r"data\.samples_per_epoch=0 is too small"),
