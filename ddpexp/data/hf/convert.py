@@ -20,6 +20,7 @@ from ddpexp.data.arrays.tables import Column
 from ddpexp.data.cache import npy_header
 from ddpexp.data.hf.sets import columns_of, open_sets
 from ddpexp.data.image_folder.decode import BrokenImageError, decode
+from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.errors import RefusedError
 from ddpexp.system.process import die_with_parent
@@ -205,7 +206,7 @@ class _Conversion:
             if row is None:
                 raise BrokenImageError("it is missing")
             source = row["bytes"] if row["bytes"] is not None else row["path"]
-            image = decode(source, size or _LARGEST, channels)
+            image = decode(source, StoredSize(size or _LARGEST, size or _LARGEST), channels)
         except (BrokenImageError, OSError) as error:
             raise RefusedError(
                 f"data.inputs={name}: the image of row {number + 1:,} cannot be read: {error}."

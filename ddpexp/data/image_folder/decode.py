@@ -1,4 +1,4 @@
-"""Decoding one image: upright, in grey or RGB, its shortest side limited; the same wherever it is done.
+"""Decoding one image: upright, in grey or RGB, of limited size; the same wherever it is done.
 
 A cache of pixels and one of files therefore give the same batches.
 """
@@ -11,6 +11,8 @@ from io import BytesIO
 from typing import BinaryIO
 
 from PIL import Image
+
+from ddpexp.data.image_folder.options import StoredSize
 
 _ORIENTATION = 0x0112  # the tag. Source: Exif 2.3, table 4
 _UPRIGHT = {
@@ -30,18 +32,18 @@ class BrokenImageError(Exception):
     """A file that is no image, or that ends too early; the text says why."""
 
 
-def size_of(path: str, side: int) -> tuple[int, int]:
+def size_of(path: str, stored: StoredSize) -> tuple[int, int]:
     """Return height and width as decoded, from the header of a file; quick.
 
     Raises:
         BrokenImageError: it has none. OSError: it cannot be read.
     """
     with open(path, "rb") as file, _opened(file) as image:
-        return _target(image, _orientation(image), side)
+        return _target(image, _orientation(image), stored)
 
 
-def decode(source: str | bytes, side: int, channels: int) -> Image.Image:
-    """Return an image, upright, in grey (1 channel) or RGB (3), its shortest side at most `side` pixels.
+def decode(source: str | bytes, stored: StoredSize, channels: int) -> Image.Image:
+    """Return an image, upright, in grey (1 channel) or RGB (3), as large as it is stored.
 
     Transparent parts become white.
 
@@ -53,7 +55,7 @@ def decode(source: str | bytes, side: int, channels: int) -> Image.Image:
             source = stream.read()
     with _opened(BytesIO(source)) as image:
         orientation = _orientation(image)
-        height, width = _target(image, orientation, side)
+        height, width = _target(image, orientation, stored)
         drawn = (height, width) if orientation in _TURNED else (width, height)
         try:
             if image.format == "JPEG":
@@ -84,14 +86,14 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _target(image: Image.Image, orientation: int, side: int) -> tuple[int, int]:
+def _target(image: Image.Image, orientation: int, stored: StoredSize) -> tuple[int, int]:
     width, height = image.size if orientation not in _TURNED else image.size[::-1]
     shortest = min(width, height)
     if shortest < 1:
         raise BrokenImageError(f"it is {width} x {height} pixels")
-    if shortest <= side:
+    if shortest <= stored.largest:
         return height, width
-    return max(1, round(height * side / shortest)), max(1, round(width * side / shortest))
+    return max(1, round(height * stored.side / shortest)), max(1, round(width * stored.side / shortest))
 
 
 def _plain(image: Image.Image, mode: str) -> Image.Image:

@@ -5,13 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ddpexp.errors import RefusedError
 
 _MOST_PIXELS = 4096
 _MARGIN = 8 / 7  # of what is stored or shown to what is cut out of it: 256 pixels for 224
+_WORTHWHILE = 1.5  # times the side in the cache: less is not worth the time to reduce an image, and its detail
 _MOST_MAGNITUDE = 30
+
+
+class StoredSize(NamedTuple):
+    """How large images are in the cache: those whose shortest side is above `largest` are reduced to `side`.
+
+    Units: pixels.
+    """
+
+    side: int
+    largest: int
 
 
 @dataclass(frozen=True)
@@ -94,12 +105,14 @@ class Options:
         if not all(value > 0 for value in self.std):
             raise RefusedError(f"data.std={list(self.std)} divides the images: use numbers above 0.")
 
-    def side_of(self, cache_size: int | Literal["auto"]) -> int:
-        """Return the shortest side of images in the cache. Units: pixels. Raises: RefusedError."""
-        side = math.ceil(self.size * _MARGIN) if cache_size == "auto" else cache_size
-        if not 1 <= side <= _MOST_PIXELS:
+    def stored_size(self, cache_size: int | Literal["auto"]) -> StoredSize:
+        """Return how large images are in the cache. Raises: RefusedError."""
+        if cache_size == "auto":
+            side = math.ceil(self.size * _MARGIN)
+            return StoredSize(side, int(side * _WORTHWHILE))
+        if not 1 <= cache_size <= _MOST_PIXELS:
             raise RefusedError(f"data.cache_size={cache_size}: use auto, or 1 to {_MOST_PIXELS} pixels.")
-        return side
+        return StoredSize(cache_size, cache_size)
 
     def as_json(self) -> dict[str, Any]:
         """Return the options as JSON."""

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import IO, Any
 
+from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.errors import RefusedError
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
@@ -24,10 +25,10 @@ _ALONE = 32  # this many images are done here: processes would take longer to st
 
 
 @contextmanager
-def processes(num_images: int, side: int, channels: int) -> Iterator[Pool]:
+def processes(num_images: int, stored: StoredSize, channels: int) -> Iterator[Pool]:
     """Yield a pool for so many images, and end its processes afterwards."""
     number = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, -(-num_images // _ALONE))
-    pool = Pool(number, side, channels)
+    pool = Pool(number, stored, channels)
     try:
         yield pool
     finally:
@@ -37,10 +38,10 @@ def processes(num_images: int, side: int, channels: int) -> Iterator[Pool]:
 class Pool:
     """Processes, each of which handles a chunk of images at a time; with only one to use, this process does."""
 
-    def __init__(self, number: int, side: int, channels: int) -> None:
-        """Start them; `side` and `channels` are those of `decode`."""
-        self._sizes = side, channels
-        command = python("ddpexp.data.image_folder.pool:serve", os.getpid(), side, channels)
+    def __init__(self, number: int, stored: StoredSize, channels: int) -> None:
+        """Start them; `stored` and `channels` are those of `decode`."""
+        self._form = stored, channels
+        command = python("ddpexp.data.image_folder.pool:serve", os.getpid(), *stored, channels)
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for _ in range(number if number > 1 else 0)
@@ -59,7 +60,7 @@ class Pool:
         with _progress(total, title) as report:
             if not self._processes:
                 for number, chunk in enumerate(chunks):
-                    finish(number, _checked(handle(chunk, *self._sizes)))
+                    finish(number, _checked(handle(chunk, *self._form)))
                     report(done := done + len(chunk["images"]))
                 return
             answers: queue.SimpleQueue[tuple[int, dict[str, Any] | BaseException]] = queue.SimpleQueue()
@@ -111,15 +112,15 @@ class Pool:
             self._idle.put(process)
 
 
-def serve(parent: int, side: int, channels: int) -> None:
+def serve(parent: int, side: int, largest: int, channels: int) -> None:
     """Subprocess entry point: handle chunks, one in each line of standard input, until it ends."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command decides when to end
     for line in sys.stdin:
-        print(json.dumps(handle(json.loads(line), side, channels)), flush=True)
+        print(json.dumps(handle(json.loads(line), StoredSize(side, largest), channels)), flush=True)
 
 
-def handle(chunk: dict[str, Any], side: int, channels: int) -> dict[str, Any]:
+def handle(chunk: dict[str, Any], stored: StoredSize, channels: int) -> dict[str, Any]:
     """Handle a chunk; its `work` is to `measure` images, to `check` them, or to write their `pixels` or `bytes`.
 
     Its `images` are pairs of a path and an offset in the file `target`, where `lengths` are reserved. The answer has
@@ -135,11 +136,11 @@ def handle(chunk: dict[str, Any], side: int, channels: int) -> dict[str, Any]:
         for number, (path, offset) in enumerate(chunk["images"]):
             try:
                 if chunk["work"] == "measure":
-                    sizes.append(list(size_of(path, side)))
+                    sizes.append(list(size_of(path, stored)))
                     continue
                 with open(path, "rb") as file:
                     data = file.read()
-                image = decode(data, side, channels)
+                image = decode(data, stored, channels)
             except (BrokenImageError, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 if chunk["work"] == "measure":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache, read_cache, user_cache, write_file, write_npy
-from ddpexp.data.image_folder.options import Options
+from ddpexp.data.image_folder.options import Options, StoredSize
 from ddpexp.data.image_folder.pool import Pool, processes
 from ddpexp.data.image_folder.scan import Folder, ImageFile, scan
 from ddpexp.errors import RefusedError
@@ -83,26 +83,26 @@ def prepare(
         size, eval_size, scale, ratio, flip, color_jitter, rand_augment, rand_augment_magnitude, mixup, cutmix,
         mean, std, channels, augment_on, tuple(tuple(pair) for pair in size_from_epoch or ()),
     ).resolved()  # fmt: skip
-    side = options.side_of(cache_size)
+    stored = options.stored_size(cache_size)
     if cache not in _MODES or broken not in ("stop", "skip"):
         raise RefusedError(
             f"data.cache={cache} data.broken={broken}: use one of {', '.join(_MODES)}, and stop or skip."
         )
-    return prepared(scan(root), side, cache, broken, options)
+    return prepared(scan(root), stored, cache, broken, options)
 
 
-def prepared(folder: Folder, side: int, cache: str, broken: str, options: Options) -> dict[str, Any]:
+def prepared(folder: Folder, stored: StoredSize, cache: str, broken: str, options: Options) -> dict[str, Any]:
     """Make sure that a cache of the images of a folder exists; return their description. Raises: RefusedError."""
     channels = options.channels
-    name = _name(folder, side, channels)
-    complete = _find(folder, name, cache) or _make(folder, name, side, channels, cache)
+    name = _name(folder, stored, channels)
+    complete = _find(folder, name, cache) or _make(folder, name, stored, channels, cache)
     lost = complete.record["broken"]
     if lost and broken == "stop":
         raise RefusedError(_broken_text(folder, lost))
     if lost:
         rest = f"; all are in {complete.folder}/identity.json" if len(lost) > _LISTED else ""
         print_message(f"ddpexp: data.broken=skip: {_broken_list(lost)} left out of training and evaluation{rest}")
-    return _description(folder, complete, side, options)
+    return _description(folder, complete, stored, options)
 
 
 def choose(raw: int, files: int, free: int, memory: int) -> tuple[Mode, str]:
@@ -123,13 +123,18 @@ def _bases(folder: Folder) -> list[Path]:
     return list(dict.fromkeys((folder.root, user_cache())))
 
 
-def _name(folder: Folder, side: int, channels: int) -> str:
+def _name(folder: Folder, stored: StoredSize, channels: int) -> str:
     """Return what the names of caches end with."""
     files = {
         part: [[file.path, file.label, file.num_bytes, file.modified] for file in files]
         for part, files in folder.parts.items()
     }
-    return cache_name("", [_VERSION, side, channels, folder.classes, files])
+    return cache_name("", [*_form(stored, channels), folder.classes, files])
+
+
+def _form(stored: StoredSize, channels: int) -> list[Any]:
+    """Return what the pixels in a cache depend on, beside the files."""
+    return [_VERSION, stored.side if stored.largest == stored.side else stored, channels]
 
 
 def _find(folder: Folder, name: str, mode: str) -> Cache | None:
@@ -141,12 +146,16 @@ def _find(folder: Folder, name: str, mode: str) -> Cache | None:
     return None
 
 
-def _make(folder: Folder, name: str, side: int, channels: int, mode: str) -> Cache:
+def _make(folder: Folder, name: str, stored: StoredSize, channels: int, mode: str) -> Cache:
     total = sum(map(len, folder.parts.values()))
-    with processes(total, side, channels) as pool:
+    with processes(total, stored, channels) as pool:
         sizes = _measure(folder, pool, channels)
         if mode == "auto":
-            mode, why = choose(sizes.raw, sizes.files, _free(folder), _memory())
+            free, memory = _free(folder), _memory()
+            mode, why = choose(sizes.raw, sizes.files, free, memory)
+            reduced = _reduced(sizes, stored, channels)
+            if mode != "raw" and choose(reduced, sizes.files, free, memory)[0] == "raw":
+                why += f"; with data.cache_size={stored.side} the pixels would take {human(reduced)}, and fit"
             print_message(f"ddpexp: data.cache={mode}: {why}", sys.stdout)
         space = {"raw": sizes.raw, "jpeg": sizes.files}.get(mode, 0) + 100 * total
 
@@ -168,6 +177,14 @@ def _measure(folder: Folder, pool: Pool, channels: int) -> Sizes:
         found[part] = [size for answer in answers for size in answer["sizes"]]
     raw = sum(size[0] * size[1] * channels for sizes in found.values() for size in sizes if size)
     return Sizes(found, raw, sum(file.num_bytes for files in folder.parts.values() for file in files))
+
+
+def _reduced(sizes: Sizes, stored: StoredSize, channels: int) -> int:
+    """Return about how many bytes the pixels take if all are reduced to `stored.side`."""
+    shapes = (size for sizes in sizes.sizes.values() for size in sizes if size)
+    return sum(
+        int(height * width * channels * min(1.0, stored.side / min(height, width)) ** 2) for height, width in shapes
+    )
 
 
 def _fill(place: Path, folder: Folder, sizes: Sizes, mode: str, channels: int, pool: Pool) -> dict[str, Any]:
@@ -308,9 +325,9 @@ def _broken_text(folder: Folder, lost: Mapping[str, str]) -> str:
     )
 
 
-def _description(folder: Folder, cache: Cache, side: int, options: Options) -> dict[str, Any]:
+def _description(folder: Folder, cache: Cache, stored: StoredSize, options: Options) -> dict[str, Any]:
     nums, lost = cache.record["parts"], cache.record["broken"]
-    digest = hashlib.sha256(json.dumps([_VERSION, side, options.channels, folder.classes]).encode())
+    digest = hashlib.sha256(json.dumps([*_form(stored, options.channels), folder.classes]).encode())
     for part, files in folder.parts.items():
         for file in files:
             if file.path not in lost:
@@ -319,7 +336,7 @@ def _description(folder: Folder, cache: Cache, side: int, options: Options) -> d
                 )
     mode = cache.folder.name.split("-")[1]
     num_train, num_test = nums.get("train", 0), nums.get("eval", 0)
-    stored = sum(size for name, size in cache.record["sizes"].items())
+    size = sum(cache.record["sizes"].values())
     return {
         "name": "image_folder",
         "folder": str(cache.folder),
@@ -328,9 +345,9 @@ def _description(folder: Folder, cache: Cache, side: int, options: Options) -> d
         "num_train": num_train,
         "num_test": num_test,
         "note": f"{num_train:,} + {num_test:,} images of {len(folder.classes):,} classes, from {folder.root}, "
-        f"data.cache={mode} ({human(stored)} in {cache.folder})",
+        f"data.cache={mode} ({human(size)} in {cache.folder})",
         "cache": mode,
-        "side": side,
+        "stored": list(stored),
         "parts": list(nums),
         "facts": {
             "classes": list(folder.classes),

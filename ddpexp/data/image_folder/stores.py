@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpexp.data.image_folder.decode import BrokenImageError, decode
+from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.errors import LoaderError
 
 Pixels = NDArray[np.uint8]
@@ -29,7 +30,7 @@ class Store:
     table: NDArray[np.int64]
     name_ends: NDArray[np.int64]
     names: Pixels
-    side: int
+    stored: StoredSize
     channels: int
 
     def shapes(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -52,9 +53,9 @@ class Store:
             return self.content[offset : offset + length].reshape(height, width, self.channels)
         try:
             if self.content is not None:
-                decoded = decode(self.content[offset : offset + length].tobytes(), self.side, self.channels)
+                decoded = decode(self.content[offset : offset + length].tobytes(), self.stored, self.channels)
             else:
-                decoded = decode(str(self.root / self.name(sample)), self.side, self.channels)
+                decoded = decode(str(self.root / self.name(sample)), self.stored, self.channels)
         except (BrokenImageError, OSError) as error:
             raise LoaderError(
                 f"{self.root / self.name(sample)} cannot be read any more ({error}): the images must stay as they "
@@ -82,7 +83,7 @@ def open_store(folder: Path, part: str, prepared: Any) -> tuple[Store, NDArray[n
         mapped("index"),
         mapped("name-ends"),
         _bytes(folder / f"{part}-names.bin"),
-        prepared["side"],
+        StoredSize(*prepared["stored"]),
         prepared["channels"],
     )
     return store, mapped("labels")

@@ -25,8 +25,8 @@ def prepare(trained_on: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
         return labelled.prepare(**options)
     names = {field.name for field in fields(Options)}
     chosen = Options(**{key: value for key, value in options.items() if key in names}).resolved()
-    side = chosen.side_of(options.get("cache_size", "auto"))
-    described = labelled.prepared(folder, side, options.get("cache", "auto"), options.get("broken", "stop"), chosen)
+    stored = chosen.stored_size(options.get("cache_size", "auto"))
+    described = labelled.prepared(folder, stored, options.get("cache", "auto"), options.get("broken", "stop"), chosen)
     return {**described, "whole": True, "files": _names(Path(described["folder"]))}
 
 

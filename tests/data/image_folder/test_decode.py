@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from ddpexp.data.image_folder.decode import BrokenImageError, decode, size_of
+from ddpexp.data.image_folder.options import Options, StoredSize
 from tests.data.image_folder.conftest import photo
 
 _COLORS = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [255, 255, 0]]], np.uint8)
@@ -28,10 +30,10 @@ def corners(image: Image.Image) -> list[tuple[int, ...]]:
 def test_every_mode_and_format_becomes_rgb(mode: str, suffix: str, tmp_path: Path) -> None:
     path = str(tmp_path / f"image.{suffix}")
     QUARTERS.convert(mode).save(path)
-    image = decode(path, 100, 3)
-    assert (image.mode, image.size, size_of(path, 100)) == ("RGB", (48, 32), (32, 48))
+    image = decode(path, StoredSize(100, 100), 3)
+    assert (image.mode, image.size, size_of(path, StoredSize(100, 100))) == ("RGB", (48, 32), (32, 48))
     assert corners(image) == [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]
-    assert decode(path, 100, 1).mode == "L"
+    assert decode(path, StoredSize(100, 100), 1).mode == "L"
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "LA", "I;16"])
@@ -40,18 +42,18 @@ def test_grey_images_stay_grey(mode: str, tmp_path: Path) -> None:
     ramp = np.tile(np.arange(0, 256, 8, dtype=np.uint8), (20, 1))
     image = Image.fromarray(ramp.astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(ramp).convert(mode)
     image.save(path)
-    decoded = np.asarray(decode(path, 100, 1)).astype(int)
+    decoded = np.asarray(decode(path, StoredSize(100, 100), 1)).astype(int)
     if mode == "1":
         assert set(decoded.ravel()) == {0, 255}
     else:
         assert np.abs(decoded - ramp).max() <= 1
-    assert (np.asarray(decode(path, 100, 3)) == decoded[..., None]).all()
+    assert (np.asarray(decode(path, StoredSize(100, 100), 3)) == decoded[..., None]).all()
 
 
 def test_transparent_parts_become_white(tmp_path: Path) -> None:
     path = str(tmp_path / "image.png")
     Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(path)
-    assert (np.asarray(decode(path, 100, 3)) == 255).all()
+    assert (np.asarray(decode(path, StoredSize(100, 100), 3)) == 255).all()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -62,8 +64,8 @@ def test_orientation_is_applied(orientation: int, tmp_path: Path) -> None:
     exif[0x0112] = orientation
     path = str(tmp_path / "image.jpg")
     stored.save(path, exif=exif, quality=95)
-    image = decode(path, 100, 3)
-    assert size_of(path, 100) == (32, 48)
+    image = decode(path, StoredSize(100, 100), 3)
+    assert size_of(path, StoredSize(100, 100)) == (32, 48)
     assert (image.size, corners(image)) == ((48, 32), [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)])
 
 
@@ -71,9 +73,21 @@ def test_orientation_is_applied(orientation: int, tmp_path: Path) -> None:
 def test_shortest_side_is_limited_and_known_from_the_header(size: tuple[int, int], tmp_path: Path) -> None:
     path = str(tmp_path / "image.jpg")
     photo(*size, 0).save(path)
-    image = decode(path, 64, 3)
+    image = decode(path, StoredSize(64, 64), 3)
     assert min(image.size) == min(64, *size)
-    assert size_of(path, 64) == (image.height, image.width)
+    assert size_of(path, StoredSize(64, 64)) == (image.height, image.width)
+
+
+@pytest.mark.parametrize(("shortest", "cache_size", "expected"), [
+    (96, "auto", 96), (97, "auto", 64), (60, "auto", 60), (96, 64, 64), (65, 64, 64), (200, 128, 128),
+])  # fmt: skip
+def test_images_are_reduced_by_auto_only_where_it_saves_more_than_half(
+    shortest: int, cache_size: Any, expected: int, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "image.jpg")
+    photo(300, shortest, 0).save(path)
+    stored = Options(size=56).stored_size(cache_size)
+    assert size_of(path, stored)[0] == decode(path, stored, 3).height == expected
 
 
 def test_broken_images_are_reported_with_the_reason(tmp_path: Path) -> None:
@@ -83,4 +97,4 @@ def test_broken_images_are_reported_with_the_reason(tmp_path: Path) -> None:
     for content, reason in ((b"", "empty"), (b"<html>", "no image"), (whole[: len(whole) // 2], "truncated")):
         path.write_bytes(content)
         with pytest.raises(BrokenImageError, match=reason):
-            decode(str(path), 100, 3)
+            decode(str(path), StoredSize(100, 100), 3)

@@ -13,6 +13,7 @@ import pytest
 
 from ddpexp.data.image_folder import pool
 from ddpexp.data.image_folder import prepare as preparing
+from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.data.image_folder.prepare import choose, prepare
 from ddpexp.data.image_folder.scan import scan
 from ddpexp.errors import RefusedError
@@ -154,12 +155,12 @@ def test_killed_preparation_resumes_with_what_is_missing(photos: Path, monkeypat
     handle = pool.handle
     decoded: list[str] = []
 
-    def killed(chunk: dict[str, Any], *sizes: int) -> dict[str, Any]:
+    def killed(chunk: dict[str, Any], *form: Any) -> dict[str, Any]:
         if chunk["work"] == "pixels":
             if len(decoded) == 2:
                 raise KeyboardInterrupt
             decoded.append(chunk["images"][0][0])
-        return handle(chunk, *sizes)
+        return handle(chunk, *form)
 
     monkeypatch.setattr(pool, "handle", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -190,7 +191,7 @@ def test_processes_prepare_what_one_process_would(photos: Path) -> None:
     before = Path(alone["folder"], "train.bin").read_bytes()
     shutil.rmtree(alone["folder"])
     folder = scan(str(photos))
-    several = pool.Pool(2, alone["side"], 3)
+    several = pool.Pool(2, StoredSize(*alone["stored"]), 3)
     try:
         sizes = preparing._measure(folder, several, 3)
         place = photos.parent
@@ -201,7 +202,7 @@ def test_processes_prepare_what_one_process_would(photos: Path) -> None:
 
 
 def test_process_that_dies_is_one_sentence(photos: Path) -> None:
-    several = pool.Pool(2, 32, 3)
+    several = pool.Pool(2, StoredSize(32, 32), 3)
     for process in several._processes:
         process.kill()
     with pytest.raises(RefusedError, match="was killed by SIGKILL: out of memory"):
@@ -214,6 +215,15 @@ def test_process_that_dies_is_one_sentence(photos: Path) -> None:
 )
 def test_cache_is_chosen_by_disk_and_memory(raw: int, files: int, free: int, memory: int, mode: str) -> None:
     assert choose(raw, files, free, memory)[0] == mode
+
+
+def test_smaller_images_that_would_fit_into_memory_are_suggested(
+    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "_memory", lambda: 60_000)
+    assert prepare(str(photos), size=21)["cache"] == "jpeg"
+    assert "; with data.cache_size=24 the pixels would take 36.9 kB, and fit" in capsys.readouterr().out
+    assert prepare(str(photos), size=21, cache_size=24)["cache"] == "raw"
 
 
 def test_one_folder_of_classes_has_no_evaluation_set(photos: Path) -> None:
