@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.gpu_pieces import PIECES, Place
+from benchmarks.gpu_pieces import PIECES
+from benchmarks.gpu_place import Place
 from benchmarks.suite import Bench, Chart, Report, Row
 from ddpexp.system.hardware import count_gpus
 

@@ -7,13 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
+from benchmarks.gpu_place import Place
 from benchmarks.suite import ROOT, Report, Row
 from ddpexp.system.hardware import usable_cores
-
-if TYPE_CHECKING:
-    from benchmarks.gpu_pieces import Place
 
 _DOCTOR_SECONDS, _TESTS_SECONDS = 60.0, 420.0
 

@@ -10,75 +10,16 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-
-from benchmarks.equal import RECIPE
 from benchmarks.gpu_machine import doctor, tests
+from benchmarks.gpu_place import Place
 from benchmarks.race import Arm, Figures, last_json, median, quartiles, race, ratio, refuse_other_work
 from benchmarks.suite import Bar, Chart, Report, Row, compare, of_rounds, records, result
-from ddpexp.data.batch_plan import plan_batches
-from ddpexp.data.batches import TrainBatches
 
 _TOLERANCE = 0.05  # of the loss at the end: bf16 and atomic sums make no run the same as another
 _BAR = Bar("at least", 0.98)
-_RARE = 1_000_000  # steps from one checkpoint to the next where none is wanted
 _CIFAR, _DIGITS = (50_000, 3, 32, 32), (60_000, 1, 28, 28)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the pieces run, and how large."""
-
-    folder: Path  # scratch
-    device: str  # cuda, or cpu to try every line without a GPU
-    quick: bool  # tiny, and not compiled
-    gpus: int
-    say: Callable[[str], None] = print
-
-    @property
-    def environ(self) -> Mapping[str, str]:
-        """Return what the programs get in addition."""
-        return {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
-
-    def images(self, shape: tuple[int, ...]) -> Path:
-        """Write random images once, brighter the higher the label: something to learn."""
-        count = 256 if self.quick else shape[0]
-        folder = self.folder / f"images-{'x'.join(map(str, shape[1:]))}"
-        if folder.exists():
-            return folder
-        folder.mkdir(parents=True)
-        draw = np.random.default_rng(0)
-        for part, number in (("train", count), ("test", 128)):
-            labels = draw.integers(0, 10, number)
-            noise = draw.integers(0, 148, (number, *shape[1:]), dtype=np.uint8)
-            np.save(folder / f"{part}-images.npy", noise + (12 * labels).astype(np.uint8).reshape(-1, 1, 1, 1))
-            np.save(folder / f"{part}-labels.npy", labels)
-        return folder
-
-    def order(self, samples: int, batch: int, steps: int) -> Path:
-        """Write which samples ddpexp takes in each step, for the loop by hand."""
-        path = self.folder / f"order-{samples}-{batch}-{steps}.npy"
-        plan = plan_batches(batch, "auto", 1)
-        rows = TrainBatches(range(samples), plan, 0, 0, torch.device("cpu")).indices(0, steps)
-        np.save(path, np.stack(list(rows)))
-        return path
-
-    def command(self, run: Path, *overrides: str) -> list[str]:
-        """Return a run of ddpexp with one worker, unless the overrides have another number."""
-        given = {override.partition("=")[0] for override in overrides}
-        defaults = [
-            "recipe=raced", f"trainer.device={self.device}", "trainer.gpus=1", "trainer.precision=bf16",
-            f"trainer.checkpoint_every={_RARE}", f"run.dir={run}",
-        ]  # fmt: skip
-        defaults = [override for override in defaults if override.partition("=")[0] not in given]
-        return [sys.executable, "-m", "ddpexp", "--config-dir", RECIPE, *defaults, *overrides]
-
-
-# Against the loop by hand.
 
 
 def resnet18(place: Place) -> Report:

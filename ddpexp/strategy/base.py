@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpexp.distributed.world import Memory
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 from ddpexp.task import OptimizerStep, Sums
 
 _WHOLE_SHAPE = "_ddpexp_whole_shape"  # attribute of a parameter

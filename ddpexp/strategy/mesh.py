@@ -8,6 +8,18 @@ _MOST_SHOWN = 64  # workers
 
 
 @dataclass(frozen=True)
+class DataRank:
+    """The share of the global batch that a rank computes: the `rank`-th of `size` equal ones.
+
+    Batches, seeds and metrics go by it. In most strategies it is the rank itself.
+    """
+
+    rank: int
+    size: int
+    reports: bool = True  # False: another rank computes the same share, and its sums are counted
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The sizes of the dimensions, whose product is the number of workers; neighbours differ in the last ones."""
 

@@ -8,24 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.mesh import Mesh
+from ddpexp.strategy.mesh import DataRank, Mesh
 
 if TYPE_CHECKING:
     from ddpexp.distributed.world import World
     from ddpexp.strategy.base import Strategy
     from ddpexp.strategy.memory import Facts, Part, Traffic
-
-
-@dataclass(frozen=True)
-class DataRank:
-    """The share of the global batch that a rank computes: the `rank`-th of `size` equal ones.
-
-    Batches, seeds and metrics go by it. In most strategies it is the rank itself.
-    """
-
-    rank: int
-    size: int
-    reports: bool = True  # False: another rank computes the same share, and its sums are counted
 
 
 class TrainerOptions(Protocol):

@@ -18,8 +18,9 @@ from ddpexp.distributed.world import Memory, World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.compiled import CompiledForward, compile_blocks, compile_model
+from ddpexp.strategy.mesh import DataRank
 from ddpexp.strategy.norm import norm_dtype, norm_of_rows, row_norms
-from ddpexp.strategy.options import Compilation, DataRank
+from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.sharded_optimizer import ShardedOptimizer
 from ddpexp.system.text import first_few
 from ddpexp.task import OptimizerStep, Sums

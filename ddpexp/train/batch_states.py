@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ddpexp.distributed.world import World
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 
 Kind = Literal["sum", "max", "min", "list"]
 States = Mapping[str, tuple[Kind, "Tensor | Sequence[Tensor]"]]

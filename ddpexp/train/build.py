@@ -32,7 +32,7 @@ from ddpexp.loggers.remote.follower import Followers
 from ddpexp.run.directory import RunDir
 from ddpexp.run.sync import end_seconds, is_remote
 from ddpexp.strategy.base import Strategy
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
 from ddpexp.task import Schedule

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 from ddpexp.task import EvalSums, HasFinish, MetricUpdate, Sums, Task
 from ddpexp.train.batch_states import BatchStates, States
 from ddpexp.train.metrics import MetricError, mean

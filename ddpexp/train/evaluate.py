@@ -16,7 +16,7 @@ from ddpexp.data.batches import EvalBatches
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch.workers.control import Control
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasFinish, Sums, Task
 from ddpexp.train.eval_metrics import SetMetrics

@@ -16,7 +16,7 @@ from torch import Tensor
 from ddpexp.distributed.transfers import is_host
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 from ddpexp.task import Sums
 from ddpexp.train.task_checks import named
 

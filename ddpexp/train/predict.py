@@ -25,7 +25,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 from ddpexp.system import files
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.task import HasPredict

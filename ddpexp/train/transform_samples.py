@@ -104,7 +104,7 @@ def _check_items(part: Any, name: str, key: str) -> None:
 
 def _check_images(part: Any, name: str, key: str, nodes: Sequence[Node]) -> None:
     """Raise RefusedError if images would reach `collate` as they are stored, or our own changes would be left out."""
-    from ddpexp.data.image_folder.dataset import ImageFolder  # late: it imports Pillow
+    from ddpexp.data.image_folder.images import ImageFolder  # late: it imports Pillow
 
     images = origin(part, [])[0]
     if not isinstance(images, ImageFolder):

@@ -35,7 +35,7 @@ from ddpexp.launch.workers.control import Control
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import typed_arguments
 from ddpexp.strategy.base import Strategy
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import dumps, relative, shortest

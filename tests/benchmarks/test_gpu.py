@@ -14,7 +14,8 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import Results, run_pieces
-from benchmarks.gpu_pieces import PIECES, Place, stalls
+from benchmarks.gpu_pieces import PIECES, stalls
+from benchmarks.gpu_place import Place
 from benchmarks.peers import gpt
 from benchmarks.recipe.raced import Turns
 from benchmarks.report import gpus_of

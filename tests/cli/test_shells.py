@@ -42,6 +42,7 @@ bind \\cx\\cl line
 """,
 }
 FILES = {"bash": ".bashrc", "zsh": ".zshrc", "fish": ".config/fish/config.fish"}
+BASH_COMPLETION = "/usr/share/bash-completion/bash_completion"
 WRITE_LINE, CLEAR_LINE = "\x18\x0c", "\x15"
 NOISE = ("Traceback", "rror", "not found", "arning", "usage:", "compinit:")
 
@@ -50,6 +51,7 @@ class Shell:
     """A shell on a terminal, in a folder with runs and configs."""
 
     def __init__(self, name: str, home: Path, folder: Path, environ: dict[str, str]) -> None:
+        self.name = name
         start = home / FILES[name]
         start.parent.mkdir(parents=True, exist_ok=True)
         start.write_text(STARTS[name])
@@ -59,7 +61,7 @@ class Shell:
             **environ, "HOME": str(home), "ZDOTDIR": str(home), "XDG_CONFIG_HOME": str(home / ".config"),
             "TERM": "xterm",
             "XDG_DATA_HOME": str(home / "data"), "LINE_FILE": str(self._line), "SHELL": shutil.which(name),
-            "BASH_COMPLETION": "/usr/share/bash-completion/bash_completion",
+            "BASH_COMPLETION": BASH_COMPLETION,
             "PATH": f"{os.path.dirname(sys.executable)}:{environ['PATH']}",
         }  # fmt: skip
         options = {"bash": ["--noprofile", "--rcfile", str(start), "-i"], "zsh": ["-d", "-i"], "fish": ["-i"]}[name]
@@ -160,15 +162,15 @@ MORE = [
     ("ddpexp launcher=slurm launcher.part", "ddpexp launcher=slurm launcher.partition="),
     ("ddpexp model.width=", "ddpexp model.width=\\[16,32\\] "),
     ("ddpexp -m trainer.precision=fp32,b", "ddpexp -m trainer.precision=fp32,bf16 "),
-    ("ddpexp --config-dir=conf recipe=mine data.sam", "ddpexp --config-dir=conf recipe=mine data.samples="),
+    ("ddpexp --config-dir=conf recipe=mine model.wi", "ddpexp --config-dir=conf recipe=mine model.width="),
     ("ddpexp help trainer.redu", "ddpexp help trainer.reduction "),
     ("ddpexp --conf", "ddpexp --config-dir "),
     ("CUDA_VISIBLE_DEVICES=0 ddpexp resu", "CUDA_VISIBLE_DEVICES=0 ddpexp resume "),
     ("cd . && ddpexp resu", "cd . && ddpexp resume "),
     ("ddpexp resume $PWD/ou", "ddpexp resume $PWD/outputs/"),
     ("python -W error -m ddpexp resu", "python -W error -m ddpexp resume "),
-    ("python -W er", "python -W error "),
 ]
+OF_THE_SHELL = ("python -W er", "python -W error ")  # not ours; bash completes it with the package bash-completion
 
 
 @EVERY_SHELL
@@ -189,7 +191,8 @@ def test_tab_lists_what_there_is(shell: Shell) -> None:
 @pytest.mark.slow
 @EVERY_SHELL
 def test_tab_completes_the_rarer_places_too(shell: Shell) -> None:
-    for typed, wanted in MORE:
+    installed = shell.name != "bash" or os.path.exists(BASH_COMPLETION)
+    for typed, wanted in [*MORE, OF_THE_SHELL] if installed else MORE:
         assert shell.completed(typed, wanted) == wanted
 
 

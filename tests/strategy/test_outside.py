@@ -16,7 +16,7 @@ from ddpexp.config.values import Composed
 from ddpexp.launch import Layout
 from ddpexp.run.evaluation import Evaluation
 from ddpexp.strategy.ddp_options import DDPOptions
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 from tests.conftest import ROOT, Ddpexp
 from tests.examples import install
 from tests.points import Recipe

@@ -19,7 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ddpexp.errors import RefusedError
 from ddpexp.strategy import compiled
 from ddpexp.strategy.ddp import DDP
-from ddpexp.strategy.options import Compilation, DataRank
+from ddpexp.strategy.mesh import DataRank
+from ddpexp.strategy.options import Compilation
 from ddpexp.train.compilations import Compilations, Recompilation, describe, end_processes, limit_processes
 from ddpexp.train.metrics import MetricAccumulator
 from tests.conftest import Ddpexp

@@ -26,7 +26,7 @@ from ddpexp.data.datasets import Arrays
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.launch.workers.control import Control
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 from ddpexp.system.hardware import count_gpus
 from ddpexp.task import metric_update
 from ddpexp.train import batch_states

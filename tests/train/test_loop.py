@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpexp.data.order import Permutation
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 from ddpexp.train.metrics import MetricAccumulator, NonFiniteError
 from ddpexp.train.schedule import Cosine
 from tests.conftest import Ddpexp, Done

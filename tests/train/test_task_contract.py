@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.errors import DdpexpError
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 from ddpexp.task import metric_update
 from ddpexp.train.metrics import MetricAccumulator
 from ddpexp.train.precision import Precision

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddpexp.data.arrays.prepare import GROUP_FILES
+from ddpexp.data.arrays.sources import GROUP_FILES
 from ddpexp.data.cache import cache_name, make_cache, user_cache
 
 _VERSION = 2  # increase it when the content of caches changes: it is part of their names

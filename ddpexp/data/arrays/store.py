@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.arrays.prepare import TABLES, Part, Source
+from ddpexp.data.arrays.sources import TABLES, Part, Source
 from ddpexp.data.arrays.tables import Column, read_table
 from ddpexp.data.cache import write_npy
 from ddpexp.errors import RefusedError

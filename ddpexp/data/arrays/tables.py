@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.arrays.prepare import Part, Source
+from ddpexp.data.arrays.sources import Part, Source
 from ddpexp.errors import RefusedError
 from ddpexp.system.text import first_few
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from ddpexp.data.arrays import prepare as labelled
-from ddpexp.data.arrays.prepare import TABLES, Names, Part, Source, described, names_of, part_of, source_of
+from ddpexp.data.arrays.prepare import described, names_of, part_of, source_of
+from ddpexp.data.arrays.sources import TABLES, Names, Part, Source
 from ddpexp.errors import RefusedError
 
 _OF_TRAINING = ("classes", "num_classes", "num_outputs", "mean", "std", "target_mean", "target_std")  # facts

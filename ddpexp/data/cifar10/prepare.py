@@ -29,14 +29,13 @@ from ddpexp.data.cache import (
 )
 from ddpexp.data.cifar10 import archive as archives
 from ddpexp.data.cifar10.archive import SHAPE, Part
+from ddpexp.data.cifar10.classes import CLASSES, KINDS
 from ddpexp.data.folders import Stamp, bases_of, data_folder, joint_hash, store, to_stderr, unchanged
 from ddpexp.data.mirrors import DownloadError, Patience, WrongError, download_unless_failed
 from ddpexp.errors import RefusedError
 
 MIRRORS = ("https://www.cs.toronto.edu/~kriz/",)
 SOURCES = ("auto", "files", "download", "embedded")
-CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-KINDS = ("disc", "ring", "box", "frame", "triangle", "cross", "bars", "half", "moon", "checkers")
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training pictures, as fractions of 255
 AUTO_PATIENCE = Patience(first=5.0, stall=10.0, total=900.0)
 DOWNLOAD_PATIENCE = Patience(first=60.0, stall=30.0, total=3600.0)

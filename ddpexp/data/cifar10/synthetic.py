@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.cifar10.prepare import KINDS
+from ddpexp.data.cifar10.classes import KINDS
 
 Floats = NDArray[np.float64]
 

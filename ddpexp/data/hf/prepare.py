@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpexp.data.arrays.prepare import GROUP_FILES, Names, hash_of, names_of
+from ddpexp.data.arrays.prepare import hash_of, names_of
+from ddpexp.data.arrays.sources import GROUP_FILES, Names
 from ddpexp.data.cache import Cache, cache_name, make_cache, user_cache
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.errors import RefusedError

@@ -1,29 +1,19 @@
-"""Folders of images for training: batches cut out of a cache by several threads."""
+"""Folders of images for training and evaluation, as prepared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from PIL import Image
-from torch import Tensor
-from torch.nn import functional
-
 from ddpexp.data.datasets import IndexData, Splits
-from ddpexp.data.image_folder import colors, draws
-from ddpexp.data.image_folder.options import Options, options_of
-from ddpexp.data.image_folder.stores import Pixels, Store, open_store
+from ddpexp.data.image_folder.images import Augmented, ImageFolder
+from ddpexp.data.image_folder.mixed import Mixed
+from ddpexp.data.image_folder.on_device import AugmentedOnDevice
+from ddpexp.data.image_folder.options import options_of
+from ddpexp.data.image_folder.stores import open_store
 from ddpexp.distributed.rng import AUGMENT, seed_of
-from ddpexp.distributed.transfers import is_host, moved
-
-_TASKS = 4  # pieces of a batch for each thread, so that none waits long for the last
 
 
 def load(prepared: Mapping[str, Any]) -> Splits:
@@ -35,7 +25,9 @@ def load(prepared: Mapping[str, Any]) -> Splits:
     options = options_of(prepared)
     classes = len(prepared["facts"]["classes"])
     parts = {
-        part: ImageFolder(*open_store(Path(prepared["folder"]), part, prepared), options, classes)
+        part: (TrainImages if part == "train" else ImageFolder)(
+            *open_store(Path(prepared["folder"]), part, prepared), options, classes
+        )
         for part in prepared["parts"]
     }
     if "train" not in parts:  # to predict for
@@ -44,173 +36,11 @@ def load(prepared: Mapping[str, Any]) -> Splits:
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """A batch on the host, before normalization.
-
-    Shapes: pixels (batch, size, size, channels) uint8; labels (batch,) int64.
-    """
-
-    pixels: Tensor
-    labels: Tensor
-
-
-@dataclass(frozen=True)
-class ImageFolder:
-    """The images of a part, resized and cut from the middle, as in evaluation."""
-
-    store: Store
-    labels: NDArray[np.int64]
-    options: Options
-    num_classes: int
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        """Return an image as it is stored, for transforms of the user, and its label."""
-        pixels = self.store.image(index)
-        return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels), int(self.labels[index])
-
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return a batch as in evaluation. Shapes: as in `load`."""
-        return self.finish(self.fetch(indices, device.type == "cuda"), device)
-
-    def fetch(self, indices: Tensor, pinned: bool) -> Fetched:
-        """Make a batch on the host; may run in any thread."""
-        samples = indices.numpy()
-        boxes = draws.center_crops(self.store.shapes(samples), self.options.size, self._eval_size)
-        return self.fetch_boxes(samples, boxes, np.zeros(len(samples), bool), None, pinned, self.options.size)
-
-    def finish(self, batch: Fetched, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Move a batch to the device as bytes, and normalize it there. Shapes: as in `load`."""
-        pixels = moved(batch.pixels, device).permute(0, 3, 1, 2)
-        images = (
-            empty(tuple(pixels.shape), torch.float32) if is_host(device) else torch.empty(pixels.shape, device=device)
-        )
-        images.copy_(pixels)
-        return self.normalized(images), moved(batch.labels, device)
-
-    def normalized(self, images: Tensor) -> Tensor:
-        """Normalize images in place, and return them. Shapes: (batch, channels, size, size) float32, 0 to 255."""
-        for channel, (shift, scale) in zip(images.unbind(1), self._norm, strict=True):
-            torch.add(shift, channel, alpha=scale, out=channel)
-        return images
+class TrainImages(ImageFolder):
+    """The images of a part to train on."""
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:
         """Return these images with the random changes of one epoch."""
-        from ddpexp.data.image_folder.mixed import Mixed  # late: they import this module
-        from ddpexp.data.image_folder.on_device import AugmentedOnDevice
-
         kind = AugmentedOnDevice if self.options.augment_on == "device" else Augmented
         augmented = kind(self, seed_of(seed, AUGMENT, epoch, 0), self.options.size_in(epoch))
         return Mixed(augmented) if self.options.mixup or self.options.cutmix else augmented
-
-    @property
-    def _eval_size(self) -> int:
-        assert self.options.eval_size != "auto", "resolved in preparation"
-        return self.options.eval_size
-
-    @cached_property
-    def _norm(self) -> list[tuple[Tensor, float]]:
-        pairs = zip(self.options.mean, self.options.std, strict=True)
-        return [(torch.tensor(-mean / std), 1 / (255 * std)) for mean, std in pairs]
-
-    @cached_property
-    def _threads(self) -> ThreadPoolExecutor | None:
-        number = torch.get_num_threads()
-        return ThreadPoolExecutor(number, "ddpexp-images") if number > 1 else None
-
-    def fetch_boxes(
-        self,
-        samples: NDArray[np.int64],
-        boxes: NDArray[np.int64],
-        flipped: NDArray[np.bool_],
-        changes: colors.Changes | None,
-        pinned: bool,
-        size: int,
-    ) -> Fetched:
-        """Cut `boxes` out of samples, resize them to `size`, flip and change them, in several threads."""
-        channels = self.options.channels
-        shape = len(samples), size, size, channels
-        out = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else empty(shape, torch.uint8)
-        pixels, numbers, places = out.numpy(), samples.tolist(), boxes.tolist()
-
-        def cut(row: int) -> None:
-            image = _resized(self.store.image(numbers[row]), places[row], size)
-            if flipped[row]:
-                image = image.flip(1)
-            pixels[row] = image.numpy() if changes is None else changes.apply(image.numpy(), row)
-
-        self.in_threads(cut, len(samples))
-        return Fetched(out, torch.from_numpy(self.labels[samples]))
-
-    def in_threads(self, work: Callable[[int], None], number: int) -> None:
-        """Call `work` with 0 to `number` - 1, in several threads."""
-
-        def several(begin: int, end: int) -> None:
-            for row in range(begin, end):
-                work(row)
-
-        if (threads := self._threads) is None or number == 1:
-            several(0, number)
-            return
-        step = -(-number // (_TASKS * torch.get_num_threads()))
-        begins = range(0, number, step)
-        for _ in threads.map(several, begins, (min(begin + step, number) for begin in begins)):
-            pass
-
-
-@dataclass(frozen=True)
-class Augmented:
-    """The images of one epoch of training."""
-
-    images: ImageFolder
-    key: int
-    size: int  # pixels
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self.images)
-
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return a batch of training. Shapes: as in `load`."""
-        return self.images.finish(self.fetch(indices, device.type == "cuda"), device)
-
-    def fetch(self, indices: Tensor, pinned: bool) -> Fetched:
-        """Make a batch on the host; may run in any thread."""
-        images, samples = self.images, indices.numpy()
-        boxes, flipped, changes = drawn(self.key, samples, images)
-        return images.fetch_boxes(samples, boxes, flipped, changes, pinned, self.size)
-
-    def finish(self, batch: Fetched, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Move a batch to the device, and normalize it there."""
-        return self.images.finish(batch, device)
-
-
-def drawn(
-    key: int, samples: NDArray[np.int64], images: ImageFolder
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], colors.Changes | None]:
-    """Draw how images of training are cut out, flipped and changed. Shapes: boxes (batch, 4); flipped (batch,)."""
-    options = images.options
-    boxes = draws.crops(key, samples, images.store.shapes(samples), options.scale, options.ratio)
-    flipped = draws.flips(key, samples) if options.flip else np.zeros(len(samples), bool)
-    return boxes, flipped, colors.draw(key, samples, options)
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return new memory of the host, which numpy maps in huge pages: new small ones take as long as a whole batch."""
-    return torch.from_numpy(np.empty(shape, {torch.uint8: np.uint8, torch.float32: np.float32}[dtype]))
-
-
-def _resized(image: Pixels, box: list[int], size: int) -> Tensor:
-    """Cut a box out of an image and resize it. Shapes: (height, width, channels) to (size, size, channels)."""
-    top, left, height, width = box
-    # A copy in one piece is both writable, which torch wants, and faster to resize.
-    cut = torch.from_numpy(np.array(image[top : top + height, left : left + width]))
-    if (height, width) == (size, size):
-        return cut
-    planes = cut[None].permute(0, 3, 1, 2)  # in this sequence torch sees that channels are last, and keeps that
-    # torch's kernel for bytes is 3 to 5 times as fast as Pillow's.
-    resized = functional.interpolate(planes, (size, size), mode="bilinear", antialias=True)
-    return resized[0].permute(1, 2, 0)

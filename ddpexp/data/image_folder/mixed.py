@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ddpexp.data.image_folder import draws
-from ddpexp.data.image_folder.dataset import Augmented, Fetched
+from ddpexp.data.image_folder.images import Augmented, Fetched
 from ddpexp.data.image_folder.on_device import AugmentedOnDevice, FetchedCuts
 from ddpexp.distributed.transfers import moved
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ddpexp.data.image_folder import colors
-from ddpexp.data.image_folder.dataset import ImageFolder, drawn, empty
 from ddpexp.data.image_folder.device_colors import changed
+from ddpexp.data.image_folder.images import ImageFolder, drawn, empty
 from ddpexp.distributed.transfers import is_host, moved
 
 

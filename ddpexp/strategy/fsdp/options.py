@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.mesh import Mesh, sizes_that_divide
-from ddpexp.strategy.options import DataRank, Options, TrainerOptions
+from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
+from ddpexp.strategy.options import Options, TrainerOptions
 from ddpexp.strategy.tensor.options import DividedLayers, divide_for_a_rank
 from ddpexp.system.limits import human
 

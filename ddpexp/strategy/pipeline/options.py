@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.mesh import Mesh, sizes_that_divide
-from ddpexp.strategy.options import DataRank, Options, TrainerOptions
+from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
+from ddpexp.strategy.options import Options, TrainerOptions
 from ddpexp.strategy.pipeline.schedule import Pipe, Schedule, num_in_flight
 from ddpexp.strategy.tensor.options import DividedLayers
 

@@ -16,8 +16,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.memory import Facts, Parameter
-from ddpexp.strategy.mesh import Mesh
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank, Mesh
 from ddpexp.strategy.pipeline.options import PipelineOptions
 from ddpexp.strategy.tensor.options import DividedLayers
 from tests.conftest import Ddpexp, Done

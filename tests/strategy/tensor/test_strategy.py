@@ -17,7 +17,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.fsdp.options import FSDPOptions
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.mesh import DataRank
 from ddpexp.strategy.tensor.cut import Cut, Share
 from ddpexp.strategy.tensor.options import DividedLayers
 from ddpexp.strategy.tensor.plan import layers_of
