@@ -262,8 +262,8 @@ class HasOnEval(Protocol):
         `logger` goes to all loggers of the run: see `ddpexp.loggers.base.Logger`. Random numbers are not seeded: draw
         them from a generator of your own, so that pictures of different steps can be compared.
         Shapes: an image is (height, width, 3) uint8. Units: steps, the number done.
-        Ranks: rank zero; must not communicate. Where a forward pass communicates (`strategy=fsdp` with
-        `strategy.gather_in_evaluation=false`), all, with a logger that records nothing on the others.
+        Ranks: rank zero; must not communicate. Where a forward pass communicates (`strategy=fsdp` or
+        `pipeline` with `strategy.gather_in_evaluation=false`), all, with a logger that records nothing on the others.
         """
         ...
 

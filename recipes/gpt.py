@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ddpexp.task import Sums
 
 _IGNORED = -100  # a target that does not count, as in data=text
-Cache = list[tuple[Tensor, Tensor]]
-"""The keys and values of each layer. Shapes: (batch, kv_heads, tokens so far, head_width) each."""
 
 
 class Conv1D(nn.Module):
@@ -51,6 +49,14 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+@dataclass
+class Cache:
+    """The keys and values of tokens that a model has seen. Shapes: (batch, kv_heads, num_tokens, head_width) each."""
+
+    num_tokens: int = 0
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,11 +118,9 @@ class Attention(nn.Module):
         if angles is not None:
             q, k = _rotated(q, *angles), _rotated(k, *angles)
         if cache is not None:
-            if len(cache) > layer:
-                k, v = (torch.cat(pair, 2) for pair in zip(cache[layer], (k, v), strict=True))
-                cache[layer] = k, v
-            else:
-                cache.append((k, v))
+            if layer in cache.layers:
+                k, v = (torch.cat(pair, 2) for pair in zip(cache.layers[layer], (k, v), strict=True))
+            cache.layers[layer] = k, v
         y = functional.scaled_dot_product_attention(
             q,
             k,
@@ -259,7 +263,7 @@ class GPT(nn.Module):
         """Return the scores of the next token at each place.
 
         With `documents`, the number of each token's document, attention and positions begin anew with each. With
-        `cache`, which is extended, the tokens follow those that are in it.
+        `cache` the tokens follow those that are in it; add their number to it after the call.
 
         Shapes: tokens, documents (batch, tokens up to block_size) -> (batch, tokens, vocab_size).
         """
@@ -269,7 +273,7 @@ class GPT(nn.Module):
         self, layers: range, x: Tensor, documents: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
         """Compute some of `pipeline_layers`. Shapes: x (batch, tokens) for the first, else (batch, tokens, width)."""
-        begin = cache[0][0].shape[2] if cache else 0
+        begin = 0 if cache is None else cache.num_tokens
         places = torch.arange(begin, begin + x.shape[1], device=x.device)
         mask = None
         if documents is not None:
@@ -312,12 +316,13 @@ class GPT(nn.Module):
         Shapes: (1, tokens) -> (1, tokens + num_tokens), int64.
         """
         generator = torch.Generator().manual_seed(seed)
-        cache: Cache = []
+        cache = Cache()
         new = tokens[:, -self.block_size :]
         for _ in range(num_tokens):
-            if cache and cache[0][0].shape[2] + new.shape[1] > self.block_size:  # places have moved: all change
-                cache, new = [], tokens[:, -self.block_size :]
+            if cache.num_tokens + new.shape[1] > self.block_size:  # places have moved: all change
+                cache, new = Cache(), tokens[:, -self.block_size :]
             scores = self(new, cache=cache)[:, -1].float().cpu()
+            cache.num_tokens += new.shape[1]
             new = _drawn(scores, temperature, top_k, generator).to(tokens.device)
             tokens = torch.cat((tokens, new), 1)
         return tokens

@@ -99,8 +99,10 @@ def test_packed_documents_are_scored_as_each_by_itself(options: dict[str, Any]) 
 @pytest.mark.parametrize("options", KINDS)
 def test_a_cache_changes_no_score(options: dict[str, Any]) -> None:
     model, tokens = small(**options), torch.randint(11, (1, 8), generator=torch.Generator().manual_seed(1))
-    cache: Cache = []
-    parts = [model(part, cache=cache) for part in (tokens[:, :3], tokens[:, 3:4], tokens[:, 4:5])]
+    cache, parts = Cache(), []
+    for part in (tokens[:, :3], tokens[:, 3:4], tokens[:, 4:5]):
+        parts.append(model(part, cache=cache))
+        cache.num_tokens += part.shape[1]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens[:, :5]))
 
 

@@ -50,11 +50,10 @@ class Links:
         Raises:
             DdpexpError: they are not what this stage has returned for a batch of the same kind.
         """
-        kind = Kind(output.dtype, tuple(output.shape), output.requires_grad)
+        kind = kind_of_output(stage, output)
         known = self._sent.setdefault((stage, kind_of_batch), kind)
         if known is kind:
-            _check(stage, kind)
-            self._send(self._header(kind), 1)
+            self._send(header_of(kind, self.device), 1)
         elif known != kind:
             raise DdpexpError(
                 f"stage {stage} of the pipeline returned {_text(kind)}, and {_text(known)} for a batch of the "
@@ -67,16 +66,34 @@ class Links:
         """Return the activations for a stage of this worker, as a leaf of this rank's graph; waits for them."""
         kind = self._received.get((stage, kind_of_batch))
         if kind is None:
-            header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64, device=self.device)
-            self._receive(header, -1)
-            dtype, has_gradient, num_dims, *shape = header.tolist()
-            kind = Kind(_DTYPES[dtype], tuple(shape[:num_dims]), bool(has_gradient))
-            self._received[(stage, kind_of_batch)] = kind
+            kind = self._received[(stage, kind_of_batch)] = self._receive_kind()
+        return self._receive_activations(kind).requires_grad_(kind.has_gradient)
+
+    def send_any(self, stage: int, output: Tensor) -> None:
+        """Send the activations of a stage in an evaluation, of any shape; does not wait.
+
+        Raises:
+            DdpexpError: stages cannot send each other such a tensor.
+        """
+        kind = kind_of_output(stage, output)
+        self._send(header_of(kind, self.device), 1)
+        self._send(output, 1)
+
+    def receive_any(self) -> Tensor:
+        """Return what `send_any` sends on the worker before; waits for it."""
+        return self._receive_activations(self._receive_kind())
+
+    def _receive_kind(self) -> Kind:
+        header = empty_header(self.device)
+        self._receive(header, -1)
+        return kind_in(header)
+
+    def _receive_activations(self, kind: Kind) -> Tensor:
         activations = torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
         self._receive(activations, -1)
         if self.channels_last and activations.dim() == 4:
             activations = activations.contiguous(memory_format=torch.channels_last)
-        return activations.requires_grad_(kind.has_gradient)
+        return activations
 
     def send_gradient(self, gradient: Tensor) -> None:
         """Send the gradient of what was received to the stage before; does not wait."""
@@ -114,19 +131,39 @@ class Links:
         groups = self.groups if 0 <= place < len(self.ranks) else self.closing
         return self.ranks[place % len(self.ranks)], groups[is_gradient]
 
-    def _header(self, kind: Kind) -> Tensor:
-        padding = [0] * (_MAX_DIMS - len(kind.shape))
-        numbers = [_DTYPES.index(kind.dtype), int(kind.has_gradient), len(kind.shape), *kind.shape, *padding]
-        return torch.tensor(numbers, device=self.device)
 
+def kind_of_output(stage: int, output: Tensor) -> Kind:
+    """Return the kind of a tensor that a stage has returned.
 
-def _check(stage: int, kind: Kind) -> None:
+    Raises:
+        DdpexpError: workers cannot send each other such a tensor.
+    """
+    kind = Kind(output.dtype, tuple(output.shape), output.requires_grad)
     if kind.dtype not in _DTYPES or len(kind.shape) > _MAX_DIMS:
         raise DdpexpError(
             f"stage {stage} of the pipeline returned {_text(kind)}, and stages can send each other tensors of "
             f"up to {_MAX_DIMS} dimensions in fp32, bf16, fp16 and fp64: let strategy.split_before name another "
             "layer."
         )
+    return kind
+
+
+def empty_header(device: torch.device) -> Tensor:
+    """Return memory for a header. Shapes: (num,) int64."""
+    return torch.zeros(3 + _MAX_DIMS, dtype=torch.int64, device=device)
+
+
+def header_of(kind: Kind, device: torch.device) -> Tensor:
+    """Return a kind as numbers, which are sent ahead of the tensor. Shapes: as `empty_header`."""
+    padding = [0] * (_MAX_DIMS - len(kind.shape))
+    numbers = [_DTYPES.index(kind.dtype), int(kind.has_gradient), len(kind.shape), *kind.shape, *padding]
+    return torch.tensor(numbers, device=device)
+
+
+def kind_in(header: Tensor) -> Kind:
+    """Return the kind that a header tells."""
+    dtype, has_gradient, num_dims, *shape = header.tolist()
+    return Kind(_DTYPES[dtype], tuple(shape[:num_dims]), bool(has_gradient))
 
 
 def kind_of_batch(batch: Any) -> Hashable:

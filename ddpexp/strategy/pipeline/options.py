@@ -33,6 +33,7 @@ class PipelineOptions(Options):
     dp_shard_size: int = 1
     tp_size: int = 1
     tp_plan: tuple[DividedLayers, ...] | None = None
+    gather_in_evaluation: bool = True
 
     @property
     def pipe(self) -> Pipe:
@@ -168,6 +169,8 @@ class PipelineOptions(Options):
         own = sum(parameter.num_bytes for parameter in divided.parameters)
         largest = max(facts.blocks_bytes, default=own)
         state = divided.optimizer_bytes * largest // max(own, 1) // self.dp_shard_size
+        if not self.gather_in_evaluation:
+            return {"start": weights}
         return {"start": weights, "evaluation": own + state}
 
     def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:

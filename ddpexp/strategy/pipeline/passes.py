@@ -169,15 +169,20 @@ class StageModel:
             x = self._received
             seed_torch(seed_of(torch.initial_seed(), MODEL, self._stage, 0), self._device)
         output = self._division.forward(self._division.of_stage(self._stage), x, *arguments, **named)
-        if not isinstance(output, Tensor):
-            raise DdpexpError(
-                f"stage {self._stage} of the pipeline returned a {type(output).__name__}, and stages pass on one "
-                "tensor: let strategy.split_before name another layer."
-            )
-        self.output = output
+        self.output = output = tensor_of(self._stage, output)
         if self._stage < self._division.pipe.num_stages - 1:
             raise _Sent
         return output
+
+
+def tensor_of(stage: int, output: Any) -> Tensor:
+    """Return what a stage has returned. Raises: DdpexpError, if it is no tensor."""
+    if not isinstance(output, Tensor):
+        raise DdpexpError(
+            f"stage {stage} of the pipeline returned a {type(output).__name__}, and stages pass on one tensor: let "
+            "strategy.split_before name another layer."
+        )
+    return output
 
 
 class _Given(torch.autograd.Function):

@@ -22,6 +22,7 @@ from ddpexp.strategy.base import Shard, set_whole_shape
 from ddpexp.strategy.comm.reduce import as_bytes
 from ddpexp.strategy.mesh import Mesh
 from ddpexp.strategy.norm import norm_dtype, norm_of_rows, num_row_norms, row_norms
+from ddpexp.strategy.pipeline.evaluation import through_stages
 from ddpexp.strategy.pipeline.groups import Groups, group_of
 from ddpexp.strategy.pipeline.options import PipelineOptions
 from ddpexp.strategy.pipeline.passes import Passes
@@ -62,8 +63,9 @@ class Pipeline(Replicas):
         mesh = options.mesh(world.world_size)
         self.data = options.data_rank(world.rank, world.world_size)
         self.forward_communicates = True  # outside of `evaluation` there are no parameters for it
-        self.evaluates_together = mesh.tp_size > 1
-        self._world, self._mesh = world, mesh
+        self.evaluates_together = mesh.tp_size > 1 or not options.gather_in_evaluation
+        self._gathers = options.gather_in_evaluation
+        self._world, self._mesh, self._division = world, mesh, division
         self._groups = Groups.join(world, mesh, options.stages_per_worker > 1, channels_last)
         self._order = order(options.schedule, self._groups.place, options.pipe, gradient_accumulation_steps)
         self._hold(division, self._divide_layers(options))
@@ -234,7 +236,15 @@ class Pipeline(Replicas):
 
     @contextmanager
     def evaluation(self) -> Iterator[Any]:
-        """Yield the whole model in evaluation mode, with the parameters of all stages. Ranks: all; communicates."""
+        """Yield the whole model in evaluation mode, with the parameters of all stages. Ranks: all; communicates.
+
+        Without `strategy.gather_in_evaluation` its forward pass goes through the stages instead.
+        """
+        if not self._gathers:
+            through = through_stages(next(iter(self.modules.values())), self._division, self._groups)
+            with super().evaluation() as model, through:
+                yield model
+            return
         with torch.no_grad():
             self._gather()
         try:

@@ -26,7 +26,15 @@ PIPELINE = ("strategy=pipeline", "strategy.pp_size=2")
 TENSOR = (*PIPELINE, "strategy.tp_size=2", "trainer.gpus=4")
 SHARDS = (*PIPELINE, "strategy.dp_shard_size=2", "trainer.gpus=4")
 INTERLEAVED = ("strategy.schedule=interleaved", "strategy.stages_per_worker=2")
-EVERYTHING = (*PIPELINE, *INTERLEAVED, "strategy.tp_size=2", "strategy.dp_shard_size=2", "trainer.gpus=8")
+THROUGH_STAGES = ("strategy.gather_in_evaluation=false",)
+EVERYTHING = (
+    *PIPELINE,
+    *INTERLEAVED,
+    *THROUGH_STAGES,
+    "strategy.tp_size=2",
+    "strategy.dp_shard_size=2",
+    "trainer.gpus=8",
+)
 
 
 class Train:
@@ -77,7 +85,7 @@ def test_strategies_resume_from_one_another_in_every_dimension(train: Train, one
     done = train("in turn", "trainer.max_steps=2", *TENSOR)
     assert "mesh    pp_size 2 x tp_size 2 = 4 workers" in done.out
     assert "strategy.tp_size=2 those inside layers" in done.out
-    for steps, strategy in ((4, ("strategy=ddp", "trainer.gpus=2")), (6, (*SHARDS, *INTERLEAVED))):
+    for steps, strategy in ((4, ("strategy=ddp", "trainer.gpus=2")), (6, (*SHARDS, *INTERLEAVED, *THROUGH_STAGES))):
         assert done.code == 0, done.err
         done = train("in turn", f"trainer.max_steps={steps}", *strategy)
     assert "mesh    pp_size 2 x dp_shard_size 2 = 4 workers\n        pp 0: 0 1\n        pp 1: 2 3\n" in done.out

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from ddpexp.errors import RefusedError
@@ -115,6 +116,7 @@ def test_the_plan_counts_the_largest_stage() -> None:
     assert [part.num_bytes for part in OPTIONS.memory(facts, TRAINER, layout)] == [800, 800, 1600]
     assert [part.num_bytes for part in replace(OPTIONS, dp_shard_size=2).memory(facts, TRAINER, layout)][2] == 800
     assert OPTIONS.moments(facts, TRAINER, layout) == {"start": 1200, "evaluation": 2800}
+    assert replace(OPTIONS, gather_in_evaluation=False).moments(facts, TRAINER, layout) == {"start": 1200}
     assert OPTIONS.kept_by_workers([100, 10], 6) == [200, 10]
     assert replace(OPTIONS, schedule="gpipe").kept_by_workers([100, 10], 6) == [600, 60]
     interleaved = replace(OPTIONS, schedule="interleaved", stages_per_worker=2)
@@ -158,6 +160,25 @@ class Twice(Sides):
     def step(self, model, batch):
         model(batch[1])
         return super().step(model, batch)
+
+
+class Part(Sides):
+    def on_eval(self, model, batch, logger, step):
+        model[3](torch.zeros(2, 8))
+
+
+class Shown(Sides):
+    # Calls the model twice, with one sample and with two; a rank holds only some of its parameters.
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_eval(self, model, batch, logger, step):
+        rows = torch.linspace(0, 1, 8).reshape(2, 4)
+        assert any(len(parameter) == 0 for parameter in model.parameters())
+        outputs = [model(rows[:1]), model(rows)]
+        torch.testing.assert_close(outputs[0], outputs[1][:1])
+        with open(f"{self.folder}/{RANK}", "w") as file:
+            file.write(str(outputs[1].tolist()))
 
 
 class Without(Sides):
@@ -238,6 +259,14 @@ def records(done: Done) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if key != "time" and "per_second" not in key} for line in lines]
 
 
+def samples(done: Done) -> dict[str, bytes]:
+    """Return the texts that the model has written in evaluations."""
+    board = EventAccumulator(str(done.run / "tb"), size_guidance={"tensors": 0})
+    board.Reload()
+    tags = [tag for tag in board.Tags()["tensors"] if tag.startswith("sample/")]
+    return {tag: board.Tensors(tag)[0].tensor_proto.string_val[0] for tag in tags}
+
+
 def same(one: Done, other: Done) -> None:
     for done in (one, other):
         assert done.code == 0, done.err
@@ -250,15 +279,27 @@ AVERAGED = ("trainer.ema_decay=0.9", "task._target_=points.Padded", "trainer.non
 
 
 INTERLEAVED = ("strategy.schedule=interleaved", "strategy.stages_per_worker=2")
+THROUGH_STAGES = ("strategy.gather_in_evaluation=false",)
 
 
 @pytest.mark.parametrize("extra", [(), NORMED, AVERAGED], ids=["plain", "normed", "averaged"])
 def test_the_weights_and_records_are_those_of_one_process(recipe: Recipe, extra: tuple[str, ...]) -> None:
     one = recipe(*COMMON, *ONE, *extra)
-    same(one, recipe(*COMMON, *PIPELINE, *extra, *(INTERLEAVED if extra else ())))
+    same(one, recipe(*COMMON, *PIPELINE, *extra, *((*INTERLEAVED, *THROUGH_STAGES) if extra else ())))
     if not extra:
         three = ("strategy.pp_size=3", "trainer.gpus=3", "strategy.schedule=gpipe", "strategy.split_before=[2,3]")
-        same(one, recipe(*COMMON, *PIPELINE, *three, "trainer.micro_batch_size=6"))
+        same(one, recipe(*COMMON, *PIPELINE, *three, *THROUGH_STAGES, "trainer.micro_batch_size=6"))
+
+
+def test_an_evaluation_through_the_stages_calls_the_model_as_a_whole(recipe: Recipe, tmp_path: Path) -> None:
+    options = (*COMMON, *PIPELINE, *THROUGH_STAGES, "trainer.gpus=4", "trainer.micro_batch_size=3")
+    part = recipe(*options, "task._target_=points.Part")
+    assert part.code == 1
+    assert "the evaluation calls 3 of the model by itself, which is in stage 1 of the pipeline" in part.err
+    done = recipe(*options, "task._target_=points.Shown", f"+task.folder={tmp_path}")
+    assert done.code == 0, done.err
+    shown = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    assert shown == [shown[0]] * 4  # of all workers of both pipes
 
 
 def test_workers_with_the_same_batch_draw_the_same_numbers_of_the_host(recipe: Recipe) -> None:
@@ -373,12 +414,14 @@ def test_a_tied_embedding_is_trained_on_two_stages(
         return done
 
     two = ("strategy=pipeline", "trainer.gpus=2")
-    one, other = trained("trainer.gpus=1"), trained(*two)
+    one, other = trained("trainer.gpus=1"), trained(*two, *THROUGH_STAGES)
     assert "pipeline of 2 stages x 1 data rank, schedule 1f1b (0: wte to h.0; 1: h.1 to ln_f)" in other.out
     expected, found = weights(one), weights(other)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+    assert samples(one) == samples(other)
+    assert samples(one)
     dropped = [trained(*two, "model.dropout=0.1").result() for _ in range(2)]
     assert dropped[0]["weights_sha256"] == dropped[1]["weights_sha256"] != other.result()["weights_sha256"]
     assert dropped[0]["metrics"] == dropped[1]["metrics"]
