@@ -35,6 +35,8 @@ _OF_DATA = (
     "num_classes",
     "classes",
     "shape",
+    "size",
+    "eval_size",
     "columns",
     "target_mean",
     "target_std",

@@ -55,7 +55,8 @@ def new(argv: list[str]) -> int:
         raise RefusedError(f"new {place}: the folder cannot be written ({error.strerror}).") from None
     typed = shlex.quote(str(place))
     print(f"{place} is ready ({_summary(kind)}); {place / 'README.md'} says what is where. Next:\n")
-    print(f"    pip install -e {typed}")
+    print(f"    cd {typed}")
+    print("    pip install -e .")
     print(f"    python -m ddpexp recipe={name} {_ARGUMENTS.get(kind, '')}trainer.gpus=2")
     return EXIT_DONE
 

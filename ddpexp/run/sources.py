@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ _PARSED_BYTES = 1 << 20  # larger files are data, and are hashed without parsing
 _HASHED_BYTES = 64 << 20
 _RECIPES = "ddpexp.recipes"
 _STDLIB = os.path.dirname(os.__file__)
+_OF_PYTHON = (BuiltinImporter, FrozenImporter, PathFinder)  # what they find is found here, in the folders of `find`
 
 
 @dataclass(frozen=True)
@@ -234,22 +235,30 @@ class _Walk:
             module = _look(top, [root])
             if module is not None and module[0] is not None:
                 return _Module(top, module[0], module[1], root)
+        if (place := _installed_editable(top)) is not None:
+            return place
         module = _look(top, self.roots)  # a package without __init__.py, in whatever folders
-        if module is not None:
-            return _Module(top, None, module[1], os.path.dirname(module[1][0]))
-        return _installed_editable(top)
+        return None if module is None else _Module(top, None, module[1], os.path.dirname(module[1][0]))
 
 
 def _installed_editable(top: str) -> _Module | None:
-    """Ask the import finders of `pip install -e`; for a top-level name this imports nothing."""
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError, AttributeError):
-        return None
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return None
-    folders = list(spec.submodule_search_locations or ())
-    return _Module(top, spec.origin, folders, os.path.dirname(folders[0] if folders else spec.origin))
+    """Ask the import finders of `pip install -e`; for a top-level name this imports nothing.
+
+    In the folder above a project Python takes the project's folder for a package without __init__.py, and asks these
+    finders for the modules in it.
+    """
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        if find is None or finder in _OF_PYTHON:
+            continue
+        try:
+            spec = find(top, None)
+        except (ImportError, ValueError, AttributeError):
+            continue
+        if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+            folders = list(spec.submodule_search_locations or ())
+            return _Module(top, spec.origin, folders, os.path.dirname(folders[0] if folders else spec.origin))
+    return None
 
 
 def _look(name: str, folders: Sequence[str]) -> tuple[str | None, list[str]] | None:

@@ -71,9 +71,13 @@ class Report:
         return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 
     def _limits(self) -> str:
-        """Return what the trainer leaves out of the data."""
-        trainer = self.experiment.trainer
+        """Return what is held out of the data, and what the trainer leaves out."""
+        trainer, data = self.experiment.trainer, self.experiment.data
         parts = []
+        if data.validation_fraction > 0:
+            parts.append(f"{data.validation_fraction:.3g} of the training samples held out to evaluate on")
+        elif data.folds is None and self.prepared is not None and self.prepared.get("num_test") == 0:
+            parts.append("no evaluation set (data.validation_fraction=0.1 would hold one out)")
         if trainer.limit_train_samples is not None:
             parts.append(f"trained on {trainer.limit_train_samples:,} samples")
         order = self.train.order if isinstance(self.train, TrainBatches) else None

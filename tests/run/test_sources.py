@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,36 @@ def test_what_has_changed_is_named_with_the_targets_own_first(folder: Path) -> N
 def test_a_trusted_package_is_found_along_the_path_and_only_it_counts(folder: Path, tmp_path: Path) -> None:
     found = sources.find(["parts.blocks.Block"], None, [str(tmp_path / "nowhere"), str(folder)]).fingerprint
     assert set(found["modules"]) == {"parts", "parts.blocks", "parts.deep.core", "parts.late"}
+
+
+class Finder:
+    """What `pip install -e` adds to the search for modules, behind Python's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        top, *rest = name.split(".")
+        file = (
+            self.folder.joinpath(*rest, "__init__.py") if not rest else self.folder.joinpath(*rest).with_suffix(".py")
+        )
+        return spec_from_file_location(name, file) if top == self.folder.name and file.is_file() else None
+
+
+def test_the_code_of_an_editable_project_is_the_same_from_the_folder_above(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "above" / "cells" / "cells"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "recipe.py").write_text("class Net:\n    pass\n")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder(package)])
+    inside, above, apart = (
+        sources.find(["cells.recipe.Net"], None, [str(place)]).fingerprint
+        for place in (tmp_path / "above/cells", tmp_path / "above", folder)
+    )
+    assert set(inside["modules"]) == {"cells", "cells.recipe"}
+    assert inside == above == apart
 
 
 def test_of_an_installed_package_the_version_counts() -> None:

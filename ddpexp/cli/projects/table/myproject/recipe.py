@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -45,4 +44,4 @@ class Predict:
         if self.target_mean is None or self.target_std is None:
             probability = outputs.softmax(1)
             return {"label": probability.argmax(1), "probability": probability}
-        return {"value": outputs * torch.tensor(self.target_std) + torch.tensor(self.target_mean)}
+        return {"value": outputs * outputs.new_tensor(self.target_std) + outputs.new_tensor(self.target_mean)}
