@@ -35,7 +35,7 @@ def run(bench: Bench) -> Report:
     report = Report(
         charts=[Chart("first batch at 80 % of an epoch", "seconds", {"": of_rounds(results, "seconds")}, log=True)]
     )
-    what = "first batch at 80 % of an epoch of a thousand million samples, against one of a million"
+    what = "first batch at 80 % of an epoch of a billion samples, against one of a million"
     report.rows.append(compare(results, what, "seconds", show, "ddpexp", mine="ddpexp, 1e9", again=None))
     limit = Bar("at most", 5)
     for kind, what in _KINDS.items():
