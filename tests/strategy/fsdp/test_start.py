@@ -24,7 +24,7 @@ from tests.strategy.fsdp.ranks import OPTIONS, seeded
 
 LAYERS, WIDTH = 24, 1024
 MODEL = LAYERS * WIDTH * WIDTH * 4  # bytes, of which a layer has 4 MiB
-FEW = 40 << 20  # beside the share: some layers, and what a rank allocates for communication
+FEW = 32 << 20  # beside the share: some layers, and what a rank allocates for communication
 
 
 def large() -> nn.Module:
