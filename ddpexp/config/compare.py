@@ -30,7 +30,7 @@ _FREE = (
 )  # fmt: skip
 # What the steps so far were made of, and why it stays.
 _FIXED = {
-    "recipe": "another recipe is another experiment",
+    "recipe": "another recipe is another experiment",  # said first, for its other keys follow from it
     "trainer.seed": "the order of the samples and every random number follow from it",
     "trainer.global_batch_size": "the steps so far are counted in such batches",
     "trainer.limit_train_samples": "the steps to come would see other samples than the order of this run says",
@@ -108,8 +108,13 @@ def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) ->
     Raises:
         RefusedError: a key that stays as it is for as long as a run lasts, or one that has changed without being typed.
     """
-    for change in changes:
+    for change in sorted(changes, key=lambda change: change.key != "recipe.name"):
         key, old, new = change.key, change.old, change.new
+        if key == "recipe.name":
+            raise RefusedError(
+                f"{run} holds a run of the recipe {shown(old)}, and this is {shown(new)}: another recipe is "
+                "another experiment. Start it with the recipe it has, or a new run with another run.dir."
+            )
         if change.kind == "fixed":
             reason = next(reason for name, reason in _FIXED.items() if _under(key, (name,)))
             raise RefusedError(

@@ -25,6 +25,7 @@ from ddpexp.sweep.view import View
 from ddpexp.system.limits import reason_with_limit
 
 _POLL_SECONDS = 0.5
+_CHECK_SHARE = 20  # of the time that a job has run passes between two looks for its objective
 _KILL_DELAY_SECONDS = 15.0  # from the end of the jobs' own grace period
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
@@ -93,6 +94,8 @@ class LocalJobs:
         self._attempts: dict[int, int] = {}
         self._curves: dict[int, Curve] = {}
         self._stopping = False  # no more jobs are started
+        self._objective_checked = False
+        self._check_at = 0.0  # when the running jobs are looked at for the objective
         self._kill_at = math.inf  # when jobs are killed that still run although they were stopped
         self.stopped_by: int | None = None  # the signal that ended the sweep
 
@@ -108,6 +111,7 @@ class LocalJobs:
                 if not self._running:
                     return  # what waits is left for another start
                 self._prune()
+                self._check_objective()
                 self._kill_late()
                 self._view.look()
                 if not waiting:
@@ -187,6 +191,18 @@ class LocalJobs:
                 )
                 if running.pruned is not None:
                     running.process.send(signal.SIGTERM)
+
+    def _check_objective(self) -> None:
+        """Look whether the jobs report the objective, so that a misspelt one is not found only when they have ended.
+
+        Their files are read ever less often, until one job has evaluated.
+        """
+        now = time.monotonic()
+        if self._objective_checked or now < self._check_at:
+            return
+        oldest = min(self._running.values(), key=lambda running: running.since)
+        self._check_at = now + max(_POLL_SECONDS, (now - oldest.since) / _CHECK_SHARE)
+        self._objective_checked = self._log.check_objective(oldest.job)
 
     def _end(self, running: _Running, waiting: deque[Planned]) -> None:
         """Record how a job ended; restart it or stop the sweep, depending on the settings."""

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from ddpexp.config.build import did_you_mean
+from ddpexp.config.validate import TEST_SET
 from ddpexp.sweep.early import names_of
 from ddpexp.sweep.folder import Record, SweepDir
 from ddpexp.sweep.job import Planned
@@ -69,10 +70,22 @@ class SweepLog:
             **({"seconds": round(seconds, 3)} if seconds is not None else {}),
         )  # fmt: skip
         self._view.ended(self._line(job, ended, seconds))
-        lacks_objective = ended.objective is None and self._settings.objective is not None
-        if ended.status == "done" and lacks_objective and not self._warned:
-            self._warned = True
-            print_message(f"ddpexp: warning: {self._no_objective(job)}")
+        if ended.status == "done" and ended.objective is None:
+            self._warn_of_objective(job)
+
+    def check_objective(self, job: Planned) -> bool:
+        """Warn if a running job has evaluated without the objective; return whether that can be said by now.
+
+        A metric of the test set is known only at the end of a job.
+        """
+        metric = self._settings.objective
+        if metric is None or metric.startswith(f"{TEST_SET}/"):
+            return True
+        names = names_of(job.run)
+        if metric not in names and any(name.endswith("/loss") and not name.startswith("train/") for name in names):
+            self._warn_of_objective(job, " so far")
+            return True
+        return metric in names
 
     def lost_objective(self) -> str | None:
         """Return a message if no job that is done reports the objective; None if one does, or if none is set."""
@@ -94,11 +107,17 @@ class SweepLog:
         if self._record is not None:
             self._record.close()
 
-    def _no_objective(self, job: Planned) -> str:
+    def _warn_of_objective(self, job: Planned, until: str = "") -> None:
+        """Warn that a job does not report the objective, once a sweep."""
+        if self._settings.objective is not None and not self._warned:
+            self._warned = True
+            print_message(f"ddpexp: warning: {self._no_objective(job, until)}")
+
+    def _no_objective(self, job: Planned, until: str = "") -> str:
         metric = self._settings.objective
         assert metric is not None
         suggestion = did_you_mean(metric, names_of(job.run), "sweep.objective=")
-        return f"sweep.objective={metric} is no metric that job {job.name} reports.{suggestion}"
+        return f"sweep.objective={metric} is no metric that job {job.name} reports{until}.{suggestion}"
 
     def _line(self, job: Planned, ended: Ended, seconds: float | None) -> str:
         metric = self._settings.objective

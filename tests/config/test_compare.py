@@ -86,7 +86,6 @@ def test_how_a_run_is_started_and_written_down_is_free(stored: dict[str, Any], k
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("recipe.name", "other", "another recipe is another experiment"),
         ("trainer.seed", 1, "the order of the samples and every random number follow from it"),
         ("trainer.global_batch_size", 64, "the steps so far are counted in such batches"),
         ("data.validation_fraction", 0.5, "the steps to come would see other samples"),
@@ -107,6 +106,15 @@ def test_what_the_steps_so_far_were_made_of_stays_even_when_overridden(
     assert said.startswith(f"run.dir=x was started with {key}={old}, and this is {key}={value}: {reason}")
     data = f"type {key}={value} run.allow_changes=[data] to continue with other samples, " if section == "data" else ""
     assert said.endswith(f". Keep {key}={old}, {data}or start a new run with another run.dir.")
+
+
+def test_another_recipe_is_named_before_the_keys_that_follow_from_it(stored: dict[str, Any]) -> None:
+    new = changed(changed(stored, "recipe.name", "other"), "data.prepare", "x.prepare")
+    assert changes(stored, new, "recipe=other") == {"data.prepare": "fixed", "recipe.name": "fixed"}
+    assert refused(stored, new, "recipe=other") == (
+        "run.dir=x holds a run of the recipe mnist, and this is other: another recipe is another "
+        "experiment. Start it with the recipe it has, or a new run with another run.dir."
+    )
 
 
 def test_data_changes_when_that_is_allowed_and_given(stored: dict[str, Any]) -> None:

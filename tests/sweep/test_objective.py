@@ -60,13 +60,24 @@ def test_an_objective_that_no_job_reports_is_refused_at_once_with_the_right_metr
     assert sweep.code == 1
     assert sweep.statuses() == ["done"] * 3
     says = (
-        r"eval/acuracy is no metric that job 000\d_trainer\.seed=\d reports\. Did you mean "
+        r"eval/acuracy is no metric that job 000\d_trainer\.seed=\d reports(?: so far)?\. Did you mean "
         r"sweep\.objective=eval/accuracy\?"
     )
     assert len(re.findall(says, sweep.err)) == 2
     assert sweep.err.index("ddpexp: warning: sweep.objective") < sweep.err.index("ddpexp: sweep.objective")
     right = sweeps.again(sweep.path, "sweep.objective=eval/accuracy")
     assert (right.code, len(right.events("started"))) == (0, 3)
+
+
+def test_an_objective_that_the_first_evaluation_lacks_is_said_while_the_job_runs(sweeps: Sweeps) -> None:
+    length = ("trainer.max_steps=null", "trainer.epochs=1000000", "trainer.max_seconds=3")
+    sweep = sweeps(
+        "sweep.objective=validation/accuracy", "sweep.mode=max", "trainer.seed=0,1", "trainer.eval_every=5", *length
+    )
+    assert (
+        "is no metric that job 0000_trainer.seed=0 reports so far. Did you mean sweep.objective=eval/accuracy?"
+        in sweep.err
+    )
 
 
 @pytest.mark.parametrize(
