@@ -106,7 +106,7 @@ def _check_name(name: str, argv: list[str]) -> None:
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise RefusedError(
             f"new {typed}: {name or 'that'} cannot be the name of a package and a recipe. Use lower-case letters, "
-            "digits and underscores, with a letter first."
+            "digits, underscores and hyphens, with a letter first."
         )
     if (conf_folder() / "recipe" / f"{name}.yaml").is_file():
         raise RefusedError(f"new {typed}: ddpexp has a recipe {name} of its own. Choose another name.")

@@ -192,6 +192,7 @@ _ADVICE_ON_VALUES = {  # patterns of values for which no single value stands
     "trainer.precision": {
         "tf32|high|medium": "trainer.matmul_precision=high lets matrix products in fp32 use TF32.",
     },
+    "data.validation_fraction": {"null|none|false": "0 holds nothing out."},
     "trainer.checkpoint_every": {"best": "trainer.keep_best=max:eval/accuracy keeps the best one, too."},
     "trainer.eval_every": {r"[\d.]+|\d+ ?epochs?": "It is a number of optimizer steps, or epoch."},
 }

@@ -51,7 +51,6 @@ class Report:
         cores, local = usable_cores(), layout.world_size // layout.nodes
         crowded = f"; {local} share {counted(cores, 'core')}" if layout.device == "cpu" and local > cores else ""
         shared = ", gradients through shared memory" if self.shares_memory else ""
-        epochs, per_epoch = self.num_steps / self.train.steps_per_epoch, self.train.steps_per_epoch
         is_stream = isinstance(self.train, StreamBatches)
         batch = plan.formula(experiment.data.batch_tokens)
         mesh = experiment.strategy.mesh(layout.world_size).drawn()
@@ -65,10 +64,19 @@ class Report:
             "world": f"{workers} ({layout.backend}{shared}), {counted(layout.threads, 'thread')} each{crowded}",
             **({"mesh": f"\n{'':8}".join(mesh)} if mesh else {}),
             "batch": f"{plan.global_batch_size} = {batch}",
-            "steps": f"{self.num_steps:,}" if is_stream else f"{self.num_steps:,} ({epochs_text(epochs, per_epoch)})",
+            "steps": f"{self.num_steps:,}" if is_stream else f"{self.num_steps:,} ({self._epochs()})",
             "folder": relative(self.run.path),
         }
         return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
+
+    def _epochs(self) -> str:
+        """Return the length of the run in epochs, and what an epoch leaves out."""
+        train = self.train
+        text = epochs_text(self.num_steps / train.steps_per_epoch, train.steps_per_epoch)
+        if not isinstance(train, TrainBatches) or isinstance(train.order, ByTokens):
+            return text
+        dropped = train.samples_per_epoch % train.plan.global_batch_size
+        return f"{text}; each leaves out {counted(dropped, 'sample')}" if dropped else text
 
     def _limits(self) -> str:
         """Return what is held out of the data, and what the trainer leaves out."""

@@ -224,7 +224,7 @@ def test_the_best_and_every_multiple_stay(tmp_path: Path) -> None:
 
 def test_a_run_has_the_same_numbers_with_all_keys_however_it_is_interrupted(recipe: Recipe) -> None:
     keys = (
-        "trainer.reduction=exact", "trainer.micro_batch_size=12", "trainer.limit_train_samples=72",
+        "trainer.reduction=exact", "trainer.micro_batch_size=12", "trainer.limit_train_samples=75",
         "trainer.limit_eval_batches=1", "trainer.eval_at_start=true", "trainer.eval_every=2",
         "trainer.clip_grad_norm=0.5", "trainer.clip_grad_value=0.1", "trainer.checkpoint_every=0",
         "trainer.keep_every=5", "trainer.keep_best=min:eval/loss", "trainer.keep_best_k=2", "trainer.keep_last=1",
@@ -232,7 +232,8 @@ def test_a_run_has_the_same_numbers_with_all_keys_however_it_is_interrupted(reci
     )  # fmt: skip
     whole = recipe(*keys)
     assert whole.code == 0, whole.err
-    assert "trained on 72 samples, evaluated on at most 24 of each set" in whole.out
+    assert "trained on 75 samples, evaluated on at most 24 of each set" in whole.out
+    assert "15 (5 epochs of 3 steps; each leaves out 3 samples)" in whole.out
     early = recipe(*keys, "trainer.gpus=2", "trainer.max_seconds=0.001")
     assert early.code == 0, early.err
     first = early.result()

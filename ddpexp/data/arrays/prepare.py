@@ -19,6 +19,7 @@ from ddpexp.data.cache import cache_name, make_cache, user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.limits import human
 
+_FEW_OF_A_CLASS = 10  # samples; below that whole numbers may be amounts
 _VERSION = 2  # increase it when the content of caches changes: it is part of their names
 
 
@@ -76,18 +77,22 @@ def described(
             "data.standardize=false, and normalize in the model."
         )
     num_train, num_test = (stored[name]["samples"] if name in stored else 0 for name in ("train", "eval"))
+    names = parts[0].targets if sources[0].kind in TABLES else None
+    note = _note(num_train, num_test, record, sources[0])
+    if target_type == "auto" and _may_be_amounts(record["facts"], num_train):
+        note += "; these are whole numbers: data.target_type=number predicts amounts"
     return {
         "name": "arrays",
         "folder": str(cache.folder),
         "hash": hash_of(record, dtype),
         "num_train": num_train,
         "num_test": num_test,
-        "note": _note(num_train, num_test, record, sources[0]),
+        "note": note,
         "parts": stored,
         "sources": [asdict(source) for source in sources],
         "dtype": dtype,
         "standardize": standardize,
-        "facts": record["facts"],
+        "facts": {**record["facts"], "target_columns": list(names) if names else None},
     }
 
 
@@ -121,7 +126,10 @@ def part_of(name: str, path: str, inputs: str | Names | None, targets: str | Nam
     if target_type == "none" and wanted:
         raise RefusedError(f"data.target_type=none is for data without targets: leave out {prefix}targets.")
     if source.kind not in ARRAYS + TABLES:
-        raise RefusedError(f"{source}: files of {', '.join(ARRAYS + TABLES)} are read, by the ending of their names.")
+        table = " A table of texts separated by tabs is read with the ending .csv." if source.kind == ".tsv" else ""
+        raise RefusedError(
+            f"{source}: files of {', '.join(ARRAYS + TABLES)} are read, by the ending of their names.{table}"
+        )
     if source.kind != ".npy":
         return Part(name, source, chosen, wanted, None)
     if chosen:
@@ -147,7 +155,8 @@ def source_of(key: str, path: str) -> Source:
         with open(full, "rb") as file:
             status = os.fstat(file.fileno())
     except OSError as error:
-        raise RefusedError(f"{key}={path} cannot be read: {error.strerror}.") from None
+        seen_from = "" if os.path.isabs(os.path.expanduser(path)) else f" in the folder {os.getcwd()}"
+        raise RefusedError(f"{key}={path} cannot be read{seen_from}: {error.strerror}.") from None
     if status.st_size == 0:
         raise RefusedError(f"{key}={path} is empty: name a file with data.")
     return Source(key, full, status.st_size, status.st_mtime_ns)
@@ -162,6 +171,12 @@ def hash_of(record: Mapping[str, Any], dtype: str) -> str:
     """Return a hash of what is trained on."""
     facts = {key: value for key, value in record["facts"].items() if key != "num_outputs"}  # follows from the others
     return hashlib.sha256(json.dumps([record["digests"], facts, dtype]).encode()).hexdigest()
+
+
+def _may_be_amounts(facts: Mapping[str, Any], num_samples: int) -> bool:
+    """Return whether classes are whole numbers of which most are rare, as prices are and classes are not."""
+    classes = facts.get("classes", ())
+    return len(classes) > num_samples / _FEW_OF_A_CLASS and all(map(str.isdigit, classes))
 
 
 def _note(num_train: int, num_test: int, record: Mapping[str, Any], source: Source) -> str:

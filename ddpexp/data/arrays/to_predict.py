@@ -16,7 +16,9 @@ from ddpexp.data.arrays.prepare import described, names_of, part_of, source_of
 from ddpexp.data.arrays.sources import TABLES, Names, Part, Source
 from ddpexp.errors import RefusedError
 
-_OF_TRAINING = ("classes", "num_classes", "num_outputs", "mean", "std", "target_mean", "target_std")  # facts
+_OF_TRAINING = (  # facts
+    "classes", "num_classes", "num_outputs", "target_columns", "mean", "std", "target_mean", "target_std"
+)  # fmt: skip
 
 
 def prepare(trained_on: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:

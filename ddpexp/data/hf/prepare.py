@@ -78,7 +78,10 @@ def prepare(
             f"data.standardize=true is for columns of numbers, and data.inputs={inputs} is a column of "
             f"{record['what']}: use data.standardize=false."
         )
-    return {**_description(path, cache, dtype), "standardize": standardize}
+    description = _description(path, cache, dtype)
+    names = names_of(targets)
+    facts = {**description["facts"], "target_columns": list(names) if names else None}
+    return {**description, "facts": facts, "standardize": standardize}
 
 
 def _description(path: str, cache: Cache, dtype: str) -> dict[str, Any]:

@@ -344,8 +344,9 @@ def _description(folder: Folder, cache: Cache, stored: StoredSize, options: Opti
         "hash": digest.hexdigest(),
         "num_train": num_train,
         "num_test": num_test,
-        "note": f"{num_train:,} + {num_test:,} images of {len(folder.classes):,} classes, from {folder.root}, "
-        f"data.cache={mode} ({human(size)} in {cache.folder})",
+        "note": f"{num_train:,} + {num_test:,} images of {len(folder.classes):,} classes, from {folder.root}"
+        + (f" ({folder.loose:,} beside the folders of classes left out)" if folder.loose else "")
+        + f", data.cache={mode} ({human(size)} in {cache.folder})",
         "cache": mode,
         "stored": list(stored),
         "parts": list(nums),

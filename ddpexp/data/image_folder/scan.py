@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpexp.data.batch_plan import counted
 from ddpexp.errors import RefusedError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
@@ -35,6 +36,7 @@ class Folder:
 
     root: Path
     classes: tuple[str, ...]
+    loose: int  # images beside the folders of the classes, which are left out
     parts: dict[str, list[ImageFile]]
 
 
@@ -64,7 +66,7 @@ def scan(root: str | None) -> Folder:
         raise RefusedError(_unreadable(folder, error)) from None
     for part, place in parts.items():
         _check_images(place, files[part], classes)
-    return Folder(folder, tuple(classes), files)
+    return Folder(folder, tuple(classes), sum(map(_loose, parts.values())), files)
 
 
 def scan_unlabelled(root: str | None, classes: Sequence[str]) -> Folder | None:
@@ -84,7 +86,7 @@ def scan_unlabelled(root: str | None, classes: Sequence[str]) -> Folder | None:
         raise RefusedError(_unreadable(folder, error)) from None
     if not files:
         raise RefusedError(f"data.root={folder} holds no JPEG, PNG or WebP images: name a folder with some.")
-    return Folder(folder, tuple(classes), {"eval": files})
+    return Folder(folder, tuple(classes), 0, {"eval": files})
 
 
 def _parts(folder: Path) -> dict[str, Path]:
@@ -120,9 +122,11 @@ def _check_classes(folder: Path, parts: dict[str, Path], classes: Sequence[str])
             "class: put them into folders named after their classes."
         )
     if len(classes) == 1:
+        loose = _loose(place)
+        beside = f" (and {counted(loose, 'image')} beside it, in no class)" if loose else ""
         raise RefusedError(
-            f"{_named(folder, place)} holds one class, {classes[0]}, so there is nothing to tell apart: add a folder "
-            "for each further class."
+            f"{_named(folder, place)} holds one class, {classes[0]}{beside}, so there is nothing to tell apart: add a "
+            "folder for each further class."
         )
     unseen = sorted(set(classes) - set(train))
     if unseen:
@@ -172,6 +176,12 @@ def _folders(place: Path) -> list[str]:
     """Return the names of the folders in a folder, sorted, without hidden ones. Raises: OSError."""
     with os.scandir(place) as entries:
         return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+
+
+def _loose(place: Path) -> int:
+    """Return how many images lie beside the folders of the classes. Raises: OSError."""
+    with os.scandir(place) as entries:
+        return sum(entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".") for entry in entries)
 
 
 def _images(root: Path, place: Path, label: int) -> Iterator[ImageFile]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def test_columns_of_a_table_are_inputs_and_classes_are_numbered_by_their_names()
     assert splits.train.gather(torch.tensor([0]), CPU)[0].dtype == torch.float32
     assert found["facts"] == {
         "shape": [2], "num_features": 2, "columns": ["a", "b"], "classes": ["iris", "lily"], "num_classes": 2,
-        "num_outputs": 2,
+        "num_outputs": 2, "target_columns": ["kind"],
     }  # fmt: skip
     assert (found["num_train"], found["num_test"]) == (3, 0)
 
@@ -74,6 +75,31 @@ def test_numbers_are_targets_as_they_are() -> None:
     assert everything(one) == ([[1], [3], [5]], [2, 4.5, 6])
     two = load(prepare("t.csv", inputs="a", targets=("a", "b")[1:], target_type="number")).train
     assert two.gather(torch.tensor([1]), CPU)[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "is_doubted"),
+    [
+        (range(1000, 1030), {}, True),
+        ([0, 1] * 15, {}, False),
+        (range(1000, 1030), {"target_type": "class"}, False),
+        ([f"n{value}" for value in range(30)], {}, False),
+    ],
+)
+def test_whole_numbers_that_are_hardly_classes_are_pointed_out(
+    values: Sequence[Any], options: dict[str, Any], is_doubted: bool
+) -> None:
+    path = written("prices.csv", "size,price\n" + "".join(f"{row},{value}\n" for row, value in enumerate(values)))
+    note = prepare(path, targets="price", **options)["note"]
+    assert ("; these are whole numbers: data.target_type=number predicts amounts" in note) == is_doubted
+
+
+def test_a_file_that_is_not_read_says_what_would_be() -> None:
+    written("t.tsv", "a\tb\n1\t2\n")
+    with pytest.raises(
+        RefusedError, match=r"by the ending of their names\. A table .* tabs is read with the ending \.csv"
+    ):
+        prepare("t.tsv", targets="b")
 
 
 def test_a_table_may_be_separated_by_semicolons_and_begin_with_a_mark() -> None:
@@ -176,7 +202,7 @@ def test_a_table_that_is_wrong_is_refused(content: str | bytes, options: dict[st
         ({"x": np.array(["a"] * 6)}, {}, "holds texts, such as 'a'"),
         ({"x": np.array([{}] * 6)}, {}, "holds Python objects, which could run code"),
         ({}, {"targets": None}, "data.targets=null: the targets of data.path="),
-        ({}, {"targets": "z.npy"}, "data.targets=z.npy cannot be read: No such file or directory."),
+        ({}, {"targets": "z.npy"}, "data.targets=z.npy cannot be read in the folder "),
         ({}, {"inputs": "x"}, "holds one array without a name"),
         ({}, {"eval_path": "x.npy"}, "data.eval_targets is not set"),
         ({"z": np.zeros((6, 3))}, {"eval_path": "z.npy", "eval_targets": "y.npy"}, "has the shape [3], and one of"),

@@ -39,6 +39,14 @@ def test_description_has_facts_and_is_json(photos: Path) -> None:
     assert Path(prepared["folder"]).parent == photos / ".ddpexp-cache"
 
 
+def test_images_beside_the_folders_of_classes_are_left_out_and_counted(photos: Path) -> None:
+    before = prepare(str(photos))
+    shutil.copy(next((photos / "val" / "cat").iterdir()), photos / "val" / "loose.jpg")
+    after = prepare(str(photos))
+    assert (after["hash"], after["num_test"]) == (before["hash"], before["num_test"])
+    assert f"2 classes, from {photos} (1 beside the folders of classes left out), " in after["note"]
+
+
 def test_second_start_decodes_nothing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(str(photos))
     monkeypatch.setattr(pool, "handle", pytest.fail)
@@ -67,7 +75,8 @@ def test_cache_of_other_files_is_not_used(change: str, photos: Path) -> None:
     [
         ([], "is empty"),
         (["a.jpg"], "holds no folders, only a.jpg"),
-        (["cat/a.jpg"], "holds one class, cat"),
+        (["cat/a.jpg"], "holds one class, cat, so"),
+        (["cat/a.jpg", "a.jpg", "b.png"], "holds one class, cat (and 2 images beside it, in no class), so"),
         (["cat/a.txt", "dog/a.jpg"], "no JPEG, PNG or WebP images of cat"),
         (["cat/.hidden.jpg", "dog/.hidden.jpg"], "holds no JPEG, PNG or WebP images (names ending in .jpg"),
         (["val/cat/a.jpg"], "holds val/ but no train/"),

@@ -26,6 +26,7 @@ class Predict:
 
     target_mean: Sequence[float] | None  # of the rows that are trained on; None where the target is a class
     target_std: Sequence[float] | None
+    target_columns: Sequence[str]
 
     def step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
         """Return sums over the batch, in training and in evaluation: ddpexp divides by the counts of all workers."""
@@ -39,9 +40,10 @@ class Predict:
         return errors.square().mean(1).sum(), len(targets), {"mae": ((errors.abs() * std).mean(1).sum(), len(targets))}
 
     def predict(self, model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return a row for each sample, for `ddpexp predict`: its class and the chance of each, or its number."""
+        """Return a row for each sample, for `ddpexp predict`: its class and the chance of each, or its numbers."""
         outputs = model(batch[0])
         if self.target_mean is None or self.target_std is None:
             probability = outputs.softmax(1)
             return {"label": probability.argmax(1), "probability": probability}
-        return {"value": outputs * outputs.new_tensor(self.target_std) + outputs.new_tensor(self.target_mean)}
+        values = outputs * outputs.new_tensor(self.target_std) + outputs.new_tensor(self.target_mean)
+        return dict(zip(self.target_columns, values.unbind(1), strict=True))

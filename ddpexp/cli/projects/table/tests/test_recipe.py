@@ -29,12 +29,13 @@ def test_two_steps_on_two_workers_a_resume_and_predictions(tmp_path: Path) -> No
     ddpexp.run([*overrides, "trainer.max_steps=1", f"run.dir={tmp_path}/parts"])
     parts = ddpexp.run([*overrides, "trainer.max_steps=2", f"run.dir={tmp_path}/parts"])
     assert parts.result["weights_sha256"] == whole.result["weights_sha256"]
-    predicted = Predict(None, None).predict(whole.model(), [torch.zeros(3, 2)])
+    predicted = Predict(None, None, ["sum"]).predict(whole.model(), [torch.zeros(3, 2)])
     assert {name: rows.shape for name, rows in predicted.items()} == {"label": (3,), "probability": (3, 2)}
 
 
 def test_numbers_are_predicted_in_the_units_of_the_column() -> None:
-    predicted = Predict([10.0], [2.0]).predict(torch.nn.Linear(2, 1), [torch.zeros(3, 2)])
-    assert predicted["value"].shape == (3, 1)
-    empty = Predict([10.0], [2.0]).predict(torch.nn.Linear(2, 1, device="meta"), [torch.zeros(3, 2, device="meta")])
-    assert empty["value"].device.type == "meta"  # as on a GPU: nothing stays on the host
+    task = Predict([10.0], [2.0], ["price"])
+    predicted = task.predict(torch.nn.Linear(2, 1), [torch.zeros(3, 2)])
+    assert {name: rows.shape for name, rows in predicted.items()} == {"price": (3,)}
+    empty = task.predict(torch.nn.Linear(2, 1, device="meta"), [torch.zeros(3, 2, device="meta")])
+    assert empty["price"].device.type == "meta"  # as on a GPU: nothing stays on the host
