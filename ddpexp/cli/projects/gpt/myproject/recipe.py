@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddpexp.errors import RefusedError
 from ddpexp.task import Sums
 
 _IGNORED = -100  # a target behind the end of the text
@@ -22,6 +23,8 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         """Build it with `heads` attention heads, each `width / heads` wide."""
         super().__init__()
+        if width % heads:
+            raise RefusedError(f"model.width={width} does not split over model.heads={heads}: use a multiple.")
         self.heads = heads
         self.attend, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
