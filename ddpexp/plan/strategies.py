@@ -78,6 +78,7 @@ def candidates(words: Sequence[str]) -> list[tuple[str, ...]]:
         ("strategy=fsdp",),
         ("strategy=fsdp", "strategy.init=replay", "strategy.gather_in_evaluation=false"),
         *_DIVIDE_LAYERS,
+        ("strategy=pipeline", "strategy.init=replay", "strategy.gather_in_evaluation=false"),
     ]
     found: list[tuple[str, ...]] = [tuple(typed)] if not _is_ours(typed) else []
     for kind in kinds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from ddpexp.strategy.mesh import DataRank
 from ddpexp.task import OptimizerStep, Sums
 
 _WHOLE_SHAPE = "_ddpexp_whole_shape"  # attribute of a parameter
+_SHARD = "_ddpexp_shard"  # likewise
 
 
 def set_whole_shape(parameter: nn.Parameter, shape: Sequence[int]) -> None:
@@ -72,6 +73,22 @@ class Shard:
     def of(cls, value: Tensor | Shard) -> Shard:
         """Return a shard as it is, and a tensor as one that every rank holds."""
         return value if isinstance(value, Shard) else cls.whole(value)
+
+
+@contextmanager
+def marked_shard(parameter: nn.Parameter, shard: Callable[[Tensor], Shard]) -> Iterator[None]:
+    """Have `shard_of` return `shard(parameter)` inside the block."""
+    setattr(parameter, _SHARD, shard)
+    try:
+        yield
+    finally:
+        delattr(parameter, _SHARD)
+
+
+def shard_of(tensor: Tensor) -> Shard | None:
+    """Return what this rank holds of a parameter where that is marked."""
+    shard = getattr(tensor, _SHARD, None)
+    return None if shard is None else shard(tensor.detach())
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddpexp.checkpoint import initial
 from ddpexp.checkpoint.format import Checkpoint
 from ddpexp.checkpoint.loading import load_weights
-from ddpexp.strategy.base import Shard
+from ddpexp.strategy.base import Shard, shard_of
 from ddpexp.system import files
 from ddpexp.system.files import relative
 from ddpexp.train.build import RunContext
@@ -79,6 +79,8 @@ class InitialWeights:
 
 def held(tensor: Tensor) -> Shard:
     """Return what this rank holds of a parameter or buffer."""
+    if (shard := shard_of(tensor)) is not None:
+        return shard
     if "torch.distributed.tensor" not in sys.modules:  # whose import takes long, and without which nothing is sharded
         return Shard.whole(tensor)
     from ddpexp.strategy.fsdp.sharding import held

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,9 +19,8 @@ from ddpexp.strategy.comm.reduce import ALIGNED, common_memory
 from ddpexp.strategy.comm.shared_memory import SharedMemory
 from ddpexp.strategy.exact.round import sum_dtype
 from ddpexp.strategy.fsdp.blocks import BLOCKS, blocks_of
-from ddpexp.strategy.fsdp.empty import Resets, build_empty
 from ddpexp.strategy.fsdp.options import FSDPOptions
-from ddpexp.strategy.fsdp.replay import record
+from ddpexp.strategy.init.construction import Construction, tensors_of
 from ddpexp.strategy.module_classes import check_classes
 from ddpexp.strategy.replica import Models
 from ddpexp.strategy.tensor.cut import Share
@@ -75,7 +72,7 @@ class Sharding:
             layers = layers_of(divided, options.tp_plan, self._tensor.size, options.sequence_parallel)
             self.shares = divide(divided, layers, self._tensor)
             summed = {id(parameter) for parameter in summed_parameters(layers)}
-            self.of_tokens = [name for name, tensor in _tensors(divided) if id(tensor) in summed]
+            self.of_tokens = [name for name, tensor in tensors_of(divided) if id(tensor) in summed]
         if world.world_size == 1:
             check_classes(self._models_to_shard(models), options.blocks or (), BLOCKS)
             return
@@ -135,27 +132,12 @@ class Sharding:
         Raises:
             RefusedError: the construction depends on values of tensors; or as in `shard`.
         """
-        init, draws = self._options.init, self._options.draws_values
-        recording = None
-        if init == "replay" and draws:
-            built, recording = record(factory)
-        else:
-            built = build_empty(factory, f"strategy.init={init}")
-        models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
-        resets = Resets(models) if init == "reset_parameters" and draws else None
-        recorded = {name: tensor.detach() for name, tensor in _tensors(models)}  # `to_empty` changes the parameters
-        given = {name: tensor for name, tensor in recorded.items() if tensor.device.type != "meta"}
-        for module in models.values():
-            module.to("meta")
-        self.shard(models)
-        with _parameters_stay_themselves():
-            for module in models.values():
-                module.to_empty(device=self._world.device)
-        held = dict(_tensors(models))
+        assert self._options.init != "whole"
+        construction = Construction(factory, self._options.init, self._options.draws_values)
+        self.shard(dict(construction.models))
+        construction.allocate(self._world.device)
 
-        @torch.no_grad()
-        def take(name: str, values: Tensor) -> None:
-            tensor = held[name]
+        def take(name: str, tensor: Tensor, values: Tensor) -> None:
             if name in self.shares:
                 values = self.shares[name].take(values)
             if isinstance(tensor, DTensor):
@@ -164,20 +146,12 @@ class Sharding:
             else:
                 tensor.copy_(values)
 
-        if recording is not None:
-            to_replay = {name: tensor for name, tensor in recorded.items() if name not in given}
-            recording.replay(to_replay, torch.device("cpu"), take)
-        elif resets is not None:
-            resets.draw(lambda name, values: take(name, values) if name in held else None)  # a tied one by one name
-        else:
-            _fill_with_nan(tensor for name, tensor in held.items() if name not in given)
-        for name, tensor in given.items():
-            take(name, tensor)
-        return built
+        construction.fill(take)
+        return construction.built
 
     def prepare(self, prepare: Callable[[Models], None], models: Models) -> None:
         """Call `prepare`, and let `held` know before of which parameters the ranks of a tensor group hold shares."""
-        for name, tensor in _tensors(models):
+        for name, tensor in tensors_of(models):
             if name in self.shares:
                 setattr(tensor, _SHARE, self.shares[name])
         prepare(models)
@@ -194,14 +168,6 @@ class Sharding:
                     "requires_grad_(False) on it where it is built, or leave it out."
                 )
         return {name: module for name, module in models.items() if name not in self._options.whole}
-
-
-@torch.no_grad()
-def _fill_with_nan(tensors: Iterable[Tensor]) -> None:
-    """Mark values that are to be loaded: what is forgotten ends the run at its first step."""
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local.fill_(math.nan if local.is_floating_point() or local.is_complex() else 0)
 
 
 def first_row(tensor: DTensor) -> int:
@@ -221,24 +187,6 @@ def held(tensor: Tensor, share: Share | None = None, replica: int = 0) -> Shard:
     if share is None:
         return Shard(local, tuple(tensor.shape), first, replica if first is not None else 0)
     return share.shard(local, first or 0, replica)
-
-
-def _tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer once, with its name."""
-    for model, module in models.items():
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            yield f"{model}.{name}", tensor
-
-
-@contextmanager
-def _parameters_stay_themselves() -> Iterator[None]:
-    """Have `Module.to_empty` change parameters in place inside the block, so that tied ones stay tied."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _check_can_be_cut(models: Models) -> None:

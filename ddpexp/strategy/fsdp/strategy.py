@@ -20,15 +20,10 @@ from ddpexp.distributed.world import World
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.sharding import Sharding, first_row
+from ddpexp.strategy.init.construction import RESET
 from ddpexp.strategy.norm import norm_dtype, norm_of_rows, row_norms
 from ddpexp.strategy.replica import Models, Replicas, broadcast_rank_zero, check_same_models, gradient_values, unused
 from ddpexp.strategy.tensor.group import TensorGroup
-
-RESET = (
-    "strategy.init=reset_parameters: the initial weights are drawn by the reset_parameters of each module in turn, so "
-    "they are not those of strategy.init=whole or of another strategy, and what the model does to its parameters after "
-    "building them has no effect"
-)
 
 
 class FSDP(Replicas):

@@ -34,6 +34,8 @@ class PipelineOptions(Options):
     tp_size: int = 1
     tp_plan: tuple[DividedLayers, ...] | None = None
     gather_in_evaluation: bool = True
+    init: Literal["whole", "replay", "reset_parameters"] = "whole"
+    draws_values: ClassVar[bool] = True  # whether initial weights are needed
 
     @property
     def pipe(self) -> Pipe:
@@ -132,6 +134,10 @@ class PipelineOptions(Options):
                 "trainer.micro_batch_size or trainer.global_batch_size, or use strategy.schedule=1f1b."
             )
 
+    def to_be_loaded(self) -> PipelineOptions:
+        """Return options that leave out the initial weights."""
+        return _ToBeLoaded(**vars(self))
+
     def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
         """Return that sums over several workers and dropout are others."""
         divided = f", and with strategy.tp_size={self.tp_size} those inside layers" * self.divides_layers
@@ -169,9 +175,8 @@ class PipelineOptions(Options):
         own = sum(parameter.num_bytes for parameter in divided.parameters)
         largest = max(facts.blocks_bytes, default=own)
         state = divided.optimizer_bytes * largest // max(own, 1) // self.dp_shard_size
-        if not self.gather_in_evaluation:
-            return {"start": weights}
-        return {"start": weights, "evaluation": own + state}
+        moments = {"start": weights} if self.init == "whole" else {}
+        return {**moments, "evaluation": own + state} if self.gather_in_evaluation else moments
 
     def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
         """Return the sizes of the parameters of each worker of a pipe."""
@@ -248,3 +253,8 @@ class PipelineOptions(Options):
         return Pipeline(
             self, world, factory, gradient_accumulation_steps, channels_last=trainer.channels_last, prepare=prepare
         )
+
+
+@dataclass(frozen=True)
+class _ToBeLoaded(PipelineOptions):
+    draws_values: ClassVar[bool] = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,21 +17,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpexp.distributed.world import World
-from ddpexp.strategy.base import Shard, set_whole_shape
+from ddpexp.strategy.base import Shard
 from ddpexp.strategy.comm.reduce import as_bytes
+from ddpexp.strategy.init.construction import RESET
 from ddpexp.strategy.mesh import Mesh
-from ddpexp.strategy.norm import norm_dtype, norm_of_rows, num_row_norms, row_norms
+from ddpexp.strategy.norm import norm_dtype, norm_of_rows, row_norms
 from ddpexp.strategy.pipeline.evaluation import through_stages
 from ddpexp.strategy.pipeline.groups import Groups, group_of
+from ddpexp.strategy.pipeline.holding import Holding, construct
 from ddpexp.strategy.pipeline.options import PipelineOptions
 from ddpexp.strategy.pipeline.passes import Passes
 from ddpexp.strategy.pipeline.schedule import order
-from ddpexp.strategy.pipeline.stages import Division, divide
+from ddpexp.strategy.pipeline.stages import Division
 from ddpexp.strategy.replica import Models, Replicas, unused
 from ddpexp.strategy.sharded_optimizer import Parts, ShardedOptimizer
-from ddpexp.strategy.tensor.cut import Share
-from ddpexp.strategy.tensor.layers import divide as divide_layers
-from ddpexp.strategy.tensor.plan import layers_of
 from ddpexp.task import OptimizerStep, Sums
 
 _CONTIGUOUS = torch.contiguous_format
@@ -52,92 +50,48 @@ class Pipeline(Replicas):
         channels_last: bool = False,
         prepare: Callable[[Models], None] = lambda models: None,
     ) -> None:
-        """Build the model and keep the parameters of this rank's stage. Ranks: all; broadcasts rank zero's weights.
+        """Build the model and keep the parameters of this rank's stage.
+
+        Ranks: all; broadcasts rank zero's weights, unless every rank draws them for itself.
 
         Raises:
-            RefusedError: the model cannot be divided into these stages.
+            RefusedError: the model cannot be divided into these stages, or its construction cannot be replayed.
         """
-        super().__init__(world, factory, channels_last=channels_last, prepare=prepare)
-        division = divide(self.modules, options.pipe, options.names)
-        self.share_initial_weights(world)
         mesh = options.mesh(world.world_size)
+        self._groups = Groups.join(world, mesh, options.stages_per_worker > 1, channels_last)
+        self._options, self._world, self._mesh = options, world, mesh
+        if options.init == "whole":
+            super().__init__(world, factory, channels_last=channels_last, prepare=prepare)
+            self.share_initial_weights(world)
+            holding = Holding(self.modules, options, self._groups)
+            holding.leave_others()
+        else:
+            built, holding = construct(factory, options, world, self._groups)
+            with holding.known():
+                super().__init__(world, lambda: built, channels_last=channels_last, prepare=prepare)
+            if options.init == "reset_parameters" and options.draws_values and world.is_rank_zero:
+                logging.getLogger("ddpexp").warning(RESET)
+        self._holding = holding
         self.data = options.data_rank(world.rank, world.world_size)
         self.forward_communicates = True  # outside of `evaluation` there are no parameters for it
         self.evaluates_together = mesh.tp_size > 1 or not options.gather_in_evaluation
-        self._gathers = options.gather_in_evaluation
-        self._world, self._mesh, self._division = world, mesh, division
-        self._groups = Groups.join(world, mesh, options.stages_per_worker > 1, channels_last)
         self._order = order(options.schedule, self._groups.place, options.pipe, gradient_accumulation_steps)
-        self._hold(division, self._divide_layers(options))
         self._tied = self._tied_groups()
-        self._passes = Passes(next(iter(self.modules.values())), division, self._groups)
-        _log(world, options, mesh, division)
-        self._leave_others()
-
-    def _divide_layers(self, options: PipelineOptions) -> Mapping[str, Share]:
-        """Leave this rank its share of divided layers; return the shares by the names of parameters."""
-        group = self._groups.tensor
-        if group is None:
-            return {}
-        wholes = {name: tuple(p.shape) for name, p in self._all_named()}
-        shares = divide_layers(self.modules, layers_of(self.modules, options.tp_plan, group.size), group)
-        for name, parameter in self._all_named():
-            if name in shares:
-                set_whole_shape(parameter, wholes[name])
-        return shares
-
-    def _all_named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for model, module in self.modules.items():
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                yield f"{model}.{name}", parameter
-
-    def _hold(self, division: Division, shares: Mapping[str, Share]) -> None:
-        """Note which worker of the pipe holds what, and as which part of the whole."""
-        place, model = self._groups.place, next(iter(self.modules))
-        self._named = dict(self._all_named())
-        self._shares = shares
-        by_id = {id(p): division.places_of(name.removeprefix(f"{model}.")) for name, p in self._named.items()}
-        for name, p in self._named.items():  # of a tied one each name may belong to another stage
-            more = division.places_of(name.removeprefix(f"{model}."))
-            by_id[id(p)] = list(dict.fromkeys([*by_id[id(p)], *more]))
-        self._places = {name: by_id[id(p)] for name, p in self._named.items()}
-        self._own = {id(p) for name, p in self._named.items() if place in self._places[name]}
-        self._names = {id(p): name for name, p in reversed(self._named.items())}
-        self._shapes = {name: tuple(p.shape) for name, p in self._named.items()}
-        self._num_norms = {  # of parameters whose norm another worker counts
-            id(p): num_row_norms(self._shapes[name])
-            for name, p in self._named.items()
-            if self._places[name][0] != place
-        }
-        named = next(iter(self.modules.values())).named_buffers()
-        self._buffers = [(buffer, next(iter(division.places_of(name)), 0)) for name, buffer in named]
+        self._passes = Passes(next(iter(self.modules.values())), holding.division, self._groups)
+        _log(world, options, mesh, holding.division)
 
     def _tied_groups(self) -> list[tuple[nn.Parameter, Any]]:
         """Return the parameters that several workers hold, with the groups of these. Ranks: all; communicates."""
         groups: dict[tuple[int, ...], Any] = {}
         tied = {}
-        for name, parameter in self._named.items():
-            key = tuple(self._places[name])
+        for name, parameter in self._holding.named.items():
+            key = tuple(self._holding.places[name])
             if len(key) > 1 and id(parameter) not in tied:
                 if key not in groups:
                     pipes = self._mesh.groups("pp_size")
                     groups[key] = group_of(self._world, [[ranks[place] for place in key] for ranks in pipes])
                 tied[id(parameter)] = parameter, groups[key]
-        return [pair for number, pair in tied.items() if number in self._own]
-
-    @cached_property
-    def _unheld(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return each parameter once that this rank does not hold."""
-        others = {id(p): (name, p) for name, p in reversed(self._named.items()) if id(p) not in self._own}
-        return list(others.values())[::-1]
-
-    def _leave_others(self) -> None:
-        """Leave the rows of parameters to the workers that hold them."""
-        for name, parameter in self._unheld:
-            if name not in self._shares:
-                set_whole_shape(parameter, self._shapes[name])
-            parameter.grad = None
-            parameter.data = parameter.new_empty((0, *self._shapes[name][1:]))
+        return [pair for number, pair in tied.items() if number in self._holding.own]
 
     def build_optimizers(self, build: Callable[[Any], Mapping[str, Optimizer]]) -> Mapping[str, Optimizer]:
         """Return the optimizers, whose state the copies of a stage may divide."""
@@ -151,7 +105,7 @@ class Pipeline(Replicas):
 
     def _leave_out_others(self, optimizer: Optimizer, *_arguments: Any) -> None:
         """Have a step pass over the parameters of other workers, once there is a state to save of them."""
-        for _, parameter in self._unheld:
+        for _, parameter in self._holding.unheld:
             state = optimizer.state.get(parameter)
             if state and all(isinstance(value, Tensor) for value in state.values()):
                 parameter.grad = None
@@ -179,8 +133,8 @@ class Pipeline(Replicas):
         Raises:
             DdpexpError: a parameter has no gradient.
         """
-        trained = {name: p for name, p in self._named.items() if p.requires_grad}
-        missing = [name for name, p in trained.items() if p.grad is None and id(p) in self._own]
+        trained = {name: p for name, p in self._holding.named.items() if p.requires_grad}
+        missing = [name for name, p in trained.items() if p.grad is None and id(p) in self._holding.own]
         if missing:
             raise unused(missing, "strategy=ddp strategy.find_unused_parameters=true")
         own = {id(p): p.grad for p in trained.values() if p.grad is not None}
@@ -189,7 +143,7 @@ class Pipeline(Replicas):
         for parameter, group in self._tied:
             if parameter.grad is not None:
                 torch.distributed.all_reduce(parameter.grad, group=group)
-        for _, parameter in self._unheld:
+        for _, parameter in self._holding.unheld:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
@@ -198,7 +152,7 @@ class Pipeline(Replicas):
         """Give the ranks of a stage the buffers of the first of them. Ranks: all; communicates if there are any."""
         world = self._groups.replicas
         if world.world_size > 1:
-            for buffer, _ in self._buffers:
+            for buffer, _ in self._holding.buffers:
                 _broadcast(buffer, world, 0)
 
     def on_any_rank(self, flag: Tensor) -> Tensor:
@@ -214,7 +168,7 @@ class Pipeline(Replicas):
         norms = []
         for parameter in parameters:
             if (gradient := parameter.grad) is not None:
-                length = self._num_norms.get(id(parameter), 0)
+                length = self._holding.num_norms.get(id(parameter), 0)
                 norms.append(torch.zeros(length, dtype=dtype) if length else row_norms(gradient, dtype).view(-1))
         if not norms:
             return torch.zeros((), device=device)
@@ -230,8 +184,8 @@ class Pipeline(Replicas):
 
     def _counts(self, parameter: Tensor) -> bool:
         """Return whether this rank's part of a parameter is the one that is counted, of all ranks that hold it."""
-        divided = self._names.get(id(parameter)) in self._shares
-        first = self.data.rank == 0 and id(parameter) not in self._num_norms
+        divided = self._holding.names.get(id(parameter)) in self._holding.shares
+        first = self.data.rank == 0 and id(parameter) not in self._holding.num_norms
         return first and (divided or self._groups.tensor is None or self._groups.tensor.rank == 0)
 
     @contextmanager
@@ -240,8 +194,8 @@ class Pipeline(Replicas):
 
         Without `strategy.gather_in_evaluation` its forward pass goes through the stages instead.
         """
-        if not self._gathers:
-            through = through_stages(next(iter(self.modules.values())), self._division, self._groups)
+        if not self._options.gather_in_evaluation:
+            through = through_stages(next(iter(self.modules.values())), self._holding.division, self._groups)
             with super().evaluation() as model, through:
                 yield model
             return
@@ -251,19 +205,19 @@ class Pipeline(Replicas):
             with super().evaluation() as model:
                 yield model
         finally:
-            self._leave_others()
+            self._holding.leave_others()
 
     def _gather(self) -> None:
         """Give this rank the parameters of the other stages. Ranks: all; communicates."""
-        for name, parameter in self._unheld:
-            shape = self._shapes[name]
+        for name, parameter in self._holding.unheld:
+            shape = self._holding.shapes[name]
             form = torch.channels_last if self._groups.links.channels_last and len(shape) == 4 else _CONTIGUOUS
             parameter.data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device, memory_format=form)
         done = set()
-        for name, parameter in self._named.items():
+        for name, parameter in self._holding.named.items():
             if id(parameter) not in done:
                 done.add(id(parameter))
-                _broadcast(parameter.data, self._groups.pipe, self._places[name][0])
+                _broadcast(parameter.data, self._groups.pipe, self._holding.places[name][0])
 
     @contextmanager
     def synced_buffers(self) -> Iterator[None]:
@@ -272,13 +226,13 @@ class Pipeline(Replicas):
         They stay: this is what the next step begins with on the ranks that use them.
         """
         with torch.no_grad():
-            for buffer, place in self._buffers:
+            for buffer, place in self._holding.buffers:
                 _broadcast(buffer, self._world, place * self._world.world_size // self._mesh.pp_size)
         yield
 
     def shard(self, name: str, tensor: Tensor) -> Shard:
         """Return what this rank holds of a parameter: the rows of its stages' layers, of the others none."""
-        parameter = self._named.get(name)
+        parameter = self._holding.named.get(name)
         if parameter is not None and not tensor.dim():  # of an optimizer's state; that of the others stands still
             return Shard(tensor, (), 0, self._replica(name), (range(1),))
         if parameter is None or tensor.shape != parameter.shape:
@@ -294,26 +248,26 @@ class Pipeline(Replicas):
 
     def _part(self, parameter: Tensor, rows: Tensor, first: int) -> Shard:
         """Return rows of a parameter, or of its state, of which other copies of the stage have the other ones."""
-        name = self._names[id(parameter)]
+        name = self._holding.names[id(parameter)]
         return self._held(name, rows, first, self.data.rank // self._mesh.dp_shard_size, self._mesh.dp_replicate_size)
 
     def _whole_rows(self, parameter: Tensor, shard: Shard) -> Shard:
-        return self._to_save(self._names[id(parameter)], shard)
+        return self._to_save(self._holding.names[id(parameter)], shard)
 
     def _replica(self, name: str) -> int:
         """Return the number of this rank among those that hold a parameter; it is above theirs if it does not."""
-        places, place, tensor = self._places[name], self._groups.place, self._groups.tensor
+        places, place, tensor = self._holding.places[name], self._groups.place, self._groups.tensor
         number = (places.index(place) if place in places else len(places)) * self._mesh.data_size + self.data.rank
         return number if tensor is None else number * tensor.size + tensor.rank
 
     def _held(self, name: str, rows: Tensor, first: int, copy: int, num_copies: int) -> Shard:
         """Return rows of what this rank has of a parameter; `copy` numbers the ranks of a stage that have the same."""
-        places, place, share = self._places[name], self._groups.place, self._shares.get(name)
+        places, place, share = self._holding.places[name], self._groups.place, self._holding.shares.get(name)
         replica = (places.index(place) if place in places else len(places)) * num_copies + copy
         if share is None:
             tensor = self._groups.tensor
             replica = replica if tensor is None else replica * tensor.size + tensor.rank
-            return Shard(rows, self._shapes[name], first, replica)
+            return Shard(rows, self._holding.shapes[name], first, replica)
         if place not in places:
             return Shard(rows.new_empty((0, *share.cut.shape[1:])), share.cut.shape, 0, replica)
         return share.shard(rows, first, replica)
@@ -322,14 +276,14 @@ class Pipeline(Replicas):
         if shard.columns is None:
             return shard
         assert self._groups.tensor is not None
-        return self._groups.tensor.whole_rows(shard, self._shares[name].cut.ranges)
+        return self._groups.tensor.whole_rows(shard, self._holding.shares[name].cut.ranges)
 
     def from_local(self, name: str, local: Tensor) -> Tensor:
         """Return the rows, on the device of the parameter."""
-        parameter = self._named.get(name)
+        parameter = self._holding.named.get(name)
         if parameter is None:
             return local
-        return local.to(parameter.device).reshape(len(local), *self._shapes[name][1:])
+        return local.to(parameter.device).reshape(len(local), *self._holding.shapes[name][1:])
 
 
 def _broadcast(tensor: Tensor, world: World, source: int) -> None:

@@ -117,6 +117,7 @@ def test_the_plan_counts_the_largest_stage() -> None:
     assert [part.num_bytes for part in replace(OPTIONS, dp_shard_size=2).memory(facts, TRAINER, layout)][2] == 800
     assert OPTIONS.moments(facts, TRAINER, layout) == {"start": 1200, "evaluation": 2800}
     assert replace(OPTIONS, gather_in_evaluation=False).moments(facts, TRAINER, layout) == {"start": 1200}
+    assert replace(OPTIONS, init="replay").moments(facts, TRAINER, layout) == {"evaluation": 2800}
     assert OPTIONS.kept_by_workers([100, 10], 6) == [200, 10]
     assert replace(OPTIONS, schedule="gpipe").kept_by_workers([100, 10], 6) == [600, 60]
     interleaved = replace(OPTIONS, schedule="interleaved", stages_per_worker=2)
@@ -279,20 +280,20 @@ AVERAGED = ("trainer.ema_decay=0.9", "task._target_=points.Padded", "trainer.non
 
 
 INTERLEAVED = ("strategy.schedule=interleaved", "strategy.stages_per_worker=2")
-THROUGH_STAGES = ("strategy.gather_in_evaluation=false",)
+NEVER_WHOLE = ("strategy.init=replay", "strategy.gather_in_evaluation=false")
 
 
 @pytest.mark.parametrize("extra", [(), NORMED, AVERAGED], ids=["plain", "normed", "averaged"])
 def test_the_weights_and_records_are_those_of_one_process(recipe: Recipe, extra: tuple[str, ...]) -> None:
     one = recipe(*COMMON, *ONE, *extra)
-    same(one, recipe(*COMMON, *PIPELINE, *extra, *((*INTERLEAVED, *THROUGH_STAGES) if extra else ())))
+    same(one, recipe(*COMMON, *PIPELINE, *extra, *((*INTERLEAVED, *NEVER_WHOLE) if extra else ())))
     if not extra:
         three = ("strategy.pp_size=3", "trainer.gpus=3", "strategy.schedule=gpipe", "strategy.split_before=[2,3]")
-        same(one, recipe(*COMMON, *PIPELINE, *three, *THROUGH_STAGES, "trainer.micro_batch_size=6"))
+        same(one, recipe(*COMMON, *PIPELINE, *three, *NEVER_WHOLE, "trainer.micro_batch_size=6"))
 
 
 def test_an_evaluation_through_the_stages_calls_the_model_as_a_whole(recipe: Recipe, tmp_path: Path) -> None:
-    options = (*COMMON, *PIPELINE, *THROUGH_STAGES, "trainer.gpus=4", "trainer.micro_batch_size=3")
+    options = (*COMMON, *PIPELINE, *NEVER_WHOLE, "trainer.gpus=4", "trainer.micro_batch_size=3")
     part = recipe(*options, "task._target_=points.Part")
     assert part.code == 1
     assert "the evaluation calls 3 of the model by itself, which is in stage 1 of the pipeline" in part.err
@@ -339,7 +340,7 @@ def test_copies_of_stages_share_the_data_as_the_workers_of_ddp(recipe: Recipe) -
 
 
 def test_a_killed_run_resumes_as_a_pipeline_and_another_strategy_resumes_from_it(recipe: Recipe) -> None:
-    options = (*COMMON, *PIPELINE, "model.dropout=0.2", "trainer.checkpoint_every=1")
+    options = (*COMMON, *PIPELINE, "model.dropout=0.2", "trainer.checkpoint_every=1", "strategy.init=replay")
     whole = recipe(*options)
     killed = recipe(*options, environ={"DDPEXP_FAULT": "backward:kill:0:22"})
     assert killed.code == 1
@@ -414,7 +415,7 @@ def test_a_tied_embedding_is_trained_on_two_stages(
         return done
 
     two = ("strategy=pipeline", "trainer.gpus=2")
-    one, other = trained("trainer.gpus=1"), trained(*two, *THROUGH_STAGES)
+    one, other = trained("trainer.gpus=1"), trained(*two, *NEVER_WHOLE)
     assert "pipeline of 2 stages x 1 data rank, schedule 1f1b (0: wte to h.0; 1: h.1 to ln_f)" in other.out
     expected, found = weights(one), weights(other)
     assert found.keys() == expected.keys()

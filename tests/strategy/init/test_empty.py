@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
-from ddpexp.strategy.fsdp.empty import Resets, build_empty
 from ddpexp.strategy.fsdp.options import FSDPOptions
-from ddpexp.strategy.fsdp.strategy import FSDP, RESET
+from ddpexp.strategy.fsdp.strategy import FSDP
+from ddpexp.strategy.init.construction import RESET
+from ddpexp.strategy.init.empty import Resets, build_empty
 from ddpexp.train.initial_weights import held
 from tests.fitting import ALONE
 from tests.ranks import on_ranks

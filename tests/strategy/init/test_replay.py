@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.errors import RefusedError
-from ddpexp.strategy.fsdp.replay import record
+from ddpexp.strategy.init.replay import record
 
 
 class Everything(nn.Module):

@@ -105,9 +105,7 @@ class Recording:
             self._do(operation, memories, device)
             for memory in {*operation.reads, *operation.writes, *operation.makes}:
                 if last.get(memory) == number and memory in memories:
-                    values = memories.pop(memory)
-                    for name, place in names.get(memory, ()):
-                        take(name, place.of(values))
+                    _give(names.get(memory, ()), memories.pop(memory), take)
 
     def _needed(self, final: Iterable[int]) -> set[int]:
         """Return which operations the final values of these memories depend on, by their numbers."""
@@ -160,6 +158,12 @@ class Recording:
         if "device" in named:
             named["device"] = device
         operation.function(*arguments, **named)
+
+
+def _give(tensors: Iterable[tuple[Name, _Place]], memory: Tensor, take: Callable[[Name, Tensor], None]) -> None:
+    """Give the values of the tensors that lie in a memory, which is dropped afterwards."""
+    for name, place in tensors:
+        take(name, place.of(memory))
 
 
 class _Hollow(Tensor):

@@ -1,0 +1,1 @@
+"""Building a model of which no rank can hold all: without memory first, then with the values that a rank keeps."""
