@@ -249,7 +249,8 @@ REFUSED = [
         "data.kind=NoLen",
         (
             "data._target_=points.load_trouble: `train` is a generator: a data set needs __len__ and __getitem__ "
-            "(map-style)."
+            "(map-style). An iterable of unknown length is given as ddpexp.data.streams.Stream(open), where open(index, "
+            "count) returns its index-th of `count` parts."
         ),
     ),
     ("data.count=23", "trainer.global_batch_size=24 is more than the 23 training samples. Use at most 23."),
