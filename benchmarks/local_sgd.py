@@ -29,7 +29,7 @@ STRATEGIES: dict[str, Sequence[str]] = {
     "diloco, 50 steps": ("strategy=diloco", "strategy.sync_every=50"),
 }  # fmt: skip
 _ON_A_LINK = ("ddp", "local_sgd, 10 steps", "diloco, 50 steps")
-_STEPS, _LINK_STEPS = 400, 40
+_STEPS, _LINK_STEPS = 400, 100
 _PORT, _DEVICE = 29_761, "slow"
 _FAST = 10_000  # Mbit/s: no limit that would be felt
 
