@@ -61,7 +61,7 @@ def test_columns_of_files_are_inputs_and_targets(kind: str) -> None:
     assert everything(load(found).train) == ([[2, 1], [4.5, 3]], [0, 1])
     assert found["facts"] == {
         "shape": [2], "num_features": 2, "columns": ["b", "a"], "classes": ["iris", "lily"], "num_classes": 2,
-        "num_outputs": 2,
+        "num_outputs": 2, "target_columns": ["kind"],
     }  # fmt: skip
 
 
