@@ -74,15 +74,18 @@ class SweepLog:
             self._warn_of_objective(job)
 
     def check_objective(self, job: Planned) -> bool:
-        """Warn if a running job has evaluated without the objective; return whether that can be said by now.
+        """Warn if a running job has recorded without the objective; return whether that can be said by now.
 
-        A metric of the test set is known only at the end of a job.
+        A metric of an evaluation may be said to be missing once there was one, a metric of training after the first
+        record of training. A metric of the test set is known only at the end of a job.
         """
         metric = self._settings.objective
         if metric is None or metric.startswith(f"{TEST_SET}/"):
             return True
-        names = names_of(job.run)
-        if metric not in names and any(name.endswith("/loss") and not name.startswith("train/") for name in names):
+        names, of_training = names_of(job.run), metric.startswith("train/")
+        if metric not in names and any(
+            name.endswith("/loss") and name.startswith("train/") == of_training for name in names
+        ):
             self._warn_of_objective(job, " so far")
             return True
         return metric in names

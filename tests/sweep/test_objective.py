@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
+from ddpexp.run.directory import RunDir
+from ddpexp.sweep.settings import Settings
+from ddpexp.sweep.sweep_log import SweepLog
 from tests.sweep.conftest import Sweeps, most_at_once
 
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=6", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1",
@@ -78,6 +85,35 @@ def test_an_objective_that_the_first_evaluation_lacks_is_said_while_the_job_runs
         "is no metric that job 0000_trainer.seed=0 reports so far. Did you mean sweep.objective=eval/accuracy?"
         in sweep.err
     )
+
+
+@pytest.mark.parametrize(
+    ("objective", "lines", "is_known", "is_missing"),
+    [
+        ("train/loss", ['{"step": 0, "eval/loss": 1}'], False, False),  # evaluated at the start
+        ("train/loss", ['{"step": 0, "eval/loss": 1}', '{"step": 1, "train/loss": 1}'], True, False),
+        ("train/lost", ['{"step": 1, "train/loss": 1}'], True, True),
+        ("eval/accuracy", ['{"step": 1, "train/loss": 1}'], False, False),
+        ("eval/accuracy", ['{"step": 1, "eval/loss": 1, "eval/accuracy": 1}'], True, False),
+        ("eval/accuracy", ['{"step": 1, "validation/loss": 1, "validation/accuracy": 1}'], True, True),
+        ("test/accuracy", ['{"step": 1, "eval/loss": 1}'], True, False),  # known at the end only
+    ],
+)
+def test_a_metric_is_missing_once_its_kind_is_recorded_without_it(
+    objective: str,
+    lines: Sequence[str],
+    is_known: bool,
+    is_missing: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = RunDir(tmp_path)
+    run.metrics.write_text("".join(f"{line}\n" for line in lines))
+    unused: Any = None
+    log = SweepLog(unused, Settings(objective=objective), unused)
+    job: Any = SimpleNamespace(name="0000", run=run)
+    assert log.check_objective(job) is is_known
+    assert ("is no metric that job 0000 reports so far" in capsys.readouterr().err) is is_missing
 
 
 @pytest.mark.parametrize(
