@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,9 +25,7 @@ def on_ranks(folder: Path, size: int, function: Callable[[World], Any]) -> list[
     store = folder / f"store{len(list(folder.iterdir()))}"
     children = []
     for rank in range(size):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which hold no lock here
-            child = os.fork()
+        child = os.fork()
         if child == 0:
             _be_rank(rank, size, store, function)
         children.append(child)

@@ -6,13 +6,11 @@ import os
 import signal
 import socket
 import sys
-import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from ddpexp.config.registry import key_of, path_of
 from ddpexp.config.schema import Experiment
@@ -20,7 +18,7 @@ from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome as command
 from ddpexp.run.directory import RunDir
 from ddpexp.run.training import Training
-from ddpexp.system.process import die_with_parent
+from ddpexp.system.forks import fork
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
@@ -105,16 +103,9 @@ def start(
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server.clone(theirs.fileno(), environ)
         theirs.close()
-    parent = os.getpid()
     waiting = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the new process handles them itself
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # a thread that writes to a terminal nobody reads is no harm
-            pid = os.fork()
-        if pid == 0:
-            _run_in_child(job, options, channel, environ, log, parent)
+        pid = fork(lambda: _run_in_fork(job, options, channel, environ, log))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
         if channel is not None:
@@ -127,50 +118,32 @@ def start(
         raise
 
 
-def _run_in_child(
-    job: Planned,
-    options: Sequence[str],
-    channel: socket.socket | None,
-    environ: Mapping[str, str],
-    log: Path,
-    parent: int,
-) -> NoReturn:
+def _run_in_fork(
+    job: Planned, options: Sequence[str], channel: socket.socket | None, environ: Mapping[str, str], log: Path
+) -> int:
     """Run in the new process: away from the terminal, with an environment of its own."""
-    code = 1
-    try:
-        die_with_parent(parent)
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        kept = channel.fileno() if channel is not None else 2
-        os.closerange(3, kept)  # the sweep's lock, its server, its terminal
-        os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX") if kept < 3 else 1 << 16)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (output, 1), (output, 2)):
-            os.dup2(source, target)
-        os.close(nothing)
-        os.close(output)
-        sys.stdout, sys.stderr = _text(1), _text(2)
-        os.environ.update(environ)
-        for number in _SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, signal.SIG_DFL)
-        command.stop_on_signals()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        code = command.exit_code_of(lambda: _run(job, options, channel))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        _exit(code)
-
-
-def _exit(code: int) -> NoReturn:
-    """End the process even if its output cannot be flushed: if it returned, it would run the sweep a second time."""
-    try:
-        for stream in (sys.stdout, sys.stderr):
+    os.setsid()
+    kept = channel.fileno() if channel is not None else 2
+    os.closerange(3, kept)  # the sweep's lock, its server, its terminal
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX") if kept < 3 else 1 << 16)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(output)
+    sys.stdout, sys.stderr = _text(1), _text(2)
+    os.environ.update(environ)
+    for number in _SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, signal.SIG_DFL)
+    command.stop_on_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    code = command.exit_code_of(lambda: _run(job, options, channel))
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk is full
             stream.flush()
-    finally:
-        os._exit(code)
+    return code
 
 
 def _text(number: int) -> TextIO:

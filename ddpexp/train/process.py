@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, LoaderError, RefusedError
@@ -210,7 +209,7 @@ def open_log(world: World, control: Control, path: Path | None) -> logging.Logge
     return log
 
 
-class _Lines(logging.StreamHandler[TextIO]):
+class _Lines(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 takes no argument here
     """Writes lines; while the disk is full they are written later or lost, and what matters is said elsewhere."""
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -103,8 +102,7 @@ class Place:
         starts anew below. Return how it ended, and the seconds that it and its children computed.
         """
         out, err = (self.canaries.parent / name for name in ("out", "err"))
-        with out.open("w") as to, err.open("w") as to_err, warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the command does not use
+        with out.open("w") as to, err.open("w") as to_err:
             pid = os.fork()
             if pid == 0:
                 self._be(overrides, to.fileno(), to_err.fileno())

@@ -7,14 +7,15 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ddpexp.launch.workers import server
 from ddpexp.launch.workers.client import PRELOAD
 from ddpexp.launch.workers.control import SIGNALS
 from ddpexp.launch.workers.cuda_guard import CudaGuard
+from ddpexp.system.forks import fork
 from ddpexp.system.process import die_with_parent
 from tests.warm.state import MOST_BYTES, ignored_signals, reap, state, take_over
 
@@ -39,10 +40,7 @@ def main(listener: int, parent: int) -> None:
                 request = json.loads(data)
                 pid = None
                 if request["state"] == own:
-                    pid = server._forked()
-                    if pid == 0:
-                        listening.close()
-                        _serve(request, fds)
+                    pid = fork(partial(_serve, request, fds, listening))
                 with suppress(ConnectionError):  # the command is gone; its server finds the channel closed
                     connection.send(json.dumps(pid).encode())
             for number in fds:
@@ -50,19 +48,16 @@ def main(listener: int, parent: int) -> None:
             reap()
 
 
-def _serve(request: dict[str, Any], fds: list[int]) -> None:
+def _serve(request: dict[str, Any], fds: list[int], listening: socket.socket) -> int:
     """Be the server of a command: what `server.main` does, and what a new interpreter would have found."""
-    try:
-        channel, *streams = fds
-        take_over(request, streams)
-        sys.path[:] = request["path"]
-        os.setpgid(0, 0)
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # as at the start of a new one
-        server.main(channel, os.getppid(), "forkserver", ())  # all is imported
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)
+    listening.close()
+    channel, *streams = fds
+    take_over(request, streams)
+    sys.path[:] = request["path"]
+    os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # as at the start of a new one
+    server.main(channel, os.getppid(), "forkserver", ())  # all is imported
+    return 0
 
 
 if __name__ == "__main__":

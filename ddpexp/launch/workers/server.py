@@ -7,6 +7,7 @@ attached. It knows nothing of jobs: each request says what to call, with which e
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import gc
 import importlib
 import json
@@ -15,13 +16,12 @@ import select
 import signal
 import socket
 import sys
-import traceback
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from ddpexp.launch.workers.control import SIGNALS
 from ddpexp.launch.workers.cuda_guard import CudaGuard
+from ddpexp.system.forks import fork
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
@@ -55,10 +55,16 @@ def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> Non
 
 def _serve(channel: socket.socket, start_method: str, failed: dict[str, str], guard: CudaGuard) -> None:
     _send(channel, {"kind": "ready", "failed": failed, "pid": os.getpid()})
-    wake, children = _watch_children()
+    children: set[int] = set()
+    ends, end = socket.socketpair()  # of children: Python writes each signal to the second one
+    for one in (ends, end):
+        one.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(end.fileno(), warn_on_full_buffer=False)
+    private = (channel, ends, end)
     while True:
         _reap(channel, children)
-        if not _wait_readable(channel, wake):
+        if not _wait_readable(channel, ends):
             continue
         try:
             data, fds, _flags, _address = socket.recv_fds(channel, _PACKET, 8)
@@ -74,7 +80,7 @@ def _serve(channel: socket.socket, start_method: str, failed: dict[str, str], gu
             _import(request["names"], guard)  # a module that cannot be imported fails again where it is used
         else:
             try:
-                pid = _start(request, fds, (channel, wake), start_method, guard)
+                pid = _start(request, fds, private, start_method, guard)
             except OSError as error:  # process limit reached: the command reports it, and ends the others
                 text = f"the process of rank {request['rank']} could not be started: {reason_with_limit(error)}"
                 _send(
@@ -101,20 +107,11 @@ def _import(names: Sequence[str], guard: CudaGuard) -> dict[str, str]:
     return failed
 
 
-def _watch_children() -> tuple[socket.socket, set[int]]:
-    wake, ring = socket.socketpair()
-    wake.setblocking(False)
-    ring.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(ring.detach(), warn_on_full_buffer=False)
-    return wake, set()
-
-
-def _wait_readable(channel: socket.socket, wake: socket.socket) -> bool:
+def _wait_readable(channel: socket.socket, ends: socket.socket) -> bool:
     """Wait for a request or a child's end; return True for a request."""
-    ready, _, _ = select.select([channel, wake], [], [])
-    if wake in ready:
-        wake.recv(4096)
+    ready, _, _ = select.select([channel, ends], [], [])
+    if ends in ready:
+        ends.recv(4096)
     return channel in ready
 
 
@@ -151,66 +148,42 @@ def _start(
     return _exec(request, fds, private)
 
 
-def _forked() -> int:
-    with warnings.catch_warnings():
-        # Python 3.12 warns of threads at a fork. The threads that linear algebra libraries start on import are safe.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
-
-
 def _fork(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> int:
-    server = os.getpid()
-    pid = _forked()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.close(signal.set_wakeup_fd(-1))
+    def work() -> int:
         for number in (signal.SIGCHLD, *_HANDLED_BY_COMMAND):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
-        die_with_parent(server)
         _setup_child(request, fds, private)
         gc.enable()
         sys.argv = [request["entry"], *request["arguments"]]
-        code = call(request["entry"], request["arguments"])
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+        return call(request["entry"], request["arguments"])
+
+    return fork(work)
 
 
 def _clone(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket], guard: CudaGuard) -> int:
     """Fork a server for another command, which it serves through the first descriptor."""
-    server = os.getpid()
-    pid = _forked()
-    if pid:
-        return pid
-    try:
-        os.close(signal.set_wakeup_fd(-1))
-        die_with_parent(server)
+
+    def work() -> int:
         os.setpgid(0, 0)
         for channel in private:
             channel.close()
         os.environ.update(request["environ"])
         _serve(socket.socket(fileno=fds[0]), "forkserver", {}, guard)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)
+        return 0
+
+    return fork(work)
 
 
 def _exec(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> int:
     server = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
+
+    def work() -> int:
         _setup_child(request, fds, private)
         argv = python("ddpexp.launch.workers.server:call_under", server, request["entry"], request["arguments"])
         os.execv(argv[0], argv)
-    finally:
-        os._exit(127)
+
+    return fork(work)
 
 
 def _setup_child(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> None:
@@ -221,14 +194,15 @@ def _setup_child(request: dict[str, Any], fds: Sequence[int], private: Sequence[
     # the cores (autogroup), which made small steps 2 to 8 % faster.
     os.setsid()
     os.environ.update(request["environ"])
-    for name, number in zip(request["descriptors"], fds[1:], strict=True):
-        inherited = os.dup(number)
-        os.set_inheritable(inherited, True)
-        os.environ[name] = str(inherited)
+    log, *others = (fcntl.fcntl(number, fcntl.F_DUPFD, 3) for number in fds)  # inheritable, and clear of 0 to 2
+    for number in fds:
+        os.close(number)
+    os.environ.update({name: str(number) for name, number in zip(request["descriptors"], others, strict=True)})
     devnull = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((devnull, 0), (fds[0], 1), (fds[0], 2)):
+    for source, target in ((devnull, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    os.close(devnull)
+    for number in {devnull, log} - {0, 1, 2}:
+        os.close(number)
 
 
 def call_under(parent: int, entry: str, arguments: Sequence[str]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,7 +16,7 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.local import Spawn
-from ddpexp.launch.workers.client import PRELOAD, Server
+from ddpexp.launch.workers.client import PRELOAD, Server, check_answer
 from ddpexp.system.process import children
 from tests.conftest import PATIENCE, Call, Ddpexp, finish
 from tests.points import ITEMS, Recipe, session, wait_for
@@ -186,3 +188,40 @@ assert not torch.cuda.is_initialized()
         [sys.executable, "-c", program, *PRELOAD], env=environ, capture_output=True, text=True, timeout=PATIENCE
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.smoke
+def test_workers_find_what_is_documented_beside_whatever_users_import(tmp_path: Path) -> None:
+    server = Server(preload=["tests.crowded"])
+    ours, theirs = os.pipe()
+    other, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.clone(others.fileno(), {})
+    others.close()
+    cloned = Server.of(other)
+    found = []
+    with (tmp_path / "log").open("w") as log:
+        for number, one in enumerate((server, cloned, server)):
+            path = tmp_path / str(number)
+            one.start(number, "tests.crowded:describe", [str(path)], {}, log.fileno(), {"CONTROL": theirs})
+            while (answer := one.receive() or pytest.fail("the server is gone"))["kind"] != "exit":
+                check_answer(answer)
+            assert answer["code"] == 7, (tmp_path / "log").read_text()
+            found.append(json.loads(path.read_text()))
+    assert (tmp_path / "log").read_text() == ""
+    pipe, at_import = os.readlink(f"/proc/self/fd/{theirs}"), set(found[0]["at_import"])
+    for one in found:
+        assert [one["descriptors"][number] for number in "012"] == ["/dev/null", *[str(tmp_path / "log")] * 2]
+        rest = {name for number, name in one["descriptors"].items() if number not in "012"}
+        assert rest - at_import == {pipe}  # none of the server's own
+        assert list(one["descriptors"].values()).count(pipe) == 1
+        assert one["wakeup"] == -1
+        assert (one["awaited"], one["threaded"], one["threads"]) == (5, [1, 2], [1, True])
+        assert one["multiplied"] == 2 * 300.0**3
+        assert one["blocked"] == []
+        for name, handler in one["handlers"].items():
+            ends = name in ("SIGCHLD", "SIGTERM", "SIGHUP")
+            assert (handler == "<Handlers.SIG_DFL: 0>") == ends, (name, handler)
+    for one in (cloned, server):
+        one.close()
+    for number in (ours, theirs):
+        os.close(number)

@@ -1,0 +1,54 @@
+"""Fork this process.
+
+A fork inherits what libraries have left in the process, and they change it there: since Python 3.12 asyncio, which
+torch imports, turns off the wakeup descriptor of signals. So a fork is told what it needs, and does not ask.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ddpexp.system.process import die_with_parent
+
+
+def fork(work: Callable[[], int]) -> int:
+    """Start a fork of this process that calls `work` and ends with the exit code that it returns; return its id.
+
+    The fork has one thread, no wakeup descriptor for signals, and dies with this process. The rest is as it is here:
+    open descriptors, handlers, blocked signals, variables, and the state of random generators except Python's own. If
+    torch has computed on several threads here, the fork must compute on one: it would wait for OpenMP's other threads.
+
+    Raises:
+        OSError: the system has no room for another process.
+    """
+    parent = os.getpid()
+    with no_fork_warning():
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)  # before any other signal is written to the parent's
+        die_with_parent(parent)
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)  # if it returned, it would do its parent's work a second time
+
+
+@contextmanager
+def no_fork_warning() -> Iterator[None]:
+    """Ignore Python's warning of threads at a fork, also where warnings are errors.
+
+    Python 3.12 and later warn whatever the threads do. The threads of ddpexp hold no lock that a fork needs, nor do the
+    threads that libraries for linear algebra start when they are imported.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .*multi-threaded", DeprecationWarning)
+        yield
