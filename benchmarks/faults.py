@@ -20,10 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.race import environ
+
 _TIMEOUT = 10
 _BOUND = 60.0
 _STEP = 40
-_ROOT = Path(__file__).resolve().parent.parent
 
 # What is done: inside of rank 1 at a step, or from outside to the command or to a rank.
 FAULTS: dict[str, tuple[str, str]] = {
@@ -143,20 +144,12 @@ def broken(way: Way, where: str, what: str) -> str:
     tag = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name).resolve()
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("DDPEXP_")}
         inside = {key: value.replace("ACTION", what) for key, value in way.environ.items()} if where == "inside" else {}
-        environ = {
-            **kept,
-            **inside,
-            "PYTHONPATH": str(_ROOT),
-            "FAULTS_TAG": tag,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-        }
+        own = {**inside, "FAULTS_TAG": tag, "OMP_NUM_THREADS": "1"}
         with (folder / "output").open("w") as output:
             process = subprocess.Popen(
                 way.words(folder),
-                env=environ,
+                env=environ(own),
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,

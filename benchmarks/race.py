@@ -63,7 +63,7 @@ def _run(arm: Arm, place: Path, say: Callable[[str], None]) -> dict[str, float]:
         place.mkdir(parents=True)
         start = time.time()
         done = subprocess.run(
-            arm.command(place), capture_output=True, text=True, check=False, env=_environ(arm.environ), timeout=1800
+            arm.command(place), capture_output=True, text=True, check=False, env=environ(arm.environ), timeout=1800
         )
         end = time.time()
         if done.returncode == arm.code:
@@ -109,6 +109,8 @@ def refuse_other_work(results: Figures, figure: str, tolerance: float) -> None:
         raise RuntimeError(f"the programs differ in {figure}: {found}")
 
 
-def _environ(own: Mapping[str, str]) -> dict[str, str]:
+def environ(own: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a program, which finds this checkout and the packages that this process finds."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("DDPEXP_")}
-    return {**kept, **own, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    paths = [str(Path(__file__).resolve().parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**kept, **own, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -6,6 +6,16 @@ import os as _os
 import sys as _sys
 
 __version__ = "0.1.0"
+PYTHONS = ((3, 10), (3, 13))
+"""The oldest and the newest Python that the tests are run with; they are run with those in between too."""
+TESTED_PYTHONS = "{}.{} to {}.{}".format(*PYTHONS[0], *PYTHONS[1])
+
+if not PYTHONS[0] <= _sys.version_info[:2] <= PYTHONS[1]:
+    _text = "this is Python {}.{} ({}), and ddpexp runs on Python ".format(*_sys.version_info[:2], _sys.executable)
+    if _sys.argv[:1] == ["-m"]:  # the command, whose package Python imports first
+        _sys.stderr.write("ddpexp: " + _text + TESTED_PYTHONS + ": make an environment with one of them.\n")
+        _sys.exit(2)
+    raise ImportError(_text + TESTED_PYTHONS)
 
 TYPE_CHECKING = False  # what type checkers take for true, without an import of `typing`
 if TYPE_CHECKING:

@@ -59,6 +59,12 @@ for _number in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(_number, signal.SIG_DFL)
 
 
+def python_path(*folders: str | Path) -> str:
+    """Return PYTHONPATH with these folders first, this checkout, and the folders that the tests' own has."""
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys(filter(None, [*map(str, folders), str(ROOT), *inherited])))
+
+
 @dataclass(frozen=True)
 class Done:
     """How a command ended."""
@@ -364,7 +370,7 @@ def plain_environ(digits_cache: Path) -> dict[str, str]:
     return {
         **kept,
         name: value,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(),
         "XDG_CACHE_HOME": str(digits_cache),
         "PYTHONWARNINGS": "error::UserWarning",
     }
@@ -380,7 +386,7 @@ def environ(plain_environ: dict[str, str]) -> dict[str, str]:
 def zygotes(plain: dict[str, str], folder: Path) -> Iterator[dict[str, str]]:
     """Start two processes (`tests.warm`); yield the environment in which commands and fork servers are their forks."""
     sockets = {SOCKET: folder / "servers", COMMANDS: folder / "commands"}
-    path = {"PYTHONPATH": f"{ROOT / 'tests/warm'}:{ROOT}"}
+    path = {"PYTHONPATH": python_path(ROOT / "tests/warm")}
     environ = {**plain, **path, **{name: str(path) for name, path in sockets.items()}}
     quiet = {name: value for name, value in environ.items() if name != "PYTHONWARNINGS"}  # the forks have them
     with ExitStack() as leaving:

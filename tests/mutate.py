@@ -91,8 +91,9 @@ def tried(folder: Path, tests: list[str], seconds: float) -> str:
     Leaves no process behind, for the tests' commands are in sessions.
     """
     words = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp", *tests]
-    environ = {**os.environ, "PYTHONPATH": str(folder / "checkout")}
-    mark = f"PYTHONPATH={folder}/checkout".encode()
+    paths = [f"{folder}/checkout", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MUTANT": str(folder)}
+    mark = f"MUTANT={folder}".encode()
     try:
         command = [sys.executable, "-m", "pytest", *words]
         with open(os.devnull, "r+b") as nowhere:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import email
 import errno
 import json
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from ddpexp import __version__
+from ddpexp import TESTED_PYTHONS, __version__
 from tests.conftest import ROOT, SMALL
 from tests.test_user_recipes import CODE, CONFIGS, write
 
@@ -73,14 +74,20 @@ def required(wheel: Path) -> dict[str, metadata.Distribution]:
     """Return the distributions that the wheel's metadata ask for, and those that these ask for, as installed here."""
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        waiting = [email.message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])]
+        waiting = [(set[str](), email.message_from_bytes(archive.read(name)).get_all("Requires-Dist", []))]
     found: dict[str, metadata.Distribution] = {}
+    seen = set()
     while waiting:
-        for requirement in map(Requirement, waiting.pop()):
-            if requirement.name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
-                continue
-            found[requirement.name] = metadata.distribution(requirement.name)
-            waiting.append(found[requirement.name].requires or [])
+        extras, texts = waiting.pop()
+        for requirement in map(Requirement, texts):
+            needed = requirement.marker is None or any(
+                requirement.marker.evaluate({"extra": extra}) for extra in (*extras, "")
+            )
+            key = (requirement.name, *sorted(requirement.extras))
+            if needed and key not in seen:
+                seen.add(key)
+                found[requirement.name] = metadata.distribution(requirement.name)
+                waiting.append((requirement.extras, found[requirement.name].requires or []))
     return found
 
 
@@ -220,3 +227,23 @@ def test_from_above_a_clone_that_is_not_installed_the_command_says_so(checkout: 
         "package. "
         "Install it with pip install -e ddpexp -c ddpexp/constraints.txt, or run the command inside ddpexp.\n"
     )
+
+
+@pytest.mark.parametrize("version", [(2, 99), (3, 9), (3, 14)])
+def test_another_python_is_refused_in_one_line(version: tuple[int, int]) -> None:
+    # As `python -m ddpexp` and `import ddpexp` of that Python would do; the file parses there, too.
+    ast.parse((ROOT / "ddpexp/__init__.py").read_text(), feature_version=(3, 6))
+    program = f"import sys; sys.version_info = ({version[0]}, {version[1]}, 0); sys.argv[0] = {{!r}}; import ddpexp"
+    what = f"this is Python {version[0]}.{version[1]} ({sys.executable}), and ddpexp runs on Python {TESTED_PYTHONS}"
+    command = run(sys.executable, "-c", program.format("-m"), cwd=ROOT)
+    assert (command.returncode, command.stdout) == (2, "")
+    assert command.stderr == f"ddpexp: {what}: make an environment with one of them.\n"
+    imported = run(sys.executable, "-c", program.format("-c"), cwd=ROOT)
+    assert imported.stderr.endswith(f"ImportError: {what}\n")
+
+
+def test_a_clone_whose_requirements_are_not_installed_says_so() -> None:
+    for arguments in (["recipe=mnist"], ["--help"], ["table", "."], ["plan", "recipe=mnist"]):
+        done = run(sys.executable, "-S", "-m", "ddpexp", *arguments, cwd=ROOT)  # without site-packages
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert f" is not installed for this Python ({sys.executable}): install ddpexp " in done.stderr

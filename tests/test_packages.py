@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import ROOT, Ddpexp, Done, finish
+from tests.conftest import ROOT, Ddpexp, Done, finish, python_path
 from tests.examples import install
 from tests.listed import listed, unwrapped
 from tests.points import wait_for
@@ -30,7 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seeing(folder: Path) -> dict[str, str]:
-    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+    return {"PYTHONPATH": python_path(folder)}
 
 
 @pytest.fixture(scope="module")

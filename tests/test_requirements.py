@@ -10,8 +10,11 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ddpexp import PYTHONS as PYTHON_RANGE
+from ddpexp import TESTED_PYTHONS
 from tests.conftest import ROOT
-from tests.requirements import CUDA, GPU, LOCK, entries
+from tests.matrix import promised
+from tests.requirements import BUILD, CUDA, GPU, LOCK, LOWEST_PYTHON, entries
 
 _CLASSIFIER = "Programming Language :: Python :: "
 PYTHONS = [
@@ -99,5 +102,11 @@ def test_every_locked_file_has_its_hash_and_torch_comes_apart() -> None:
             assert bool(GPU.match(entry)) == (path == CUDA)
 
 
-def test_the_pythons_are_those_that_the_metadata_promise() -> None:
-    assert PYTHONS == ["3.10", "3.11", "3.12", "3.13"]
+def test_every_place_names_the_pythons_that_the_tests_are_run_with() -> None:
+    assert promised() == PYTHONS
+    assert metadata.metadata("ddpexp")["Requires-Python"] == "<{}.{},>={}.{}".format(
+        PYTHON_RANGE[1][0], PYTHON_RANGE[1][1] + 1, *PYTHON_RANGE[0]
+    )
+    assert promised()[0] == LOWEST_PYTHON
+    for name in ("README.md", LOCK.name, BUILD.name):
+        assert f"Python {TESTED_PYTHONS}" in (ROOT / name).read_text(), name

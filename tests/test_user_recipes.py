@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import ROOT, Ddpexp, Done, finish
+from tests.conftest import ROOT, Ddpexp, Done, finish, python_path
 from tests.listed import listed, unwrapped
 
 CODE = """\
@@ -176,7 +176,7 @@ def test_a_prefix_in_run_trust_trusts_an_installed_package(ddpexp: Ddpexp, proje
     library = project / "library/shapes"
     write(library / "__init__.py", "")
     write(library / "nets.py", CODE)
-    environ = {"PYTHONPATH": f"{ROOT}:{library.parent}"}
+    environ = {"PYTHONPATH": python_path(ROOT, library.parent)}
     write(project / "conf/recipe/shapes.yaml", SHAPES)
     done = train(ddpexp, project / "conf", "shapes", "run.trust=[shapes]", environ=environ)
     assert done.code == 0, done.err

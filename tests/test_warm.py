@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.system.process import ancestors
-from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, finish, living
+from tests.conftest import PATIENCE, SMALL, Ddpexp, finish, living, python_path
 from tests.points import Recipe
 from tests.warm.popen import Forked
 from tests.warm.state import COMMANDS, SOCKET, ignored_signals, state
@@ -83,7 +83,7 @@ def test_a_forked_commands_end_is_reported(ddpexp: Ddpexp, number: signal.Signal
 
 def test_modules_on_another_path_are_imported_by_a_new_interpreter(ddpexp: Ddpexp, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    process, run = ddpexp.start("--version", environ={"PYTHONPATH": f"{tmp_path / 'there'}:{ROOT}"})
+    process, run = ddpexp.start("--version", environ={"PYTHONPATH": python_path(tmp_path / "there")})
     assert isinstance(process, Forked)
     assert not process.forked
     assert finish(process, run).code == 0

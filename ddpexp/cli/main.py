@@ -30,6 +30,7 @@ from ddpexp.system.start import NOT_LINUX
 from ddpexp.system.terminal import print_json, print_message, show, within_patience
 
 _HELP = {"--help", "-h"}
+_REQUIRED = {"hydra", "omegaconf", "yaml", "rich", "numpy"}  # what commands import, in a clone that is not installed
 _WORKER = "ddpexp.train.process"  # imported where this process was a worker
 
 
@@ -64,7 +65,15 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
     server = Server() if will_fork(argv) else None
     if server is not None:
         leaving.callback(server.close)
-    return _COMMANDS.get(argv[0] if argv else "", _train)(argv, server)
+    try:
+        return _COMMANDS.get(argv[0] if argv else "", _train)(argv, server)
+    except ModuleNotFoundError as error:
+        if error.name not in _REQUIRED:
+            raise
+        raise RefusedError(
+            f"{error.name} is not installed for this Python ({sys.executable}): install ddpexp with what it "
+            f"requires, in a clone {sys.executable} -m pip install -e . -c constraints.txt."
+        ) from None
 
 
 def _evaluate(argv: list[str], server: Server | None) -> int:

@@ -16,8 +16,8 @@ from ddpexp.run.repository import snapshot
 from ddpexp.system.hardware import count_gpus, why_hidden
 
 _SHOWN = ("torch", "hydra-core", "omegaconf")
-# For a checkout that is not installed; pyproject.toml has the reasons.
-SUPPORTED = {"python": ">=3.10,<3.14", "torch": ">=2.10", "hydra-core": ">=1.3.7,<1.5", "omegaconf": ">=2.3,<2.5"}
+# For a checkout that is not installed; pyproject.toml has the reasons. Another Python has ended the command already.
+SUPPORTED = {"torch": ">=2.10", "hydra-core": ">=1.3.7,<1.5", "omegaconf": ">=2.3,<2.5"}
 
 
 def gather_software(code: str | None) -> Facts:
@@ -85,9 +85,7 @@ def judge_software(facts: Facts, setting: Setting) -> list[Finding]:
         if not within:
             what = f"{name} {version} is outside {bounds}" if version is not None else f"{name} is not installed"
             report = doubtful if within is None else bad
-            advice = f"install a supported version: pip install '{name}{bounds}'" if name != "python" else (
-                "use a supported Python"
-            )  # fmt: skip
+            advice = f"install a supported version: pip install '{name}{bounds}'"
             findings.append(report("versions", what, advice, versions=versions))
     findings = findings or [good("versions", text, versions=versions)]
     return [*findings, _build(facts), _code(facts)]

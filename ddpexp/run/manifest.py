@@ -116,7 +116,8 @@ def packages(path: Sequence[str]) -> dict[str, str]:
                 continue
             name, _, version = stem.partition("-")
             if not version:  # old versions of `pip install -e` left it out
-                version = str(metadata.Distribution.at(Path(folder, f"{stem}.{kind}")).version or "")
+                described = metadata.Distribution.at(Path(folder, f"{stem}.{kind}")).metadata
+                version = described["Version"] if "Version" in described else ""  # noqa: SIM401, it has no `get`
             versions.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version.partition("-py")[0])
     return dict(sorted(versions.items()))
 

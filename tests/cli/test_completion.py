@@ -12,7 +12,7 @@ import pytest
 from ddpexp.cli.completion import Line, candidates, parse
 from ddpexp.cli.shells import LINE, SCRIPTS
 from ddpexp.config import commands
-from tests.conftest import PATIENCE, ROOT, Ddpexp
+from tests.conftest import PATIENCE, ROOT, Ddpexp, python_path
 from tests.listed import options
 
 
@@ -165,7 +165,7 @@ def test_the_command_line_is_neither_run_nor_shown_and_torch_is_not_imported(ddp
     (trap / "torch").mkdir(parents=True)
     (trap / "torch/__init__.py").write_text(f"open({str(place / 'imported')!r}, 'w').close()\n")
     (place / "mine.py").write_text(f"open({str(place / 'imported')!r}, 'w').close()\n")
-    ddpexp.environ = {**ddpexp.environ, "PYTHONPATH": f"{trap}:{ROOT}"}
+    ddpexp.environ = {**ddpexp.environ, "PYTHONPATH": python_path(trap)}
     done = asked(
         ddpexp,
         "fish",
@@ -183,7 +183,7 @@ def test_a_shell_waits_for_completions_for_a_limited_time(place: Path) -> None:
         "import ddpexp.cli.completion as c; c._SECONDS = 0.5\n"
         f"c.candidates = lambda *_: open({str(pipe)!r}).readlines()\nc.completion(['bash']); print('came back')"
     )
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), LINE: "ddpexp trainer."}
+    environ = {**os.environ, "PYTHONPATH": python_path(), LINE: "ddpexp trainer."}
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=environ,

@@ -24,7 +24,7 @@ from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.weights import find
 from ddpexp.cli.subcommands import _split_option
 from ddpexp.errors import RefusedError
-from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done
+from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, python_path
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     """One run of two workers for all tests here, which leave it as it is."""
     folder = tmp_path_factory.mktemp("trained")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_"))}
-    done = Ddpexp(folder, {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")})(
+    done = Ddpexp(folder, {**kept, "PYTHONPATH": python_path(), "XDG_CACHE_HOME": str(folder / "cache")})(
         *SMALL, "trainer.gpus=2"
     )
     assert done.code == 0, done.err

@@ -13,7 +13,7 @@ from ddpexp.cli.new import kinds, new
 from ddpexp.errors import RefusedError
 from examples.photos.draw import main as draw_photos
 from examples.table.table import write as write_table
-from tests.conftest import PATIENCE, ROOT, Ddpexp
+from tests.conftest import PATIENCE, Ddpexp, python_path
 from tests.examples import install
 
 
@@ -43,7 +43,7 @@ def test_a_project_is_complete_and_passes_its_own_tests(
     if kind in GROWN:
         assert "section `data` of the YAML file" in " ".join((project / "README.md").read_text().split())
         config.write_text(config.read_text().replace("\ndata:\n", f"\ndata:\n  {GROWN[kind]}\n"))
-    environ = ddpexp.environ | {"PYTHONPATH": f"{install(project, tmp_path / 'pip')}:{ROOT}"}
+    environ = ddpexp.environ | {"PYTHONPATH": python_path(install(project, tmp_path / "pip"))}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     done = subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -55,7 +55,7 @@ def test_a_project_is_checked_swept_predicted_with_and_exported(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpexp: Ddpexp
 ) -> None:
     project = made(tmp_path, kind, monkeypatch)
-    environ = {"PYTHONPATH": f"{install(project, tmp_path / 'pip')}:{ROOT}"}
+    environ = {"PYTHONPATH": python_path(install(project, tmp_path / "pip"))}
     words = ["recipe=my_work", "trainer.global_batch_size=8"]
     if kind == "images":
         draw_photos(tmp_path / "photos")

@@ -19,7 +19,7 @@ from ddpexp.run.prediction import Source as PredictionSource
 from ddpexp.run.prediction import batch_size_of, made_with, request_of
 from ddpexp.train.predict import _write, as_arrays
 from ddpexp.train.prediction_files import check_holds, contents
-from tests.conftest import ROOT, Ddpexp, Done
+from tests.conftest import Ddpexp, Done, python_path
 from tests.examples import EXAMPLES
 
 CONF = str(EXAMPLES / "patches/conf")
@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """A run of a model with a convolution and attention."""
     folder = tmp_path_factory.mktemp("trained")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_"))}
-    start = Ddpexp(folder, {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")})
+    start = Ddpexp(folder, {**kept, "PYTHONPATH": python_path(), "XDG_CACHE_HOME": str(folder / "cache")})
     run = folder / "run"
     done = start(*PATCHES, "recipe=patches", "trainer.max_steps=2", "logger=none", "trainer.gpus=1", f"run.dir={run}")
     assert done.code == 0, done.err

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp
+from tests.conftest import OWN_SERVER, PATIENCE, ROOT, SMALL, Ddpexp, python_path
 from tests.listed import listed, unwrapped
 
 # config/test_compose.py and config/test_sections.py hold every sentence; here are a few of each kind, with all around
@@ -63,7 +63,7 @@ def test_a_strangers_name_is_refused_without_being_imported(ddpexp: Ddpexp, tmp_
     code = tmp_path / "code"
     code.mkdir()
     (code / "stranger.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\ndef system(*_): pass\n")
-    environ = {"PYTHONPATH": f"{ROOT}:{code}"}
+    environ = {"PYTHONPATH": python_path(ROOT, code)}
     done = ddpexp(*SMALL, "+task.inner=[{a:{_target_:stranger.system}}]", environ=environ)
     assert done.code == 2
     assert re.fullmatch(r"ddpexp: task\.inner\[0\]\.a\._target_=stranger\.system is not allowed: [^\n]+\n", done.err)
@@ -120,7 +120,7 @@ def torch_trap(folder: Path) -> dict[str, str]:
     trap = folder / "trap"
     (trap / "torch").mkdir(parents=True)
     (trap / "torch/__init__.py").write_text(f"open({str(folder / 'imported')!r}, 'w').close()\nraise ImportError\n")
-    return {"PYTHONPATH": f"{trap}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {"PYTHONPATH": python_path(trap), **OWN_SERVER}
 
 
 @pytest.mark.parametrize(

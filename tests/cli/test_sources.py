@@ -18,7 +18,7 @@ from ddpexp.cli.subcommands import evaluate, resume
 from ddpexp.errors import RefusedError
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.sweep.arguments import Arguments
-from tests.conftest import PATIENCE, ROOT
+from tests.conftest import PATIENCE, ROOT, python_path
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_current_folder_that_is_removed_is_one_sentence_and_2(tmp_path: Path) 
     code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); os.execv({sys.executable!r}, "
     done = subprocess.run(
         [sys.executable, "-c", f"{code}[{sys.executable!r}, '-m', 'ddpexp', 'recipe=mnist'])"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PATIENCE, ROOT, Ddpexp
+from tests.conftest import PATIENCE, Ddpexp, python_path
 from tests.listed import listed, unwrapped
 from tests.test_user_recipes import CODE
 
@@ -60,7 +60,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seeing(folder: Path) -> dict[str, str]:
-    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+    return {"PYTHONPATH": python_path(folder)}
 
 
 def test_an_installed_packages_recipe_trains_and_is_evaluated_without_run_trust(

@@ -298,8 +298,6 @@ SOFTWARE = {"python": "3.11.7", "versions": {"torch": "2.13.0+cpu", "hydra-core"
     ("changed", "level"),
     [
         ({}, "good"),
-        ({"python": "3.9.18"}, "bad"),
-        ({"python": "3.14.0"}, "doubtful"),
         ({"versions": {"torch": "2.9.1"}}, "bad"),
         ({"versions": {"torch": "3.0.0a0+git"}}, "good"),
         ({"versions": {"hydra-core": "1.5.0"}}, "doubtful"),

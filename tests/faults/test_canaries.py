@@ -26,7 +26,7 @@ import yaml
 from ddpexp import __main__
 from ddpexp.launch.workers import client
 from ddpexp.run.repository import snapshot
-from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done, finish
+from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done, finish, python_path
 from tests.faults.test_hostile_files import POISON, RAW
 from tests.points import wait_for
 from tests.warm import forks
@@ -480,7 +480,7 @@ def test_the_module_leaves_the_current_folder_before_it_imports_anything(place: 
     probe = place.canaries.parent / "probe/__main__.py"
     probe.parent.mkdir()
     probe.write_text("import os\nimport sys\n\nprint(*sys.modules)\n")
-    environ = {**place.environ, "PYTHONPATH": f"{ROOT}:{probe.parent.parent}"}
+    environ = {**place.environ, "PYTHONPATH": python_path(ROOT, probe.parent.parent)}
     own = subprocess.run(
         [sys.executable, "-m", "probe"], env=environ, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -718,7 +718,7 @@ def test_a_verb_ends_on_a_signal_while_it_resolves_what_has_no_end(
         "plan": ["plan", *overrides],
         "weights": ["evaluate", str(weights), *overrides], "member": ["member", "run"],
     }  # fmt: skip
-    process = place.start(*arguments[verb], environ={"PYTHONPATH": f"{early}:{ROOT}"})
+    process = place.start(*arguments[verb], environ={"PYTHONPATH": python_path(early)})
     wait_for(lambda: mark.exists() or process.poll() is not None)
     process.send_signal(number)
     done = finish(process, place.run)

@@ -23,7 +23,7 @@ import torch
 import yaml
 
 from ddpexp.checkpoint.format import seal
-from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done
+from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done, python_path
 
 LONGER = "trainer.epochs=3"
 
@@ -417,7 +417,7 @@ def test_a_poisoned_run_directory_runs_nothing(ddpexp: Ddpexp, run: Path, poison
     tree = yaml.safe_load((run / "config.yaml").read_text())
     change(tree)
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    environ = {"PAYLOAD": "os.system", "PYTHONPATH": f"{ROOT}:{ddpexp.folder}"}
+    environ = {"PAYLOAD": "os.system", "PYTHONPATH": python_path(ROOT, ddpexp.folder)}
     refused(ddpexp("resume", str(run), LONGER, environ=environ), sentence)
     if poison in ("task", "nested", "resolver"):  # test_evaluate.py has the others
         refused(ddpexp("evaluate", str(run), environ=environ), sentence)

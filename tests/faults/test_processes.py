@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, ddpexp_processes, finish
+from tests.conftest import ddpexp_processes, finish, python_path
 from tests.faults.conftest import SOON
 from tests.faults.harness import Running, faulted, parent_of
 from tests.points import Recipe
@@ -272,7 +272,7 @@ def test_a_worker_that_is_never_started_is_missed(recipe: Recipe, tmp_path: Path
         "import sys, time\nif 'workers.server' in ' '.join(sys.orig_argv): time.sleep(600)\n"
     )
     process, run = recipe.start(
-        *EVERY, "trainer.timeout.init_seconds=2", environ={"PYTHONPATH": f"{tmp_path / 'late'}:{ROOT}"}
+        *EVERY, "trainer.timeout.init_seconds=2", environ={"PYTHONPATH": python_path(tmp_path / "late")}
     )
     done = finish(process, run)
     assert re.search(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.checkpoint.format import complete_checkpoints
-from tests.conftest import PATIENCE, ROOT, ddpexp_processes, finish
+from tests.conftest import PATIENCE, ddpexp_processes, finish, python_path
 from tests.faults.harness import Running, ended, gone, trained
 from tests.points import Recipe, wait_for
 
@@ -60,7 +60,7 @@ def test_a_stop_while_data_is_downloaded_leaves_nothing_of_it(recipe: Recipe, tm
         )
         process, run = recipe.ddpexp.start(
             "recipe=mnist", "data.source=download", f"data.root={tmp_path}/data",
-            environ={"PYTHONPATH": f"{early}:{ROOT}", "XDG_CACHE_HOME": str(tmp_path / "cache")},
+            environ={"PYTHONPATH": python_path(early), "XDG_CACHE_HOME": str(tmp_path / "cache")},
         )  # fmt: skip
         mirror.settimeout(PATIENCE)
         with mirror.accept()[0]:
@@ -143,7 +143,7 @@ class Slow:
 
 sys.meta_path.insert(0, Slow())
 """)
-    process, run = recipe.start(environ={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    process, run = recipe.start(environ={"PYTHONPATH": python_path(tmp_path)})
     wait_for(reached.exists)
     process.send_signal(number)
     done = finish(process, run)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Ddpexp, Done
+from tests.conftest import Ddpexp, Done, python_path
 from tests.examples import install
 from tests.points import Recipe
 
@@ -37,7 +37,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seeing(*folders: Path) -> dict[str, str]:
-    return {"PYTHONPATH": ":".join(map(str, (*folders, ROOT)))}
+    return {"PYTHONPATH": python_path(*folders)}
 
 
 def niceness(done: Done) -> list[str]:

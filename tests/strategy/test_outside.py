@@ -17,12 +17,12 @@ from ddpexp.launch import Layout
 from ddpexp.run.evaluation import Evaluation
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.mesh import DataRank
-from tests.conftest import ROOT, Ddpexp
+from tests.conftest import Ddpexp, python_path
 from tests.examples import install
 from tests.points import Recipe
 
 WORDS = ("optimizer=adamw", "trainer.gpus=2", "trainer.threads=1", "trainer.micro_batch_size=6")
-SHARDED = {"PYTHONPATH": f"{Path(__file__).parent / 'outside'}:{ROOT}"}
+SHARDED = {"PYTHONPATH": python_path(Path(__file__).parent / "outside")}
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +124,7 @@ def _newest(run: Path) -> Path:
 
 
 def test_the_package_of_the_documentation_trains_to_the_weights_of_ddp(recipe: Recipe, tmp_path: Path) -> None:
-    seeing = {"PYTHONPATH": f"{install('strategy', tmp_path)}:{ROOT}"}
+    seeing = {"PYTHONPATH": python_path(install("strategy", tmp_path))}
     weights = [
         recipe(*WORDS, *overrides, environ=seeing).result()["weights_sha256"]
         for overrides in ((), ("strategy=ordered",), ("strategy=ordered", "strategy.descending=true"))

@@ -14,7 +14,7 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.sweep import verbs
-from tests.conftest import PATIENCE, ROOT
+from tests.conftest import PATIENCE, ROOT, python_path
 from tests.sweep.made import Made, hold, hold_dead, run
 
 
@@ -23,7 +23,7 @@ def ddpexp(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ddpexp", *map(str, overrides)], cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **(environ or {})},
+        env={**os.environ, "PYTHONPATH": python_path(), "COLUMNS": "80", **(environ or {})},
         capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ import pytest
 from ddpexp.errors import DdpexpError
 from ddpexp.launch.workers.control import Control
 from ddpexp.train.debugger import Debugger
-from tests.conftest import ROOT, Ddpexp, Done, living
+from tests.conftest import Ddpexp, Done, living, python_path
 from tests.points import Recipe, wait_for
 from tests.terminals import Session
 
@@ -117,7 +117,7 @@ with debugger._handling_signals():
 
 def test_ctrl_c_between_the_prompt_and_the_wait_for_a_key_interrupts(tmp_path: Path) -> None:
     """The signal is raised after the prompt is shown, where no system call is interrupted by it."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": python_path()}
     with Session([sys.executable, "-c", PROMPT], tmp_path, environ) as shell:
         shell.expect("first> ")
         shell.expect("interrupted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import select
 import signal
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ddpexp import TESTED_PYTHONS
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import SIGNALS
 from ddpexp.launch.workers.rank_log import Log
@@ -206,5 +208,13 @@ def check_answer(answer: Mapping[str, Any]) -> None:
     if answer["kind"] == "ready" and answer["failed"]:
         name, error = next(iter(answer["failed"].items()))
         limit = reason(error)
-        advice = f"{limit[0].upper()}{limit[1:]}." if limit else "Is the installation complete?"
+        if limit:
+            advice = f"{limit[0].upper()}{limit[1:]}."
+        elif error.startswith(("ImportError", "ModuleNotFoundError")):
+            advice = "Is the installation complete?"
+        else:
+            advice = (
+                f"ddpexp is tested on Python {TESTED_PYTHONS} with the versions in constraints.txt; this is Python "
+                f"{platform.python_version()}, and ddpexp doctor shows the versions here."
+            )
         raise RefusedError(f"The fork server could not import {name}: {error}. {advice}")

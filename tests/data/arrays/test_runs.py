@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from examples.table.table import write
-from tests.conftest import PATIENCE, ROOT, Ddpexp
+from tests.conftest import PATIENCE, ROOT, Ddpexp, python_path
 
 KINDS = {
     "arrays": ("data.path=flowers.csv",),
@@ -81,7 +81,7 @@ def test_a_preparation_that_is_killed_leaves_nothing_that_is_used(kind: str, tmp
     """At many moments, of which the first are before anything is read and the last after the end."""
     needs(kind)
     write(str(tmp_path / "flowers.csv"), rows=60_000)
-    environ = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf"),
+    environ = {"PYTHONPATH": python_path(), "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf"),
                "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}  # fmt: skip
     command = [sys.executable, "-m", "ddpexp", "data", *TABLE, *KINDS[kind], "--json"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from examples.photos.draw import main as draw
-from tests.conftest import PATIENCE, ROOT, Ddpexp
+from tests.conftest import PATIENCE, ROOT, Ddpexp, python_path
 
 SHORT = (
     "trainer.reduction=exact", "trainer.micro_batch_size=4", "trainer.max_steps=10", "trainer.checkpoint_every=3",
@@ -50,7 +50,7 @@ def data_command(cache: str) -> list[str]:
 
 
 def plain_environ(folder: Path) -> dict[str, str]:
-    return {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), "PATH": "/usr/bin:/bin"}
+    return {"PYTHONPATH": python_path(), "XDG_CACHE_HOME": str(folder / "cache"), "PATH": "/usr/bin:/bin"}
 
 
 def content_of(folder: Path) -> dict[str, bytes]:

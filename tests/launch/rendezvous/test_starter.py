@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.launch.rendezvous.starter import was_lost
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python_path
 from tests.launch.starters import free_port
 
 
@@ -92,7 +92,7 @@ for whose in ("getpid", "getppid"):
 def test_srun_is_lost_when_its_task_is_the_child_of_another_program(tmp_path: Path, name: str, said: list[str]) -> None:
     keeper = tmp_path / name  # the kernel names a process after the file
     keeper.symlink_to(sys.executable)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    environ = {**os.environ, "PYTHONPATH": python_path(ROOT, *filter(None, sys.path))}
     done = subprocess.run(
         [keeper, "-c", TASK, sys.executable], env=environ, capture_output=True, text=True, timeout=60
     )  # fmt: skip
