@@ -31,7 +31,8 @@ GROUPS: Mapping[str, tuple[tuple[str, ...], Sequence[str]]] = {  # packages of t
 }
 
 
-@pytest.mark.parametrize("group", ["data", "migrate", pytest.param("onnx", marks=pytest.mark.slow)])
+@pytest.mark.variants(1)
+@pytest.mark.parametrize("group", ["data", "migrate", "onnx"])
 def test_nothing_is_skipped_where_the_extras_are_installed(group: str, tmp_path: Path) -> None:
     packages, tests = GROUPS[group]
     python = extras.make(tmp_path / "venv", *packages)

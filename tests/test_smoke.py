@@ -11,7 +11,7 @@ import pytest
 
 from ddpexp.config.commands import NAMES
 from tests.conftest import OWN_SERVER, SMALL, Ddpexp, Done, finish
-from tests.points import wait_for
+from tests.points import ITEMS, Recipe, wait_for
 
 pytestmark = pytest.mark.smoke
 GPT = (
@@ -77,15 +77,16 @@ def test_every_verb_answers(ddpexp: Ddpexp, runs: dict[str, Done], tmp_path: Pat
     assert re.search(said, found.out or found.err), found.out + found.err
 
 
-def test_a_killed_run_resumes_to_the_same_weights(ddpexp: Ddpexp) -> None:
-    words = (*SMALL, "trainer.gpus=2", "trainer.checkpoint_every=2", "data.num_workers=1", "model=lenet")
-    undisturbed = ddpexp(*words)
-    assert undisturbed.code == 0, undisturbed.err
-    process, run = ddpexp.start(*words, environ={**OWN_SERVER, "DDPEXP_FAULT": "step:sleep:1:7"})
+def test_a_killed_run_with_loader_workers_resumes_to_the_same_weights(ddpexp: Ddpexp) -> None:
+    recipe = Recipe(ddpexp)
+    words = (*ITEMS, "trainer.gpus=2", "trainer.checkpoint_every=2")
+    undisturbed = recipe(*words)
+    assert (undisturbed.code, undisturbed.err) == (0, "")
+    process, run = recipe.start(*words, environ={**OWN_SERVER, "DDPEXP_FAULT": "step:sleep:1:7"})
     wait_for(lambda: len(list(run.glob("checkpoints/step-*"))) > 0)
     process.send_signal(signal.SIGKILL)
     assert finish(process, run).code == -signal.SIGKILL
-    resumed = ddpexp(*words, f"run.dir={run}")
+    resumed = recipe(*words, f"run.dir={run}")
     assert resumed.code == 0, resumed.err
     hashes = [json.loads((path / "result.json").read_text())["weights_sha256"] for path in (run, undisturbed.run)]
     assert hashes[0] == hashes[1]

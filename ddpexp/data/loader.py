@@ -27,7 +27,6 @@ from ddpexp.data.transforms import Transformed
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import CodeError, LoaderError
 from ddpexp.system.containers import enlarge_shared_memory, runtime, shared_memory_place
-from ddpexp.system.forks import no_fork_warning
 from ddpexp.system.process import die_with_parent
 
 Key = tuple[int, list[int]] | tuple[int, list[int], int]  # a micro-batch: its seed, its indices, the epoch's seed
@@ -66,8 +65,7 @@ def load(
     received = 0
     with ExitStack() as handler:
         try:
-            with no_fork_warning():
-                batches = iter(loader)
+            batches = iter(loader)
             handler.enter_context(_deaths(pids))  # before torch's own handler, which is installed by now
         except OSError as error:  # its semaphores are in shared memory, too
             raise _no_room() if num_workers and error.errno == errno.ENOSPC else error from None

@@ -1,7 +1,7 @@
 """Fork this process.
 
 A fork inherits what libraries have left in the process, and they change it there: since Python 3.12 asyncio, which
-torch imports, turns off the wakeup descriptor of signals. So a fork is told what it needs, and does not ask.
+torch imports, turns off the wakeup descriptor of signals. So a fork is given what it needs, and does not ask.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import os
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from ddpexp.system.process import die_with_parent
 
@@ -27,7 +26,10 @@ def fork(work: Callable[[], int]) -> int:
         OSError: the system has no room for another process.
     """
     parent = os.getpid()
-    with no_fork_warning():
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads at a fork, whatever they do. Those of ddpexp hold no lock that a fork needs, nor
+        # do those that libraries for linear algebra start when they are imported.
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
         return pid
@@ -40,15 +42,3 @@ def fork(work: Callable[[], int]) -> int:
         traceback.print_exc()
     finally:
         os._exit(code)  # if it returned, it would do its parent's work a second time
-
-
-@contextmanager
-def no_fork_warning() -> Iterator[None]:
-    """Ignore Python's warning of threads at a fork, also where warnings are errors.
-
-    Python 3.12 and later warn whatever the threads do. The threads of ddpexp hold no lock that a fork needs, nor do the
-    threads that libraries for linear algebra start when they are imported.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This process .*multi-threaded", DeprecationWarning)
-        yield

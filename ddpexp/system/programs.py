@@ -13,7 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-# `python -c` puts the current folder on sys.path; it is removed before anything is imported.
+# `python -c` puts the current folder on sys.path, from which Python 3.13 imports modules of its own before it runs the
+# program: -P leaves it out. Python 3.10 does not have that option, and the program removes the folder first.
+_OPTIONS = ["-P"] if sys.version_info >= (3, 11) else []
 _PROGRAM = (
     "import sys; sys.path[:] = filter(None, sys.path); import json; path, entry, arguments = "
     "json.loads(sys.argv.pop(1)); "
@@ -34,7 +36,7 @@ def python(entry: str, *arguments: Any, argv: Sequence[str] = ()) -> list[str]:
     `arguments` are plain JSON values. The interpreter finds the modules that this process finds, but never one of the
     current folder; `argv` becomes its sys.argv[1:].
     """
-    return [sys.executable, "-c", _PROGRAM, json.dumps([[*filter(None, sys.path)], entry, arguments]), *argv]
+    return [sys.executable, *_OPTIONS, "-c", _PROGRAM, json.dumps([[*filter(None, sys.path)], entry, arguments]), *argv]
 
 
 def find(name: str, environ: Mapping[str, str] = os.environ) -> str | None:

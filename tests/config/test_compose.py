@@ -181,11 +181,16 @@ def check_choice(recipe: str, choice: Mapping[str, str]) -> None:
 
 
 @pytest.mark.parametrize("recipe", options("recipe"))
-def test_every_shipped_recipe_composes_with_every_option_of_every_group(recipe: str) -> None:
+def test_every_shipped_recipe_composes_with_every_optimizer_schedule_and_model(recipe: str) -> None:
     optimizers, schedulers, models = map(options, ("optimizer", "scheduler", "model"))
     for number in range(max(len(optimizers), len(schedulers), len(models))):
         together = {"optimizer": optimizers, "scheduler": schedulers, "model": models}
         check_choice(recipe, {group: names[number % len(names)] for group, names in together.items()})
+
+
+@pytest.mark.variants(3)
+@pytest.mark.parametrize("recipe", options("recipe"))
+def test_every_shipped_recipe_composes_with_every_strategy_logger_and_launcher(recipe: str) -> None:
     for group in ("strategy", "logger", "launcher"):
         for option in options(group):
             check_choice(recipe, {group: option})

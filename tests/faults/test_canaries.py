@@ -475,6 +475,7 @@ def test_no_verb_runs_the_code_of_the_current_folder(place: Place, name: str) ->
 
 
 @pytest.mark.fault("S4")
+@pytest.mark.smoke
 def test_the_module_leaves_the_current_folder_before_it_imports_anything(place: Place) -> None:
     """`python -m` looks there itself for what it imports before it runs the module; that is Python's own."""
     probe = place.canaries.parent / "probe/__main__.py"

@@ -429,4 +429,5 @@ def test_a_process_too_many_ends_the_run_with_the_limit(
 def test_too_little_address_space_is_named(recipe: Recipe) -> None:
     ended = limited(recipe, "ulimit -v 400000", *EVERY)
     assert ended.done.code in (1, 2), ended.done
-    assert "this shell allows 400,000 KiB of address space (ulimit -v): raise that limit" in ended.done.err
+    sentence = "this shell allows 400,000 KiB of address space (ulimit -v): raise that limit"
+    assert sentence in ended.done.err.replace("This shell", "this shell")  # where torch for CUDA cannot be mapped

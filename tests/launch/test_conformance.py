@@ -138,9 +138,7 @@ MESH = (
 """A pipeline of two stages, each of which divides its layer."""
 
 
-@pytest.mark.parametrize(
-    ("starter", "size"), [one for one in params(often=["torchrun on two machines", "sbatch"]) if one.values[1] == 4]
-)
+@pytest.mark.parametrize(("starter", "size"), [one for one in params(often=["sbatch"]) if one.values[1] == 4])
 def test_every_launcher_divides_layers_into_stages_and_among_tensor_groups(
     recipe: Recipe, in_a_mesh: Done, starter: Starter, size: int
 ) -> None:

@@ -256,6 +256,7 @@ def test_what_building_without_memory_finds_is_what_a_run_has(ddpexp: Ddpexp) ->
         assert 0 <= (folder / name).stat().st_size - size < 4096, name  # a header comes before the tensors
 
 
+@pytest.mark.slow
 def test_samples_on_gpus_are_planned_there(ddpexp: Ddpexp) -> None:
     words = [*SMALL, "trainer.device=cuda", "trainer.gpus=2", "data.on_device=true", "--json"]
     memory = json.loads(ddpexp("plan", *words).out)["memory"]

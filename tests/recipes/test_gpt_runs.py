@@ -71,6 +71,7 @@ def killed(ddpexp: Ddpexp, run: Path, words: tuple[str, ...], seconds: float) ->
 OFTEN = ("trainer.checkpoint_every=1", "trainer.log_every=1")
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(ddpexp: Ddpexp, text: str) -> None:
     words, run = (*SMALL, *OFTEN, text, "trainer.gpus=2"), ddpexp.folder / "killed"
     expected = trained(ddpexp(*words))

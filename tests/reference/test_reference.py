@@ -10,9 +10,9 @@ The reference (`loop.py`) adds up in double precision and knows nothing of worke
 buffers lie, so the two round differently and never agree to the bit; promises of equal bits have tests of their own
 (tests/strategy/exact/test_strategy.py).
 
-A case (`case.py`) is a point in the product of all dimensions. The ordinary run has few cases in which every allowed
-pair of values occurs. `-m slow` has each value by itself at every number of workers, where a failure names its cause,
-and some hundred cases of the whole product.
+A case (`case.py`) is a point in the product of all dimensions. A few cases are enough for every allowed pair of values
+to occur; the ordinary run has the first of them, and `-m slow` the others, each value by itself at every number of
+workers, where a failure names its cause, and some hundred cases of the whole product.
 
 That the comparison can fail is shown without a command: a reference with one wrong detail is much further from the
 right one than the tolerance, so a command with that detail, however it rounds, is too.
@@ -55,6 +55,7 @@ def agrees(ddpexp: Ddpexp, case: Case) -> None:
     assert wrong == {}
 
 
+@pytest.mark.variants(12)
 @pytest.mark.parametrize("case", pairwise(), ids=str)
 def test_the_command_trains_as_the_reference_does(ddpexp: Ddpexp, case: Case) -> None:
     agrees(ddpexp, case)

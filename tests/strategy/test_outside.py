@@ -107,6 +107,7 @@ def test_what_it_cannot_do_is_refused(recipe: Recipe) -> None:
         assert (done.code, sentence in done.err) == (2, True), done.err
 
 
+@pytest.mark.slow
 def test_a_plan_counts_its_shares(recipe: Recipe) -> None:
     overrides = ("plan", "--json", "--num_samples", "96", "--config-dir", str(recipe.folder / "conf"), "recipe=points")
     plans = [

@@ -471,6 +471,7 @@ def test_only_what_backward_has_made_since_the_last_sum_is_summed(folder: Path) 
     works(folder, "new", 2)
 
 
+@pytest.mark.slow
 def test_two_thousand_small_sums_of_ranks_out_of_step_are_exact(folder: Path) -> None:
     works(folder, "stress", 4)
 

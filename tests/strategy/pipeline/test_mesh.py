@@ -81,6 +81,7 @@ def close(done: Done, expected: Done) -> None:
     assert done.result()["metrics"] == pytest.approx(expected.result()["metrics"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_strategies_resume_from_one_another_in_every_dimension(train: Train, one: Done) -> None:
     done = train("in turn", "trainer.max_steps=2", *TENSOR)
     assert "mesh    pp_size 2 x tp_size 2 = 4 workers" in done.out
@@ -116,6 +117,7 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(train: Train, name: str, m
     assert all(torch.equal(tensor, state(done)[key]) for key, tensor in state(whole).items())
 
 
+@pytest.mark.slow
 def test_shards_of_the_optimizer_change_no_bits(train: Train) -> None:
     options = (*PIPELINE, "trainer.gpus=4", "trainer.max_steps=3")
     whole, shared = train("copies of all", *options), train("shares", *options, "strategy.dp_shard_size=2")
@@ -123,6 +125,7 @@ def test_shards_of_the_optimizer_change_no_bits(train: Train) -> None:
     assert all(torch.equal(tensor, state(shared)[key]) for key, tensor in state(whole).items())
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_divide_are_named_before_workers_start(train: Train) -> None:
     for name, options, sentence in (
         ("heads", ("strategy.tp_size=4", "trainer.gpus=8"), "which has 2 heads of 4. Use strategy.tp_size=2."),
@@ -134,6 +137,7 @@ def test_layers_that_do_not_divide_are_named_before_workers_start(train: Train) 
         assert not (done.run / "ranks").exists()
 
 
+@pytest.mark.slow
 def test_the_plan_counts_what_a_worker_of_a_mesh_holds(train: Train) -> None:
     options = (*MODEL, *TRAINER, *PIPELINE, "strategy.tp_size=2", "strategy.dp_shard_size=2", "trainer.gpus=8")
     done = train.ddpexp("plan", "recipe=gpt", f"data.path={train.text}", *options, "trainer.max_steps=1", "--json")

@@ -283,6 +283,7 @@ INTERLEAVED = ("strategy.schedule=interleaved", "strategy.stages_per_worker=2")
 NEVER_WHOLE = ("strategy.init=replay", "strategy.gather_in_evaluation=false")
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("extra", [(), NORMED, AVERAGED], ids=["plain", "normed", "averaged"])
 def test_the_weights_and_records_are_those_of_one_process(recipe: Recipe, extra: tuple[str, ...]) -> None:
     one = recipe(*COMMON, *ONE, *extra)
@@ -303,6 +304,7 @@ def test_an_evaluation_through_the_stages_calls_the_model_as_a_whole(recipe: Rec
     assert shown == [shown[0]] * 4  # of all workers of both pipes
 
 
+@pytest.mark.slow
 def test_workers_with_the_same_batch_draw_the_same_numbers_of_the_host(recipe: Recipe) -> None:
     options = (*COMMON, *PIPELINE, "task._target_=points.Drawing")
     plan = 'strategy.tp_plan=[{match:"0",style:colwise},{match:"3",style:rowwise}]'
@@ -400,6 +402,7 @@ def test_a_check_with_one_worker_is_refused(recipe: Recipe) -> None:
     assert "check the other overrides with strategy=ddp" in done.err
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_is_trained_on_two_stages(
     tmp_path_factory: pytest.TempPathFactory, warm_environ: dict[str, str]
 ) -> None:

@@ -32,6 +32,7 @@ OPTIONS = FSDPOptions(
 )  # fmt: skip
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize(("case", "size"), [("equal", 4), ("equal", 2), ("inputs", 2), ("tokens", 2)])
 def test_ranks_train_to_the_weights_of_one_process(case: str, size: int, tmp_path: Path, forked_servers: None) -> None:
     works("tests.strategy.tensor.ranks", case, size, tmp_path / "logs")
@@ -202,6 +203,7 @@ def weights(done: Done) -> dict[str, Tensor]:
     return {f"{file}/{name}": tensor for file in files for name, tensor in load_file(newest / file).items()}
 
 
+@pytest.mark.slow
 def test_every_strategy_resumes_its_checkpoints_and_it_resumes_theirs(train: Train) -> None:
     whole = train("whole", "trainer.max_steps=6", "trainer.gpus=1")
     assert whole.code == 0, whole.err
@@ -218,6 +220,7 @@ def test_every_strategy_resumes_its_checkpoints_and_it_resumes_theirs(train: Tra
     assert "the last digits of the weights differ" in done.out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_ends_with_the_same_bits(train: Train) -> None:
     overrides = (*TENSOR, "trainer.gpus=2", "trainer.max_steps=6", "trainer.checkpoint_every=2")
     whole = train("undisturbed", *overrides)
@@ -238,6 +241,7 @@ def test_a_layer_that_does_not_divide_is_named_before_workers_start(train: Train
     assert not (done.run / "ranks").exists()
 
 
+@pytest.mark.slow
 def test_the_plan_counts_what_a_rank_of_a_group_holds(train: Train) -> None:
     words = ("--json", "trainer.gpus=2", "trainer.max_steps=1", "trainer.ema_decay=null")
     planned = train.ddpexp("plan", *COMMON, *TENSOR, f"data.path={train.text}", *words)
