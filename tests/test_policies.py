@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import pkgutil
 import re
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+import ddpexp
 from ddpexp.data.cifar10.archive import ARCHIVE
 from ddpexp.data.cifar10.prepare import MIRRORS as CIFAR10_MIRRORS
 from ddpexp.data.mnist.idx import FILES
@@ -136,3 +142,40 @@ def test_what_is_downloaded_is_known_by_its_hash_and_comes_over_https() -> None:
 def test_the_files_that_are_started_first_are_there() -> None:
     assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
     assert len({*LONGEST}) == len(LONGEST)
+
+
+def own_names(kind: type) -> set[str]:
+    """Return the private names that a class written in Python has, and that its methods set on an object."""
+    names = {name for name in vars(kind) if re.fullmatch(r"_[a-z]\w*", name)}
+    try:
+        return names | set(re.findall(r"\bself\.(_[a-z]\w*)(?:: [^=\n]+)? = ", inspect.getsource(kind)))
+    except (OSError, TypeError):  # written in C
+        return names
+
+
+def shared_names(kind: type) -> set[str]:
+    """Return the private names of a class that a class of Python's library from which it derives has as well."""
+    python = sys.stdlib_module_names - {"abc", "typing", "enum"}  # which write names of theirs into each class
+    theirs = [base for base in kind.__mro__[1:] if base.__module__.partition(".")[0] in python]
+    return own_names(kind) & {name for base in theirs for name in own_names(base)} - {"_abc_impl"}
+
+
+@pytest.mark.smoke  # Python 3.13 has given `threading.Thread` a `_handle`
+def test_no_class_shares_a_private_name_with_the_class_of_pythons_from_which_it_derives() -> None:
+    found: dict[str, type] = {}
+    for module in pkgutil.walk_packages([ddpexp.__path__[0]], "ddpexp."):
+        for kind in vars(importlib.import_module(module.name)).values():
+            if isinstance(kind, type) and kind.__module__.startswith("ddpexp"):
+                found[f"{kind.__module__}.{kind.__qualname__}"] = kind
+    assert len(found) > 500
+    assert {name: shared for name, kind in found.items() if (shared := shared_names(kind))} == {}
+
+
+def test_a_shared_private_name_is_seen() -> None:
+    class Loop(threading.Thread):
+        def _bootstrap(self) -> None: ...
+
+        def mark(self) -> None:
+            self._started = None
+
+    assert shared_names(Loop) == {"_bootstrap", "_started"}

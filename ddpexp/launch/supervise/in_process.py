@@ -85,12 +85,12 @@ def run(job: Job, request: WorkerRequest) -> int:
             channel.close()
 
 
-class _Supervisor(threading.Thread):
-    """Answers the worker's requests and signals."""
+class _Supervisor:
+    """Answers the worker's requests and signals, in a thread."""
 
     def __init__(self, job: Job, worker: Worker, grace_seconds: float) -> None:
         """Take over the supervisor's ends of the worker's channels."""
-        super().__init__(name="ddpexp-supervisor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ddpexp-supervisor", daemon=True)
         self._job, self._worker, self._grace_seconds = job, worker, grace_seconds
         self._agreement, self._end = Agreement([worker.status_page], lambda _message: None), RunEnd([worker])
         self._signals = SignalHandler([worker], Peers(None), self._agreement, self._end, _send_signal, self._leave)
@@ -98,8 +98,11 @@ class _Supervisor(threading.Thread):
         self._left_at: float | None = None  # when the worker was asked to leave without saving
         self._finished = False
 
-    def run(self) -> None:
+    def start(self) -> None:
         """Handle what arrives until the worker has ended."""
+        self._thread.start()
+
+    def _run(self) -> None:
         while not self._finished:
             select.select([self._worker.control.channel, self._worker.signals], [], [], _POLL_SECONDS)
             self._handle()
@@ -120,7 +123,7 @@ class _Supervisor(threading.Thread):
     def finish(self) -> None:
         """Stop handling: the worker has ended."""
         self._finished = True
-        self.join()
+        self._thread.join()
 
     def _handle(self) -> None:
         with suppress(BlockingIOError):

@@ -152,7 +152,10 @@ def main(path, prepared):
 # What a worker may still import: the recipe, a few quick modules (the stand-in for torch's compiler is one), and what
 # only rank zero of a run with TensorBoard wants.
 QUICK = {"points", "ddpexp.system.start", "torch._dynamo", "torch.profiler._cupti_monitor"}
-TENSORBOARD = {"tensorboard", "google", "fsspec", "absl", "xml", "encodings", "configparser"}
+TENSORBOARD = {
+    "tensorboard", "google", "fsspec", "absl", "xml", "encodings", "configparser",
+    "csv", "_csv", "calendar",  # with Python 3.13, where nothing else has imported them before
+}  # fmt: skip
 OUR_TENSORBOARD = ("torch.utils.tensorboard", "ddpexp.loggers.tensorboard")
 
 
