@@ -245,7 +245,7 @@ def main() -> int:
     parser.add_argument(
         "rows", nargs="*", metavar="row", help="a version of Python, torch-lowest, torch-newest or hydra-next"
     )
-    parser.add_argument("--python", default=OWN, metavar="VERSION", help=f"of the rows of packages; {OWN}")
+    parser.add_argument("--python", default=OWN, choices=promised(), help=f"of the rows of packages; {OWN}")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the environments stay")
     parser.add_argument("--smoke", action="store_true", help="a short trial of every Python, as in .ci/run")
     arguments = parser.parse_args(typed)
