@@ -5,15 +5,19 @@ import os
 import sys
 
 try:
-    _here = os.getcwd()
+    _here, _package = os.getcwd(), os.path.dirname(os.path.abspath(__file__))
 except FileNotFoundError:
     sys.stderr.write("ddpexp: the current folder has been removed: change to another one.\n")
     sys.exit(2)
 
-if (
+if __name__ == "__main__" and __spec__ is None and sys.path[0] == os.path.realpath(_package):
+    # Run as a file, whose folder Python has put in front: the package is in the folder above.
+    del sys.path[0]
+    sys.path.append(os.path.dirname(_package))
+elif (
     __name__ == "__main__"
     and not getattr(sys.flags, "safe_path", False)
-    and sys.path[0] == _here != os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    and sys.path[0] == _here != os.path.dirname(_package)
 ):
     # `python -m` has put the current folder in front, which may be anybody's. It stays where it is the checkout that
     # runs.

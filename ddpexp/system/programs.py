@@ -24,7 +24,12 @@ _PROGRAM = (
 )
 _HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the folder that holds ddpexp
 
-# Set for interpreters that another program starts as `python -m ddpexp`. Python 3.10 does not support it yet.
+COMMAND = ("-m", "ddpexp") if sys.version_info >= (3, 11) else (os.path.join(_HOME, "ddpexp", "__main__.py"),)
+"""What follows the interpreter where a program of others, or `ddpexp.run`, starts the command.
+
+Python 3.10 does not support `SAFE_PATH` yet, and with -m imports modules of its own from the current folder.
+"""
+# Set for interpreters that another program starts as `python -m ddpexp`.
 SAFE_PATH = "PYTHONSAFEPATH"
 OURS = "ddpexp"
 """The value of `SAFE_PATH` when ddpexp has set it: it is not meant for programs that a recipe starts."""

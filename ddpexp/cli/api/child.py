@@ -61,7 +61,7 @@ def run_command(arguments: Sequence[str], cwd: str | Path | None, quiet: bool, c
     with _interrupts() as interrupts:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "ddpexp", *arguments],
+                [sys.executable, *programs.COMMAND, *arguments],
                 cwd=cwd,
                 env=_environ(cwd, caller.variable(os.getpid(), writing, show.is_live)),
                 stdin=subprocess.DEVNULL,

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from ddpexp.launch.launchers.elastic_board import (
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
+from ddpexp.system import programs
 from ddpexp.system.network import address_towards
 from ddpexp.system.terminal import print_message
 
@@ -88,12 +88,12 @@ class Elastic(Launcher):
             _check_unfinished(job)
         job.leads = False  # one of the commands that the agent starts leads
         with memory(json.dumps(job.described()).encode()) as described, StoreMailbox.make(here.world_size) as board:
-            argv = [
-                sys.executable, "-m", "ddpexp.launch.launchers.elastic_agent", str(os.getpid()),
-                f"--nnodes={low}:{high}",
-                f"--nproc-per-node={here.world_size}", f"--max-restarts={self.max_restarts}", *rendezvous,
-                f"--log-dir={os.devnull}", "-m", "ddpexp", "member", str(described),
+            arguments = [
+                str(os.getpid()), f"--nnodes={low}:{high}", f"--nproc-per-node={here.world_size}",
+                f"--max-restarts={self.max_restarts}", *rendezvous, f"--log-dir={os.devnull}", *programs.COMMAND,
+                "member", str(described),
             ]  # fmt: skip
+            argv = programs.python("ddpexp.launch.launchers.elastic_agent:main", argv=arguments)
             environ = {
                 "OMP_NUM_THREADS": "1",  # silences torchrun's warning; each worker sets its own number of threads
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(job.request.grace_seconds) + _SAVE_SECONDS),

@@ -115,7 +115,3 @@ def _forward(number: int, _frame: FrameType | None) -> None:
     for pid in children(os.getpid()):
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-if __name__ == "__main__":
-    main()

@@ -38,7 +38,7 @@ from ddpexp.launch.workers.client import Server
 from ddpexp.system import start
 from ddpexp.system.job_schedulers.slurm import SLURM
 from ddpexp.system.process import end_with_parent
-from ddpexp.system.programs import find
+from ddpexp.system.programs import COMMAND, find
 from ddpexp.system.terminal import print_message
 
 
@@ -253,6 +253,8 @@ class Slurm(Launcher):
         """Return the command line of the step: one task per node, all ended when one fails."""
         cpus = self._cpus(job)
         container = {"container-image": self.container_image, "container-mounts": self.container_mounts}
+        elsewhere = self.python or self.container_image  # where this interpreter's files need not be
+        command = [self.python or sys.executable, *(("-m", "ddpexp") if elsewhere else COMMAND)]
         return [
             "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1",
             *([f"--cpus-per-task={cpus}"] if cpus else []),  # srun does not inherit it from sbatch
@@ -261,7 +263,7 @@ class Slurm(Launcher):
             *(f"--{name}={value}" for name, value in container.items() if value),
             *gpus_of_all_tasks(os.environ, nodes),
             *self.srun_args,
-            self.python or sys.executable, "-m", "ddpexp", "member", str(run),
+            *command, "member", str(run),
         ]  # fmt: skip
 
     def resource_request(self, job: Job, nodes: int) -> ResourceRequest:
