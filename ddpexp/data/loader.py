@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
@@ -62,16 +62,16 @@ def load(
         worker_init_fn=partial(_start_worker, os.getpid(), pids) if num_workers else None,
         generator=torch.Generator().manual_seed(0),  # so that it does not draw from the global generator
     )
-    received = 0
-    with ExitStack() as handler:
-        try:
-            batches = iter(loader)
-            handler.enter_context(_deaths(pids))  # before torch's own handler, which is installed by now
-        except OSError as error:  # its semaphores are in shared memory, too
-            raise _no_room() if num_workers and error.errno == errno.ENOSPC else error from None
-        except RuntimeError:  # raised by torch's handler
-            _raise_death(pids)
-            raise
+    received, deaths = 0, _deaths(pids)
+    try:
+        batches = iter(loader)
+        deaths.__enter__()  # before torch's own handler, which is installed by now
+    except OSError as error:  # its semaphores are in shared memory, too
+        raise _no_room() if num_workers and error.errno == errno.ENOSPC else error from None
+    except RuntimeError:  # raised by torch's handler
+        _raise_death(pids)
+        raise
+    try:
         while True:
             _raise_death(pids)  # a worker may have died before the handler was installed
             try:
@@ -80,10 +80,7 @@ def load(
                 return
             except (RuntimeError, OSError, EOFError) as error:
                 if "timed out" not in str(error):
-                    # If a worker dies while it sends a batch, torch notices and reaps it before its signal arrives.
-                    for worker, process in enumerate(getattr(batches, "_workers", ())):
-                        if process.exitcode:
-                            raise _lost(worker, _ended(process.exitcode)) from None
+                    _raise_reaped(batches)
                     raise
                 worker = received % num_workers  # torch uses the workers in turn
                 _dump(pids[worker])
@@ -95,9 +92,10 @@ def load(
                 try:
                     raise batch
                 finally:
-                    # Its traceback would keep this frame, and with it the workers, alive until garbage collection.
-                    del batch
+                    del batch  # its traceback would keep this frame and the workers alive until garbage collection
             yield batch
+    finally:
+        deaths.__exit__(None, None, None)  # an ExitStack would keep this frame and the workers alive in Python 3.10
 
 
 def shared_memory_warning(num_workers: int) -> str | None:
@@ -254,6 +252,13 @@ def _raise_death(pids: memoryview) -> None:
         problem = _death(pid)
         if problem is not None:
             raise _lost(worker, problem)
+
+
+def _raise_reaped(batches: Any) -> None:
+    """Raise an error if a worker died while it sent a batch: torch notices, and reaps it before its signal arrives."""
+    for worker, process in enumerate(getattr(batches, "_workers", ())):
+        if process.exitcode:
+            raise _lost(worker, _ended(process.exitcode)) from None
 
 
 def _death(pid: int) -> str | None:

@@ -40,8 +40,9 @@ def children(pid: int) -> list[int]:
 
 def threads(pid: int) -> list[Path]:
     """Return the folders of a process's threads; empty if the process is gone. Source: proc(5), /proc/PID/task."""
+    folder = Path(f"/proc/{pid}/task")
     try:
-        return list(Path(f"/proc/{pid}/task").iterdir())
+        return [folder / name for name in os.listdir(folder)]
     except OSError:
         return []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import platform
@@ -107,6 +108,9 @@ def _prepare_process(control: Control) -> None:
     debugger.install(debugger.of_process(control, os.environ))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # What a fork of this rank inherits is not its to collect: in the worker of another loader, an iterator of torch's
+    # would try to end its own workers, and raise (pytorch/pytorch#149837).
+    os.register_at_fork(after_in_child=gc.freeze)
 
     def leave(number: int, _frame: FrameType | None) -> None:
         if control.at_prompt:

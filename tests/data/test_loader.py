@@ -17,7 +17,8 @@ import torch
 
 from ddpexp.data.loader import load
 from ddpexp.errors import CodeError, LoaderError
-from tests.conftest import PATIENCE
+from tests.conftest import PATIENCE, Ddpexp
+from tests.points import Recipe
 
 
 class Raises:
@@ -44,6 +45,48 @@ def test_an_error_of_a_sample_ends_the_workers_with_it() -> None:
     except CodeError:
         pass
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("_no_collector")
+def test_a_loader_that_is_left_early_ends_its_workers_at_once() -> None:
+    batches = load([1, 2, 3, 4], "train", iter([(0, [0]), (0, [1]), (0, [2])]), 2, torch.device("cpu"), PATIENCE)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    cast("Generator[object]", batches).close()
+    del batches
+    assert multiprocessing.active_children() == []
+
+
+COLLECTS = """\
+import gc
+
+class Left:
+    # Garbage of a rank, which only the collector finds.
+    def __init__(self):
+        self.itself, self.owner = self, os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.owner:
+            print("collected in a fork", flush=True)
+
+class Collecting(Items):
+    def __getitem__(self, index):
+        gc.collect()
+        return super().__getitem__(index)
+
+def load_garbage():
+    gc.disable()
+    Left()
+    return Splits(Collecting(96, 0), {"eval": Collecting(33, 1)})
+"""
+
+
+def test_the_worker_of_a_loader_collects_nothing_that_its_rank_has_left(ddpexp: Ddpexp) -> None:
+    recipe = Recipe(ddpexp, COLLECTS)
+    done = recipe("data._target_=points.load_garbage", "data.num_workers=1", "trainer.gpus=1", "trainer.max_steps=2")
+    assert (done.code, done.err) == (0, "")
+    assert "collected" not in done.out + (done.run / "ranks/0.log").read_text()
 
 
 @dataclass(frozen=True)
