@@ -154,7 +154,7 @@ def main(path, prepared):
 QUICK = {"points", "ddpexp.system.start", "torch._dynamo", "torch.profiler._cupti_monitor"}
 TENSORBOARD = {
     "tensorboard", "google", "fsspec", "absl", "xml", "encodings", "configparser",
-    "csv", "_csv", "calendar",  # with Python 3.13, where nothing else has imported them before
+    "csv", "_csv", "calendar", "backports",  # with Python 3.13 or 3.10, where nothing else has imported them before
 }  # fmt: skip
 OUR_TENSORBOARD = ("torch.utils.tensorboard", "ddpexp.loggers.tensorboard")
 
