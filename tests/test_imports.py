@@ -18,7 +18,7 @@ STARTS = ("subprocess.", "os.fork", "os.exec", "os.spawn", "os.posix_spawn", "os
 def note(event, arguments):
     if event.startswith(("socket.", *STARTS)):
         frame, place = sys._getframe(1), []
-        while frame is not None and len(place) < 5:
+        while frame is not None and len(place) < 8:
             place.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
             frame = frame.f_back
         if not any("/cuda/pathfinder/" in name for name in place):  # torch for CUDA: where is the C library?

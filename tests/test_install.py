@@ -101,11 +101,9 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, with_pip=True)
     [packages] = folder.glob("lib/python*/site-packages")
     for distribution in required(wheel).values():
-        for file in distribution.files or []:
+        for file in files_of(distribution):
             source, target = Path(str(distribution.locate_file(file))), packages / file
-            if (
-                ".." in file.parts or not source.exists()
-            ):  # a script, in bin; a file that is not installed (Python 3.10)
+            if ".." in file.parts:  # a script, in bin
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
@@ -114,6 +112,17 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run(found, "-m", "pip", "install", "-q", "--no-compile", "--no-deps", wheel, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return found
+
+
+def files_of(distribution: metadata.Distribution) -> list[Path]:
+    """Return the files of a distribution, as paths in site-packages."""
+    text = distribution.read_text("installed-files.txt")
+    if text is None:
+        return [Path(file) for file in distribution.files or []]
+    # The pip of Python 3.10 has installed it from its source; its metadata list what the source holds.
+    root = Path(str(distribution.locate_file("")))
+    [folder] = root.glob(f"{distribution.metadata['Name'].replace('-', '_')}-*.egg-info")
+    return [Path(os.path.relpath(folder / line, root)) for line in text.splitlines()]
 
 
 def link(source: Path, target: Path) -> None:
