@@ -30,7 +30,7 @@ from ddpexp.system.start import NOT_LINUX
 from ddpexp.system.terminal import print_json, print_message, show, within_patience
 
 _HELP = {"--help", "-h"}
-_REQUIRED = {"hydra", "omegaconf", "yaml", "rich", "numpy"}  # what commands import, in a clone that is not installed
+_REQUIRED = {"hydra", "omegaconf", "yaml", "rich", "numpy"}  # imported by the process of a command, which has no torch
 _WORKER = "ddpexp.train.process"  # imported where this process was a worker
 
 

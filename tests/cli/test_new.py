@@ -30,7 +30,7 @@ GROWN = {  # what users write into the section `data`, as the README of the proj
 }
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("kind", kinds())
 def test_a_project_is_complete_and_passes_its_own_tests(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpexp: Ddpexp

@@ -30,5 +30,6 @@ def faults(**variables: str) -> int:
 
 
 def test_pages_are_not_returned_between_steps_unless_the_environment_says_so() -> None:
-    assert faults() < 2000
-    assert faults(MALLOC_MMAP_THRESHOLD_="1048576") > 100_000  # five steps of 40,960 pages each
+    returned = faults(MALLOC_MMAP_THRESHOLD_="1048576")
+    assert returned > 100_000  # five steps of 40,960 pages each
+    assert faults() < returned / 20  # a heap in pieces has taken up to 5 of the 200 blocks anew

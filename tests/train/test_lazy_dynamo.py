@@ -242,6 +242,7 @@ def test_a_function_is_kept_out_of_compiled_code_in_every_form(warm: Warm, defer
     warm(("defer()\ntrain()\n" if deferred else "") + _FORMS)
 
 
+@pytest.mark.slow
 def test_the_public_functions_of_torch_compiler_return_the_same_as_without_us(warm: Warm) -> None:
     ask = """
 import inspect

@@ -56,15 +56,15 @@ def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> Non
 def _serve(channel: socket.socket, start_method: str, failed: dict[str, str], guard: CudaGuard) -> None:
     _send(channel, {"kind": "ready", "failed": failed, "pid": os.getpid()})
     children: set[int] = set()
-    ends, end = socket.socketpair()  # of children: Python writes each signal to the second one
-    for one in (ends, end):
-        one.setblocking(False)
+    signals, wakeup = socket.socketpair()  # Python writes the number of each signal, that of a child's end too
+    for end in (signals, wakeup):
+        end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(end.fileno(), warn_on_full_buffer=False)
-    private = (channel, ends, end)
+    signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    private = (channel, signals, wakeup)
     while True:
         _reap(channel, children)
-        if not _wait_readable(channel, ends):
+        if not _wait_readable(channel, signals):
             continue
         try:
             data, fds, _flags, _address = socket.recv_fds(channel, _PACKET, 8)
@@ -107,11 +107,11 @@ def _import(names: Sequence[str], guard: CudaGuard) -> dict[str, str]:
     return failed
 
 
-def _wait_readable(channel: socket.socket, ends: socket.socket) -> bool:
+def _wait_readable(channel: socket.socket, signals: socket.socket) -> bool:
     """Wait for a request or a child's end; return True for a request."""
-    ready, _, _ = select.select([channel, ends], [], [])
-    if ends in ready:
-        ends.recv(4096)
+    ready, _, _ = select.select([channel, signals], [], [])
+    if signals in ready:
+        signals.recv(4096)
     return channel in ready
 
 

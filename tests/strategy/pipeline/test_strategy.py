@@ -318,7 +318,7 @@ def test_workers_with_the_same_batch_draw_the_same_numbers_of_the_host(recipe: R
 WIDE = ("model._target_=points.Wide", "~model.hidden", "~model.dropout", "trainer.global_batch_size=48")
 
 
-@pytest.mark.variants(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [INTERLEAVED, ("strategy.schedule=gpipe",), ("strategy.schedule=1f1b",)])
 def test_the_plan_knows_what_a_worker_keeps_for_backward_passes(
     recipe: Recipe, tmp_path: Path, schedule: tuple[str, ...]
@@ -341,6 +341,7 @@ def test_copies_of_stages_share_the_data_as_the_workers_of_ddp(recipe: Recipe) -
     )
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_as_a_pipeline_and_another_strategy_resumes_from_it(recipe: Recipe) -> None:
     options = (*COMMON, *PIPELINE, "model.dropout=0.2", "trainer.checkpoint_every=1", "strategy.init=replay")
     whole = recipe(*options)
