@@ -30,6 +30,6 @@ def faults(**variables: str) -> int:
 
 
 def test_pages_are_not_returned_between_steps_unless_the_environment_says_so() -> None:
-    returned = faults(MALLOC_MMAP_THRESHOLD_="1048576")
-    assert returned > 100_000  # five steps of 40,960 pages each
-    assert faults() < returned / 20  # a heap in pieces has taken up to 5 of the 200 blocks anew
+    # Now and then a fragmented heap takes 3 to 5 of 200 blocks anew. Where pages are returned, every run takes them all.
+    assert any(faults() < 2000 for _ in range(3))
+    assert faults(MALLOC_MMAP_THRESHOLD_="1048576") > 100_000  # five steps of 40,960 pages each
