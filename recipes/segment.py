@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from ddpexp.data.cache import cache_name, make_cache, user_cache
 from ddpexp.data.datasets import Splits
+from ddpexp.data.open_image import open_image
 from ddpexp.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class Pairs(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         """Read an image, in RGB, and its mask."""
-        image, mask = (Image.open(path) for path in self.pairs[index])
+        image, mask = map(open_image, self.pairs[index])
         return image.convert("RGB"), mask
 
 
@@ -251,7 +252,7 @@ def _stamps(pair: Sequence[str]) -> list[int]:
 def _largest(image: str, mask: str) -> int:
     """Return the largest class of a mask. Raises: RefusedError, if it is no mask of the image."""
     try:
-        with Image.open(image) as opened, Image.open(mask) as found:
+        with open_image(image) as opened, open_image(mask) as found:
             sizes, mode = (opened.size, found.size), found.mode
             values = np.asarray(found)
     except OSError as error:

@@ -13,6 +13,7 @@ from typing import BinaryIO
 from PIL import Image
 
 from ddpexp.data.image_folder.options import StoredSize
+from ddpexp.data.open_image import open_image
 
 _ORIENTATION = 0x0112  # the tag. Source: Exif 2.3, table 4
 _UPRIGHT = {
@@ -73,7 +74,7 @@ def _opened(file: BinaryIO) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return Image.open(file)
+            return open_image(file)
     except Exception as error:
         size = file.seek(0, os.SEEK_END)
         raise BrokenImageError("the file is empty" if size == 0 else _reason(error)) from None
@@ -111,5 +112,4 @@ def _plain(image: Image.Image, mode: str) -> Image.Image:
 
 
 def _reason(error: Exception) -> str:
-    text = str(error)
-    return "it is no image" if text.startswith("cannot identify") else text or type(error).__name__
+    return str(error) or type(error).__name__

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ddpexp.data.datasets import Splits
+from ddpexp.data.open_image import open_image
 from ddpexp.data.order import Order, Permutation, distinct
 from ddpexp.data.tar_shards.remote import RemoteShard
 from ddpexp.errors import RefusedError
@@ -98,7 +99,7 @@ def decode(data: bytes, extension: str, image_size: int | None = None) -> Any:
     With `image_size` the shorter side is scaled to it and the middle is cropped.
     """
     if extension in ("jpg", "jpeg", "png", "webp"):
-        with Image.open(io.BytesIO(data)) as image:
+        with open_image(io.BytesIO(data)) as image:
             return _pixels(image.convert("RGB"), image_size)
     if extension == "json":
         return json.loads(data)

@@ -88,9 +88,9 @@ class MLflow(Remote):
                 content = {"counts": list(medium.counts), "edges": list(medium.edges)}
                 self._client.log_dict(self._run_id, content, f"{path}.json")
             else:
-                from PIL import Image
+                from PIL.PngImagePlugin import PngImageFile
 
-                self._client.log_image(self._run_id, Image.open(io.BytesIO(medium.png)), artifact_file=f"{path}.png")
+                self._client.log_image(self._run_id, PngImageFile(io.BytesIO(medium.png)), artifact_file=f"{path}.png")
 
     def flush(self) -> None:
         """Log the metrics of several rows in one request, in the order of their steps."""

@@ -108,9 +108,9 @@ def _medium(medium: Medium) -> Any:
     if medium.kind == "histogram":
         return wandb.Histogram(np_histogram=(list(medium.counts), list(medium.edges)))
     if medium.kind == "image":
-        from PIL import Image
+        from PIL.PngImagePlugin import PngImageFile
 
-        return wandb.Image(Image.open(io.BytesIO(medium.png)))
+        return wandb.Image(PngImageFile(io.BytesIO(medium.png)))
     return wandb.Html(f"<pre>{html.escape(medium.text)}</pre>")
 
 

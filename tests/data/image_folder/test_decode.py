@@ -94,7 +94,11 @@ def test_broken_images_are_reported_with_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "image.jpg"
     photo(200, 200, 0).save(path)
     whole = path.read_bytes()
-    for content, reason in ((b"", "empty"), (b"<html>", "no image"), (whole[: len(whole) // 2], "truncated")):
+    for content, reason in (
+        (b"", "empty"),
+        (b"<html>", "no JPEG, PNG or WebP image"),
+        (whole[: len(whole) // 2], "truncated"),
+    ):
         path.write_bytes(content)
         with pytest.raises(BrokenImageError, match=reason):
             decode(str(path), StoredSize(100, 100), 3)

@@ -1,0 +1,27 @@
+"""Opening images: JPEG, PNG and WebP by their content, whatever the name of the file.
+
+Pillow reads some forty more formats, and one of them, PostScript, by running the file in Ghostscript.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import BinaryIO
+
+from PIL import Image, UnidentifiedImageError
+
+FORMATS = ("JPEG", "PNG", "WEBP")
+CALLED = "JPEG, PNG or WebP"
+
+
+def open_image(file: str | os.PathLike[str] | BinaryIO) -> Image.Image:
+    """Open an image as `PIL.Image.open` does, and nothing but a JPEG, PNG or WebP.
+
+    Raises:
+        UnidentifiedImageError: The file is none of these. OSError: It cannot be read. Pillow's decoders raise errors of
+            other kinds where a file is damaged.
+    """
+    try:
+        return Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError:
+        raise UnidentifiedImageError(f"it is no {CALLED} image") from None
