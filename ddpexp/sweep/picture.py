@@ -24,6 +24,7 @@ from ddpexp.sweep.plot_curves import draw_curves
 from ddpexp.sweep.plot_panels import draw_panel
 from ddpexp.sweep.rows import Goal, Row
 from ddpexp.system import files
+from ddpexp.system.process import away_from_current_folder
 from ddpexp.system.terminal import print_message
 
 if TYPE_CHECKING:
@@ -92,15 +93,9 @@ def save(path: Path, compose: Callable[[Figure], None]) -> None:
 
 
 def _import_matplotlib() -> None:
-    """Import it away from the current folder, whose matplotlibrc it would read, which names modules and programs."""
-    here = os.open(os.curdir, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.chdir(os.path.dirname(__file__))
+    with away_from_current_folder():  # whose matplotlibrc it would read, which names modules and programs
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401
-    finally:
-        os.fchdir(here)
-        os.close(here)
 
 
 def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None) -> None:

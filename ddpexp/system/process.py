@@ -29,6 +29,18 @@ def stat(pid: int) -> list[str] | None:
         return None
 
 
+@contextmanager
+def away_from_current_folder() -> Iterator[None]:
+    """Be in ddpexp's own folder in the block, for libraries that read settings from the current one."""
+    here = os.open(os.curdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.chdir(os.path.dirname(__file__))
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
+
+
 def children(pid: int) -> list[int]:
     """Return the child processes that have not been waited for; empty if the process is gone. Source: proc(5)."""
     pids: list[int] = []

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from ddpexp.loggers.remote.base import END_SECONDS, Medium, NotReadyError, Remote, Row, RunInfo
 from ddpexp.loggers.remote.wandb_file import last_steps
+from ddpexp.system.process import away_from_current_folder
 
 _NO_LOGIN = (
     "wandb has no API key: run `wandb login`, set WANDB_API_KEY, or use {key}.mode=offline, which needs none "
@@ -27,6 +28,8 @@ _NO_LOGIN = (
 @dataclass
 class WandB(Remote):
     """Record a run with wandb: the same run id at every start, a row of its history for each step."""
+
+    restate_on_resume: ClassVar = ("entity",)
 
     info: RunInfo
     project: str | None = None
@@ -55,11 +58,13 @@ class WandB(Remote):
 
     def open(self) -> None:
         """Start or resume the run."""
-        import wandb
+        with away_from_current_folder():  # whose wandb/settings it would read, which names a server to send the key to
+            import wandb
 
+            wandb.teardown()  # of an attempt that failed
+            wandb.setup()
         if (problem := self.problem("logger", {"mode": self._mode}, os.environ)) is not None:
             raise NotReadyError(problem)
-        wandb.teardown()  # of an attempt that failed
         self._run = wandb.init(
             dir=self.info.path, id=self.info.id, name=self.info.path.name, resume="allow", mode=self.mode,
             project=self.project or os.environ.get("WANDB_PROJECT") or self.info.recipe, entity=self.entity,

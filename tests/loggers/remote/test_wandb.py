@@ -94,6 +94,32 @@ def test_what_an_interrupted_process_did_not_write_is_sent_again_and_nothing_els
     assert [row["_step"] for row in rows if "w" in row] == [steps[-1]]
 
 
+OPENED = """
+import sys
+from pathlib import Path
+import wandb
+from ddpexp.loggers.remote.base import RunInfo
+from ddpexp.loggers.remote.wandb import WandB
+WandB(RunInfo(Path(sys.argv[1]), "mine", "abc", {}), mode="offline").open()
+print(wandb.run.settings.base_url, wandb.Settings().base_url, wandb.run.entity, wandb.run.project)
+"""
+
+
+def test_the_settings_of_wandb_in_the_current_folder_and_in_the_run_do_not_count(python: str, tmp_path: Path) -> None:
+    for place in ("", "run"):
+        folder = tmp_path / place / "wandb"
+        folder.mkdir(parents=True)
+        (folder / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\nentity = evil\nproject = evil\n")
+    done = subprocess.run(
+        [python, "-c", OPENED, str(tmp_path / "run")], env=extras.environ(), cwd=tmp_path, capture_output=True,
+        text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    server, default, *owner = done.stdout.split()
+    assert server == default
+    assert owner == ["mine"]  # the project, and no entity
+
+
 @pytest.mark.parametrize(
     ("pieces", "expected"),
     [
