@@ -28,6 +28,7 @@ from ddpexp.config import commands
 from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import conf_folder, groups
 from ddpexp.config.parse import parse
+from ddpexp.config.restated import is_setting
 from ddpexp.config.sweeps import JobComposer, Swept
 from ddpexp.config.values import Composed
 from ddpexp.doctor.verb import DoctorArguments
@@ -250,7 +251,7 @@ def accept(words: Sequence[str]) -> None:
     elif words[:1] == ["completion"]:
         assert words[1] in SCRIPTS
     elif words[:1] == ["trust"]:
-        assert all(re.fullmatch(r"--remove|[\w.]+", word) for word in words[1:])
+        assert all(re.fullmatch(r"--remove|[\w.]+", word) or is_setting(word) for word in words[1:])
     elif words[:1] == ["new"]:
         assert len(words) == 2 or words[2] == "--like", words
     elif words[:1] == ["plan"]:

@@ -117,7 +117,7 @@ def request_of(found: Weights, out: Path, kind: str) -> dict[str, Any]:
         "weights": str(found.weights.resolve()),
         "out": str(out.absolute()),
         "format": kind,
-        "data": prepare(found.experiment.data, found.experiment.trust),
+        "data": prepare(found.experiment.data, found.experiment.trust, stored=True),
         "made": {
             "ddpexp": __version__,
             "run": str(found.home.resolve()),

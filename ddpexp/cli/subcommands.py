@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ddpexp.config.compose import compose
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.names import named
 from ddpexp.config.parse import load, parse
+from ddpexp.config.restated import UnrestatedError
 from ddpexp.config.schema import Experiment
 from ddpexp.config.stored import override_file
 from ddpexp.errors import RefusedError
@@ -119,22 +120,24 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     if moved is not None:
         raise RefusedError(f"{moved}: resume continues in {source} itself.")
     check_config(run, f"resume {source}")
-    values, text = override_file(run.config, arguments, resumes=True)
-    _check_code_is_typed(run, values, command)
+    values, text = _override(run, arguments, command, keeps=("launcher", "logger"))
     typed = [
         argument
         for i, argument in enumerate(arguments)
         if "=" in argument and argument[0] != "-" and (i == 0 or arguments[i - 1] not in _OPTIONS)
     ]
     experiment = parse(values)
-    _check_words_are_typed(run, experiment.launcher, typed, command)
     return experiment.launcher, Training(
         experiment, text, merge_overrides(run, typed), command, new_overrides=typed, resume_from=run
     )
 
 
-def stored_run(name: str, argv: list[str], command: Sequence[str]) -> tuple[RunDir, Experiment, str]:
+def stored_run(
+    name: str, argv: list[str], command: Sequence[str], keeps: Collection[str] = ()
+) -> tuple[RunDir, Experiment, str]:
     """Return the run that the arguments of the command `name` name, and its experiment with their overrides.
+
+    `keeps` as for `ddpexp.config.stored.override_file`.
 
     Raises:
         RefusedError: no such run, one whose code is not trusted, or arguments that do not fit.
@@ -143,9 +146,25 @@ def stored_run(name: str, argv: list[str], command: Sequence[str]) -> tuple[RunD
     _check_options(arguments, name)
     run = _run_at(source, name)
     check_config(run, f"{name} {source}")
-    values, text = override_file(run.config, arguments, resumes=True)
-    _check_code_is_typed(run, values, command)
+    values, text = _override(run, arguments, command, keeps)
     return run, parse(values), text
+
+
+def _override(
+    run: RunDir, arguments: list[str], command: Sequence[str], keeps: Collection[str] = ()
+) -> tuple[Mapping[str, Any], str]:
+    """Return the configuration of a run with overrides, and its text.
+
+    Raises:
+        RefusedError: it does not fit, or has code or settings that must be restated, with what to type.
+    """
+    try:
+        values, text = override_file(run.config, arguments, keeps)
+    except UnrestatedError as error:
+        again = [*command[1:], *(word for word in trust_arguments(run) if word not in command), *error.overrides]
+        raise RefusedError(error.message(f"python -m ddpexp {shlex.join(again)}")) from None
+    _check_code_is_typed(run, values, command)
+    return values, text
 
 
 def _run_at(source: str, name: str) -> RunDir:
@@ -193,9 +212,7 @@ def untrusted_code(values: Mapping[str, Any], foreign: Mapping[str, str]) -> dic
 
 
 def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequence[str]) -> None:
-    """Refuse code outside ddpexp that is not trusted in this command, or.
-
-    That another user's directory would have resumed.
+    """Refuse code outside ddpexp that this command does not trust, or that another user's directory would have run.
 
     Raises:
         RefusedError: with what to type.
@@ -221,22 +238,6 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
                 f"{run.path} names code of its own ({key}={target}), which runs only when it is restated. If it is "
                 f"yours: python -m ddpexp {arguments}{trusted.advice(target)}"
             )
-
-
-def _check_words_are_typed(run: RunDir, launcher: Launcher, typed: Sequence[str], command: Sequence[str]) -> None:
-    """Refuse what a launcher would run, or connect to, on the word of a run directory alone.
-
-    Raises:
-        RefusedError: with what to type.
-    """
-    keys = {argument.partition("=")[0] for argument in typed}
-    missing = [argument for argument in launcher.arguments_on_resume() if argument.partition("=")[0] not in keys]
-    if missing and "launcher" not in keys:  # a typed launcher brings its own settings
-        arguments = " ".join(shlex.quote(argument) for argument in [*command[1:], *missing])
-        raise RefusedError(
-            f"{run.path} says itself what its launcher runs or connects to ({missing[0]}), which counts only when it "
-            f"is restated. If it is yours: python -m ddpexp {arguments}"
-        )
 
 
 def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluation] | None:
@@ -382,8 +383,7 @@ def runs_below(folder: Path) -> str:
 
 
 def _of_run(home: Path, arguments: list[str], command: Sequence[str]) -> tuple[str, Experiment]:
-    values, text = override_file(home / "config.yaml", arguments)
-    _check_code_is_typed(RunDir(home), values, command)
+    values, text = _override(RunDir(home), arguments, command)
     return text, parse(values)
 
 

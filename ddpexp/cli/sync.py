@@ -36,7 +36,7 @@ def sync(argv: list[str], command: Sequence[str]) -> int:
         print(_USAGE)
         return EXIT_DONE
     arguments = [argument for argument in argv if argument != "--json"]
-    run, experiment, _ = stored_run("sync", arguments, command)
+    run, experiment, _ = stored_run("sync", arguments, command, keeps=("logger",))
     check_usable(experiment)
     held = lock.take(run.path, run.ranks, f"sync {files.typed(run.path)}")
     try:

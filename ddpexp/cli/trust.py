@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ddpexp.config import commands, trusted
+from ddpexp.config.restated import is_setting
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.system import files
 from ddpexp.system.text import sanitize
@@ -17,7 +18,12 @@ that configurations may name it without run.trust=[...] in each command:
 Without a name it lists what is trusted; --remove NAME takes it back. The list
 is yours, not a run's; a module of the same name in another place, such as the
 current folder, is not trusted by it. What you trust whole, every configuration
-can call with any arguments, so name the class where you can."""
+can call with any arguments, so name the class where you can.
+
+An address (with all below it), a name on a hub or a variable of the
+environment counts in a run directory without being restated, whoever made it:
+
+    ddpexp trust https://data.example.org hub:stanfordnlp/imdb oc.env:TOKEN"""
 
 
 def trust(argv: list[str]) -> int:
@@ -39,14 +45,15 @@ def trust(argv: list[str]) -> int:
     if "--remove" in argv:
         return _remove(names, entries)
     for name in names:
-        entry = trusted.find(name)
+        entry = trusted.Trusted(name, "", "", "") if is_setting(name) else trusted.find(name)
         entries = [*(other for other in entries if other.name != name), entry]
-        print(sanitize(f"{entry.name} of {entry.distribution} {entry.version} ({entry.place}) is trusted."))
+        of = f" of {entry.distribution} {entry.version} ({entry.place})" if entry.distribution else ""
+        print(sanitize(f"{entry.name}{of} is trusted."))
     if names:
         trusted.write(entries)
         return EXIT_DONE
     for entry in entries:
-        print(sanitize(f"{entry.name}  {entry.distribution} {entry.version}  {entry.place}"))
+        print(sanitize(f"{entry.name}  {entry.distribution} {entry.version}  {entry.place}".rstrip()))
     if not entries:
         print("Nothing is trusted beside ddpexp and what installed packages offer to it by their entry points.")
     return EXIT_DONE

@@ -75,7 +75,7 @@ COMMANDS = (
         "prepare the data, and show what the model will see", ("dataset", "prepare", "preview"),
     ),
     Command(
-        "trust", "[--remove] [PACKAGE | PACKAGE.CLASS ...]", "let configurations name code of installed packages",
+        "trust", "[--remove] [PACKAGE | PACKAGE.CLASS | ADDRESS ...]", "let configurations name code and addresses",
         ("allow", "untrust"),
     ),
     Command(

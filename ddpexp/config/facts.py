@@ -133,6 +133,8 @@ def _value(facts: Mapping[str, Any], path: str, where: str) -> Any:
             value = value[int(item)] if isinstance(value, list | tuple) else value[item]
         except (LookupError, TypeError, ValueError):
             raise RefusedError(f"{where}: the fact {name} is {facts[name]!r}, which has no {item}.") from None
+    if "${" in str(value):  # it would be resolved with the configuration
+        raise RefusedError(f"{where}: the fact {name} is {value!r}, and a fact cannot hold a reference.")
     return value
 
 

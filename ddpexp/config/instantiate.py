@@ -75,8 +75,8 @@ class Trust:
         """
         if self.code is not None and str(self.code) not in sys.path:
             sys.path.insert(0, str(self.code))
-        here = Path.cwd()
-        if str(here) not in sys.path and any(_lies_in(here, prefix.partition(".")[0]) for prefix in self.prefixes):
+        here, roots = Path.cwd(), [prefix.partition(".")[0] for prefix in self.prefixes if ":" not in prefix]
+        if str(here) not in sys.path and any(_lies_in(here, root) for root in roots):
             sys.path.append(str(here))
 
 

@@ -6,11 +6,11 @@ A few lines of `${...}` can stand for more values, more text and more time than 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
-from omegaconf import Container, OmegaConf
+from omegaconf import Container, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddpexp.config import facts
@@ -65,6 +65,42 @@ def bounded_interpolations() -> Iterator[None]:
         ) from None
     finally:
         Container.resolve_parse_tree = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def only_resolvers(allows: Callable[[tuple[str | int, ...], str], bool]) -> Iterator[dict[tuple[str | int, ...], str]]:
+    """Have OmegaConf call no resolver in all that is done inside but that of `facts`, and those that `allows` allows.
+
+    It is called with the place where the reference is written, as names and positions, and with the reference's text,
+    such as `oc.env:NAME`. The others stand for an empty text; they are in the result by their places.
+    """
+    plain = Container._evaluate_custom_resolver
+    refused: dict[tuple[str | int, ...], str] = {}
+
+    def evaluate(
+        self: Container, key: Any, node: Node, inter_type: str, inter_args: tuple[Any, ...], inter_args_str: Any
+    ) -> Any:
+        place, name = _place_of(node), f"{inter_type}:{','.join(map(str, inter_args))}"
+        if inter_type == "facts" or allows(place, name):
+            return plain(self, key, node, inter_type, inter_args, inter_args_str)
+        refused.setdefault(place, name)
+        return ""
+
+    Container._evaluate_custom_resolver = evaluate  # type: ignore[method-assign]
+    try:
+        yield refused
+    finally:
+        Container._evaluate_custom_resolver = plain  # type: ignore[method-assign]
+
+
+def _place_of(node: Node) -> tuple[str | int, ...]:
+    """Return the names and positions that lead to a node from the root."""
+    place: list[str | int] = []
+    parent = node._get_parent()
+    while parent is not None:
+        place.append(node._key())
+        node, parent = parent, parent._get_parent()
+    return tuple(reversed(place))
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:

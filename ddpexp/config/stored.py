@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from ddpexp.config.folders import LISTED, added_folder, conf_folder, groups, opt
 from ddpexp.config.hydra_section import (
     answered,
 )
-from ddpexp.config.interpolations import bounded_interpolations
+from ddpexp.config.interpolations import bounded_interpolations, only_resolvers
 from ddpexp.config.names import check_present
 from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.registry import names_the_same
+from ddpexp.config.restated import Place, Reader, UnrestatedError, unrestated
 from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.config.sentences import first_line, sentence, unknown_key_of
 from ddpexp.config.typed_targets import is_former, is_in, keys_of_target, typed_targets
@@ -31,19 +32,20 @@ from ddpexp.config.validate import ALERT_URL
 from ddpexp.config.values import offered_by_packages, plain, trust_of
 from ddpexp.config.versions import get_yaml_loader
 from ddpexp.errors import RefusedError
-from ddpexp.system.files import check_yaml
+from ddpexp.system.files import check_yaml, shortest
 
 
 @bounded_interpolations()
 @quick_yaml()
-def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[Mapping[str, Any], str]:
+def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> tuple[Mapping[str, Any], str]:
     """Read a run directory's config.yaml and apply overrides to it; also return the result as text.
 
     run.trust and the code folder of the file are ignored and must be restated in `argv`, and run.allow_changes was
-    for an earlier start only. A run that `resumes` keeps its launcher unless another one is given, and may choose other
-    options of its groups.
+    for an earlier start only. `keeps` are those of the sections `launcher` and `logger` that the command uses; in place
+    of the others it has launcher=spawn and logger=none. With one of them, other options of all groups can be chosen.
 
     Raises:
+        UnrestatedError: the file has settings that count only when `argv` restates them: see `ddpexp.config.restated`.
         RefusedError: the file is damaged, or an override does not apply to it.
     """
     arguments = parse_arguments(argv)
@@ -56,19 +58,22 @@ def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[M
         raise RefusedError(f"{path} is not the configuration of a run.")
     added = added_folder(arguments.config_dir)
     check_syntax(arguments.overrides)
-    chosen_from = (
-        groups([folder for folder in (conf_folder(), added) if folder is not None]) if resumes else ["launcher"]
-    )
+    chosen_from = groups([folder for folder in (conf_folder(), added) if folder is not None]) if keeps else ["launcher"]
     chosen = {
         key: name
         for key, _, name in (override.partition("=") for override in arguments.overrides)
         if key in chosen_from
     }
-    if not resumes:
+    if "launcher" not in keeps:
         chosen.setdefault("launcher", "spawn")  # whatever the run itself was started with
+    if "logger" not in keeps and not any(override.startswith("logger.") for override in arguments.overrides):
+        chosen.setdefault("logger", "none")
+    keys = [override.lstrip("+~").partition("=")[0] for override in arguments.overrides]
+    typed = [key for key in keys if key not in chosen]
     for group, name in chosen.items():
         option = _listed(group, name, added) if group in LISTED else _option(group, name, added)
-        if group == "logger" and isinstance(loggers := cfg.get(group), DictConfig):
+        typed += [f"{group}.{key!s}" for key in option] if group in LISTED else [group]
+        if group == "logger" and group in keeps and isinstance(loggers := cfg.get(group), DictConfig):
             option[ALERT_URL] = OmegaConf.to_container(loggers, resolve=False).get(ALERT_URL)  # type: ignore[union-attr]
         cfg[group] = option
     cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
@@ -80,14 +85,37 @@ def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[M
             if override.partition("=")[0] not in chosen:
                 adds = is_in(override, nodes) or is_former(override) or _is_field(override)
                 _override(cfg, override, adds)
-        with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}):
-            values = plain(cfg)
+        values = _resolved(cfg, path, typed, added)
         if offered := offered_by_packages(values):
             cfg.run.trust = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
         check_present(values, trust_of(values))
         return values, OmegaConf.to_yaml(cfg)
     except OmegaConfBaseException as error:
         raise RefusedError(f"{path}: {sentence(error)}") from None
+
+
+def _resolved(cfg: DictConfig, path: Path, typed: Sequence[str], added: Path | None) -> dict[str, Any]:
+    """Return the resolved values of a configuration of which the reader has typed some keys.
+
+    Raises:
+        UnrestatedError: it has others that count only when they are typed.
+    """
+    written: Any = OmegaConf.to_container(cfg, resolve=False)
+    reader = Reader.of(typed, [name for name in cfg.run.trust or () if isinstance(name, str)], written, added)
+
+    def allows(place: Place, name: str) -> bool:
+        return reader.restates(place) or reader.trusts(name)
+
+    values: dict[str, Any] = {}
+    with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}), only_resolvers(allows) as read:
+        try:
+            values = plain(cfg)
+        except OmegaConfBaseException:
+            if not read:
+                raise
+    if settings := unrestated(values, written, read, reader):
+        raise UnrestatedError(shortest(path.parent), settings)
+    return values
 
 
 def _option(group: str, name: str, added: Path | None = None) -> DictConfig:

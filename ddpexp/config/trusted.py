@@ -1,7 +1,8 @@
-"""What the user has trusted once, with `ddpexp trust`: names of installed packages, as `run.trust=[...]` takes them.
+"""What the user has trusted once, with `ddpexp trust`, in the words of `run.trust=[...]`.
 
-The list is a file of the user's own, never of a run or of a recipe. Each entry holds where its package was found: a
-module of that name in another place, such as the current folder, is not trusted by it.
+These are names of installed packages, and settings of run directories: addresses, names on a hub and variables of the
+environment. The list is a file of the user's own, never of a run or of a recipe. The entry of a package holds where it
+was found: a module of that name in another place, such as the current folder, is not trusted by it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TOO_WIDE = ("torch", "numpy", "ddpexp")  # packages of which a whole can load f
 class Trusted:
     """A name that is trusted, and the package that it was when the user said so."""
 
-    name: str  # `package` or `package.module.Class`
+    name: str  # `package` or `package.module.Class`; of a setting with a colon, and the others are empty
     distribution: str
     version: str
     place: str  # of the top-level module
@@ -63,6 +64,11 @@ def read() -> list[Trusted]:
         return [Trusted(**{key: str(entry[key]) for key in Trusted.__dataclass_fields__}) for entry in entries]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RefusedError(f"{path} cannot be read ({type(error).__name__}: {error}): remove it.") from None
+
+
+def settings() -> list[str]:
+    """Return the names of settings: see `ddpexp.config.restated`. Raises: RefusedError, as `read` does."""
+    return [entry.name for entry in read() if ":" in entry.name]
 
 
 def write(entries: Iterable[Trusted]) -> None:

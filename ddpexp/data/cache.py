@@ -62,6 +62,23 @@ def user_cache() -> Path:
     return Path(home, "ddpexp")
 
 
+_only_own = False  # see `only_own_caches`
+
+
+@contextlib.contextmanager
+def only_own_caches(condition: bool = True) -> Iterator[None]:
+    """Write to the user's cache folder alone in the block, and not beside the data; caches there are still read.
+
+    For data that a run directory names, which anybody may have made.
+    """
+    global _only_own
+    before, _only_own = _only_own, condition or _only_own
+    try:
+        yield
+    finally:
+        _only_own = before
+
+
 def read_cache(folder: Path) -> Cache | None:
     """Open a cache; None if it is not complete. Reads one small file and the sizes of the others."""
     try:
@@ -133,6 +150,8 @@ def write_npy(path: Path, shape: tuple[int, ...], content: bytes | memoryview, d
 def update_cache(cache: Cache, facts: dict[str, Any]) -> Cache:
     """Record other sources of the same content; if that fails, the next start checks them again."""
     record = cache.record | facts
+    if _only_own and not cache.folder.is_relative_to(user_cache()):
+        return Cache(cache.folder, record)
     with contextlib.suppress(OSError):
         put(cache.folder.parent.parent, cache.folder / _IDENTITY, json.dumps(record, indent=1).encode())
     return Cache(cache.folder, record)
@@ -141,7 +160,7 @@ def update_cache(cache: Cache, facts: dict[str, Any]) -> Cache:
 def in_first(bases: Sequence[Path], act: Callable[[Path], T], space: str = "about 70 MB") -> T:
     """Call `act` with the first base that can be written; `space` is how much it needs, for the message."""
     problems = []
-    for base in bases:
+    for base in [user_cache()] if _only_own else bases:
         try:
             return act(base)
         except OSError as error:

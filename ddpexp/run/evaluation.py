@@ -44,6 +44,7 @@ class Evaluation(Job):
         self.identity = job_identity(text)
         self._text, self._weights, self._split, self._answers = text, weights, tuple(split), answers
         self._trained_on = data_facts(RunDir(home).read_if_present(RunDir(home).manifest)) if home else {}
+        self._stored = home is not None
         self._answer: int | None = None  # a file in memory
 
     def check(self, layout: Layout) -> None:
@@ -80,7 +81,7 @@ class Evaluation(Job):
         evaluation = {
             "config": self._text,
             "layout": asdict(layout),
-            "data": prepare_to_evaluate(self.experiment.data, self.experiment.trust, self._trained_on),
+            "data": prepare_to_evaluate(self.experiment.data, self.experiment.trust, self._trained_on, self._stored),
             "weights": str(self._weights.resolve()),
             "split": self._split,
             "answer": f"/proc/{os.getpid()}/fd/{self._answer}" if self._answer is not None else None,

@@ -62,7 +62,7 @@ class Prediction(Job):
         if not source.weights.exists():
             raise RefusedError(f"predict {source.weights}: there is no such file on {directory.host()}.")
         facts = data_facts(self._manifest)
-        data = prepare_to_predict(self.experiment.data, self.experiment.trust, facts)
+        data = prepare_to_predict(self.experiment.data, self.experiment.trust, facts, source.home is not None)
         if data and data.get("whole") and source.split not in (None, WHOLE):
             raise RefusedError(f"--split {source.split}: there is only `{WHOLE}`, all that is to be predicted for.")
         prediction = {

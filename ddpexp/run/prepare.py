@@ -14,6 +14,7 @@ from ddpexp.config import facts
 from ddpexp.config.instantiate import Node, Trust, instantiate
 from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Data
+from ddpexp.data.cache import only_own_caches
 from ddpexp.errors import RefusedError
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
@@ -23,8 +24,10 @@ _READ_GROUPS = ("arrays", "hf")
 _DIVISION = ("validation_fraction", "fold", "folds", "stratify", "group_by")  # the keys that hold samples out
 
 
-def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
+def prepare(data: Data, trust: Trust, stored: bool = False) -> dict[str, Any] | None:
     """Call `prepare` of the data section and return its description of the data; None if there is nothing to prepare.
+
+    Data that a `stored` configuration names, that of a run directory, gets no cache beside it.
 
     ddpexp's own functions run in this process: they are fast and free of torch. A user's function may import torch, so
     it runs in a process of its own.
@@ -32,16 +35,21 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
     Raises:
         RefusedError: the data is missing, damaged or cannot be stored.
     """
+    with only_own_caches(stored):
+        return _prepare(data, trust, stored)
+
+
+def _prepare(data: Data, trust: Trust, stored: bool) -> dict[str, Any] | None:
     if data.sources:
         _check_sources(data)
-        return _of_mixture({name: prepare(source, trust) for name, source in data.sources.items()})
+        return _of_mixture({name: _prepare(source, trust, stored) for name, source in data.sources.items()})
     if data.prepare is None:
         _check_values(data, None)
         return None
     if key_of("data.prepare", data.prepare) is not None:
         description = instantiate(Node(data.prepare, _arguments(data)), trust, "data.prepare")
     else:
-        description = _call_in_subprocess(data, trust)
+        description = _call_in_subprocess(data, trust, stored)
     if not isinstance(description, Mapping) or not isinstance(description.get("name"), str):
         raise RefusedError(
             f"data.prepare={data.prepare} must return a mapping with at least a `name`, not {description!r}."
@@ -55,7 +63,7 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
     return _with_statistics(data, description) if description.get("standardize") else dict(description)
 
 
-def prepare_to_predict(data: Data, trust: Trust, trained_on: Mapping[str, Any]) -> dict[str, Any] | None:
+def prepare_to_predict(data: Data, trust: Trust, trained_on: Mapping[str, Any], stored: bool) -> dict[str, Any] | None:
     """Prepare the data for a trained model: classes and statistics are those of the run, and targets may be missing.
 
     `trained_on` are the facts of the data of the run. A set without targets has `whole` in its description: nothing is
@@ -65,17 +73,18 @@ def prepare_to_predict(data: Data, trust: Trust, trained_on: Mapping[str, Any]) 
         RefusedError: as `prepare`.
     """
     if data.sources or not trained_on or key_of("data.predict", data.prepare) is None:
-        return prepare(data, trust)
-    description = instantiate(Node(str(data.prepare), _arguments(data)), trust, "data.predict", trained_on)
+        return prepare(data, trust, stored)
+    with only_own_caches(stored):
+        description = instantiate(Node(str(data.prepare), _arguments(data)), trust, "data.predict", trained_on)
     if not description.get("whole"):
         _check_values(data, description.get("num_train"))
     return dict(description)
 
 
-def prepare_to_evaluate(data: Data, trust: Trust, trained_on: Mapping[str, Any]) -> dict[str, Any] | None:
+def prepare_to_evaluate(data: Data, trust: Trust, trained_on: Mapping[str, Any], stored: bool) -> dict[str, Any] | None:
     """Prepare the data as `prepare_to_predict`; the targets are needed. Raises: RefusedError."""
-    description = prepare_to_predict(data, trust, trained_on)
-    return prepare(data, trust) if description and description.get("whole") else description
+    description = prepare_to_predict(data, trust, trained_on, stored)
+    return prepare(data, trust, stored) if description and description.get("whole") else description
 
 
 def _arguments(data: Data) -> Mapping[str, Any]:
@@ -157,24 +166,31 @@ def _check_values(data: Data, num_train: Any) -> None:
 
 
 def call_and_answer(
-    parent: int, answers: int, target: str, options: Mapping[str, Any], prefixes: list[str], code: str | None
+    parent: int,
+    answers: int,
+    target: str,
+    options: Mapping[str, Any],
+    prefixes: list[str],
+    code: str | None,
+    stored: bool,
 ) -> None:
     """Subprocess entry point: call the function and write its result as JSON to the descriptor `answers`."""
     die_with_parent(parent)
     trust = Trust(tuple(prefixes), Path(code) if code else None)
     trust.make_importable()
     try:
-        answer = {"description": instantiate(Node(target, options), trust, "data.prepare")}
+        with only_own_caches(stored):
+            answer = {"description": instantiate(Node(target, options), trust, "data.prepare")}
     except RefusedError as error:
         answer = {"refused": str(error)}
     with open(answers, "w") as file:
         json.dump(answer, file)
 
 
-def _call_in_subprocess(data: Data, trust: Trust) -> Any:
+def _call_in_subprocess(data: Data, trust: Trust, stored: bool) -> Any:
     code = str(trust.code) if trust.code else None
     reading, writing = os.pipe()
-    arguments = os.getpid(), writing, data.prepare, _plain(data.options), list(trust.prefixes), code
+    arguments = os.getpid(), writing, data.prepare, _plain(data.options), list(trust.prefixes), code, stored
     process = subprocess.Popen(python("ddpexp.run.prepare:call_and_answer", *arguments), pass_fds=[writing])
     os.close(writing)
     with open(reading) as file:

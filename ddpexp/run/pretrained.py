@@ -18,6 +18,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.strategy.options import Options
 from ddpexp.system.programs import python
 
+_HUB = ("hf-hub:", "hf_hub:")  # timm's prefixes of models on the hub
 _KEYS = ("pretrained", "weights", "weights_backbone", "pretrained_backbone", "pretrained_model_name_or_path")
 
 
@@ -32,7 +33,10 @@ def _requests(values: Any, where: str) -> Iterator[str]:
     if isinstance(values, Mapping):
         for key, value in values.items():
             here = f"{where}.{key}"
-            if key in _KEYS and (value is True or (isinstance(value, str) and value.lower() not in ("", "none"))):
+            is_on_hub = isinstance(value, str) and value.startswith(_HUB)
+            if is_on_hub or (
+                key in _KEYS and (value is True or (isinstance(value, str) and value.lower() not in ("", "none")))
+            ):
                 yield f"{here}={shown(value)}"
             elif key == "_target_" and str(value).endswith(".from_pretrained"):
                 yield f"{here}={value}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ddpexp.config.restated import to_restate
 from ddpexp.run.directory import RunDir
 from ddpexp.run.stored_config import parse_config
 from ddpexp.system.files import check_yaml, shortest
@@ -25,8 +26,27 @@ def trust_arguments(run: RunDir) -> list[str]:
 
 
 def typed_arguments(run: RunDir) -> list[str]:
-    """Return what of these arguments was typed, for where the packages of the run are installed."""
-    return config_folder(run) + [override for override in run.read_overrides() if _key(override) == "run.trust"]
+    """Return what has to be typed of these arguments where the packages of the run are installed, and of its settings.
+
+    Its config folder, which the run's files name, is not looked into.
+    """
+    return restated_arguments(config_folder(run), run.read_overrides(), _stored_tree(run), None)
+
+
+def restated_arguments(
+    options: Sequence[str], overrides: Sequence[str], tree: Mapping[str, Any], folder: Path | None
+) -> list[str]:
+    """Return the options that name a config folder, the overrides of run.trust, and those of settings to restate.
+
+    `folder` is the config folder, if it is the user's own: what its files set need not be restated.
+    """
+    trust = [override for override in overrides if _key(override) == "run.trust"]
+    return [*options, *trust, *(setting.override for setting in to_restate(tree, folder))]
+
+
+def names_to_trust(run: RunDir) -> list[str]:
+    """Return the names of run.trust for the settings of a run that a command of this process has just accepted."""
+    return [name for setting in to_restate(_stored_tree(run)) for name in setting.trusts]
 
 
 def config_folder(run: RunDir) -> list[str]:
@@ -34,19 +54,24 @@ def config_folder(run: RunDir) -> list[str]:
     code = _stored(run).get("code")
     if not isinstance(code, str):
         return []
-    options = config_options(run.command())
-    name = Path(options[-1].partition("=")[2] or options[-1]).name if options else "conf"
-    return ["--config-dir", shortest(Path(code) / name)]
+    folder = config_path(config_options(run.command()))
+    return ["--config-dir", shortest(Path(code) / (folder.name if folder is not None else "conf"))]
 
 
 def _stored(run: RunDir) -> Mapping[str, Any]:
     """Return the section `run` of the stored configuration; nothing if it cannot be read."""
+    section = _stored_tree(run).get("run")
+    return section if isinstance(section, Mapping) else {}
+
+
+def _stored_tree(run: RunDir) -> Mapping[str, Any]:
+    """Return the stored configuration; nothing if it cannot be read."""
     try:
         check_yaml(run.config)
-        section = parse_config(run.config.read_text())["run"]
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, KeyError, TypeError):
+        tree = parse_config(run.config.read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return section if isinstance(section, Mapping) else {}
+    return tree if isinstance(tree, Mapping) else {}
 
 
 def config_options(argv: Sequence[str]) -> list[str]:
@@ -57,6 +82,13 @@ def config_options(argv: Sequence[str]) -> list[str]:
         if argument.startswith(("--config-dir=", "-cd=")):
             return [argument]
     return []
+
+
+def config_path(options: Sequence[str]) -> Path | None:
+    """Return the folder that these options name."""
+    if not options:
+        return None
+    return Path(options[1] if len(options) > 1 else options[0].partition("=")[2]).expanduser()
 
 
 def merge_overrides(run: RunDir, overrides: Sequence[str]) -> list[str]:

@@ -25,10 +25,10 @@ from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import alerts, directory, lock, manifest, pretrained, repository, resume, sync
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare, used_facts
-from ddpexp.run.resume_arguments import config_folder, config_options
+from ddpexp.run.resume_arguments import config_folder, config_options, config_path, restated_arguments
 from ddpexp.run.same_inputs import check_same_data, code_of
 from ddpexp.run.start_files import StartFiles
-from ddpexp.run.stored_config import job_identity
+from ddpexp.run.stored_config import job_identity, parse_config
 from ddpexp.run.worker_request import worker_request
 from ddpexp.system import caller, files
 from ddpexp.system.limits import reason_with_limit
@@ -99,7 +99,7 @@ class Training(Job):
         used_facts(self._text, data, prepare(data, self.experiment.trust))
 
     def _prepare(self) -> dict[str, Any] | None:
-        data = prepare(self.experiment.data, self.experiment.trust)
+        data = prepare(self.experiment.data, self.experiment.trust, self._is_resume)
         self._files.resolve_facts(self.experiment.data, data)
         return data
 
@@ -226,7 +226,7 @@ class Training(Job):
             time.sleep(0.1)
         if self._worker_args["pretrained"]:  # this host may have a cache of its own
             pretrained.fetch(self.experiment.model, run.config.read_text())
-        self._enter(run, prepare(self.experiment.data, self.experiment.trust))
+        self._enter(run, prepare(self.experiment.data, self.experiment.trust, self._is_resume))
 
     def fail(self, failure: Failure) -> None:
         """Write error.json and the result, unless another command owns the run: it is finished, or has no result yet.
@@ -373,10 +373,9 @@ class Training(Job):
     def _how_to_resume(self, run: RunDir) -> str:
         """Return where to run which command to resume; the command is on a line of its own."""
         launcher = self.experiment.launcher
-        arguments = ["resume", files.shortest(run.path)]
-        arguments += config_options(self._argv) or config_folder(run)
-        arguments += [override for override in self._overrides if override.lstrip("+").startswith("run.trust=")]
-        arguments += launcher.arguments_on_resume()
+        options, tree = config_options(self._argv) or config_folder(run), parse_config(self._text)
+        restated = restated_arguments(options, self._overrides, tree, config_path(options))
+        arguments = ["resume", files.shortest(run.path), *restated]
         submitted_here = self._is_member and started_by.BY_SALLOC not in os.environ
         if launcher.ranks_started_externally and not submitted_here:
             name = launcher_name(type(launcher))

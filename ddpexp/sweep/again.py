@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddpexp.config.sweeps import Swept, compose_sweep
 from ddpexp.errors import RefusedError
-from ddpexp.sweep.folder import SweepDir, key_of, read_command, runs_code
+from ddpexp.sweep.folder import SweepDir, key_of, read_command, restated_overrides
 from ddpexp.system import files
 
 _OPTIONS = ("--config-dir", "-cd")  # each takes a value
@@ -28,15 +28,15 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     keys = {key_of(override) for override in typed}
     of_one_start = ("hydra.sweep.dir", "run.allow_changes")
     kept = [override for override in overrides if key_of(override) not in keys and key_of(override) not in of_one_start]
-    missing = [override for override in kept if runs_code(override)]
+    missing = restated_overrides(kept, [name for override in typed for name in _trusted(override)])
     if options and not any(argument.startswith(_OPTIONS) for argument in typed):
         missing = [*options, *missing]
     if missing:
         again = " ".join(shlex.quote(argument) for argument in [*command[1:], *missing])
         raise RefusedError(
-            f"{files.typed(folder.path)} records what code runs, where, or from which weights "
-            f"({' '.join(missing[:2])}), which counts only when it is restated. If it is yours: python -m ddpexp "
-            f"{again}"
+            f"{files.typed(folder.path)} records what code runs, where, from which weights, or what it connects to "
+            f"or reads from the environment ({' '.join(missing[:2])}), which counts only when it is restated. If it is "
+            f"yours: python -m ddpexp {again}"
         )
     now = {key_of(override): override for override in typed if "=" in override and override[0] != "-"}
     # In their order, which determines the names of jobs; an override replaces all earlier ones of the same key.
@@ -47,3 +47,9 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     swept = compose_sweep([*merged, *rest])
     swept.cfg.hydra.sweep.dir = str(folder.path)
     return dataclasses.replace(swept, folder=str(folder.path))
+
+
+def _trusted(override: str) -> list[str]:
+    """Return the names in `run.trust=[...]`; none of another override."""
+    key, _, value = override.partition("=")
+    return [name.strip() for name in value.strip("[]").split(",")] if key == "run.trust" else []

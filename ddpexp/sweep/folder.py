@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from ddpexp.config.restated import Reader, records_setting
 from ddpexp.errors import RefusedError
 from ddpexp.run import directory
 from ddpexp.system import files
@@ -186,9 +187,10 @@ def latest(events: Sequence[Mapping[str, Any]], kind: str) -> dict[int, Mapping[
     }  # fmt: skip
 
 
-def restated_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of a sweep that must be restated with `ddpexp resume`."""
-    return [override for override in overrides if runs_code(override)]
+def restated_overrides(overrides: Sequence[str], trust: Sequence[str] = ()) -> list[str]:
+    """Return the overrides of a sweep that must be restated with `ddpexp resume`; `trust` are names of run.trust."""
+    reader = Reader.of(trust=trust)
+    return [override for override in overrides if runs_code(override) or records_setting(override, reader)]
 
 
 def runs_code(override: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -11,13 +13,12 @@ import torch
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment
+from ddpexp.data.hf.prepare import HUGGING_FACE
 from ddpexp.errors import RefusedError
 from ddpexp.run.pretrained import pretrained_key
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.text import message_of
 from ddpexp.train.lora import add_adapters
-
-_HUGGING_FACE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def build_once(parent: int, answers: int, text: str) -> None:
@@ -71,7 +72,26 @@ def forbid_downloads(experiment: Experiment) -> None:
         )
 
     torch.hub.download_url_to_file = refuse
-    os.environ.update(dict.fromkeys(_HUGGING_FACE, "1"))
-    constants = sys.modules.get("huggingface_hub.constants")
+    os.environ.update(dict.fromkeys(HUGGING_FACE, "1"))
+    constants: Any = sys.modules.get("huggingface_hub.constants")
     if constants is not None:  # imported before, when it read the variable
-        constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+        constants.HF_HUB_OFFLINE = True
+
+
+@contextmanager
+def without_downloads(experiment: Experiment) -> Iterator[None]:
+    """Forbid them in the block, in a process that is not a worker."""
+    function, environ = torch.hub.download_url_to_file, {name: os.environ.get(name) for name in HUGGING_FACE}
+    constants: Any = sys.modules.get("huggingface_hub.constants")
+    is_offline = constants.HF_HUB_OFFLINE if constants is not None else None
+    forbid_downloads(experiment)
+    try:
+        yield
+    finally:
+        torch.hub.download_url_to_file = function
+        for name, value in environ.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        if constants is not None:
+            constants.HF_HUB_OFFLINE = is_offline

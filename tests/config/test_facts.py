@@ -39,6 +39,14 @@ def test_a_reference_becomes_the_value_with_its_type() -> None:
     )
 
 
+def test_a_fact_that_would_be_resolved_itself_is_refused() -> None:
+    stolen = {**FACTS, "classes": ["cat", "${oc.env:TOKEN}"]}
+    assert facts.used({"model": {"n": "${facts:num_classes}"}}, stolen, "mine") == {"num_classes": 3}
+    for text in ("${facts:classes}", "${facts:classes.1}", "a ${facts:classes.1}"):
+        with pytest.raises(RefusedError, match="a fact cannot hold a reference"):
+            facts.resolve({"model": {"names": text}}, stolen)
+
+
 def test_the_facts_that_are_used_are_named() -> None:
     assert facts.used({"model": {"in": "${facts:shape.0}", "out": "${facts:num_classes}"}}, FACTS, "mine") == {
         "shape": [1, 28, 28],

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 CATALOGUE = [
     *map(str, [*range(1, 29), *range(31, 36), *range(54, 69), 70, 71, 72]),
-    *(f"S{number}" for number in (1, 4, 5, 6, 7, 9, 10, 11, 16, 17, 18, 19)),
+    *(f"S{number}" for number in (1, 4, 5, 6, 7, 9, 10, 11, 16, 17, 18, 19, 20)),
 ]
 
 

@@ -62,6 +62,8 @@ ASKED = (
     "trainer.gpus=2", "trainer.checkpoint_every=2",
 )  # fmt: skip
 
+RESTATED = [word.lstrip("+") for word in ASKED if "${" in word]
+
 
 @pytest.fixture(scope="module")
 def environ(warm_environ: dict[str, str]) -> dict[str, str]:
@@ -123,11 +125,13 @@ def test_a_run_its_interruption_its_resumption_and_its_evaluation_leak_no_secret
     done = recipe(*asked, "trainer.log_every=1", environ=environ)
     assert done.code == 143, done
     is_kept(done)
-    done = verb(recipe, done.run, "resume", str(done.run), environ={"PYTHONWARNINGS": "default"})
-    assert done.code == 0, done
-    is_kept(done)
-    evaluated = verb(recipe, done.run, "evaluate", str(done.run), environ={"PYTHONWARNINGS": "default"})
-    assert evaluated.code == 0, evaluated
+    assert all(f"'{word}'" in done.err.splitlines()[-1] for word in RESTATED), done.err
+    for words in (RESTATED, ["run.trust=[points,oc.env:TOKEN]"]):
+        done = verb(recipe, done.run, "resume", str(done.run), *words, environ={"PYTHONWARNINGS": "default"})
+        assert done.code == 0, done
+        is_kept(done)
+        evaluated = verb(recipe, done.run, "evaluate", str(done.run), *words, environ={"PYTHONWARNINGS": "default"})
+        assert evaluated.code == 0, evaluated
     is_kept(evaluated)
     if how == "metric":
         assert "${TOKEN}" in evaluated.out
@@ -147,13 +151,15 @@ def test_a_value_that_the_shell_has_put_in_is_written_as_a_reference(recipe: Rec
     assert "+data.token=${oc.env:TOKEN}" in yaml.safe_load((done.run / "overrides.yaml").read_text())
     assert "+data.token=${oc.env:TOKEN}" in done.manifest()["command"]
     del recipe.ddpexp.environ["TOKEN"]
-    refused = verb(recipe, done.run, "resume", str(done.run), "trainer.max_steps=8")
-    assert refused.code == 2, refused
-    assert refused.err.startswith("ddpexp: ")
-    assert "TOKEN is not set" in refused.err
-    assert refused.err.count("\n") == 1
+    for words, sentence in (([], "counts only when it is restated"), (RESTATED, "TOKEN is not set")):
+        refused = verb(recipe, done.run, "resume", str(done.run), "trainer.max_steps=8", *words)
+        assert refused.code == 2, refused
+        assert refused.err.startswith("ddpexp: ")
+        assert sentence in refused.err
+        assert refused.err.count("\n") == 1
     recipe.ddpexp.environ["TOKEN"] = canary
-    longer = verb(recipe, done.run, "resume", str(done.run), "trainer.max_steps=8", f"data.token={canary}")
+    words = [word.replace("${oc.env:TOKEN}", canary) for word in RESTATED]
+    longer = verb(recipe, done.run, "resume", str(done.run), "trainer.max_steps=8", *words)
     assert (longer.code, longer.result()["step"]) == (0, 8), longer
     is_kept(longer, canary)
 

@@ -80,10 +80,13 @@ def test_a_resumed_run_keeps_the_reference_whatever_loggers_it_chooses(
     text = (ROOT / "tests/kept/mnist/config.yaml").read_text()
     config = tmp_path / "config.yaml"
     config.write_text(text)
-    _, typed = override_file(config, ["logger.alert_url=${oc.env:SLACK_WEBHOOK}"], resumes=True)
+    kept = ("launcher", "logger")
+    _, typed = override_file(config, ["logger.alert_url=${oc.env:SLACK_WEBHOOK}"], kept)
     assert load_yaml(typed)["logger"]["alert_url"] == "${oc.env:SLACK_WEBHOOK}"
     config.write_text(typed)
-    values, chosen = override_file(config, ["logger=csv"], resumes=True)
+    with pytest.raises(RefusedError, match=r"logger.alert_url=.*a reference to the environment"):
+        override_file(config, ["logger=csv"], kept)
+    values, chosen = override_file(config, ["logger=csv", "run.trust=[oc.env:SLACK_WEBHOOK]"], kept)
     assert load_yaml(chosen)["logger"] == {"csv": {"_target_": "csv"}, "alert_url": "${oc.env:SLACK_WEBHOOK}"}
     assert list(parse(values).logger) == ["csv"]
 

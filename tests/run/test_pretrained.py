@@ -20,7 +20,7 @@ from ddpexp.config.instantiate import Node
 from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
 from ddpexp.run.pretrained import pretrained_key
-from ddpexp.train.offline import forbid_downloads
+from ddpexp.train.offline import forbid_downloads, without_downloads
 from tests.conftest import Ddpexp
 from tests.points import Recipe
 
@@ -42,6 +42,7 @@ def zoo(pretrained=False, **options):
         ("mine.Net", {"parts": [{"_target_": "x.y", "pretrained": True}]}, "model.parts[0].pretrained=true"),
         ("mine.Net", {"body": {"_target_": "a.B.from_pretrained"}}, "model.body._target_=a.B.from_pretrained"),
         ("transformers.AutoModel.from_pretrained", {}, "model._target_=transformers.AutoModel.from_pretrained"),
+        ("timm.create_model", {"model_name": "hf-hub:a/b"}, "model.model_name=hf-hub:a/b"),
         ("torchvision.models.resnet18", {"weights": None}, None),
         ("timm.create_model", {"pretrained": False}, None),
         ("mine.Net", {"weights": (0.1, 0.9)}, None),  # of classes, for example
@@ -65,6 +66,19 @@ def test_a_worker_downloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         torch.hub.download_url_to_file("http://x/w.pth", "/nowhere")
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_process_that_is_no_worker_may_download_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    original, composed = torch.hub.download_url_to_file, compose(["recipe=mnist"])
+    assert composed is not None
+    experiment = replace(parse(composed.values), model=Node("mine.net", {"pretrained": True}))
+    with without_downloads(experiment):
+        with pytest.raises(RefusedError, match="is not in the cache"):
+            torch.hub.download_url_to_file("http://x/w.pth", "/nowhere")
+        assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert torch.hub.download_url_to_file is original
+    assert "HF_HUB_OFFLINE" not in os.environ
 
 
 @pytest.fixture

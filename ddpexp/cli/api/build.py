@@ -26,6 +26,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.run.prepare import prepare
 from ddpexp.train.build import build_model, open_data
+from ddpexp.train.offline import without_downloads
 from ddpexp.train.recipe_checks import check_task
 
 _ALONE = World(0, 0, 0, 1, 1, torch.device("cpu"))
@@ -53,7 +54,7 @@ def _initialize(model: Any, experiment: Experiment) -> None:
 def saved_model(experiment: Experiment, folder: Path, averaged: bool) -> Any:
     """Return the model with the weights of a checkpoint, on the CPU, in evaluation mode."""
     experiment.trust.make_importable()
-    with _unchanged_random_state():
+    with _unchanged_random_state(), without_downloads(experiment):
         model = build_model(experiment, trains=False)
     load_into(model, folder, averaged)
     for module in modules_of(model).values():

@@ -295,10 +295,15 @@ class Run:
         """
         from ddpexp.cli.subcommands import foreign_code, untrusted_code
         from ddpexp.config.parse import parse
+        from ddpexp.config.restated import UnrestatedError
         from ddpexp.config.stored import override_file
 
         check_config(self._files, str(self.path))
-        values, _ = override_file(self._files.config, self._trusted())
+        try:
+            values, _ = override_file(self._files.config, self._trusted())
+        except UnrestatedError as error:
+            again = f"ddpexp.open_run({str(self.path)!r}, {self._recorded_trust(error.trusts)})"
+            raise RefusedError(error.message(again)) from None
         untrusted = untrusted_code(values, foreign_code(values))
         if untrusted and (recorded := self._recorded_trust()):
             key, target = next(iter(untrusted.items()))
@@ -308,12 +313,12 @@ class Run:
             )
         return parse(values)
 
-    def _recorded_trust(self) -> str:
-        """Return the arguments of `open_run` that trust what the run's command trusted; for display only."""
+    def _recorded_trust(self, more: Sequence[str] = ()) -> str:
+        """Return the arguments of `open_run` that trust what the run's command trusted, and more; for display only."""
         arguments = trust_arguments(self._files)
         folder = config_options(arguments)
         names = next((word.partition("=")[2] for word in arguments if word.startswith("run.trust=")), "")
-        trusted = [name for name in names.strip("[]").split(",") if name]
+        trusted = [*(name for name in names.strip("[]").split(",") if name), *more]
         return ", ".join(
             [*([f"config_dir={folder[1]!r}"] if folder else []), *([f"trust={trusted!r}"] if trusted else [])]
         )

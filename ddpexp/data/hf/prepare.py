@@ -26,6 +26,9 @@ _VERSION = 2  # increase it when the content of caches changes: it is part of th
 _MODULE = "datasets"
 _MOST_PIXELS = 4096
 
+HUGGING_FACE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+"""The variables by which Hugging Face's libraries fetch nothing."""
+
 
 def prepare(
     path: str | None,
@@ -84,6 +87,13 @@ def prepare(
     return {**description, "facts": facts, "standardize": standardize}
 
 
+def is_on_hub(path: str) -> bool:
+    """Return whether a path is that of no file or folder here, and written like a name on the hub."""
+    if glob.has_magic(path) or os.path.exists(os.path.expanduser(path)):
+        return False
+    return path.count("/") <= 1 and not path.startswith((".", "~", "/")) and "." not in os.path.basename(path)
+
+
 def _description(path: str, cache: Cache, dtype: str) -> dict[str, Any]:
     """Return what a cache holds, as `load` understands it."""
     record = cache.record
@@ -126,7 +136,7 @@ def _place(path: str, key: str) -> list[list[Any]]:
         )
     elif glob.has_magic(path) or os.path.exists(full):
         names = [full] if os.path.exists(full) else sorted(glob.glob(full, recursive=True))
-    elif path.count("/") <= 1 and not path.startswith((".", "~", "/")) and "." not in os.path.basename(path):
+    elif is_on_hub(path):
         return []
     else:
         raise RefusedError(f"{key}={path} does not exist: name a file, a folder, or a data set of the hub.")
@@ -151,7 +161,11 @@ def _converted(folder: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
         raise RefusedError("data=hf needs the library datasets: pip install 'ddpexp[hf]'.")
     reading, writing = os.pipe()
     arguments = os.getpid(), writing, str(folder), json.dumps(request)
-    process = subprocess.Popen(python("ddpexp.data.hf.convert:main", *arguments), pass_fds=[writing])
+    # Files of this machine may name others elsewhere, which are not fetched.
+    is_local = not any(is_on_hub(request[key]) for key in ("path", "eval_path") if request[key])
+    offline = dict.fromkeys(HUGGING_FACE, "1") if is_local and not tokenizers.is_on_hub(request["tokenizer"]) else {}
+    command, environ = python("ddpexp.data.hf.convert:main", *arguments), {**os.environ, **offline}
+    process = subprocess.Popen(command, pass_fds=[writing], env=environ)
     os.close(writing)
     with open(reading) as file:
         text = file.read()

@@ -253,15 +253,21 @@ def identity(name: str) -> list[str]:
         return [name]
     if name in TIKTOKEN:
         return ["tiktoken", name]
+    if is_on_hub(name):
+        return ["hub", name]
     path = Path(os.path.expanduser(name))
     if path.suffix == ".json" or path.is_file():
         return ["file", hashlib.sha256(_read(path, name).encode()).hexdigest()]
-    if "/" in name:
-        return ["hub", name]
     raise RefusedError(
         f"data.tokenizer={name} is no tokenizer: use char, bytes, a tokenizer.json of the library tokenizers, the name "
         f"of a model on the hub such as openai-community/gpt2, or one of tiktoken's: {', '.join(TIKTOKEN)}."
     )
+
+
+def is_on_hub(name: str) -> bool:
+    """Return whether `data.tokenizer` names a model on the hub."""
+    path = Path(os.path.expanduser(name))
+    return "/" in name and path.suffix != ".json" and not path.is_file()
 
 
 def configured(name: str) -> Tokenizer | None:

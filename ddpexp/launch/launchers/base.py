@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,12 +89,6 @@ class Launcher:
             RefusedError: the scheduler would reject it.
         """
         return None
-
-    def arguments_on_resume(self) -> list[str]:
-        """Return the overrides that a user must restate to resume: see `restate_on_resume`."""
-        return [
-            f"launcher.{name}={json.dumps(value)}" for name in self.restate_on_resume if (value := getattr(self, name))
-        ]
 
 
 @runtime_checkable

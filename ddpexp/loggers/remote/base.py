@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 END_SECONDS = 10.0
 """How long the end of a run waits for a remote logger that has no `end_seconds` of its own."""
@@ -81,6 +81,9 @@ class Remote:
     of its own that does not import torch. Where a method raises, the object is discarded and a new one is made a while
     later, so that an outage delays this logger and nothing else.
     """
+
+    # Keys that say to whom records go: their values in a run directory are not trusted.
+    restate_on_resume: ClassVar[Sequence[str]] = ()
 
     def place(self) -> str:
         """Return where this sends to, without opening it: what was sent to another place is sent again to this one."""

@@ -345,7 +345,7 @@ def test_other_data_is_standardized_as_that_of_the_run_and_has_its_classes() -> 
     assert trained is not None
     written("o.csv", FLOWERS.replace("iris", "lily") + "9,9,iris")
     other = experiment("data.path=o.csv", "data.targets=kind", "data.standardize=true")
-    found = prepare_to_evaluate(other.data, other.trust, trained["facts"])
+    found = prepare_to_evaluate(other.data, other.trust, trained["facts"], stored=False)
     assert found is not None
     assert {key: found["facts"][key] for key in ("mean", "std", "classes")} == {
         key: trained["facts"][key] for key in ("mean", "std", "classes")

@@ -76,15 +76,18 @@ def test_nothing_survives_a_killed_command_and_a_resumed_run_sends_no_step_twice
 ) -> None:
     run = tmp_path / "run"
     with receiver() as server:
-        words = [word for word in RUN if not word.startswith("trainer.max_steps")]
+        started = [word for word in RUN if not word.startswith("trainer.max_steps")]
         options = (f"logger.tracker.url={server.url}", "trainer.epochs=9999", "trainer.checkpoint_every=10")
-        process, _ = ddpexp.start(*words, *options, PATIENT, f"run.dir={run}")
+        process, _ = ddpexp.start(*started, *options, PATIENT, f"run.dir={run}")
         wait_for(lambda: len(server.steps("train/loss")) > 2 and any((run / "checkpoints").glob("step-*")))
         process.send_signal(signal.SIGKILL)  # what is left of it is found by the fixture of every test
         finish(process, run)
         steps = max(json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines())
         ended = steps // 10 * 10 + 20
-        done = ddpexp("resume", str(run), "--config-dir", CONF, f"trainer.epochs={ended // 10}")
+        words = ("resume", str(run), "--config-dir", CONF, f"trainer.epochs={ended // 10}")
+        done = ddpexp(*words)
+        assert (done.code, f" logger.tracker.url={server.url}\n" in done.err) == (2, True), done.err
+        done = ddpexp(*words, f"logger.tracker.url={server.url}")
         assert done.code == 0, done.err
         assert server.steps("train/loss") == list(range(2, ended + 1, 2))
         assert len({post["run"] for post in server.posts}) == 1

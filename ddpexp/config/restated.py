@@ -1,0 +1,303 @@
+"""The settings of a run directory that count only where the reader restates or trusts them.
+
+Anybody may have made a run directory. With an address in its config.yaml, or a name on a hub, the reader's machine
+would connect to a place of the author's choice; a reference to the environment (`${oc.env:NAME}`) would take a secret
+there. This module decides for all sections and all kinds of parts which settings those are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from ddpexp.config import trusted
+from ddpexp.config.facts import without_references
+from ddpexp.config.instantiate import Trust, locate
+from ddpexp.config.plugins import plugin_folders
+from ddpexp.config.registry import REMOTE_LOGGERS, key_of
+from ddpexp.config.schema import TYPED_SECTIONS
+from ddpexp.data.hf.prepare import is_on_hub
+from ddpexp.data.text.tokenizer import is_on_hub as is_tokenizer_on_hub
+from ddpexp.errors import RefusedError
+from ddpexp.system.yaml_text import load_yaml
+
+Place = tuple[str | int, ...]  # the names and positions that lead to a value: ("data", "path", 0)
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>|]*")
+_NAME = re.compile(r"((?=[^:]*[a-z])[\w-]+(\.[\w-]+)*|\[[\da-f:.]+\]):\d{2,5}(/.*)?", re.IGNORECASE | re.ASCII)
+_NUMBERS = re.compile(r"\d+(\.\d+){3}(:\d+)?(/.*)?", re.ASCII)
+_DEVICE = re.compile(r"(cpu|cuda|hpu|meta|mps|npu|xla|xpu):\d+")
+_RESOLVER = re.compile(r"\$\{((?!facts:)[\w.]+:\s*\w*)")
+_VARIABLE = re.compile(r"\$\{(oc\.env:[A-Za-z_]\w*)\}")
+_REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another value, which is looked at itself
+_HUB: Mapping[str, Mapping[str, Callable[[str], bool]]] = {  # by kind of data
+    "hf": {"path": is_on_hub, "eval_path": is_on_hub, "tokenizer": is_tokenizer_on_hub},
+    "text": {"tokenizer": is_tokenizer_on_hub},
+}
+_OF_DDPEXP = ("checkpoint", "end_seconds", "_target_")  # keys of every logger
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting that has to be restated."""
+
+    key: str  # as it is typed
+    value: Any  # as config.yaml has it, with its references
+    what: str  # it is
+    trusts: tuple[str, ...] = ()  # the names that `ddpexp trust` takes for it; none: it can only be restated
+
+    @property
+    def override(self) -> str:
+        """Return the override that restates it."""
+        return f"{self.key}={_written(self.value)}"
+
+
+class UnrestatedError(RefusedError):
+    """A run directory has settings that the reader has neither restated nor trusted."""
+
+    def __init__(self, name: str, settings: Sequence[Setting]) -> None:
+        """Take the name of the directory or its file for the message."""
+        super().__init__(name, settings)
+        self.name, self.settings = name, settings
+
+    def __str__(self) -> str:
+        """Return which settings they are."""
+        return self.message(" ".join(self.overrides))
+
+    def message(self, again: str) -> str:
+        """Return the message; `again` is what restates them."""
+        first = self.settings[0]
+        trust = f"trust it for all commands (ddpexp trust {' '.join(self.trusts)}), or " if self.trusts else ""
+        return (
+            f"{self.name} has {first.override} ({first.what}), which counts only when it is restated: anybody may have "
+            f"written it. If it is yours, {trust}restate it: {again}"
+        )
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return the overrides that restate all of them."""
+        return [setting.override for setting in self.settings]
+
+    @property
+    def trusts(self) -> list[str]:
+        """Return the names that trust all of them; empty if one can only be restated."""
+        every = all(setting.trusts for setting in self.settings)
+        return list(dict.fromkeys(name for setting in self.settings for name in setting.trusts)) if every else []
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What the reader of a run directory has restated, and whom the reader trusts."""
+
+    typed: Collection[Place]  # keys of this command, and those that are as the reader's own files have them
+    names: Sequence[str]  # run.trust=[...] of this command, and those of `ddpexp trust`
+
+    @classmethod
+    def of(
+        cls,
+        keys: Collection[str] = (),
+        trust: Sequence[str] = (),
+        written: Mapping[str, Any] = MappingProxyType({}),
+        folder: Path | None = None,
+    ) -> Reader:
+        """Take the typed keys, the names of run.trust, the configuration as it is written, and the --config-dir."""
+        own = _own_settings([*plugin_folders(), *([folder] if folder is not None else [])])
+        known = {place for place, value in _leaves(written) if isinstance(value, str) and (place, value) in own}
+        return cls({tuple(key.split(".")) for key in keys} | known, [*trust, *trusted.settings()])
+
+    def restates(self, place: Place) -> bool:
+        """Return whether the key, or a section or list around it, is typed."""
+        return any(place[:end] in self.typed for end in range(1, len(place) + 1))
+
+    def trusts(self, name: str) -> bool:
+        """Return whether an address (with all below it), `hub:NAME` or `oc.env:NAME` is trusted."""
+        return any(name == known or name.startswith(f"{known.rstrip('/')}/") for known in self.names if ":" in known)
+
+    def trusts_all_of(self, written: object) -> bool:
+        """Return whether a value, as it is written, is nothing but a trusted variable of the environment."""
+        match = _VARIABLE.fullmatch(written) if isinstance(written, str) else None
+        return match is not None and self.trusts(match[1])
+
+
+def is_setting(name: str) -> bool:
+    """Return whether a name in run.trust is that of a setting: an address, `hub:NAME` or `oc.env:NAME`."""
+    if name.startswith(("hub:", "oc.env:")):
+        return re.fullmatch(r"hub:[\w.-]+(/[\w.-]+)*|oc\.env:[A-Za-z_]\w*", name, re.ASCII) is not None
+    return re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/]+.*", name) is not None or _is_host(name)
+
+
+def unrestated(
+    values: Mapping[str, Any], written: Mapping[str, Any], read: Mapping[Place, str], reader: Reader
+) -> list[Setting]:
+    """Return the settings of a run directory that have to be restated.
+
+    `values` are resolved and `written` are not; `read` has the resolvers that were refused, by where they are written.
+    """
+    found: list[tuple[Place, str, tuple[str, ...]]] = []
+    for place, name in read.items():
+        found.append((place, "a reference to the environment", (name,) if is_setting(name) else ()))
+    for place, value in _leaves(values):
+        if isinstance(value, str) and not reader.restates(place) and not reader.trusts_all_of(_at(written, place)):
+            hosts = place[0] not in TYPED_SECTIONS and not (place[0] == "launcher" and _is_own_launcher(values))
+            found += [(place, "an address", (name,)) for name in _addresses(value, reader, hosts)]
+    found += _on_hubs(values.get("data"), ("data",), reader)
+    for place in _declared(values):
+        if not reader.restates(place):
+            found.append((place, "what its launcher or logger runs or connects to", ()))
+    return _settings(found, written)
+
+
+def to_restate(tree: Mapping[str, Any], folder: Path | None = None) -> list[Setting]:
+    """Return the settings that the next reader of a configuration, as config.yaml has it, has to restate.
+
+    `folder` is the --config-dir of that reader.
+    """
+    try:
+        reader = Reader.of(written=tree, folder=folder)
+        read: dict[Place, str] = {}
+        for place, value in _leaves(tree):
+            names = _RESOLVER.findall(value) if isinstance(value, str) else ()
+            if refused := [name for name in names if not (reader.trusts(name) or reader.restates(place))]:
+                read[place] = refused[0]
+        return unrestated(tree, tree, read, reader)
+    except (RefusedError, ImportError, AttributeError):  # of a launcher: the resume will report it
+        return []
+
+
+def records_setting(override: str, reader: Reader) -> bool:
+    """Return whether an override that the file of a sweep records, in Hydra's grammar, has to be restated."""
+    key, _, value = override.lstrip("+~").removeprefix("hydra.sweeper.params.").replace("\\", "").partition("=")
+    if "${" in without_references(value) and not _REFERENCE.fullmatch(value):
+        return True  # what it stands for is known once the sweep is composed
+    name = key.rpartition(".")[2]
+    on_hub = [names[name] for names in _HUB.values() if name in names and key.startswith("data.")]
+    for part in re.split(r"[,\[\](){}\s]+", value):
+        text = part.strip("'\"")
+        if any(_addresses(text, reader)) or any(test(text) for test in on_hub if text not in ("", "null")):
+            return True
+    return key.startswith("logger.") and name not in _OF_DDPEXP and not _is_number(value)
+
+
+def _settings(found: Sequence[tuple[Place, str, tuple[str, ...]]], written: Mapping[str, Any]) -> list[Setting]:
+    """Return what was found as settings, each key once, in the order of the configuration."""
+    settings: dict[str, Setting] = {}
+    for place, what, names in found:
+        names_of_key = list(takewhile(lambda name: re.fullmatch(r"[A-Za-z_][\w-]*", str(name)), map(str, place)))
+        key, value = ".".join(names_of_key), _at(written, names_of_key)
+        former = settings.get(key)
+        if former is not None:
+            what, names = former.what, (*former.trusts, *names) if former.trusts and names else ()
+        settings[key] = Setting(key, value, what, tuple(dict.fromkeys(names)))
+    return list(settings.values())
+
+
+def _own_settings(folders: Sequence[Path]) -> set[tuple[Place, str]]:
+    """Return the texts in the options of folders, each with its place in a configuration."""
+    found = set()
+    for path in (path for folder in folders for path in sorted(folder.glob("*/*.yaml"))):
+        try:
+            text = path.read_text()
+            values = load_yaml(text)
+        except (OSError, ValueError, yaml.YAMLError):
+            continue  # composing reports it
+        section = () if re.match(r"\s*#\s*@package\s+_global_", text) else (path.parent.name,)
+        found |= {((*section, *place), value) for place, value in _leaves(values) if isinstance(value, str)}
+    return found
+
+
+def _leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, (*place, name if isinstance(name, str) else str(name)))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, (*place, index))
+    else:
+        yield place, value
+
+
+def _at(tree: Any, place: Sequence[str | int]) -> Any:
+    for name in place:
+        if isinstance(tree, Mapping):
+            tree = tree.get(name)
+        else:
+            tree = tree[name] if isinstance(tree, list | tuple) and isinstance(name, int) else None
+    return tree
+
+
+def _addresses(text: str, reader: Reader, hosts: bool = True) -> Iterator[str]:
+    """Yield the names that trust the addresses in a text that are not trusted; also a host with its port if `hosts`."""
+    for part in text.split("::"):  # fsspec's way to write one address within another
+        for match in _ADDRESS.finditer(part):
+            if not reader.trusts(match[0]):
+                yield re.sub(r"(://[^/]*).*", r"\1", match[0])
+    if hosts and _is_host(text) and not reader.trusts(text):
+        yield text.partition("/")[0]
+
+
+def _is_host(text: str) -> bool:
+    """Return whether a text is a host with a port, or numbers of IP version 4."""
+    named = _NAME.fullmatch(text) is not None and _DEVICE.fullmatch(text) is None
+    return named or _NUMBERS.fullmatch(text) is not None
+
+
+def _is_own_launcher(values: Mapping[str, Any]) -> bool:
+    """Return whether the launcher is ddpexp's, which declares what it connects to: its `gres` looks like a host."""
+    launcher = values.get("launcher")
+    return isinstance(launcher, Mapping) and key_of("launcher", launcher.get("_target_")) is not None
+
+
+def _on_hubs(data: Any, place: Place, reader: Reader) -> Iterator[tuple[Place, str, tuple[str, ...]]]:
+    """Yield the names in a section of data that a hub would be asked for."""
+    if not isinstance(data, Mapping):
+        return
+    for key, is_name in _HUB.get(str(data.get("prepare")), {}).items():
+        value = data.get(key)
+        if isinstance(value, str) and is_name(value) and not (
+            reader.restates((*place, key)) or reader.trusts(f"hub:{value}")
+        ):  # fmt: skip
+            yield (*place, key), "a name on a hub", (f"hub:{value}",)
+    sources = data.get("sources")
+    for name, source in sources.items() if isinstance(sources, Mapping) else ():
+        yield from _on_hubs(source, (*place, "sources", str(name)), reader)
+
+
+def _declared(values: Mapping[str, Any]) -> Iterator[Place]:
+    """Yield the settings that launchers and loggers declare, and all texts of a logger that is not ddpexp's."""
+    if isinstance(launcher := values.get("launcher"), Mapping):
+        declared = getattr(locate(str(launcher.get("_target_")), Trust(), "launcher"), "restate_on_resume", ())
+        yield from (("launcher", name) for name in declared if launcher.get(name))
+    loggers = values.get("logger")
+    for name, logger in loggers.items() if isinstance(loggers, Mapping) else ():
+        if not isinstance(logger, Mapping):
+            continue
+        where, key = f"logger.{name}", key_of(f"logger.{name}", logger.get("_target_"))
+        if key is None:
+            yield from (
+                ("logger", str(name), *inner) for inner, value in _leaves(logger)
+                if isinstance(value, str) and inner[0] not in _OF_DDPEXP
+            )  # fmt: skip
+        elif key in REMOTE_LOGGERS:
+            declared = locate(key, Trust(), where).restate_on_resume
+            yield from (("logger", str(name), option) for option in declared if logger.get(option))
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[\s\d.,eE+-]*|true|false|null", text) is not None
+
+
+def _written(value: Any) -> str:
+    """Return a value as it is typed: in YAML, which all overrides of a stored configuration are read as."""
+    try:
+        plain = isinstance(value, str) and load_yaml(value) == value
+    except (ValueError, yaml.YAMLError):
+        plain = False
+    return value if plain else json.dumps(value)

