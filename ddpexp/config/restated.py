@@ -42,7 +42,7 @@ _HUB: Mapping[str, Mapping[str, Callable[[str], bool]]] = {  # by kind of data
     "hf": {"path": is_on_hub, "eval_path": is_on_hub, "tokenizer": is_tokenizer_on_hub},
     "text": {"tokenizer": is_tokenizer_on_hub},
 }
-_OF_DDPEXP = ("checkpoint", "end_seconds", "_target_")  # keys of every logger
+_OF_EVERY_LOGGER = ("checkpoint", "end_seconds", "_target_")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Setting:
 
     key: str  # as it is typed
     value: Any  # as config.yaml has it, with its references
-    what: str  # it is
+    what: str  # such as `an address`
     trusts: tuple[str, ...] = ()  # the names that `ddpexp trust` takes for it; none: it can only be restated
 
     @property
@@ -144,7 +144,7 @@ def unrestated(
     found: list[tuple[Place, str, tuple[str, ...]]] = []
     for place, name in read.items():
         found.append((place, "a reference to the environment", (name,) if is_setting(name) else ()))
-    for place, value in _leaves(values):
+    for place, value in [*_leaves(values), *_names(values)]:
         if isinstance(value, str) and not reader.restates(place) and not reader.trusts_all_of(_at(written, place)):
             hosts = place[0] not in TYPED_SECTIONS and not (place[0] == "launcher" and _is_own_launcher(values))
             found += [(place, "an address", (name,)) for name in _addresses(value, reader, hosts)]
@@ -183,7 +183,7 @@ def records_setting(override: str, reader: Reader) -> bool:
         text = part.strip("'\"")
         if any(_addresses(text, reader)) or any(test(text) for test in on_hub if text not in ("", "null")):
             return True
-    return key.startswith("logger.") and name not in _OF_DDPEXP and not _is_number(value)
+    return key.startswith("logger.") and name not in _OF_EVERY_LOGGER and not _is_number(value)
 
 
 def _settings(found: Sequence[tuple[Place, str, tuple[str, ...]]], written: Mapping[str, Any]) -> list[Setting]:
@@ -222,6 +222,14 @@ def _leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
             yield from _leaves(inner, (*place, index))
     else:
         yield place, value
+
+
+def _names(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Yield the names in mappings, each with the place of its value."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, inner in items:
+        yield (*place, name), name
+        yield from _names(inner, (*place, name))
 
 
 def _at(tree: Any, place: Sequence[str | int]) -> Any:
@@ -283,7 +291,7 @@ def _declared(values: Mapping[str, Any]) -> Iterator[Place]:
         if key is None:
             yield from (
                 ("logger", str(name), *inner) for inner, value in _leaves(logger)
-                if isinstance(value, str) and inner[0] not in _OF_DDPEXP
+                if isinstance(value, str) and inner[0] not in _OF_EVERY_LOGGER
             )  # fmt: skip
         elif key in REMOTE_LOGGERS:
             declared = locate(key, Trust(), where).restate_on_resume

@@ -103,10 +103,15 @@ def trees(base: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 tree["data"] = {**{key: base["data"][key] for key in base["data"] if key not in MNIST}, **option}
             else:
                 tree[group] = option
-            yield f"{group}={name}", yaml.safe_load(yaml.safe_dump(tree).replace("???", "x"))
+            yield f"{group}={name}", load_yaml(dumped(tree).replace("???", "x"))
 
 
 MNIST = ("_target_", "prepare", "root", "source", "embedded_train", "embedded_test")
+
+
+def dumped(tree: dict[str, Any]) -> str:
+    text: str = yaml.dump(tree, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False)
+    return text
 
 
 def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -131,7 +136,7 @@ def planted(tree: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[st
 
 def attempt(config: Path, tree: dict[str, Any], keeps: tuple[str, ...], *argv: str) -> tuple[RefusedError | None, str]:
     """Read a stored configuration as a command does; return the refusal, and all that was learned."""
-    config.write_text(yaml.safe_dump(tree, sort_keys=False))
+    config.write_text(dumped(tree))
     Events.seen.clear()
     Events.watched = True
     try:
@@ -312,6 +317,12 @@ def test_names_on_a_hub_count_only_when_they_are_restated(base: dict[str, Any], 
                 read(tree, tmp_path, (*place, key), value)
             assert caught.value.trusts == [f"hub:{value}"]
             assert read(tree, tmp_path, (*place, key), value, f"run.trust=[hub:{value}]")
+
+
+def test_an_address_may_be_the_name_of_a_value(base: dict[str, Any], tmp_path: Path) -> None:
+    for value in ({"http://127.0.0.1:9/x": 1}, [{"a": {"evil.example:8080": None}}]):
+        with pytest.raises(UnrestatedError, match=r"model\.servers="):
+            read(base, tmp_path, ("model", "servers"), value)
 
 
 @pytest.mark.parametrize("value", ["cuda:11", "1.2.3", "30:00", "1-12:30", "2:16", "a:b", "C:1"])
