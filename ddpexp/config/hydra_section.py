@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddpexp.config.build import shown
 from ddpexp.config.instantiate import Trust, targets
+from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError
 from ddpexp.system.yaml_text import load_yaml
 
@@ -221,7 +222,7 @@ def answered(answers: Mapping[str, Any]) -> Iterator[None]:
     def answer(path: str) -> Any:
         return _answer(answers, path)
 
-    OmegaConf.register_new_resolver("hydra", answer, replace=True)
+    register_resolver("hydra", answer, replace=True)
     try:
         yield
     finally:
