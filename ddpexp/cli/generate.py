@@ -7,12 +7,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from ddpexp.cli.subcommands import stored_run
 from ddpexp.config import commands
 from ddpexp.config.build import convert, did_you_mean
+from ddpexp.config.parse import load
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, DdpexpError, RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.system.process import die_with_parent
@@ -61,16 +61,8 @@ def generate(argv: Sequence[str], command: Sequence[str]) -> int:
     options, others = parse_options(argv)
     if not others:
         raise RefusedError(f"generate with what?\n{_USAGE}")
-    run, experiment, _ = stored_run("generate", others, command)
-    tokenizer = _tokenizer(run)
-    arguments = [
-        os.getpid(),
-        str(run.path.resolve()),
-        _config_dir(others),
-        list(experiment.run.trust),
-        tokenizer,
-        asdict(options),
-    ]
+    run, _, text = stored_run("generate", others, command)
+    arguments = [os.getpid(), str(run.path.resolve()), text, _tokenizer(run), asdict(options)]
     sys.stdout.flush()
     return subprocess.run(python("ddpexp.cli.generate:child", *arguments), check=False).returncode
 
@@ -78,27 +70,24 @@ def generate(argv: Sequence[str], command: Sequence[str]) -> int:
 def child(
     parent: int,
     path: str,
-    config_dir: str | None,
-    trust: Sequence[str],
+    config: str,
     tokenizer: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> int:
-    """Subprocess entry point: load the model and print what it writes."""
+    """Subprocess entry point: build the model of a configuration, load its weights, and print what it writes."""
     die_with_parent(parent)
     try:
-        print(_written(path, config_dir, trust, tokenizer, Options(**options)))
+        print(_written(path, config, tokenizer, Options(**options)))
     except DdpexpError as error:
         print_message(f"ddpexp: {error}")
         return EXIT_REFUSED
     return EXIT_DONE
 
 
-def _written(
-    path: str, config_dir: str | None, trust: Sequence[str], tokenizer: Mapping[str, Any], options: Options
-) -> str:
+def _written(path: str, config: str, tokenizer: Mapping[str, Any], options: Options) -> str:
     import torch
 
-    from ddpexp.cli.api.opened import open_run
+    from ddpexp.cli.api.opened import model_of, open_run
     from ddpexp.data.text.tokenizer import from_record, prompt_of
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -106,7 +95,7 @@ def _written(
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     reader = from_record(tokenizer)
     prompt = prompt_of(reader, options.prompt)
-    model = open_run(path, config_dir=config_dir, trust=trust).model(options.checkpoint)
+    model = model_of(open_run(path), load(config), options.checkpoint)
     if not callable(getattr(model, "generate", None)):
         raise RefusedError(
             f"generate {path}: {type(model).__name__} has no method generate(tokens, num_tokens, temperature, top_k, "
@@ -160,14 +149,6 @@ def _number(text: str) -> Any:
         except ValueError:
             continue
     return text
-
-
-def _config_dir(arguments: Sequence[str]) -> str | None:
-    for place, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name in _CONFIG_DIR:
-            return str(Path(value if equals else arguments[place + 1]).expanduser().absolute())
-    return None
 
 
 def _tokenizer(run: RunDir) -> Mapping[str, Any]:

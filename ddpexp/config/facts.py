@@ -112,7 +112,10 @@ def resolve(values: Any, facts: Mapping[str, Any]) -> Any:
         return values
     if (whole := _REFERENCE.fullmatch(values)) is not None:
         return _value(facts, whole[1], values) if whole[1].partition(".")[0] in facts else values
-    return _REFERENCE.sub(lambda found: str(resolve(found[0], facts)), values)
+    joined = _REFERENCE.sub(lambda found: str(resolve(found[0], facts)), values)
+    if "${" in without_references(joined):
+        raise RefusedError(f"{values}: a fact of the data cannot be part of another reference. Write the value itself.")
+    return joined
 
 
 def resolve_text(text: str, facts: Mapping[str, Any]) -> str:

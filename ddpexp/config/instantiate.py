@@ -21,7 +21,7 @@ from ddpexp.config.plugins import GROUPS, full_name, installed
 from ddpexp.config.registry import key_of, keys_of, path_of, section_of
 from ddpexp.errors import RefusedError
 
-_RECIPES = "ddpexp.recipes."  # beside them a configuration names parts of ours by their keys
+RECIPES = "ddpexp.recipes."  # beside them a configuration names parts of ours by their keys
 
 _OPTIMIZERS = (
     "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD SparseAdam"
@@ -62,7 +62,7 @@ class Trust:
         parts = target.split(".")
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
             return False
-        if target in TORCH or target.startswith(_RECIPES):
+        if target in TORCH or target.startswith(RECIPES):
             return True
         if target in self.prefixes or any(target.startswith(prefix.rstrip(".") + ".") for prefix in self.prefixes):
             return True
@@ -136,7 +136,7 @@ def check_target(target: Any, trust: Trust, key: str) -> None:
             f"run.trust=[...].{_advice(str(target), trust, key)}"
         )
     module, _, name = target.rpartition(".")
-    if target.startswith(_RECIPES):
+    if target.startswith(RECIPES):
         names = _public_names(module)
         if names is None:
             raise RefusedError(f"{key}={target}: there is no module {module}.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ import yaml
 
 from ddpexp.config import trusted
 from ddpexp.config.facts import without_references
-from ddpexp.config.instantiate import Trust, locate
+from ddpexp.config.instantiate import RECIPES, TORCH, Trust, locate
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
 from ddpexp.config.schema import TYPED_SECTIONS
@@ -31,7 +31,7 @@ from ddpexp.system.yaml_text import load_yaml
 
 Place = tuple[str | int, ...]  # the names and positions that lead to a value: ("data", "path", 0)
 
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>|]*")
+_CLEAN = re.compile(r"([a-z][a-z0-9+.-]*://[\w.\[\]:-]+)(/[^\s\"'<>|\\?#%]*)?", re.ASCII)  # an address; its origin
 _NAME = re.compile(r"((?=[^:]*[a-z])[\w-]+(\.[\w-]+)*|\[[\da-f:.]+\]):\d{2,5}(/.*)?", re.IGNORECASE | re.ASCII)
 _NUMBERS = re.compile(r"\d+(\.\d+){3}(:\d+)?(/.*)?", re.ASCII)
 _DEVICE = re.compile(r"(cpu|cuda|hpu|meta|mps|npu|xla|xpu):\d+")
@@ -97,21 +97,36 @@ class UnrestatedError(RefusedError):
 class Reader:
     """What the reader of a run directory has restated, and whom the reader trusts."""
 
-    typed: Collection[Place]  # keys of this command, and those that are as the reader's own files have them
+    typed: frozenset[Place]  # keys of this command, and those that are as the reader's own files have them
     names: Sequence[str]  # run.trust=[...] of this command, and those of `ddpexp trust`
 
     @classmethod
     def of(
         cls,
-        keys: Collection[str] = (),
-        trust: Sequence[str] = (),
+        overrides: Sequence[str] = (),
         written: Mapping[str, Any] = MappingProxyType({}),
         folder: Path | None = None,
+        without: Collection[str] = (),
     ) -> Reader:
-        """Take the typed keys, the names of run.trust, the configuration as it is written, and the --config-dir."""
+        """Take the overrides of this command, the configuration as it is written, and the --config-dir.
+
+        The keys in `without` choose options. A text with a reference to another key, which may be anybody's, is not
+        the reader's.
+        """
         own = _own_settings([*plugin_folders(), *([folder] if folder is not None else [])])
-        known = {place for place, value in _leaves(written) if isinstance(value, str) and (place, value) in own}
-        return cls({tuple(key.split(".")) for key in keys} | known, [*trust, *trusted.settings()])
+        places = {place for place, value in _leaves(written) if isinstance(value, str) and (place, value) in own}
+        names = trusted.settings()
+        for override in overrides:
+            key, _, value = override.lstrip("+~").partition("=")
+            if key == "run.trust":
+                names += [name.strip(" '\"") for name in value.strip("[]").split(",")]
+            elif key not in without and _is_closed(value):
+                places.add(tuple(key.split(".")))
+        return cls(frozenset(places), names)
+
+    def also(self, places: Collection[Place]) -> Reader:
+        """Return a reader who has restated these, too."""
+        return replace(self, typed=self.typed | frozenset(places))
 
     def restates(self, place: Place) -> bool:
         """Return whether the key, or a section or list around it, is typed."""
@@ -119,6 +134,8 @@ class Reader:
 
     def trusts(self, name: str) -> bool:
         """Return whether an address (with all below it), `hub:NAME` or `oc.env:NAME` is trusted."""
+        if ".." in name or ("://" in name and _CLEAN.fullmatch(name) is None):
+            return False  # what it leads to is for libraries to say
         return any(name == known or name.startswith(f"{known.rstrip('/')}/") for known in self.names if ":" in known)
 
     def trusts_all_of(self, written: object) -> bool:
@@ -131,7 +148,7 @@ def is_setting(name: str) -> bool:
     """Return whether a name in run.trust is that of a setting: an address, `hub:NAME` or `oc.env:NAME`."""
     if name.startswith(("hub:", "oc.env:")):
         return re.fullmatch(r"hub:[\w.-]+(/[\w.-]+)*|oc\.env:[A-Za-z_]\w*", name, re.ASCII) is not None
-    return re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/]+.*", name) is not None or _is_host(name)
+    return _CLEAN.fullmatch(name) is not None or _is_host(name)
 
 
 def unrestated(
@@ -146,8 +163,7 @@ def unrestated(
         found.append((place, "a reference to the environment", (name,) if is_setting(name) else ()))
     for place, value in [*_leaves(values), *_names(values)]:
         if isinstance(value, str) and not reader.restates(place) and not reader.trusts_all_of(_at(written, place)):
-            hosts = place[0] not in TYPED_SECTIONS and not (place[0] == "launcher" and _is_own_launcher(values))
-            found += [(place, "an address", (name,)) for name in _addresses(value, reader, hosts)]
+            found += [(place, "an address", names) for names in _addresses(value, reader, _is_foreign(values, place))]
     found += _on_hubs(values.get("data"), ("data",), reader)
     for place in _declared(values):
         if not reader.restates(place):
@@ -175,15 +191,19 @@ def to_restate(tree: Mapping[str, Any], folder: Path | None = None) -> list[Sett
 def records_setting(override: str, reader: Reader) -> bool:
     """Return whether an override that the file of a sweep records, in Hydra's grammar, has to be restated."""
     key, _, value = override.lstrip("+~").removeprefix("hydra.sweeper.params.").replace("\\", "").partition("=")
-    if "${" in without_references(value) and not _REFERENCE.fullmatch(value):
+    section, *names = key.split(".")
+    rest = _VARIABLE.sub(lambda found: "" if reader.trusts(found[1]) else found[0], without_references(value))
+    if "${" in rest and not _REFERENCE.fullmatch(rest):
         return True  # what it stands for is known once the sweep is composed
-    name = key.rpartition(".")[2]
-    on_hub = [names[name] for names in _HUB.values() if name in names and key.startswith("data.")]
+    if section in ("data", "logger") and re.search(r"\{[^{}]*:", value):
+        return True  # a section with keys of its own
+    on_hub = [tests[names[-1]] for tests in _HUB.values() if section == "data" and names and names[-1] in tests]
     for part in re.split(r"[,\[\](){}\s]+", value):
         text = part.strip("'\"")
-        if any(_addresses(text, reader)) or any(test(text) for test in on_hub if text not in ("", "null")):
+        if [*_addresses(text, reader)] or any(test(text) for test in on_hub if text not in ("", "null")):
             return True
-    return key.startswith("logger.") and name not in _OF_EVERY_LOGGER and not _is_number(value)
+    is_of_every = len(names) == 2 and names[1] in _OF_EVERY_LOGGER
+    return section == "logger" and bool(names) and not is_of_every and not _is_number(value)
 
 
 def _settings(found: Sequence[tuple[Place, str, tuple[str, ...]]], written: Mapping[str, Any]) -> list[Setting]:
@@ -191,12 +211,17 @@ def _settings(found: Sequence[tuple[Place, str, tuple[str, ...]]], written: Mapp
     settings: dict[str, Setting] = {}
     for place, what, names in found:
         names_of_key = list(takewhile(lambda name: re.fullmatch(r"[A-Za-z_][\w-]*", str(name)), map(str, place)))
-        key, value = ".".join(names_of_key), _at(written, names_of_key)
+        key, value = ".".join(names_of_key), _closed(_at(written, names_of_key), written)
         former = settings.get(key)
         if former is not None:
             what, names = former.what, (*former.trusts, *names) if former.trusts and names else ()
         settings[key] = Setting(key, value, what, tuple(dict.fromkeys(names)))
     return list(settings.values())
+
+
+def _is_closed(text: str) -> bool:
+    """Return whether a text refers to nothing but variables of the environment and facts of the data."""
+    return "${" not in _VARIABLE.sub("", without_references(text))
 
 
 def _own_settings(folders: Sequence[Path]) -> set[tuple[Place, str]]:
@@ -209,7 +234,8 @@ def _own_settings(folders: Sequence[Path]) -> set[tuple[Place, str]]:
         except (OSError, ValueError, yaml.YAMLError):
             continue  # composing reports it
         section = () if re.match(r"\s*#\s*@package\s+_global_", text) else (path.parent.name,)
-        found |= {((*section, *place), value) for place, value in _leaves(values) if isinstance(value, str)}
+        texts = ((place, value) for place, value in _leaves(values) if isinstance(value, str) and _is_closed(value))
+        found |= {((*section, *place), value) for place, value in texts}
     return found
 
 
@@ -241,14 +267,17 @@ def _at(tree: Any, place: Sequence[str | int]) -> Any:
     return tree
 
 
-def _addresses(text: str, reader: Reader, hosts: bool = True) -> Iterator[str]:
-    """Yield the names that trust the addresses in a text that are not trusted; also a host with its port if `hosts`."""
+def _addresses(text: str, reader: Reader, hosts: bool = True) -> Iterator[tuple[str, ...]]:
+    """Yield for each address in a text that is not trusted the name that would trust it, if there is one.
+
+    With `hosts` also for a host with its port.
+    """
     for part in text.split("::"):  # fsspec's way to write one address within another
-        for match in _ADDRESS.finditer(part):
-            if not reader.trusts(match[0]):
-                yield re.sub(r"(://[^/]*).*", r"\1", match[0])
+        if "://" in part and not reader.trusts(part):
+            clean = _CLEAN.fullmatch(part) if ".." not in part else None
+            yield (clean[1],) if clean is not None else ()
     if hosts and _is_host(text) and not reader.trusts(text):
-        yield text.partition("/")[0]
+        yield (text.partition("/")[0],) if ".." not in text else ()
 
 
 def _is_host(text: str) -> bool:
@@ -257,10 +286,16 @@ def _is_host(text: str) -> bool:
     return named or _NUMBERS.fullmatch(text) is not None
 
 
-def _is_own_launcher(values: Mapping[str, Any]) -> bool:
-    """Return whether the launcher is ddpexp's, which declares what it connects to: its `gres` looks like a host."""
-    launcher = values.get("launcher")
-    return isinstance(launcher, Mapping) and key_of("launcher", launcher.get("_target_")) is not None
+def _is_foreign(values: Any, place: Place) -> bool:
+    """Return whether the part that gets the value at a place is neither ddpexp's nor torch's: those take no hosts."""
+    target, where = None, str(place[0])
+    for end, name in enumerate(place[:-1], 1):
+        values = _at(values, (name,))
+        if isinstance(values, Mapping) and "_target_" in values:
+            target, where = values["_target_"], ".".join(map(str, place[:end]))
+    if target is None:
+        return place[0] not in TYPED_SECTIONS
+    return key_of(where, target) is None and target not in TORCH and not str(target).startswith(RECIPES)
 
 
 def _on_hubs(data: Any, place: Place, reader: Reader) -> Iterator[tuple[Place, str, tuple[str, ...]]]:
@@ -296,6 +331,23 @@ def _declared(values: Mapping[str, Any]) -> Iterator[Place]:
         elif key in REMOTE_LOGGERS:
             declared = locate(key, Trust(), where).restate_on_resume
             yield from (("logger", str(name), option) for option in declared if logger.get(option))
+
+
+def _closed(value: Any, tree: Mapping[str, Any], depth: int = 10) -> Any:
+    """Return a value with what its references to other keys stand for, so that it can be read and restated."""
+    if isinstance(value, Mapping):
+        return {name: _closed(inner, tree, depth) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_closed(inner, tree, depth) for inner in value]
+    if not isinstance(value, str) or not depth:
+        return value
+
+    def target(found: re.Match[str]) -> Any:
+        value = _closed(_at(tree, found[0][2:-1].split(".")), tree, depth - 1)
+        return found[0] if value is None else value  # a relative reference, for example
+
+    whole = _REFERENCE.fullmatch(value)
+    return target(whole) if whole is not None else _REFERENCE.sub(lambda found: str(target(found)), value)
 
 
 def _is_number(text: str) -> bool:

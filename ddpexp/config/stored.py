@@ -49,73 +49,97 @@ def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> t
         RefusedError: the file is damaged, or an override does not apply to it.
     """
     arguments = parse_arguments(argv)
+    cfg, stored = _loaded(path)
+    added = added_folder(arguments.config_dir)
+    check_syntax(arguments.overrides)
+    chosen = _chosen(arguments.overrides, keeps, added)
+    reader = Reader.of(arguments.overrides, stored, added, without=chosen)
+    others = [override for override in arguments.overrides if override.partition("=")[0] not in chosen]
+    try:
+        with only_resolvers(lambda place, name: False):  # what the overrides replace is not resolved
+            reader = reader.also(_choose(cfg, chosen, keeps, added))
+            cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
+            cfg.run.allow_changes = []
+            _override_all(cfg, others)
+        values, read = _resolved(cfg, reader)
+    except OmegaConfBaseException as error:
+        raise RefusedError(f"{path}: {sentence(error)}") from None
+    written: Any = OmegaConf.to_container(cfg, resolve=False)
+    if settings := unrestated(values, written, read, reader):
+        raise UnrestatedError(shortest(path.parent), settings)
+    if offered := offered_by_packages(values):
+        cfg.run.trust = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
+    check_present(values, trust_of(values))
+    return values, OmegaConf.to_yaml(cfg)
+
+
+def _resolved(cfg: DictConfig, reader: Reader) -> tuple[dict[str, Any], Mapping[Place, str]]:
+    """Return the values, empty where they cannot be resolved without the reader's leave, and the resolvers refused.
+
+    Raises: OmegaConfBaseException.
+    """
+
+    def allows(place: Place, name: str) -> bool:
+        return reader.restates(place) or reader.trusts(name)
+
+    with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}), only_resolvers(allows) as read:
+        try:
+            return plain(cfg), read
+        except OmegaConfBaseException:
+            if not read:
+                raise
+            return {}, read
+
+
+def _loaded(path: Path) -> tuple[DictConfig, dict[str, Any]]:
+    """Return the configuration in a file, and as plain values with its references.
+
+    Raises:
+        RefusedError: it cannot be read, or is not of sections, which a reference could stand for.
+    """
     try:
         check_yaml(path)
         cfg = OmegaConf.load(path)
     except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
         raise RefusedError(f"{path} cannot be read: {first_line(error)}.") from None
-    if not isinstance(cfg, DictConfig) or not isinstance(cfg.get("run"), DictConfig):
+    stored: Any = OmegaConf.to_container(cfg, resolve=False)
+    if not isinstance(cfg, DictConfig) or not isinstance(stored.get("run"), dict):
         raise RefusedError(f"{path} is not the configuration of a run.")
-    added = added_folder(arguments.config_dir)
-    check_syntax(arguments.overrides)
+    for name, section in stored.items():
+        if not isinstance(section, dict | None):
+            raise RefusedError(f"{path}: {name} is not a section with keys.")
+    return cfg, stored
+
+
+def _chosen(overrides: Sequence[str], keeps: Collection[str], added: Path | None) -> dict[str, str]:
+    """Return the options of groups that the overrides choose, and those in place of sections that are not used."""
     chosen_from = groups([folder for folder in (conf_folder(), added) if folder is not None]) if keeps else ["launcher"]
-    chosen = {
-        key: name
-        for key, _, name in (override.partition("=") for override in arguments.overrides)
-        if key in chosen_from
-    }
+    typed = (override.partition("=") for override in overrides)
+    chosen = {key: name for key, _, name in typed if key in chosen_from}
     if "launcher" not in keeps:
         chosen.setdefault("launcher", "spawn")  # whatever the run itself was started with
-    if "logger" not in keeps and not any(override.startswith("logger.") for override in arguments.overrides):
+    if "logger" not in keeps and not any(override.startswith("logger.") for override in overrides):
         chosen.setdefault("logger", "none")
-    keys = [override.lstrip("+~").partition("=")[0] for override in arguments.overrides]
-    typed = [key for key in keys if key not in chosen]
+    return chosen
+
+
+def _choose(cfg: DictConfig, chosen: Mapping[str, str], keeps: Collection[str], added: Path | None) -> list[Place]:
+    """Replace sections by chosen options, and return the places whose values are those of the options."""
+    places: list[Place] = []
     for group, name in chosen.items():
         option = _listed(group, name, added) if group in LISTED else _option(group, name, added)
-        typed += [f"{group}.{key!s}" for key in option] if group in LISTED else [group]
+        places += [(group, str(key)) for key in option] if group in LISTED else [(group,)]
         if group == "logger" and group in keeps and isinstance(loggers := cfg.get(group), DictConfig):
             option[ALERT_URL] = OmegaConf.to_container(loggers, resolve=False).get(ALERT_URL)  # type: ignore[union-attr]
         cfg[group] = option
-    cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
-    cfg.run.allow_changes = []
-    nodes = _remove_inherited(cfg, typed_targets(arguments.overrides))
+    return places
+
+
+def _override_all(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    nodes = _remove_inherited(cfg, typed_targets(overrides))
     OmegaConf.set_struct(cfg, True)
-    try:
-        for override in arguments.overrides:
-            if override.partition("=")[0] not in chosen:
-                adds = is_in(override, nodes) or is_former(override) or _is_field(override)
-                _override(cfg, override, adds)
-        values = _resolved(cfg, path, typed, added)
-        if offered := offered_by_packages(values):
-            cfg.run.trust = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
-        check_present(values, trust_of(values))
-        return values, OmegaConf.to_yaml(cfg)
-    except OmegaConfBaseException as error:
-        raise RefusedError(f"{path}: {sentence(error)}") from None
-
-
-def _resolved(cfg: DictConfig, path: Path, typed: Sequence[str], added: Path | None) -> dict[str, Any]:
-    """Return the resolved values of a configuration of which the reader has typed some keys.
-
-    Raises:
-        UnrestatedError: it has others that count only when they are typed.
-    """
-    written: Any = OmegaConf.to_container(cfg, resolve=False)
-    reader = Reader.of(typed, [name for name in cfg.run.trust or () if isinstance(name, str)], written, added)
-
-    def allows(place: Place, name: str) -> bool:
-        return reader.restates(place) or reader.trusts(name)
-
-    values: dict[str, Any] = {}
-    with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}), only_resolvers(allows) as read:
-        try:
-            values = plain(cfg)
-        except OmegaConfBaseException:
-            if not read:
-                raise
-    if settings := unrestated(values, written, read, reader):
-        raise UnrestatedError(shortest(path.parent), settings)
-    return values
+    for override in overrides:
+        _override(cfg, override, is_in(override, nodes) or is_former(override) or _is_field(override))
 
 
 def _option(group: str, name: str, added: Path | None = None) -> DictConfig:

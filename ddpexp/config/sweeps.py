@@ -61,6 +61,7 @@ class Swept:
     folder: str | None  # hydra.sweep.dir, where it was typed or a config file sets it
     config_dir: str | None
     warnings: tuple[str, ...]
+    is_stored: bool = False  # overrides are those of the sweep's own files
 
     @property
     def sweeper(self) -> str:

@@ -53,12 +53,13 @@ class Training(Job):
         new_overrides: Sequence[str] | None = None,
         resume_from: RunDir | None = None,
         keeps_refused: bool = False,
+        is_stored: bool = False,
     ) -> None:
         """Take the experiment, its YAML, its overrides, and the full command line.
 
         `run` is a directory that an earlier command has created for this one; `resume_from` is the run to resume that
         the user has named. `new_overrides` are those of this command alone, if a resumed run has older ones. The new
-        directory of a run that is refused is removed unless `keeps_refused`.
+        directory of a refused run is removed unless `keeps_refused`. `is_stored`: a sweep's file names the experiment.
         """
         self.experiment, self.request = experiment, worker_request(experiment)
         self.name = experiment.recipe.name
@@ -75,7 +76,7 @@ class Training(Job):
         self._worker_args: dict[str, Any] = {}  # passed to every worker
         self._notes: list[str] = []
         self._files = StartFiles(text, overrides)
-        self._keeps_refused = keeps_refused
+        self._keeps_refused, self._is_stored = keeps_refused, is_stored or resume_from is not None
         self._created: tuple[RunDir, list[Path]] | None = None  # by this start, with the folders above it
         self._layout: Layout | None = None  # of this start
 
@@ -96,10 +97,10 @@ class Training(Job):
     def prepare(self) -> None:
         """Prepare the data on this host, for a later command that resolves the references to its facts."""
         data = self.experiment.data
-        used_facts(self._text, data, prepare(data, self.experiment.trust))
+        used_facts(self._text, data, prepare(data, self.experiment.trust, self._is_stored))
 
     def _prepare(self) -> dict[str, Any] | None:
-        data = prepare(self.experiment.data, self.experiment.trust, self._is_resume)
+        data = prepare(self.experiment.data, self.experiment.trust, self._is_stored)
         self._files.resolve_facts(self.experiment.data, data)
         return data
 
@@ -226,7 +227,7 @@ class Training(Job):
             time.sleep(0.1)
         if self._worker_args["pretrained"]:  # this host may have a cache of its own
             pretrained.fetch(self.experiment.model, run.config.read_text())
-        self._enter(run, prepare(self.experiment.data, self.experiment.trust, self._is_resume))
+        self._enter(run, prepare(self.experiment.data, self.experiment.trust, self._is_stored))
 
     def fail(self, failure: Failure) -> None:
         """Write error.json and the result, unless another command owns the run: it is finished, or has no result yet.

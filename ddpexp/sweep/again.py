@@ -28,7 +28,7 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     keys = {key_of(override) for override in typed}
     of_one_start = ("hydra.sweep.dir", "run.allow_changes")
     kept = [override for override in overrides if key_of(override) not in keys and key_of(override) not in of_one_start]
-    missing = restated_overrides(kept, [name for override in typed for name in _trusted(override)])
+    missing = restated_overrides(kept, typed)
     if options and not any(argument.startswith(_OPTIONS) for argument in typed):
         missing = [*options, *missing]
     if missing:
@@ -46,10 +46,4 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     rest = [override for override in typed if override not in merged]
     swept = compose_sweep([*merged, *rest])
     swept.cfg.hydra.sweep.dir = str(folder.path)
-    return dataclasses.replace(swept, folder=str(folder.path))
-
-
-def _trusted(override: str) -> list[str]:
-    """Return the names in `run.trust=[...]`; none of another override."""
-    key, _, value = override.partition("=")
-    return [name.strip() for name in value.strip("[]").split(",")] if key == "run.trust" else []
+    return dataclasses.replace(swept, folder=str(folder.path), is_stored=True)

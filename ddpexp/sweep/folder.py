@@ -187,9 +187,9 @@ def latest(events: Sequence[Mapping[str, Any]], kind: str) -> dict[int, Mapping[
     }  # fmt: skip
 
 
-def restated_overrides(overrides: Sequence[str], trust: Sequence[str] = ()) -> list[str]:
-    """Return the overrides of a sweep that must be restated with `ddpexp resume`; `trust` are names of run.trust."""
-    reader = Reader.of(trust=trust)
+def restated_overrides(overrides: Sequence[str], typed: Sequence[str] = ()) -> list[str]:
+    """Return the overrides of a sweep that must be restated with `ddpexp resume`; `typed` are those of that command."""
+    reader = Reader.of(typed)
     return [override for override in overrides if runs_code(override) or records_setting(override, reader)]
 
 

@@ -37,6 +37,7 @@ class Planned:
     workers: int | None  # on this machine, each of which takes a slot; None: it takes all slots
     on_gpus: bool = False
     submits: bool = False  # its launcher hands it to a scheduler
+    is_stored: bool = False  # see `Training`
 
     @property
     def forks_here(self) -> bool:
@@ -68,7 +69,9 @@ class Planned:
         `options` are those of the sweep's command line that say where configs are.
         """
         command = ["ddpexp", *options, *self.arguments, f"run.dir={self.run.path}"]
-        return Training(self.experiment, self.text, self.arguments, command, keeps_refused=True)
+        return Training(
+            self.experiment, self.text, self.arguments, command, keeps_refused=True, is_stored=self.is_stored
+        )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class JobPlanner:
 
     def __init__(self, swept: Swept, folder: SweepDir, slots: Slots, earlier: Sequence[Mapping[str, Any]]) -> None:
         """Take the sweep, its directory, the slots of this machine, and the events of earlier starts."""
-        self._folder, self._slots = folder, slots
+        self._folder, self._slots, self._is_stored = folder, slots, swept.is_stored
         self._composer = JobComposer(swept)
         self.keys = frozenset(key.lstrip("+~") for key in swept.keys)
         # The names are computed again instead of read, because they are paths and the log is not trusted.
@@ -67,8 +67,9 @@ class JobPlanner:
             raise RefusedError(f"{error} (job {name})") from None
         submits = isinstance(experiment.launcher, Submitter) and experiment.launcher.submits
         return Planned(
-            number, name, overrides, tuple(arguments), experiment, composed.text, run, workers, on_gpus, submits
-        )
+            number, name, overrides, tuple(arguments), experiment, composed.text, run, workers, on_gpus, submits,
+            self._is_stored,
+        )  # fmt: skip
 
     def _slots_needed(self, experiment: Experiment) -> tuple[int | None, bool]:
         """Return how many slots a job takes, None for all, and whether they are GPUs."""

@@ -63,3 +63,12 @@ def test_a_run_writes_without_its_data_and_the_same_for_a_seed(ddpexp: Ddpexp) -
     refused = ddpexp("generate", str(done.run), "--prompt", "xyz")
     assert refused.code == 2
     assert refused.err.startswith("ddpexp: the text holds 'x', which is not among the 11 characters")
+    config = done.run / "config.yaml"
+    config.write_text(config.read_text().replace(f"path: {text}", "path: ${oc.env:DATA_FOLDER}/text.txt"))
+    words = ("generate", str(done.run), "--prompt", "abc", "--tokens", "20", "--device", "cpu")
+    environ = {"DATA_FOLDER": str(ddpexp.folder)}
+    refused = ddpexp(*words, environ=environ)
+    restated = "data.path=${oc.env:DATA_FOLDER}/text.txt"
+    assert (refused.code, refused.err.endswith(f" '{restated}'\n")) == (2, True), refused.err
+    for more in (restated, "run.trust=[oc.env:DATA_FOLDER]"):
+        assert ddpexp(*words, more, environ=environ).out == written.out

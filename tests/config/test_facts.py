@@ -47,6 +47,13 @@ def test_a_fact_that_would_be_resolved_itself_is_refused() -> None:
             facts.resolve({"model": {"names": text}}, stolen)
 
 
+@pytest.mark.parametrize("text", ["$${facts:classes.0}", "${${facts:classes.1}:TOKEN}", "${model.${facts:classes.1}}"])
+def test_a_fact_is_no_part_of_another_reference(text: str) -> None:
+    stolen = {**FACTS, "classes": ["{oc.env:TOKEN}", "oc.env"]}
+    with pytest.raises(RefusedError, match="cannot be part of another reference"):
+        facts.resolve({"callbacks": {"monitor": text}}, stolen)
+
+
 def test_the_facts_that_are_used_are_named() -> None:
     assert facts.used({"model": {"in": "${facts:shape.0}", "out": "${facts:num_classes}"}}, FACTS, "mine") == {
         "shape": [1, 28, 28],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,8 +17,7 @@ from omegaconf import OmegaConf
 from ddpexp.config import trusted
 from ddpexp.config.compose import compose
 from ddpexp.config.folders import LISTED, conf_folder, groups, options
-from ddpexp.config.restated import Reader, UnrestatedError, is_setting, records_setting, to_restate
-from ddpexp.config.schema import TYPED_SECTIONS
+from ddpexp.config.restated import Reader, UnrestatedError, _is_foreign, is_setting, records_setting, to_restate
 from ddpexp.config.stored import override_file
 from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError
@@ -178,8 +178,8 @@ def check_nothing_leaves(
                 assert SECRET not in learned, where
                 assert environ.asked == 0, where
                 unused = place[0] in RESUME and keeps == EVALUATE
-                typed = (*TYPED_SECTIONS, "launcher")  # sections of which no value that is written so is connected to
-                unused = unused or (place[0] in typed and plant in PLANTS[4:6])
+                if plant in PLANTS[4:6]:  # ddpexp's and torch's own parts connect to no value that is written so
+                    unused = unused or not _is_foreign(theirs, place)
                 unused = unused or place[:2] in [("run", "trust"), ("run", "code"), ("run", "allow_changes")]
                 assert unused or error is not None, where
     OmegaConf.clear_resolver("stolen")
@@ -221,7 +221,6 @@ def tar(base: dict[str, Any]) -> dict[str, Any]:
         ("https://data.example.org/a/x.tar", "data.path=https://data.example.org/a/x.tar"),
         ("zip://x::https://data.example.org/a.zip", "data.path=zip://x::https://data.example.org/a.zip"),
         (f"https://data.example.org/${{oc.env:{NAME}}}", f"data.path=https://data.example.org/${{oc.env:{NAME}}}"),
-        ("tracker:8080", "data.path=tracker:8080"),
         (["x.tar", "https://data.example.org/x.tar"], 'data.path=["x.tar", "https://data.example.org/x.tar"]'),
     ],
 )
@@ -251,8 +250,12 @@ def test_a_restated_setting_counts(
         (f"https://evil.example/${{oc.env:{NAME}}}", False),
         ("${oc.env:HOME}", False),
         (f"${{oc.env:{NAME},https://evil.example}}", False),
-        ("tracker:8080", True),
-        ("tracker:80801", False),
+        ("https://data.example.org/../evil/x.tar", False),
+        ('https://data.example.org"@evil.example/x.tar', False),
+        ("https://data.example.org @evil.example/x.tar", False),
+        ("https://data.example.org\\@evil.example/x.tar", False),
+        ("https://data.example.org%2f@evil.example/x.tar", False),
+        ("s{3..3}://evil-bucket/x.tar", False),
     ],
 )
 def test_a_trusted_setting_counts_and_what_is_beside_it_does_not(
@@ -319,15 +322,27 @@ def test_names_on_a_hub_count_only_when_they_are_restated(base: dict[str, Any], 
             assert read(tree, tmp_path, (*place, key), value, f"run.trust=[hub:{value}]")
 
 
+def test_a_host_with_a_port_is_an_address_for_a_part_of_others(base: dict[str, Any], tmp_path: Path) -> None:
+    model = {"_target_": "mine.Net", "server": "tracker:8080"}
+    for place, value in ((("model",), model), (("model", "inner"), [model])):
+        with pytest.raises(UnrestatedError) as caught:
+            read(base, tmp_path, place, value)
+        assert caught.value.trusts == ["tracker:8080"]
+        with pytest.raises(UnrestatedError):
+            read(base, tmp_path, place, value, "run.trust=[tracker:80801,tracker]")
+    assert read(base, tmp_path, ("data", "targets"), "label:10")
+
+
 def test_an_address_may_be_the_name_of_a_value(base: dict[str, Any], tmp_path: Path) -> None:
-    for value in ({"http://127.0.0.1:9/x": 1}, [{"a": {"evil.example:8080": None}}]):
+    for value in ({"http://127.0.0.1:9/x": 1}, [{"a": {"ftp://127.0.0.1": None}}]):
         with pytest.raises(UnrestatedError, match=r"model\.servers="):
             read(base, tmp_path, ("model", "servers"), value)
 
 
 @pytest.mark.parametrize("value", ["cuda:11", "1.2.3", "30:00", "1-12:30", "2:16", "a:b", "C:1"])
 def test_what_is_written_like_an_address_and_is_none(base: dict[str, Any], tmp_path: Path, value: str) -> None:
-    assert read(base, tmp_path, ("model", "device"), value)
+    mine = {"_target_": "mine.Callback", "device": value}
+    assert read(base, tmp_path, ("callbacks", "mine"), mine, "run.trust=[mine]")
     slurm = load_yaml((conf_folder() / "launcher/slurm.yaml").read_text())
     assert read({**base, "launcher": slurm}, tmp_path, ("launcher", "gres"), "shard:20")
 
@@ -382,7 +397,9 @@ def test_the_owner_of_a_wandb_project_is_restated(base: dict[str, Any], tmp_path
         "logger.alert_url=${oc.env:TOKEN}", "data.path=${model.a}/evil", "data.path=${${a}:b}",
         "data.path=stanford/imdb", "hydra.sweeper.params.data.path=stanford/imdb",
         "data.tokenizer=openai-community/gpt2", "model.x=evil:8080", "hydra.sweeper.params.data.path=http://x",
-        "data.path=http\\://x", "logger.wandb.entity=theirs", "~data.path=http://x",
+        "data.path=http\\://x", "+logger.checkpoint={_target_:wandb,entity:evil}", "+logger.checkpoint={a:b}",
+        "+data.sources.a={tokenizer: evil/tok}", "data.path=s{3..3}://x/y", "logger.end_seconds=evil",
+        "logger.wandb.entity=theirs", "~data.path=http://x",
     ],
 )  # fmt: skip
 def test_overrides_in_the_file_of_a_sweep_are_restated(override: str) -> None:
@@ -411,3 +428,49 @@ def test_the_other_overrides_of_a_sweep_are_not(override: str) -> None:
 )  # fmt: skip
 def test_which_names_are_those_of_settings(name: str, known: bool) -> None:
     assert is_setting(name) is known
+
+
+@pytest.mark.parametrize("section", ["run", "logger", "model", "launcher"])
+def test_a_section_that_is_a_reference_is_refused_before_it_stands_for_anything(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    monkeypatch.setenv(NAME, SECRET)
+    for reference in (f"${{oc.dict.keys:${{oc.env:{NAME}}}}}", f"${{oc.env:{NAME}}}", "${model}"):
+        for argv in ([], ["logger=csv"], ["model.hidden=5"]):
+            with pytest.raises(RefusedError) as caught:
+                read(base, tmp_path, (section,), reference, *argv)
+            assert SECRET not in str(caught.value)
+            assert re.search(rf"{section} is not a section|not the configuration of a run", str(caught.value))
+
+
+def test_a_reference_inside_a_section_is_not_resolved_by_an_override(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, SECRET)
+    stolen = f"${{oc.dict.keys:${{oc.env:{NAME}}}}}"
+    for argv in (["model.inner.x=5"], ["model.inner._target_=mine.Net", "model.inner.x=5"], ["data.inner=1"]):
+        for key in ("model", "data"):
+            try:
+                learned = str(read(base, tmp_path, (key, "inner"), stolen, *argv))
+            except RefusedError as error:
+                learned = str(error)
+            assert SECRET not in learned
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_template_with_anothers_value_is_not_the_readers(
+    tar: dict[str, Any], tmp_path: Path, typed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither typed nor in a file of the reader: the host that it leads to is the stranger's."""
+    monkeypatch.setenv(NAME, SECRET)
+    template = f"ftp://${{recipe.name}}/${{oc.env:{NAME}}}.tar"
+    theirs = planted(tar, ("recipe", "name"), "127.0.0.1:9")
+    conf = tmp_path / "conf"
+    (conf / "data").mkdir(parents=True)
+    (conf / "data/far.yaml").write_text(f"path: {template}\n")
+    argv = [f"data.path={template}"] if typed else ["--config-dir", str(conf)]
+    with pytest.raises(UnrestatedError) as caught:
+        read(theirs, tmp_path, ("data", "path"), template, *argv)
+    closed = f"data.path=ftp://127.0.0.1:9/${{oc.env:{NAME}}}.tar"
+    assert caught.value.overrides == [closed]  # with the host to see
+    assert read(theirs, tmp_path, ("data", "path"), template, closed)["data"]["path"].endswith(f"{SECRET}.tar")

@@ -256,6 +256,27 @@ def test_an_address_with_a_secret_in_a_run_directory_is_not_asked(
     attacks(stranger, [("tar", "data.path", stranger.plants()[0], words)], 1)
 
 
+@pytest.mark.fault("S20")
+def test_a_strangers_sweep_writes_nothing_beside_the_data_that_it_names(stranger: Stranger) -> None:
+    before, path = stranger.outside(), stranger.folder / "work/swept"
+    path.mkdir()
+    data = stranger.folder / "data/t.csv"
+    words = [*(word for word in RUNS["table"] if not word.startswith("data.path")), f"data.path={data}", *SHORT]
+    (path / "sweep.yaml").write_text(
+        yaml.safe_dump({"words": [*words, "trainer.seed=1,2", "sweep.picture=false"], "options": []})
+    )
+    (path / "sweep.jsonl").write_text("")
+    done = stranger.run("-m", "ddpexp", "resume", "swept")
+    assert done.returncode == 0, done.stderr
+    assert stranger.outside() == before
+    assert any((stranger.folder / "cache").rglob("arrays-*"))
+    (path / "sweep.yaml").write_text(
+        yaml.safe_dump({"words": [*words, f"+data.x=ftp://127.0.0.1:{stranger.port}/"], "options": []})
+    )
+    refused = stranger.run("-m", "ddpexp", "resume", "swept")
+    assert (refused.returncode, stranger.hits) == (2, []), refused.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_three_hundred_run_directories_of_strangers_reach_nothing(stranger: Stranger) -> None:

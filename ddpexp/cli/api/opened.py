@@ -170,11 +170,7 @@ class Run:
         Raises:
             RefusedError: There is no such checkpoint, it is damaged, or the run has code that is not trusted.
         """
-        folder, averaged = self._weights(checkpoint, weights)
-        experiment = self.experiment()
-        from ddpexp.cli.api.build import saved_model
-
-        return saved_model(experiment, folder, averaged)
+        return model_of(self, self.experiment(), checkpoint, weights)
 
     def load_into(
         self,
@@ -302,6 +298,8 @@ class Run:
         try:
             values, _ = override_file(self._files.config, self._trusted())
         except UnrestatedError as error:
+            if not error.trusts:
+                raise
             again = f"ddpexp.open_run({str(self.path)!r}, {self._recorded_trust(error.trusts)})"
             raise RefusedError(error.message(again)) from None
         untrusted = untrusted_code(values, foreign_code(values))
@@ -380,6 +378,16 @@ class Run:
     @property
     def _files(self) -> RunDir:
         return RunDir(self.path)
+
+
+def model_of(
+    run: Run, experiment: Experiment, checkpoint: Literal["best", "last"] | int, weights: Weights | None = None
+) -> Any:
+    """Return the model of an experiment with the weights of a run, as `Run.model`, whose arguments these are."""
+    folder, averaged = run._weights(checkpoint, weights)
+    from ddpexp.cli.api.build import saved_model
+
+    return saved_model(experiment, folder, averaged)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
