@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddpexp.cli.api.child import Ended, run_command
@@ -13,7 +14,7 @@ from ddpexp.cli.api.opened_sweep import Sweep
 from ddpexp.config import commands
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, Failure, RefusedError
 from ddpexp.run.directory import RunDir
-from ddpexp.sweep.rows import rows_of
+from ddpexp.run.resume_arguments import config_options, config_path, names_to_trust
 from ddpexp.system.text import sanitize
 
 MULTIRUN = ("-m", "--multirun")
@@ -52,11 +53,11 @@ def run(arguments: Sequence[str], *, cwd: str | Path | None = None, quiet: bool 
         raise RefusedError(
             f"This was a sweep, and it has ended: use ddpexp.sweep or ddpexp.open_sweep({found.path!r})."
         )
-    result = Run(Path(found.path), *trust_of(words, cwd, [Path(found.path)])) if found is not None else None
+    result = Run(Path(found.path), *trust_of(words, cwd)) if found is not None else None
     check_success(ended, run=result)
     if result is None:
         raise RefusedError("The command started no run: use the command line for what only prints something.")
-    return result
+    return replace(result, trust=(*result.trust, *names_to_trust(RunDir(result.path))))
 
 
 def sweep(arguments: Sequence[str], *, cwd: str | Path | None = None, quiet: bool = False) -> Sweep:
@@ -80,14 +81,12 @@ def sweep(arguments: Sequence[str], *, cwd: str | Path | None = None, quiet: boo
         words = ["-m", *words]
     ended = run_command(words, cwd, quiet)
     found = ended.directory
-    result = None
-    if found is not None and found.is_sweep:
-        jobs = [row.path for row in rows_of(Path(found.path))]
-        result = Sweep(Path(found.path), *trust_of(words, cwd, jobs))
+    result = Sweep(Path(found.path), *trust_of(words, cwd)) if found is not None and found.is_sweep else None
     check_success(ended, sweep=result)
     if result is None:
         raise RefusedError("The command started no sweep: name values that differ, as in optimizer.lr=0.01,0.03.")
-    return result
+    names = dict.fromkeys(name for run in result.runs for name in names_to_trust(RunDir(run.path)))
+    return replace(result, trust=(*result.trust, *names))
 
 
 def checked(arguments: Sequence[str], name: str) -> list[str]:
@@ -150,20 +149,12 @@ def _last_line(ended: Ended) -> str:
     return sanitize(ended.last.removeprefix("ddpexp: ")) or f"the command ended with exit code {ended.code}"
 
 
-def trust_of(
-    words: Sequence[str], cwd: str | Path | None, runs: Sequence[Path] = ()
-) -> tuple[str | None, tuple[str, ...]]:
-    """Return the config folder and the trusted names that the arguments name, to open the run with the same.
-
-    What the configurations of `runs`, which the arguments have started, connect to or read is trusted with them.
-    """
-    from ddpexp.run.resume_arguments import config_options, config_path, names_to_trust
-
+def trust_of(words: Sequence[str], cwd: str | Path | None) -> tuple[str | None, tuple[str, ...]]:
+    """Return the config folder and the trusted names that the arguments name, to open the run with the same."""
     folder = config_path(config_options(words))
     trusted = next((word.partition("=")[2] for word in words if word.lstrip("+").startswith("run.trust=")), "")
     names = [name.strip().strip("'\"") for name in trusted.strip("[]").split(",")]
-    names += [name for path in runs for name in names_to_trust(RunDir(path))]
-    return str(Path(cwd or ".", folder).absolute()) if folder else None, tuple(dict.fromkeys(filter(None, names)))
+    return str(Path(cwd or ".", folder).absolute()) if folder else None, tuple(filter(None, names))
 
 
 def _instead(name: str) -> str:

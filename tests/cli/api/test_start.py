@@ -137,6 +137,17 @@ def test_a_command_that_reports_no_end_is_an_exception_too(
     assert sentence in str(error)
 
 
+def test_what_a_run_connects_to_and_reads_is_trusted_by_who_has_started_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA_FOLDER", str(tmp_path))
+    run = ddpexp.run([*SMALL, "trainer.gpus=1", "data.root=${oc.env:DATA_FOLDER}"], cwd=tmp_path, quiet=True)
+    assert run.trust == ("oc.env:DATA_FOLDER",)
+    assert run.model() is not None
+    with pytest.raises(ddpexp.RefusedError, match="counts only when it is restated"):
+        ddpexp.open_run(run.path).model()
+
+
 def test_the_arguments_say_what_is_trusted() -> None:
     assert trust_of(["--config-dir", "mine/conf", "run.trust=[a,b]"], "/x") == ("/x/mine/conf", ("a", "b"))
     assert trust_of(["--config-dir=/y/conf"], None) == ("/y/conf", ())
