@@ -44,6 +44,8 @@ TORCH = frozenset(
     + [f"torch.nn.{name}" for name in _MODULES]
 )
 
+_PLACES = {"prepare": "data.prepare", "load": "data", "draw": None}
+"""Where alone these functions of recipes, which read and write files, may be named; None: nowhere."""
 _SPECIAL = ("_target_", "_partial_", "_args_")
 _DEFINED = re.compile(r"^(?:class|def) ([A-Za-z]\w*)", re.MULTILINE)
 
@@ -62,8 +64,10 @@ class Trust:
         parts = target.split(".")
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
             return False
-        if target in TORCH or target.startswith(RECIPES):
+        if target in TORCH:
             return True
+        if target.startswith(RECIPES):
+            return parts[-1] not in _PLACES or section_of(where) == _PLACES[parts[-1]]
         if target in self.prefixes or any(target.startswith(prefix.rstrip(".") + ".") for prefix in self.prefixes):
             return True
         return self.code is not None and _lies_in(self.code, parts[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -19,7 +20,7 @@ from typing import Any
 import yaml
 
 from ddpexp.config import trusted
-from ddpexp.config.facts import without_references
+from ddpexp.config.facts import refers
 from ddpexp.config.instantiate import RECIPES, TORCH, Trust, locate
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
@@ -32,16 +33,23 @@ from ddpexp.system.yaml_text import load_yaml
 Place = tuple[str | int, ...]  # the names and positions that lead to a value: ("data", "path", 0)
 
 _CLEAN = re.compile(r"([a-z][a-z0-9+.-]*://[\w.\[\]:-]+)(/[^\s\"'<>|\\?#%]*)?", re.ASCII)  # an address; its origin
-_NAME = re.compile(r"((?=[^:]*[a-z])[\w-]+(\.[\w-]+)*|\[[\da-f:.]+\]):\d{2,5}(/.*)?", re.IGNORECASE | re.ASCII)
+_NAME = re.compile(  # of a host, in letters or numbers, with a port
+    r"(.*@)?((?=[^:]*[a-z])[\w-]+(\.[\w-]+)*\.?|\d+(\.\d+)+|\d{8,}|\[[\da-f:.]+\]):\d{2,5}(/.*)?",
+    re.IGNORECASE | re.ASCII,
+)
 _NUMBERS = re.compile(r"\d+(\.\d+){3}(:\d+)?(/.*)?", re.ASCII)
 _DEVICE = re.compile(r"(cpu|cuda|hpu|meta|mps|npu|xla|xpu):\d+")
 _RESOLVER = re.compile(r"\$\{((?!facts:)[\w.]+:\s*\w*)")
 _VARIABLE = re.compile(r"\$\{(oc\.env:[A-Za-z_]\w*)\}")
+_RESOLVED = re.compile(r"\$\{[\w.]+:[^${}]*\}")  # by a resolver, of a text
 _REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another value, which is looked at itself
 _HUB: Mapping[str, Mapping[str, Callable[[str], bool]]] = {  # by kind of data
     "hf": {"path": is_on_hub, "eval_path": is_on_hub, "tokenizer": is_tokenizer_on_hub},
     "text": {"tokenizer": is_tokenizer_on_hub},
 }
+HUB = ("hf-hub:", "hf_hub:")
+"""timm's prefixes of models on a hub."""
+_PRETRAINED = "pretrained_model_name_or_path"
 _OF_EVERY_LOGGER = ("checkpoint", "end_seconds", "_target_")
 
 
@@ -114,12 +122,12 @@ class Reader:
         the reader's.
         """
         own = _own_settings([*plugin_folders(), *([folder] if folder is not None else [])])
-        places = {place for place, value in _leaves(written) if isinstance(value, str) and (place, value) in own}
+        places = {place for place, value in leaves(written) if isinstance(value, str) and (place, value) in own}
         names = trusted.settings()
         for override in overrides:
             key, _, value = override.lstrip("+~").partition("=")
             if key == "run.trust":
-                names += [name.strip(" '\"") for name in value.strip("[]").split(",")]
+                names += filter(is_setting, (name.strip(" '\"") for name in value.strip("[]").split(",")))
             elif key not in without and _is_closed(value):
                 places.add(tuple(key.split(".")))
         return cls(frozenset(places), names)
@@ -161,9 +169,13 @@ def unrestated(
     found: list[tuple[Place, str, tuple[str, ...]]] = []
     for place, name in read.items():
         found.append((place, "a reference to the environment", (name,) if is_setting(name) else ()))
-    for place, value in [*_leaves(values), *_names(values)]:
-        if isinstance(value, str) and not reader.restates(place) and not reader.trusts_all_of(_at(written, place)):
-            found += [(place, "an address", names) for names in _addresses(value, reader, _is_foreign(values, place))]
+    texts = [one for one in leaves(values) if not reader.trusts_all_of(_at(written, one[0]))]
+    for place, value in [*texts, *_names(values)]:
+        if isinstance(value, str) and not reader.restates(place):
+            is_foreign = _is_foreign(values, place)
+            found += [(place, "an address", names) for names in _addresses(value, reader, is_foreign)]
+            if is_foreign and refers(value):
+                found.append((place, "a fact of the data, which may be an address", ()))
     found += _on_hubs(values.get("data"), ("data",), reader)
     for place in _declared(values):
         if not reader.restates(place):
@@ -179,7 +191,7 @@ def to_restate(tree: Mapping[str, Any], folder: Path | None = None) -> list[Sett
     try:
         reader = Reader.of(written=tree, folder=folder)
         read: dict[Place, str] = {}
-        for place, value in _leaves(tree):
+        for place, value in leaves(tree):
             names = _RESOLVER.findall(value) if isinstance(value, str) else ()
             if refused := [name for name in names if not (reader.trusts(name) or reader.restates(place))]:
                 read[place] = refused[0]
@@ -192,14 +204,17 @@ def records_setting(override: str, reader: Reader) -> bool:
     """Return whether an override that the file of a sweep records, in Hydra's grammar, has to be restated."""
     key, _, value = override.lstrip("+~").removeprefix("hydra.sweeper.params.").replace("\\", "").partition("=")
     section, *names = key.split(".")
-    rest = _VARIABLE.sub(lambda found: "" if reader.trusts(found[1]) else found[0], without_references(value))
-    if "${" in rest and not _REFERENCE.fullmatch(rest):
+    rest = _VARIABLE.sub(lambda found: "" if reader.trusts(found[1]) else found[0], value)
+    is_outside = section in ("data", "logger") or (names and names[-1] == _PRETRAINED)
+    if "${" in rest and (is_outside or not _REFERENCE.fullmatch(rest)):
         return True  # what it stands for is known once the sweep is composed
-    if section in ("data", "logger") and re.search(r"\{[^{}]*:", value):
-        return True  # a section with keys of its own
+    if (is_outside and re.search(r"\{[^{}]*:", value)) or (names and names[-1] == _PRETRAINED):
+        return True  # a section with keys of its own, or a name on a hub
     on_hub = [tests[names[-1]] for tests in _HUB.values() if section == "data" and names and names[-1] in tests]
     for part in re.split(r"[,\[\](){}\s]+", value):
         text = part.strip("'\"")
+        if text.startswith(HUB):
+            return True
         if [*_addresses(text, reader)] or any(test(text) for test in on_hub if text not in ("", "null")):
             return True
     is_of_every = len(names) == 2 and names[1] in _OF_EVERY_LOGGER
@@ -220,8 +235,8 @@ def _settings(found: Sequence[tuple[Place, str, tuple[str, ...]]], written: Mapp
 
 
 def _is_closed(text: str) -> bool:
-    """Return whether a text refers to nothing but variables of the environment and facts of the data."""
-    return "${" not in _VARIABLE.sub("", without_references(text))
+    """Return whether a text refers to no other key, but at most to variables, facts and what else resolvers give."""
+    return "${" not in _RESOLVED.sub("", text)
 
 
 def _own_settings(folders: Sequence[Path]) -> set[tuple[Place, str]]:
@@ -234,18 +249,19 @@ def _own_settings(folders: Sequence[Path]) -> set[tuple[Place, str]]:
         except (OSError, ValueError, yaml.YAMLError):
             continue  # composing reports it
         section = () if re.match(r"\s*#\s*@package\s+_global_", text) else (path.parent.name,)
-        texts = ((place, value) for place, value in _leaves(values) if isinstance(value, str) and _is_closed(value))
+        texts = ((place, value) for place, value in leaves(values) if isinstance(value, str) and _is_closed(value))
         found |= {((*section, *place), value) for place, value in texts}
     return found
 
 
-def _leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+def leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Yield each value of a tree that is no mapping and no list, with its place."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _leaves(inner, (*place, name if isinstance(name, str) else str(name)))
+            yield from leaves(inner, (*place, name if isinstance(name, str) else str(name)))
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _leaves(inner, (*place, index))
+            yield from leaves(inner, (*place, index))
     else:
         yield place, value
 
@@ -272,6 +288,7 @@ def _addresses(text: str, reader: Reader, hosts: bool = True) -> Iterator[tuple[
 
     With `hosts` also for a host with its port.
     """
+    text = unicodedata.normalize("NFKC", text).strip()  # as libraries may read it
     for part in text.split("::"):  # fsspec's way to write one address within another
         if "://" in part and not reader.trusts(part):
             clean = _CLEAN.fullmatch(part) if ".." not in part else None
@@ -314,7 +331,10 @@ def _on_hubs(data: Any, place: Place, reader: Reader) -> Iterator[tuple[Place, s
 
 
 def _declared(values: Mapping[str, Any]) -> Iterator[Place]:
-    """Yield the settings that launchers and loggers declare, and all texts of a logger that is not ddpexp's."""
+    """Yield the settings that launchers and loggers declare, and all texts of a logger that is not ddpexp's.
+
+    Also numbers of 25 bits and more, which may be addresses of IP version 4.
+    """
     if isinstance(launcher := values.get("launcher"), Mapping):
         declared = getattr(locate(str(launcher.get("_target_")), Trust(), "launcher"), "restate_on_resume", ())
         yield from (("launcher", name) for name in declared if launcher.get(name))
@@ -325,8 +345,9 @@ def _declared(values: Mapping[str, Any]) -> Iterator[Place]:
         where, key = f"logger.{name}", key_of(f"logger.{name}", logger.get("_target_"))
         if key is None:
             yield from (
-                ("logger", str(name), *inner) for inner, value in _leaves(logger)
-                if isinstance(value, str) and inner[0] not in _OF_EVERY_LOGGER
+                ("logger", str(name), *inner) for inner, value in leaves(logger)
+                if inner[0] not in _OF_EVERY_LOGGER
+                if isinstance(value, str) or (isinstance(value, int) and value >> 24)
             )  # fmt: skip
         elif key in REMOTE_LOGGERS:
             declared = locate(key, Trust(), where).restate_on_resume

@@ -24,8 +24,8 @@ from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.registry import names_the_same
-from ddpexp.config.restated import Place, Reader, UnrestatedError, unrestated
-from ddpexp.config.schema import TYPED_SECTIONS
+from ddpexp.config.restated import Place, Reader, UnrestatedError, leaves, unrestated
+from ddpexp.config.schema import TYPED_SECTIONS, Experiment
 from ddpexp.config.sentences import first_line, sentence, unknown_key_of
 from ddpexp.config.typed_targets import is_former, is_in, keys_of_target, typed_targets
 from ddpexp.config.validate import ALERT_URL
@@ -33,6 +33,7 @@ from ddpexp.config.values import offered_by_packages, plain, trust_of
 from ddpexp.config.versions import get_yaml_loader
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import check_yaml, shortest
+from ddpexp.system.yaml_text import load_yaml
 
 
 @bounded_interpolations()
@@ -99,6 +100,7 @@ def _loaded(path: Path) -> tuple[DictConfig, dict[str, Any]]:
     """
     try:
         check_yaml(path)
+        load_yaml(path.read_text())  # refuses tags, which OmegaConf's own loader takes
         cfg = OmegaConf.load(path)
     except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
         raise RefusedError(f"{path} cannot be read: {first_line(error)}.") from None
@@ -106,8 +108,10 @@ def _loaded(path: Path) -> tuple[DictConfig, dict[str, Any]]:
     if not isinstance(cfg, DictConfig) or not isinstance(stored.get("run"), dict):
         raise RefusedError(f"{path} is not the configuration of a run.")
     for name, section in stored.items():
-        if not isinstance(section, dict | None):
+        if name in Experiment.__dataclass_fields__ and not isinstance(section, dict | None):
             raise RefusedError(f"{path}: {name} is not a section with keys.")
+    if place := next((place for place, value in leaves(stored) if isinstance(value, bytes)), None):
+        raise RefusedError(f"{path}: {'.'.join(map(str, place))} is binary: write a text.")
     return cfg, stored
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from ddpexp.config.build import shown
 from ddpexp.config.instantiate import Node
+from ddpexp.config.restated import HUB
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.options import Options
 from ddpexp.system.programs import python
 
-_HUB = ("hf-hub:", "hf_hub:")  # timm's prefixes of models on the hub
 _KEYS = ("pretrained", "weights", "weights_backbone", "pretrained_backbone", "pretrained_model_name_or_path")
 
 
@@ -33,7 +33,7 @@ def _requests(values: Any, where: str) -> Iterator[str]:
     if isinstance(values, Mapping):
         for key, value in values.items():
             here = f"{where}.{key}"
-            is_on_hub = isinstance(value, str) and value.startswith(_HUB)
+            is_on_hub = isinstance(value, str) and value.startswith(HUB)
             if is_on_hub or (
                 key in _KEYS and (value is True or (isinstance(value, str) and value.lower() not in ("", "none")))
             ):

@@ -170,7 +170,8 @@ class Training(Job):
             data_notes = check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
             layout, notes = resume.resolve_layout(previous, layout, self.request.threads)
             notes += data_notes
-        fetched = pretrained.before_workers(self.experiment, self._files.text, resume.has_checkpoint(run))
+        is_old = self._is_resume or resume.has_checkpoint(run)  # what a run directory names is not fetched
+        fetched = pretrained.before_workers(self.experiment, self._files.text, is_old)
         initial_weights = initial.as_safetensors(self.experiment.run, initial_weights, run.path, notes)
         self._layout = layout
         before = previous.manifest if previous else None
@@ -379,9 +380,8 @@ class Training(Job):
         arguments = ["resume", files.shortest(run.path), *restated]
         submitted_here = self._is_member and started_by.BY_SALLOC not in os.environ
         if launcher.ranks_started_externally and not submitted_here:
-            name = launcher_name(type(launcher))
             before, where = launcher.started_by(self._argv)
-            return f"{where} with:\n{before} {shlex.join([*arguments, f'launcher={name}'])}"
+            return f"{where} with:\n{before} {shlex.join([*arguments, f'launcher={launcher_name(type(launcher))}'])}"
         if self._is_member and self._layout is not None:
             arguments += launcher.arguments_for_allocation(self, self._layout)
         where = "" if self.request.nodes in ("auto", 1) or self._is_member else " on every machine"

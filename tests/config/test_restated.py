@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from ddpexp.config import trusted
 from ddpexp.config.compose import compose
 from ddpexp.config.folders import LISTED, conf_folder, groups, options
+from ddpexp.config.parse import parse
 from ddpexp.config.restated import Reader, UnrestatedError, _is_foreign, is_setting, records_setting, to_restate
 from ddpexp.config.stored import override_file
 from ddpexp.config.versions import register_resolver
@@ -273,6 +274,12 @@ def test_a_trusted_setting_counts_and_what_is_beside_it_does_not(
                 read(tar, tmp_path, ("data", "path"), value, *argv)
 
 
+def test_a_name_that_would_trust_every_address_trusts_none(tar: dict[str, Any], tmp_path: Path) -> None:
+    for names in ("https:", "https:/", "https://", "https:///", "hub:", "https://data.example.org/.."):
+        with pytest.raises(UnrestatedError):
+            read(tar, tmp_path, ("data", "path"), "https://data.example.org/x.tar", f"run.trust=[{names}]")
+
+
 def test_the_address_in_a_trusted_variable_counts(
     tar: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,16 +340,57 @@ def test_a_host_with_a_port_is_an_address_for_a_part_of_others(base: dict[str, A
     assert read(base, tmp_path, ("data", "targets"), "label:10")
 
 
-def test_an_address_may_be_the_name_of_a_value(base: dict[str, Any], tmp_path: Path) -> None:
-    for value in ({"http://127.0.0.1:9/x": 1}, [{"a": {"ftp://127.0.0.1": None}}]):
+FORMS = [
+    "\uff4cocalhost:8080", "\uff11\uff12\uff17.0.0.1:8080", "localhost:8080 ", "127.1:8080", "localhost.:8080",
+    "me@tracker:8080", "2130706433:8080", "[::1]:8080", "127.0.0.1", "ftp\uff1a\uff0f\uff0f127.0.0.1/x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", FORMS)
+def test_a_host_may_be_written_in_many_ways(base: dict[str, Any], tmp_path: Path, value: str) -> None:
+    with pytest.raises(UnrestatedError):
+        read(base, tmp_path, ("callbacks", "theirs"), {"_target_": "others_7f.Callback", "address": value})
+
+
+def test_binary_values_and_tags_are_refused(base: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"model\.x is binary"):
+        read(base, tmp_path, ("model", "x"), b"127.0.0.1:9")
+    (tmp_path / "config.yaml").write_text(dumped(base) + "x: !!python/object/apply:pathlib.PosixPath [a]\n")
+    with pytest.raises(RefusedError, match="cannot be read"):
+        override_file(tmp_path / "config.yaml", [])
+
+
+def test_a_fact_of_the_data_for_a_part_of_others_is_restated(base: dict[str, Any], tmp_path: Path) -> None:
+    """The data may be a stranger's, and its facts addresses."""
+    theirs = {"_target_": "others_7f.Callback", "address": "${facts:classes.0}"}
+    with pytest.raises(UnrestatedError, match="a fact of the data"):
+        read(base, tmp_path, ("callbacks", "theirs"), theirs)
+    assert read(base, tmp_path, ("model", "num_classes"), "${facts:num_classes}")
+
+
+def test_what_a_recipe_reads_and_writes_with_is_named_in_its_place_alone(base: dict[str, Any], tmp_path: Path) -> None:
+    for name in ("prepare", "load", "draw"):
+        for place in (("model", "extra"), ("task", "extra"), ("callbacks", "x"), ("data", "transform")):
+            with pytest.raises(RefusedError, match="is not allowed"):
+                parse(read(base, tmp_path, place, {"_target_": f"ddpexp.recipes.segment.{name}", "root": "/"}))
+    segment = load_yaml((conf_folder() / "recipe/segment.yaml").read_text())["data"]
+    assert read({**base, "data": {**base["data"], **segment}}, tmp_path, ("data", "root"), "masks")
+
+
+def test_an_address_may_be_the_name_of_a_value(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, SECRET)
+    reference = f"${{oc.env:{NAME}}}"
+    for value in ({"http://127.0.0.1:9/x": 1}, [{"a": {"ftp://127.0.0.1": None}}], {"ftp://127.0.0.1": reference}):
         with pytest.raises(UnrestatedError, match=r"model\.servers="):
-            read(base, tmp_path, ("model", "servers"), value)
+            read(base, tmp_path, ("model", "servers"), value, f"run.trust=[oc.env:{NAME}]")
 
 
 @pytest.mark.parametrize("value", ["cuda:11", "1.2.3", "30:00", "1-12:30", "2:16", "a:b", "C:1"])
 def test_what_is_written_like_an_address_and_is_none(base: dict[str, Any], tmp_path: Path, value: str) -> None:
-    mine = {"_target_": "mine.Callback", "device": value}
-    assert read(base, tmp_path, ("callbacks", "mine"), mine, "run.trust=[mine]")
+    others = {"_target_": "others_7f.Callback", "device": value}
+    assert read(base, tmp_path, ("callbacks", "others"), others, "run.trust=[others_7f]")
     slurm = load_yaml((conf_folder() / "launcher/slurm.yaml").read_text())
     assert read({**base, "launcher": slurm}, tmp_path, ("launcher", "gres"), "shard:20")
 
@@ -398,6 +446,8 @@ def test_the_owner_of_a_wandb_project_is_restated(base: dict[str, Any], tmp_path
         "data.path=stanford/imdb", "hydra.sweeper.params.data.path=stanford/imdb",
         "data.tokenizer=openai-community/gpt2", "model.x=evil:8080", "hydra.sweeper.params.data.path=http://x",
         "data.path=http\\://x", "+logger.checkpoint={_target_:wandb,entity:evil}", "+logger.checkpoint={a:b}",
+        "data.tokenizer=${data.end_token}", "data.path=${model.a}", "callbacks.theirs.x=${facts:classes.0}",
+        "model.backbone.pretrained_model_name_or_path=evil/x", "model.backbone.model_name=hf-hub:evil/x",
         "+data.sources.a={tokenizer: evil/tok}", "data.path=s{3..3}://x/y", "logger.end_seconds=evil",
         "logger.wandb.entity=theirs", "~data.path=http://x",
     ],
@@ -410,7 +460,7 @@ def test_overrides_in_the_file_of_a_sweep_are_restated(override: str) -> None:
     "override",
     [
         "optimizer.lr=0.1,0.01", "trainer.seed=range(1,4)", "model.hidden=choice(8,16)", "data.root=/data/mnist",
-        "model.x=${model.hidden}", "model.n=${facts:num_classes}", "logger.wandb.end_seconds=3", "trainer.epochs=2",
+        "model.x=${model.hidden}", "logger.wandb.end_seconds=3", "trainer.epochs=2",
         "data.path=/data/x.tar", "data.tokenizer=bytes", "data.files=[jpg,cls]",
     ],
 )  # fmt: skip
