@@ -165,6 +165,7 @@ def check_nothing_leaves(
 ) -> int:
     """Plant in every key, and check that both ways to read a run directory refuse it, or do not use that key."""
     register_resolver("stolen", lambda name: os.environ[name], replace=True)  # as programs and notebooks have them
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of what is imported for the first time
     environ = Environ(os.environ) | {NAME: SECRET}
     monkeypatch.setattr(os, "environ", environ := Environ(environ))
     attempts = 0
