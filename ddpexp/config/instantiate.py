@@ -21,7 +21,7 @@ from ddpexp.config.plugins import GROUPS, full_name, installed
 from ddpexp.config.registry import key_of, keys_of, path_of, section_of
 from ddpexp.errors import RefusedError
 
-RECIPES = "ddpexp.recipes."  # beside them a configuration names parts of ours by their keys
+RECIPES = "ddpexp.recipes."  # all other parts of ddpexp go by a key
 
 _OPTIMIZERS = (
     "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD SparseAdam"

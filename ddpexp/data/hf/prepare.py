@@ -161,7 +161,7 @@ def _converted(folder: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
         raise RefusedError("data=hf needs the library datasets: pip install 'ddpexp[hf]'.")
     reading, writing = os.pipe()
     arguments = os.getpid(), writing, str(folder), json.dumps(request)
-    # Files of this machine may name others elsewhere, which are not fetched.
+    # A file on this machine may hold addresses: the library fetches nothing from there.
     is_local = not any(is_on_hub(request[key]) for key in ("path", "eval_path") if request[key])
     offline = dict.fromkeys(HUGGING_FACE, "1") if is_local and not tokenizers.is_on_hub(request["tokenizer"]) else {}
     command, environ = python("ddpexp.data.hf.convert:main", *arguments), {**os.environ, **offline}
