@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpexp.config import commands, trusted
-from ddpexp.config.restated import is_setting
+from ddpexp.config.restated import checked_setting
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.system import files
 from ddpexp.system.text import sanitize
@@ -45,7 +45,7 @@ def trust(argv: list[str]) -> int:
     if "--remove" in argv:
         return _remove(names, entries)
     for name in names:
-        entry = trusted.Trusted(name, "", "", "") if is_setting(name) else trusted.find(name)
+        entry = trusted.Trusted(checked_setting(name, "trust"), "", "", "") if ":" in name else trusted.find(name)
         entries = [*(other for other in entries if other.name != name), entry]
         of = f" of {entry.distribution} {entry.version} ({entry.place})" if entry.distribution else ""
         print(sanitize(f"{entry.name}{of} is trusted."))

@@ -45,7 +45,7 @@ TORCH = frozenset(
 )
 
 _PLACES = {"prepare": "data.prepare", "load": "data", "draw": None}
-"""Where alone these functions of recipes, which read and write files, may be named; None: nowhere."""
+"""The only section in which a function of recipes that reads or writes files may be named; None: there is none."""
 _SPECIAL = ("_target_", "_partial_", "_args_")
 _DEFINED = re.compile(r"^(?:class|def) ([A-Za-z]\w*)", re.MULTILINE)
 

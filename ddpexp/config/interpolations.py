@@ -69,10 +69,10 @@ def bounded_interpolations() -> Iterator[None]:
 
 @contextmanager
 def only_resolvers(allows: Callable[[tuple[str | int, ...], str], bool]) -> Iterator[dict[tuple[str | int, ...], str]]:
-    """Have OmegaConf call no resolver in all that is done inside but that of `facts`, and those that `allows` allows.
+    """Let OmegaConf call only the resolver `facts`, and those for which `allows` returns true, inside the block.
 
-    It is called with the place where the reference is written, as names and positions, and with the reference's text,
-    such as `oc.env:NAME`. The others stand for an empty text; they are in the result by their places.
+    `allows` gets the place where the reference is written, as names and positions, and the text of the reference, such
+    as `oc.env:NAME`. A refused reference stands for an empty text; the result has its text by its place.
     """
     plain = Container._evaluate_custom_resolver
     refused: dict[tuple[str | int, ...], str] = {}

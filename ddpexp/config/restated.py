@@ -33,11 +33,10 @@ from ddpexp.system.yaml_text import load_yaml
 Place = tuple[str | int, ...]  # the names and positions that lead to a value: ("data", "path", 0)
 
 _CLEAN = re.compile(r"([a-z][a-z0-9+.-]*://[\w.\[\]:-]+)(/[^\s\"'<>|\\?#%]*)?", re.ASCII)  # an address; its origin
-_NAME = re.compile(  # of a host, in letters or numbers, with a port
-    r"(.*@)?((?=[^:]*[a-z])[\w-]+(\.[\w-]+)*\.?|\d+(\.\d+)+|\d{8,}|\[[\da-f:.]+\]):\d{2,5}(/.*)?",
+_HOST = re.compile(  # in letters or numbers, with a port; without one in the four numbers of IP version 4
+    r"(.*@)?((?=[^:]*[a-z])[\w-]+(\.[\w-]+)*\.?|\d+(\.\d+)+|\d{8,}|\[[\da-f:.]+\]):\d{2,5}(/.*)?|\d+(\.\d+){3}(/.*)?",
     re.IGNORECASE | re.ASCII,
 )
-_NUMBERS = re.compile(r"\d+(\.\d+){3}(:\d+)?(/.*)?", re.ASCII)
 _DEVICE = re.compile(r"(cpu|cuda|hpu|meta|mps|npu|xla|xpu):\d+")
 _RESOLVER = re.compile(r"\$\{((?!facts:)[\w.]+:\s*\w*)")
 _VARIABLE = re.compile(r"\$\{(oc\.env:[A-Za-z_]\w*)\}")
@@ -120,6 +119,9 @@ class Reader:
 
         The keys in `without` choose options. A text with a reference to another key, which may be anybody's, is not
         the reader's.
+
+        Raises:
+            RefusedError: a name in run.trust or in the list of `ddpexp trust` is of no kind.
         """
         own = _own_settings([*plugin_folders(), *([folder] if folder is not None else [])])
         places = {place for place, value in leaves(written) if isinstance(value, str) and (place, value) in own}
@@ -127,7 +129,8 @@ class Reader:
         for override in overrides:
             key, _, value = override.lstrip("+~").partition("=")
             if key == "run.trust":
-                names += filter(is_setting, (name.strip(" '\"") for name in value.strip("[]").split(",")))
+                named = [name.strip(" '\"") for name in value.strip("[]").split(",")]
+                names += [checked_setting(name, "run.trust") for name in named if ":" in name]
             elif key not in without and _is_closed(value):
                 places.add(tuple(key.split(".")))
         return cls(frozenset(places), names)
@@ -157,6 +160,20 @@ def is_setting(name: str) -> bool:
     if name.startswith(("hub:", "oc.env:")):
         return re.fullmatch(r"hub:[\w.-]+(/[\w.-]+)*|oc\.env:[A-Za-z_]\w*", name, re.ASCII) is not None
     return _CLEAN.fullmatch(name) is not None or _is_host(name)
+
+
+def checked_setting(name: str, where: str) -> str:
+    """Return the name of a setting that stands in run.trust, or behind `ddpexp trust`.
+
+    Raises:
+        RefusedError: it is not written like one.
+    """
+    if is_setting(name):
+        return name
+    raise RefusedError(
+        f"{where}: {name} is not an address such as https://data.example.org, a host with its port, hub:NAME (a name "
+        "on a hub) or oc.env:NAME (a variable of the environment)."
+    )
 
 
 def unrestated(
@@ -298,9 +315,7 @@ def _addresses(text: str, reader: Reader, hosts: bool = True) -> Iterator[tuple[
 
 
 def _is_host(text: str) -> bool:
-    """Return whether a text is a host with a port, or numbers of IP version 4."""
-    named = _NAME.fullmatch(text) is not None and _DEVICE.fullmatch(text) is None
-    return named or _NUMBERS.fullmatch(text) is not None
+    return _HOST.fullmatch(text) is not None and _DEVICE.fullmatch(text) is None
 
 
 def _is_foreign(values: Any, place: Place) -> bool:

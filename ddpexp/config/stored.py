@@ -75,7 +75,7 @@ def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> t
 
 
 def _resolved(cfg: DictConfig, reader: Reader) -> tuple[dict[str, Any], Mapping[Place, str]]:
-    """Return the values, empty where they cannot be resolved without the reader's leave, and the resolvers refused.
+    """Return the values, and the resolvers that were refused; no values if they cannot be resolved without these.
 
     Raises: OmegaConfBaseException.
     """

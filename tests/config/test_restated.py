@@ -276,9 +276,11 @@ def test_a_trusted_setting_counts_and_what_is_beside_it_does_not(
 
 
 def test_a_name_that_would_trust_every_address_trusts_none(tar: dict[str, Any], tmp_path: Path) -> None:
-    for names in ("https:", "https:/", "https://", "https:///", "hub:", "https://data.example.org/.."):
-        with pytest.raises(UnrestatedError):
+    for names in ("https:", "https:/", "https://", "https:///", "hub:", "a, https://"):
+        with pytest.raises(RefusedError, match=r"run\.trust: \S+ is not an address such as"):
             read(tar, tmp_path, ("data", "path"), "https://data.example.org/x.tar", f"run.trust=[{names}]")
+    with pytest.raises(UnrestatedError):
+        read(tar, tmp_path, ("data", "path"), "https://data.example.org/x", "run.trust=[https://data.example.org/..]")
 
 
 def test_the_address_in_a_trusted_variable_counts(
