@@ -11,6 +11,7 @@ from ddpexp.config import commands
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.config.schema import Experiment
+from ddpexp.data.hashes import reading_again
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run.prepare import prepare
 from ddpexp.system.limits import human, reason_with_limit
@@ -23,9 +24,13 @@ and print what it is: samples, classes, cache and bytes.
 
   --preview FILE.png   draw the first training images of epoch 0 with their
                        labels, cropped and changed as the model will see them
+  --verify             read the whole cache again, and prepare the data anew
+                       if the cache is damaged; without it only files that
+                       changed, or that this machine has not read since its
+                       start, are read
   --json               for programs"""
 
-_PREVIEW = "--preview"
+_PREVIEW, _VERIFY = "--preview", "--verify"
 _SHOWN = 10  # classes and the like
 
 
@@ -35,7 +40,7 @@ def arguments_of(argv: Sequence[str]) -> tuple[list[str], Path | None, bool]:
     Raises:
         RefusedError: `--preview` has no file, or one that cannot be a picture.
     """
-    arguments = [argument for argument in argv if argument != "--json"]
+    arguments = [argument for argument in argv if argument not in ("--json", _VERIFY)]
     file: str | None = None
     for place, argument in enumerate(arguments):
         if argument.partition("=")[0] != _PREVIEW:
@@ -64,11 +69,14 @@ def data(argv: Sequence[str]) -> int:
     if composed is None:
         return EXIT_DONE
     experiment = parse(composed.values)
-    prepared = prepare(experiment.data, experiment.trust)
+    with reading_again(_VERIFY in argv) as verified:
+        prepared = prepare(experiment.data, experiment.trust)
     if for_programs:
         print(json.dumps(prepared, indent=1))
     else:
         print("\n".join(described(experiment, prepared)))
+        for folder, num_bytes in verified:
+            print(f"verified: {human(num_bytes)} in {folder}")
     if file is not None:
         _draw(experiment, prepared, file)
         if not for_programs:

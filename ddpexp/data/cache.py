@@ -3,7 +3,7 @@
 A preparation that takes seconds uses `write_cache`. One that takes minutes uses `make_cache`: one command at a time
 prepares, others wait for it, and what a killed command has written is resumed.
 
-Standard library only, and fast to import: the launching command imports this module.
+Each file has hashes, and what was damaged since is not used. Fast to import: the launching command imports this module.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ddpexp.data.hashes import damage_of, hash_of_json, hashes_of, remember
 from ddpexp.errors import RefusedError
-from ddpexp.system.files import flush
+from ddpexp.system.files import flush, read_plain_file
 from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.terminal import print_message
+from ddpexp.system.user_cache import user_cache
 
 T = TypeVar("T")
 
 CACHES = ".ddpexp-cache"  # the folder of all caches, in the data folder and in the user's cache folder
 
-_FORMAT = 1  # of identity.json
+_FORMAT = 2  # of identity.json
 _IDENTITY = "identity.json"
 _TEMP = ".tmp-"
 _PARTIAL = ".partial-"  # what `make_cache` has not finished; the rest of the name is that of the cache
@@ -47,19 +51,6 @@ class Cache:
 
     folder: Path
     record: dict[str, Any]
-
-
-def user_cache() -> Path:
-    """Return ddpexp's cache folder of this user; it may not exist.
-
-    Source: XDG Base Directory Specification; it says to ignore a relative XDG_CACHE_HOME.
-    """
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(home):
-        home = os.path.expanduser("~/.cache")
-    if not os.path.isabs(home):
-        raise RefusedError("the user's cache folder is unknown, as HOME is not set: set XDG_CACHE_HOME to a folder")
-    return Path(home, "ddpexp")
 
 
 _only_own = False  # see `only_own_caches`
@@ -80,18 +71,36 @@ def only_own_caches(condition: bool = True) -> Iterator[None]:
 
 
 def read_cache(folder: Path) -> Cache | None:
-    """Open a cache; None if it is not complete. Reads one small file and the sizes of the others."""
+    """Open a cache whose files are as they were written; None if there is none, with a warning if it is damaged.
+
+    Reads one small file, and the others whole where they were not found right since this machine was started.
+    """
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return None
-        record = json.loads((folder / _IDENTITY).read_bytes())
-        if record["format"] != _FORMAT or any(
-            os.lstat(folder / name).st_size != size for name, size in record["sizes"].items()
-        ):
-            return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        text = read_plain_file(folder / _IDENTITY)
+    except FileNotFoundError:
         return None
-    return Cache(folder, record)
+    except (OSError, ValueError):
+        _warn(f"{folder / _IDENTITY} is damaged")
+        return None
+    try:
+        record = json.loads(text)
+        if record["format"] != _FORMAT:
+            return None
+        if record.pop("hash") != hash_of_json(record) or record["cache"] != folder.name:
+            raise ValueError
+        damage = damage_of(folder, record["sizes"], record["hashes"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        damage = f"{folder / _IDENTITY} is damaged"
+    if damage:
+        _warn(damage)
+    return None if damage else Cache(folder, record)
+
+
+@cache  # once for each damage, however often a start looks there
+def _warn(damage: str) -> None:
+    print_message(f"WARNING: {damage}, so this cache is not used, and the data is prepared again")
 
 
 def cache_name(kind: str, identity: Any) -> str:
@@ -153,7 +162,7 @@ def update_cache(cache: Cache, facts: dict[str, Any]) -> Cache:
     if _only_own and not cache.folder.is_relative_to(user_cache()):
         return Cache(cache.folder, record)
     with contextlib.suppress(OSError):
-        put(cache.folder.parent.parent, cache.folder / _IDENTITY, json.dumps(record, indent=1).encode())
+        put(cache.folder.parent.parent, cache.folder / _IDENTITY, _encoded(record))
     return Cache(cache.folder, record)
 
 
@@ -286,13 +295,21 @@ def _commit(base: Path, whole: Path, name: str, facts: Mapping[str, Any], temp: 
             if path.is_file():
                 sizes[str(path.relative_to(whole))] = path.stat().st_size
             flush(path)
-    record = {**facts, "format": _FORMAT, "sizes": sizes}
-    _write(whole / _IDENTITY, json.dumps(record, indent=1).encode())
+    hashes = hashes_of(whole, sizes)
+    record = {**facts, "format": _FORMAT, "cache": name, "sizes": sizes, "hashes": hashes}
+    _write(whole / _IDENTITY, _encoded(record))
     flush(whole)
     _move_in(whole, folder, temp)
     flush(folder.parent)
     (folder / _LOCK).unlink(missing_ok=True)
+    remember(folder, sizes, hashes)
     return Cache(folder, record)
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    """Return the contents of identity.json: the record with its own hash."""
+    plain = json.loads(json.dumps(record))
+    return json.dumps({**plain, "hash": hash_of_json(plain)}, indent=1).encode()
 
 
 def _move_in(whole: Path, folder: Path, temp: Path) -> None:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpexp.data.cache import put, user_cache
+from ddpexp.data.cache import put
 from ddpexp.errors import RefusedError
 from ddpexp.system.terminal import print_message
+from ddpexp.system.user_cache import user_cache
 
 
 @dataclass(frozen=True)

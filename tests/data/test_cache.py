@@ -18,6 +18,7 @@ import pytest
 
 from ddpexp.data import cache
 from ddpexp.data.mnist import idx
+from ddpexp.system.user_cache import user_cache
 from tests.conftest import PATIENCE, ROOT
 from tests.data.conftest import TRAIN_LABELS, Server, Small, prepare, refusal, tree
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("home")
 def test_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.user_cache() == tmp_path / ".cache" / "ddpexp"
+    assert user_cache() == tmp_path / ".cache" / "ddpexp"
 
 
 @pytest.mark.parametrize("damage", ["truncated array", "no array", "no identity", "torn identity", "other format"])

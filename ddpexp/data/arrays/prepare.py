@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpexp.data.arrays.sources import ARRAYS, GROUP_FILES, TABLES, Names, Part, Source
-from ddpexp.data.cache import cache_name, make_cache, user_cache
+from ddpexp.data.cache import cache_name, make_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.limits import human
+from ddpexp.system.user_cache import user_cache
 
 _FEW_OF_A_CLASS = 10  # samples; below that whole numbers may be amounts
 _VERSION = 2  # increase it when the content of caches changes: it is part of their names

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.data.arrays.sources import GROUP_FILES
-from ddpexp.data.cache import cache_name, make_cache, user_cache
+from ddpexp.data.cache import cache_name, make_cache
+from ddpexp.system.user_cache import user_cache
 
 _VERSION = 2  # increase it when the content of caches changes: it is part of their names
 _BLOCK = 1 << 16  # rows

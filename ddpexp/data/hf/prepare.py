@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 from ddpexp.data.arrays.prepare import hash_of, names_of
 from ddpexp.data.arrays.sources import GROUP_FILES, Names
-from ddpexp.data.cache import Cache, cache_name, make_cache, user_cache
+from ddpexp.data.cache import Cache, cache_name, make_cache
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.errors import RefusedError
 from ddpexp.system.programs import python
+from ddpexp.system.user_cache import user_cache
 
 _VERSION = 2  # increase it when the content of caches changes: it is part of their names
 _MODULE = "datasets"

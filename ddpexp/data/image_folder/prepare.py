@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache, read_cache, user_cache, write_file, write_npy
+from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache, read_cache, write_file, write_npy
 from ddpexp.data.image_folder.options import Options, StoredSize
 from ddpexp.data.image_folder.pool import Pool, processes
 from ddpexp.data.image_folder.scan import Folder, ImageFile, scan
@@ -28,6 +28,7 @@ from ddpexp.system.limits import human
 from ddpexp.system.oom import memory_left
 from ddpexp.system.terminal import print_message
 from ddpexp.system.text import first_few
+from ddpexp.system.user_cache import user_cache
 
 _VERSION = 1  # of the files in a cache, and of what `decode` returns
 _CHUNK = 16  # images that a process handles at a time, at least

@@ -21,17 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpexp.data.cache import (
-    CACHES,
-    Cache,
-    alone,
-    in_first,
-    read_cache,
-    update_cache,
-    user_cache,
-    write_cache,
-    write_npy,
-)
+from ddpexp.data.cache import CACHES, Cache, alone, in_first, read_cache, update_cache, write_cache, write_npy
 from ddpexp.data.folders import Stamp, bases_of, data_folder, joint_hash, store, to_stderr, unchanged
 from ddpexp.data.images.files import found_images
 from ddpexp.data.mirrors import (
@@ -43,6 +33,7 @@ from ddpexp.data.mirrors import (
 )
 from ddpexp.data.mnist import idx
 from ddpexp.errors import RefusedError
+from ddpexp.system.user_cache import user_cache
 
 MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",

@@ -13,9 +13,11 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from ddpexp.data.cache import cache_name, make_cache, user_cache
+from ddpexp.data.cache import cache_name, make_cache
+from ddpexp.data.hashes import is_reading_again
 from ddpexp.data.tar_shards import remote
 from ddpexp.errors import RefusedError
+from ddpexp.system.user_cache import user_cache
 
 INDEX = "index.npy"  # of each sample: its shard, then offset and size of each of its files
 DECODED = ("jpg", "jpeg", "png", "webp", "json", "txt", "cls", "npy")
@@ -79,6 +81,9 @@ def prepare(
 def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[str, Any]:
     if remote.is_remote(pattern):
         shards = remote.find(key, expand(pattern), limit)
+        if is_reading_again():
+            for shard in shards:
+                shard.verify()
         paths = [shard.url for shard in shards]
         sizes = [shard.size for shard in shards]
         made: list[Any] = [shard.version for shard in shards]

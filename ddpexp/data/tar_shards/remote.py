@@ -16,12 +16,15 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ddpexp.data.cache import user_cache
+from ddpexp.data.hashes import hash_of, hashes_of, is_reading_again, mark_of, report_right
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.terminal import print_message
+from ddpexp.system.user_cache import user_cache
 
 PART = 1 << 23  # bytes that are fetched and kept at once
 _WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before another try
@@ -71,18 +74,32 @@ class RemoteShard:
     def _kept(self, path: Path, number: int, offset: int, size: int) -> bytes | None:
         """Read from the cache. A part that is removed meanwhile stays readable until it is closed."""
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         try:
-            stat = os.fstat(descriptor)
-            if stat.st_size != min(PART, self.size - number * PART):
+            status = os.fstat(descriptor)
+            if status.st_size != self._length(number) or not _is_right(path, *_stamp(status)):
                 return None
-            if time.time() - stat.st_mtime > _USED_AGAIN:
-                os.utime(descriptor)
+            _mark_used(path.name)
             return os.pread(descriptor, size, offset)
         finally:
             os.close(descriptor)
+
+    def _length(self, number: int) -> int:
+        return min(PART, self.size - number * PART)
+
+    def verify(self) -> None:
+        """Read all parts that the cache has of this shard again, and remove damaged ones."""
+        num_bytes = 0
+        for number in range(-(-self.size // PART)):
+            path = folder() / f"{self.version}-{number}"
+            with contextlib.suppress(FileNotFoundError):
+                if _check(path, size := os.stat(path).st_size):
+                    num_bytes += size
+                else:
+                    os.unlink(path)
+        report_right(folder(), num_bytes)
 
     def _fetch(self, number: int) -> bytes:
         first, stop = number * PART, min((number + 1) * PART, self.size)
@@ -196,6 +213,52 @@ def folder() -> Path:
     return user_cache() / "shards"
 
 
+def _sum(name: str) -> Path:
+    """Return the file with the hash of a part and the mark of when it was found right; its time is the last use."""
+    return folder() / "sums" / name
+
+
+def _mark_used(name: str) -> None:
+    """Take note that a part is in use."""
+    with contextlib.suppress(OSError):
+        if time.time() - os.stat(_sum(name)).st_mtime > _USED_AGAIN:
+            os.utime(_sum(name))
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@lru_cache(maxsize=1 << 14)  # a part is asked for with every sample
+def _is_right(path: Path, inode: int, size: int, modified: int, changed: int) -> bool:
+    return _check(path, size)
+
+
+def _check(path: Path, size: int) -> bool:
+    """Return whether a part is as it was received; once it is, it is read again only after a change or a reboot."""
+    try:
+        digest, _, mark = _sum(path.name).read_text().partition("\n")
+        now = mark_of(path.parent, {path.name: size}, {path.name: [digest]})
+        if mark == now and not is_reading_again():
+            return True
+        is_right = hashes_of(path.parent, {path.name: size}) == {path.name: [digest]}
+    except (OSError, ValueError):
+        return False
+    if is_right:
+        with contextlib.suppress(OSError):
+            _write_sum(path.name, digest, now)
+    else:
+        print_message(f"WARNING: {path} is damaged, so it is not used, and this part of the shard is fetched again")
+    return is_right
+
+
+def _write_sum(name: str, digest: str, mark: str) -> None:
+    temp = _sum(f".{name}-{os.getpid()}")
+    os.makedirs(temp.parent, mode=0o700, exist_ok=True)
+    temp.write_text(f"{digest}\n{mark}")
+    os.replace(temp, _sum(name))
+
+
 def keep(name: str, data: bytes, limit: int) -> None:
     """Write a part, and remove those that were not used for longest beyond `limit` bytes, but not this one.
 
@@ -208,6 +271,8 @@ def keep(name: str, data: bytes, limit: int) -> None:
         _make_room(place, limit - len(data))
         temp.write_bytes(data)
         os.replace(temp, place / name)
+        digests = [hash_of(data)]
+        _write_sum(name, digests[0], mark_of(place, {name: len(data)}, {name: digests}))
     except OSError as error:
         with contextlib.suppress(OSError):
             temp.unlink()
@@ -223,7 +288,10 @@ def _make_room(place: Path, limit: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             if entry.is_file(follow_symlinks=False):
                 stat = entry.stat(follow_symlinks=False)
-                parts.append((stat.st_mtime_ns, stat.st_size, entry.path))
+                used = stat.st_mtime_ns
+                with contextlib.suppress(FileNotFoundError):
+                    used = os.stat(_sum(entry.name)).st_mtime_ns
+                parts.append((used, stat.st_size, entry.path))
     total = sum(size for _, size, _ in parts)
     for modified, size, path in sorted(parts):
         if total <= limit:
@@ -232,6 +300,7 @@ def _make_room(place: Path, limit: int) -> None:
             continue
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
+            _sum(os.path.basename(path)).unlink(missing_ok=True)
         total -= size
 
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpexp.data.batch_plan import counted
-from ddpexp.data.cache import cache_name, make_cache, user_cache
+from ddpexp.data.cache import cache_name, make_cache
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.data.text.tokenizer import TOKENIZER_FILE, Chars, Library, Tokenizer, token_bytes
 from ddpexp.errors import RefusedError
+from ddpexp.system.user_cache import user_cache
 
 TOKENS, BORDERS = "tokens.bin", "borders.bin"
 _VERSION = 1  # increase it when the content of caches changes: it is part of their names
