@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from ddpexp.data.cache import cache_name, make_cache, user_cache
+from ddpexp.data.cache import cache_name, make_cache
 from ddpexp.data.datasets import Splits
 from ddpexp.data.open_image import open_image
+from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -246,7 +247,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _stamps(pair: Sequence[str]) -> list[int]:
-    return [value for path in pair for status in [os.stat(path)] for value in (status.st_size, status.st_mtime_ns)]
+    try:
+        return [value for path in pair for status in [os.stat(path)] for value in (status.st_size, status.st_mtime_ns)]
+    except OSError as error:
+        raise RefusedError(f"{error.filename} cannot be read ({error.strerror}): replace it or remove it.") from None
 
 
 def _largest(image: str, mask: str) -> int:
@@ -255,7 +259,7 @@ def _largest(image: str, mask: str) -> int:
         with open_image(image) as opened, open_image(mask) as found:
             sizes, mode = (opened.size, found.size), found.mode
             values = np.asarray(found)
-    except OSError as error:
+    except Exception as error:  # decoders raise errors of many kinds
         raise RefusedError(f"{image} or {mask} cannot be read ({error}): replace it or leave it out.") from None
     if mode not in ("L", "P", "1", "I;16", "I"):
         raise RefusedError(

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpexp.data.hashes import damage_of, hash_of_json, hashes_of, remember
+from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import flush, read_plain_file
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.terminal import print_message
-from ddpexp.system.user_cache import user_cache
 
 T = TypeVar("T")
 

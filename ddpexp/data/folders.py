@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.data.cache import put
+from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.terminal import print_message
-from ddpexp.system.user_cache import user_cache
 
 
 @dataclass(frozen=True)

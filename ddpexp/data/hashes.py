@@ -17,11 +17,11 @@ from typing import Any
 
 import xxhash
 
+from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.limits import human
 from ddpexp.system.network import boot_id
 from ddpexp.system.terminal import print_message
-from ddpexp.system.user_cache import user_cache
 
 CHUNK = 1 << 24  # bytes that have a hash together
 _BLOCK = 1 << 20  # bytes that are read at once: they stay in the processor's cache until they are hashed

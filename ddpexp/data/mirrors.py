@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeVar
 
 from ddpexp.data.cache import CACHES, put
-from ddpexp.system.user_cache import user_cache
+from ddpexp.data.user_cache import user_cache
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse

@@ -6,9 +6,12 @@ Pillow reads some forty more formats, and one of them, PostScript, by running th
 from __future__ import annotations
 
 import os
+from io import BytesIO
 from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
+
+from ddpexp.system.files import open_regular
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 CALLED = "JPEG, PNG or WebP"
@@ -21,6 +24,9 @@ def open_image(file: str | os.PathLike[str] | BinaryIO) -> Image.Image:
         UnidentifiedImageError: The file is none of these. OSError: It cannot be read. Pillow's decoders raise errors of
             other kinds where a file is damaged.
     """
+    if isinstance(file, str | os.PathLike):
+        with open_regular(file) as opened:
+            file = BytesIO(opened.read())
     try:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:

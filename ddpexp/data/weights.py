@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ddpexp.data.order import Order, Permutation, mix
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import open_regular, read_regular_text
 
 FILES = (".npy", ".txt", ".csv")
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
@@ -147,9 +148,10 @@ def read_values(path: str, key: str) -> NDArray[Any]:
     file = Path(os.path.expanduser(path))
     try:
         if file.suffix == ".npy":
-            values: NDArray[Any] = np.load(file, allow_pickle=False)
+            with open_regular(file) as opened:
+                values: NDArray[Any] = np.load(opened, allow_pickle=False)
         else:
-            lines = [line.strip().strip('"') for line in file.read_text().splitlines() if line.strip()]
+            lines = [line.strip().strip('"') for line in read_regular_text(file).splitlines() if line.strip()]
             values = np.array(lines[1:] if file.suffix == ".csv" and lines and not _is_number(lines[0]) else lines)
     except OSError as error:
         raise RefusedError(f"{key}={path} cannot be read: {error.strerror or error}.") from None

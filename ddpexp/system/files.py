@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import shlex
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import yaml
 
@@ -113,14 +114,45 @@ def read_plain_file(path: Path) -> bytes:
 
     Raises: OSError, ValueError.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe would block
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        if status.st_size > JSON_BYTES:
-            raise ValueError(f"{path.name} has {status.st_size:,} bytes, more than {JSON_BYTES:,}")
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > JSON_BYTES:
+            raise ValueError(f"{path.name} has {size:,} bytes, more than {JSON_BYTES:,}")
         return file.read()
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file for reading that may be named by anybody: only a regular one, or a link to one.
+
+    Opening a pipe would wait for its other end, reading a terminal would wait for a key, and a device may have no end.
+
+    Raises:
+        OSError: it is something else, or cannot be read.
+    """
+    _check_regular(os.stat(path), path)  # opening a device can change its state
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    file = open(descriptor, "rb")  # noqa: SIM115
+    try:
+        _check_regular(os.fstat(descriptor), path)  # what is there now
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_regular_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a regular file in UTF-8. Raises: OSError, UnicodeDecodeError."""
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
+        return file.read()
+
+
+def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kinds = {
+            stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+            stat.S_IFSOCK: "a socket",
+        }  # fmt: skip
+        kind = kinds.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))
 
 
 def parse_json(raw: bytes) -> Any:
@@ -223,7 +255,8 @@ def sha256(text: str) -> str:
 def digest(path: Path) -> str | None:
     """Return the SHA-256 of a file as hexadecimal digits; None if it cannot be read."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        with open_regular(path) as file:
+            return hashlib.sha256(file.read()).hexdigest()
     except OSError:
         return None
 

@@ -18,7 +18,7 @@ import pytest
 
 from ddpexp.data import cache
 from ddpexp.data.mnist import idx
-from ddpexp.system.user_cache import user_cache
+from ddpexp.data.user_cache import user_cache
 from tests.conftest import PATIENCE, ROOT
 from tests.data.conftest import TRAIN_LABELS, Server, Small, prepare, refusal, tree
 

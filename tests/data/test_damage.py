@@ -22,7 +22,7 @@ from ddpexp.data.mnist.prepare import prepare as prepare_mnist
 from ddpexp.data.tar_shards import remote
 from ddpexp.data.tar_shards.prepare import prepare as prepare_shards
 from ddpexp.data.text.prepare import prepare as prepare_text
-from ddpexp.system.user_cache import user_cache
+from ddpexp.data.user_cache import user_cache
 from tests.data.tar_shards.test_tar_shards import write as write_shards
 
 pytestmark = pytest.mark.usefixtures("home")

@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 from ddpexp.data.arrays.sources import ARRAYS, GROUP_FILES, TABLES, Names, Part, Source
 from ddpexp.data.cache import cache_name, make_cache
+from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import open_regular
 from ddpexp.system.limits import human
-from ddpexp.system.user_cache import user_cache
 
 _FEW_OF_A_CLASS = 10  # samples; below that whole numbers may be amounts
 _VERSION = 2  # increase it when the content of caches changes: it is part of their names
@@ -153,7 +154,7 @@ def source_of(key: str, path: str) -> Source:
     """
     full = os.path.abspath(os.path.expanduser(path))
     try:
-        with open(full, "rb") as file:
+        with open_regular(full) as file:
             status = os.fstat(file.fileno())
     except OSError as error:
         seen_from = "" if os.path.isabs(os.path.expanduser(path)) else f" in the folder {os.getcwd()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 from ddpexp.data.arrays.sources import GROUP_FILES
 from ddpexp.data.cache import cache_name, make_cache
-from ddpexp.system.user_cache import user_cache
+from ddpexp.data.user_cache import user_cache
+from ddpexp.system.files import digest
 
 _VERSION = 2  # increase it when the content of caches changes: it is part of their names
 _BLOCK = 1 << 16  # rows
@@ -26,7 +26,7 @@ def with_statistics(prepared: Mapping[str, Any], division: Mapping[str, Any]) ->
     """
     identity = {"hash": prepared["hash"], **division}
     if (group_by := division["group_by"]) is not None and group_by.endswith(GROUP_FILES):
-        identity["groups"] = hashlib.sha256(Path(os.path.expanduser(group_by)).read_bytes()).hexdigest()
+        identity["groups"] = digest(Path(os.path.expanduser(group_by)))
 
     def fill(folder: Path) -> Mapping[str, Any]:
         return _statistics(prepared, division)

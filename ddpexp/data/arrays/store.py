@@ -17,6 +17,7 @@ from ddpexp.data.arrays.sources import TABLES, Part, Source
 from ddpexp.data.arrays.tables import Column, read_table
 from ddpexp.data.cache import write_npy
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import open_regular
 from ddpexp.system.text import first_few
 
 _MAPPED = ("|u1", "|i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8", "|b1")  # what torch maps as it is
@@ -286,7 +287,7 @@ def _check_finite(array: NDArray[Any], where: str) -> None:
 
 def _digest(source: Source) -> str:
     digest = hashlib.sha256()
-    with open(source.path, "rb") as file:
+    with open_regular(source.path) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()

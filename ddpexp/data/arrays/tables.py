@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from ddpexp.data.arrays.sources import Part, Source
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import open_regular
 from ddpexp.system.text import first_few
 
 _DELIMITERS = ",;\t"
@@ -152,7 +154,7 @@ class _Csv:
 
     def _rows(self) -> Any:
         try:
-            with open(self.source.path, encoding="utf-8-sig", newline="") as file:
+            with io.TextIOWrapper(open_regular(self.source.path), encoding="utf-8-sig", newline="") as file:
                 header = file.readline()
                 file.seek(0)
                 delimiter = max(_DELIMITERS, key=header.count)

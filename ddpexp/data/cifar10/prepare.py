@@ -22,8 +22,9 @@ from ddpexp.data.cifar10.archive import SHAPE, Part
 from ddpexp.data.cifar10.classes import CLASSES, KINDS
 from ddpexp.data.folders import Stamp, bases_of, data_folder, joint_hash, store, to_stderr, unchanged
 from ddpexp.data.mirrors import DownloadError, Patience, WrongError, download_unless_failed
+from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
-from ddpexp.system.user_cache import user_cache
+from ddpexp.system.files import open_regular
 
 MIRRORS = ("https://www.cs.toronto.edu/~kriz/",)
 SOURCES = ("auto", "files", "download", "embedded")
@@ -138,7 +139,7 @@ def _find(bases: Sequence[Path]) -> Path | None:
 def _load(path: Path) -> tuple[bytes, Stamp]:
     """Read the archive, whole and checked."""
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             stamp = Stamp.of(str(path), os.fstat(stream.fileno()))
             return archives.ARCHIVE.read(stream), stamp
     except WrongError as error:

@@ -17,11 +17,12 @@ from typing import Any, Literal
 
 from ddpexp.data.arrays.prepare import hash_of, names_of
 from ddpexp.data.arrays.sources import GROUP_FILES, Names
-from ddpexp.data.cache import Cache, cache_name, make_cache
+from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache
 from ddpexp.data.text import tokenizer as tokenizers
+from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import open_regular
 from ddpexp.system.programs import python
-from ddpexp.system.user_cache import user_cache
 
 _VERSION = 2  # increase it when the content of caches changes: it is part of their names
 _MODULE = "datasets"
@@ -132,9 +133,7 @@ def _place(path: str, key: str) -> list[list[Any]]:
     """
     full = os.path.abspath(os.path.expanduser(path))
     if os.path.isdir(full):
-        names = sorted(
-            str(file) for file in Path(full).rglob("*") if file.is_file() and ".ddpexp-cache" not in str(file)
-        )
+        names = sorted(str(file) for file in Path(full).rglob("*") if not file.is_dir() and CACHES not in file.parts)
     elif glob.has_magic(path) or os.path.exists(full):
         names = [full] if os.path.exists(full) else sorted(glob.glob(full, recursive=True))
     elif is_on_hub(path):
@@ -143,11 +142,21 @@ def _place(path: str, key: str) -> list[list[Any]]:
         raise RefusedError(f"{key}={path} does not exist: name a file, a folder, or a data set of the hub.")
     if not names:
         raise RefusedError(f"{key}={path} holds no files: name a file, a folder, or a data set of the hub.")
-    status = [(name, os.stat(name)) for name in names]
+    status = [(name, _status(name, f"{key}={path}")) for name in names]
     empty = next((name for name, found in status if found.st_size == 0 and len(names) == 1), None)
     if empty is not None:
         raise RefusedError(f"{key}={path} is empty: name a file with data.")
     return [[name, found.st_size, found.st_mtime_ns] for name, found in status]
+
+
+def _status(name: str, where: str) -> os.stat_result:
+    """Return the status of a file that the library datasets may open. Raises: RefusedError, if it is no such file."""
+    try:
+        with open_regular(name) as file:
+            return os.fstat(file.fileno())
+    except OSError as error:
+        beside = "" if where.endswith(f"={name}") else f": {name}"
+        raise RefusedError(f"{where}{beside} cannot be read: {error.strerror}.") from None
 
 
 def _identity(tokenizer: str) -> list[str]:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.data.open_image import open_image
+from ddpexp.system.files import open_regular
 
 _ORIENTATION = 0x0112  # the tag. Source: Exif 2.3, table 4
 _UPRIGHT = {
@@ -39,7 +40,7 @@ def size_of(path: str, stored: StoredSize) -> tuple[int, int]:
     Raises:
         BrokenImageError: it has none. OSError: it cannot be read.
     """
-    with open(path, "rb") as file, _opened(file) as image:
+    with open_regular(path) as file, _opened(file) as image:
         return _target(image, _orientation(image), stored)
 
 
@@ -52,7 +53,7 @@ def decode(source: str | bytes, stored: StoredSize, channels: int) -> Image.Imag
         BrokenImageError: the file is damaged. OSError: it cannot be read.
     """
     if isinstance(source, str):
-        with open(source, "rb") as stream:
+        with open_regular(source) as stream:
             source = stream.read()
     with _opened(BytesIO(source)) as image:
         orientation = _orientation(image)

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import open_regular
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
 from ddpexp.system.terminal import print_message
@@ -138,7 +139,7 @@ def handle(chunk: dict[str, Any], stored: StoredSize, channels: int) -> dict[str
                 if chunk["work"] == "measure":
                     sizes.append(list(size_of(path, stored)))
                     continue
-                with open(path, "rb") as file:
+                with open_regular(path) as file:
                     data = file.read()
                 image = decode(data, stored, channels)
             except (BrokenImageError, OSError) as error:

@@ -22,13 +22,14 @@ from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache, read_cache,
 from ddpexp.data.image_folder.options import Options, StoredSize
 from ddpexp.data.image_folder.pool import Pool, processes
 from ddpexp.data.image_folder.scan import Folder, ImageFile, scan
+from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import flush
 from ddpexp.system.limits import human
+from ddpexp.system.network import boot_id
 from ddpexp.system.oom import memory_left
 from ddpexp.system.terminal import print_message
 from ddpexp.system.text import first_few
-from ddpexp.system.user_cache import user_cache
 
 _VERSION = 1  # of the files in a cache, and of what `decode` returns
 _CHUNK = 16  # images that a process handles at a time, at least
@@ -37,7 +38,6 @@ _CHUNKS = 256  # of a part, at most
 _LISTED = 3
 _SHARE = 0.8  # of the free disk, and of the memory, that a cache may take by itself
 _MODES = ("auto", "raw", "jpeg", "none")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Mode = Literal["raw", "jpeg", "none"]
 
@@ -225,7 +225,7 @@ def _run_chunks(
     broken: dict[int, str] = {}
     unflushed = 0
     target = str(place / f"{part}.bin") if mode != "none" else None
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    boot = boot_id()
     chunks, ranges = [], []
     for begin, end in _ranges(len(paths)):
         marker = place / f"{part}-{begin}.done"

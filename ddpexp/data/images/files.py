@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import open_regular
 
 _PARTS = ("train", "test")
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -162,7 +163,7 @@ def _read(path: Path) -> _Array:
     Source: NumPy Enhancement Proposal 1.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             array, expected = _described(file)
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
@@ -206,7 +207,7 @@ def _classes(folder: Path) -> dict[str, Any]:
 
 def _largest(path: Path) -> int:
     """Return the largest number in a checked `.npy` file of labels."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         contents, _ = _described(file)
         labels = arrays.array(_LABELS[contents.kind])
         offset = path.stat().st_size - contents.shape[0] * labels.itemsize

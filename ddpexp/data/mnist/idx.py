@@ -17,6 +17,7 @@ from typing import BinaryIO
 from ddpexp.data.folders import Stamp
 from ddpexp.data.mirrors import WrongError, is_web_page
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import open_regular
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def find(bases: Sequence[Path]) -> dict[str, Path]:
 def load(path: Path, file: IdxFile) -> tuple[Content, Stamp]:
     """Read one file, whole and checked."""
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             stamp = Stamp.of(str(path), os.fstat(stream.fileno()))
             return Content(file, unpack(stream, file)), stamp
     except WrongError as error:

@@ -32,8 +32,8 @@ from ddpexp.data.mirrors import (
     download_unless_failed,
 )
 from ddpexp.data.mnist import idx
+from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
-from ddpexp.system.user_cache import user_cache
 
 MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",

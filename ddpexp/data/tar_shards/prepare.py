@@ -16,8 +16,9 @@ import numpy as np
 from ddpexp.data.cache import cache_name, make_cache
 from ddpexp.data.hashes import is_reading_again
 from ddpexp.data.tar_shards import remote
+from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
-from ddpexp.system.user_cache import user_cache
+from ddpexp.system.files import open_regular
 
 INDEX = "index.npy"  # of each sample: its shard, then offset and size of each of its files
 DECODED = ("jpg", "jpeg", "png", "webp", "json", "txt", "cls", "npy")
@@ -91,8 +92,8 @@ def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[s
     else:
         shards = []
         names = {path for one in expand(pattern) for path in glob.glob(os.path.expanduser(one))}
-        paths = sorted(os.path.abspath(path) for path in names if os.path.isfile(path))
-        stats = [os.stat(path) for path in paths]
+        paths = sorted(os.path.abspath(path) for path in names if not os.path.isdir(path))
+        stats = [_status(key, path) for path in paths]
         sizes, made = [stat.st_size for stat in stats], [stat.st_mtime_ns for stat in stats]
         bases = [Path(paths[0]).parent, user_cache()] if paths else []
     if not paths:
@@ -103,7 +104,7 @@ def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[s
     def fill(folder: Path) -> Mapping[str, Any]:
         rows = []
         for number, path in enumerate(paths):
-            with remote.RemoteFile(shards[number]) if shards else open(path, "rb") as file:
+            with remote.RemoteFile(shards[number]) if shards else open_regular(path) as file:
                 rows += read_index(file, path, number, files)
         if not rows:
             raise RefusedError(f"{key}={pattern}: the shards hold no samples.")
@@ -118,6 +119,15 @@ def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[s
         "num_samples": cache.record["num_samples"],
         "index": str(cache.folder / INDEX),
     }
+
+
+def _status(key: str, path: str) -> os.stat_result:
+    """Return the status of a shard. Raises: RefusedError, if it is no regular file or cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return os.fstat(file.fileno())
+    except OSError as error:
+        raise RefusedError(f"{key}: {path} cannot be read: {error.strerror}.") from None
 
 
 def expand(pattern: str) -> list[str]:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.data.hashes import hash_of, hashes_of, is_reading_again, mark_of, report_right
+from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.terminal import print_message
-from ddpexp.system.user_cache import user_cache
 
 PART = 1 << 23  # bytes that are fetched and kept at once
 _WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before another try

@@ -21,8 +21,9 @@ from ddpexp.data.batch_plan import counted
 from ddpexp.data.cache import cache_name, make_cache
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.data.text.tokenizer import TOKENIZER_FILE, Chars, Library, Tokenizer, token_bytes
+from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
-from ddpexp.system.user_cache import user_cache
+from ddpexp.system.files import open_regular
 
 TOKENS, BORDERS = "tokens.bin", "borders.bin"
 _VERSION = 1  # increase it when the content of caches changes: it is part of their names
@@ -151,10 +152,10 @@ def _sources(paths: str | tuple[str, ...] | None, key: str) -> list[_Source]:
     for path in (paths,) if isinstance(paths, str) else paths:
         path = os.path.abspath(os.path.expanduser(path))
         if os.path.isdir(path):
-            files = sorted(map(str, Path(path).rglob("*.txt")))
+            files = sorted(str(file) for file in Path(path).rglob("*.txt") if not file.is_dir())
             problem = "holds no .txt file"
         elif glob.has_magic(path) and not os.path.exists(path):
-            files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+            files = sorted(path for path in glob.glob(path, recursive=True) if not os.path.isdir(path))
             problem = "matches no file"
         else:
             files, problem = [path], ""
@@ -166,9 +167,8 @@ def _sources(paths: str | tuple[str, ...] | None, key: str) -> list[_Source]:
 
 def _source(path: str, key: str) -> _Source:
     try:
-        status = os.stat(path)
-        with open(path, "rb"):
-            pass
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
     except OSError as error:
         raise RefusedError(f"{key}={path} cannot be read: {error.strerror}.") from None
     if status.st_size == 0:
@@ -264,7 +264,7 @@ def _pieces(sources: Sequence[_Source], encoding: str, documents: str | None) ->
     """
     for source in sources:
         decoder, rest, read = codecs.getincrementaldecoder(encoding)(), "", 0
-        with open(source.path, "rb") as file:
+        with open_regular(source.path) as file:
             while chunk := file.read(_CHUNK):
                 try:
                     rest += decoder.decode(chunk)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import read_regular_text
 
 TOKENIZER_FILE = "tokenizer.json"  # the copy in a cache
 TIKTOKEN = ("gpt2", "r50k_base", "p50k_base", "p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony")
@@ -287,7 +288,7 @@ def configured(name: str) -> Tokenizer | None:
 
 def _read(path: Path, name: str) -> str:
     try:
-        return path.read_text()
+        return read_regular_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text"
         raise RefusedError(
@@ -311,7 +312,7 @@ def from_record(record: Mapping[str, Any]) -> Tokenizer:
     changed = False
     for path in (folder / TOKENIZER_FILE, Path(os.path.expanduser(name))):
         try:
-            tokenizer = Library(path.read_text(), name)
+            tokenizer = Library(read_regular_text(path), name)
         except (OSError, UnicodeDecodeError):
             continue
         if tokenizer.record["sha256"] == record["sha256"]:
