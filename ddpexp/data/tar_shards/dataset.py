@@ -18,7 +18,7 @@ from ddpexp.data.datasets import Splits
 from ddpexp.data.open_image import open_image
 from ddpexp.data.order import Order, Permutation, distinct
 from ddpexp.data.tar_shards.remote import RemoteShard
-from ddpexp.errors import RefusedError
+from ddpexp.errors import DdpexpError, RefusedError
 
 
 def load(prepared: Mapping[str, Any]) -> Splits:
@@ -40,7 +40,7 @@ class TarShards:
     """A map-style data set: sample i is a tuple of its decoded files."""
 
     shards: Sequence[str]
-    index: NDArray[np.int64]  # mapped; a row for each sample: shard, then offset and size of each file
+    index: NDArray[np.int64]  # mapped; a row for each sample: shard, then offset, size and alternative of each file
     files: Sequence[str]
     image_size: int | None
     remote: Sequence[RemoteShard] = ()  # one for each shard, where they are remote
@@ -71,14 +71,27 @@ class TarShards:
         return len(self.index)
 
     def __getitem__(self, position: int) -> tuple[Any, ...]:
-        """Read and decode a sample."""
+        """Read and decode a sample.
+
+        Raises:
+            DdpexpError: a file of it cannot be read or decoded.
+        """
         shard, *places = self.index[position].tolist()
         sample = []
-        for name, offset, size in zip(self.files, places[::2], places[1::2], strict=True):
-            data = self._read(shard, offset, size)
-            if len(data) < size:
-                raise OSError(f"{self.shards[shard]} is cut off: {len(data):,} of {size:,} bytes at {offset:,}")
-            sample.append(decode(data, name.split(";")[0].rpartition(".")[2], self.image_size))
+        for name, offset, size, which in zip(self.files, places[::3], places[1::3], places[2::3], strict=True):
+            extension = name.split(";")[which].rpartition(".")[2]
+            try:
+                data = self._read(shard, offset, size)
+                if len(data) < size:
+                    raise EOFError(f"the shard is cut off: {len(data):,} of {size:,} bytes are there")
+                sample.append(decode(data, extension, self.image_size))
+            except DdpexpError:  # of a remote shard
+                raise
+            except Exception as error:  # decoders raise errors of many kinds
+                raise DdpexpError(
+                    f"{self.shards[shard]}: sample {position:,} has a .{extension} at byte {offset:,} that cannot be "
+                    f"decoded ({error or type(error).__name__}): replace it, or leave the sample out of the shard."
+                ) from None
         return tuple(sample)
 
     def _read(self, shard: int, offset: int, size: int) -> bytes:
@@ -104,7 +117,10 @@ def decode(data: bytes, extension: str, image_size: int | None = None) -> Any:
     if extension == "json":
         return json.loads(data)
     if extension == "npy":
-        return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
+        try:
+            return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
+        except ValueError:  # numpy's text advises to unpickle it
+            raise ValueError("it is no array of numbers") from None
     text = data.decode()
     return int(text) if extension == "cls" else text
 

@@ -7,7 +7,8 @@ import os
 import re
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -20,8 +21,11 @@ from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
 
-INDEX = "index.npy"  # of each sample: its shard, then offset and size of each of its files
+INDEX = "index.npy"  # of each sample: its shard, then offset, size and number of the alternative of each file
 DECODED = ("jpg", "jpeg", "png", "webp", "json", "txt", "cls", "npy")
+_VERSION = 2  # increase it when the content of indexes changes: it is part of their names
+_BLOCK = 1 << 20  # bytes
+_MOST_LINKS = 40  # from one member to the next, as Linux follows them
 _END = bytes(512)  # a block of zeros ends an archive
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")  # {000..099}
 
@@ -99,7 +103,7 @@ def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[s
     if not paths:
         raise RefusedError(f"{key}={pattern} names no file: give a pattern of tar files, such as data/train-*.tar.")
     identity = [[path.rpartition("/")[2], size] for path, size in zip(paths, sizes, strict=True)]
-    name = cache_name("tar_shards", [identity, made, list(files)])
+    name = cache_name("tar_shards", [_VERSION, identity, made, list(files)])
 
     def fill(folder: Path) -> Mapping[str, Any]:
         rows = []
@@ -142,20 +146,23 @@ def expand(pattern: str) -> list[str]:
 
 
 def read_index(file: BinaryIO | remote.RemoteFile, path: str, number: int, files: Sequence[str]) -> list[list[int]]:
-    """Return a row for each sample of a shard, an open file: its number, then offset and size of each file.
+    """Return a row for each sample of a shard, an open file: its number, then for each file offset, size and which.
 
-    Files with the same name up to its first dot are a sample; they follow one another.
+    Files with the same name up to its first dot are a sample; they follow one another. `which` counts the alternatives
+    of a name such as jpg;png.
 
     Raises:
-        RefusedError: the shard is no tar file, cut off or compressed, or a sample lacks a file.
+        RefusedError: the shard is no tar file, cut off or compressed, or a sample lacks a file or has one in a form
+            that has no single place in the shard.
     """
     rows: list[list[int]] = []
-    sample: dict[str, tuple[int, int]] = {}
+    sample: dict[str, _Place] = {}
     stem: str | None = None
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
+            places = _Places(archive)
             for member in archive:
-                if not member.isreg():
+                if member.isdir():
                     continue
                 folder, _, name = member.name.rpartition("/")
                 base, _, extension = name.partition(".")
@@ -164,26 +171,83 @@ def read_index(file: BinaryIO | remote.RemoteFile, path: str, number: int, files
                     rows.append(_row(path, number, stem, sample, files))
                     sample = {}
                 stem = here
-                sample[extension.lower()] = (member.offset_data, member.size)
+                sample[extension.lower()] = places.of(member)
             if stem is not None:
                 rows.append(_row(path, number, stem, sample, files))
             end = archive.offset
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
         raise RefusedError(f"{path} cannot be read as a tar file: {error}. Is it cut off, or compressed?") from None
-    file.seek(max(0, end - len(_END)))
-    if _END not in (file.read(len(_END)), file.read(len(_END))):
-        raise RefusedError(f"{path} is cut off: it does not end as a tar file does. Copy it again.")
+    _check_end(file, path, end)
     return rows
 
 
-def _row(path: str, number: int, stem: str, sample: Mapping[str, tuple[int, int]], files: Sequence[str]) -> list[int]:
+def _check_end(file: BinaryIO | remote.RemoteFile, path: str, end: int) -> None:
+    """Check that a shard ends as a tar file does, and that nothing is behind the end of the archive."""
+    file.seek(max(0, end - len(_END)))
+    if _END not in (file.read(len(_END)), file.read(len(_END))):
+        raise RefusedError(f"{path} is cut off or damaged: it does not end as a tar file does. Copy it again.")
+    while block := file.read(_BLOCK):
+        if any(block):
+            raise RefusedError(
+                f"{path} holds more behind the end of its archive, which would not be read, as if several archives "
+                "were joined by cat: name them one by one, or join them with tar --concatenate."
+            )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the content of a member lies in its shard, or the reason why it lies in no single place."""
+
+    offset: int = 0
+    size: int = 0
+    problem: str | None = None
+
+
+class _Places:
+    """The places of the members of an archive; links to other members are followed."""
+
+    def __init__(self, archive: tarfile.TarFile) -> None:
+        self._archive = archive
+
+    @cached_property
+    def _members(self) -> dict[str, tarfile.TarInfo]:
+        """All members by name; of several with one name the last counts, as for who unpacks the archive."""
+        return {os.path.normpath(member.name): member for member in self._archive.getmembers()}
+
+    def of(self, member: tarfile.TarInfo) -> _Place:
+        for _ in range(_MOST_LINKS):
+            if not member.islnk() and not member.issym():
+                return _place(member)
+            folder = os.path.dirname(member.name) if member.issym() else ""
+            target = self._members.get(os.path.normpath(os.path.join(folder, member.linkname)))
+            if target is None:
+                return _Place(problem=f"is a link to {member.linkname}, which the shard does not hold")
+            member = target
+        return _Place(problem="is a link to itself")
+
+
+def _place(member: tarfile.TarInfo) -> _Place:
+    """Return the place of a member that is no link."""
+    if member.issparse():
+        return _Place(problem="was stored with holes (tar --sparse): write the shard without that option")
+    if member.type not in tarfile.REGULAR_TYPES:
+        kinds = {tarfile.DIRTYPE: "a folder", tarfile.FIFOTYPE: "a named pipe", tarfile.CHRTYPE: "a device",
+                 tarfile.BLKTYPE: "a device"}  # fmt: skip
+        return _Place(problem=f"is {kinds.get(member.type, f'of the type {member.type!r}')}, not a file")
+    return _Place(member.offset_data, member.size)
+
+
+def _row(path: str, number: int, stem: str, sample: Mapping[str, _Place], files: Sequence[str]) -> list[int]:
     row = [number]
     for name in files:
-        found = next((sample[one] for one in name.split(";") if one in sample), None)
-        if found is None:
+        which, extension = next(((which, one) for which, one in enumerate(name.split(";")) if one in sample), (0, None))
+        if extension is None:
             raise RefusedError(
                 f"the sample {stem.lstrip('/')} of {path} has no file .{name.replace(';', ' or .')} but only "
                 f".{', .'.join(sorted(sample))}: name the files of every sample in data.files."
             )
-        row += found
+        place = sample[extension]
+        if place.problem is not None:
+            raise RefusedError(f"{stem.lstrip('/')}.{extension} of {path} {place.problem}.")
+        row += place.offset, place.size, which
     return row

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import re
+import subprocess
 import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import hold_out
 from ddpexp.data.tar_shards.dataset import BlockOrder, load
 from ddpexp.data.tar_shards.prepare import prepare
-from ddpexp.errors import RefusedError
+from ddpexp.errors import DdpexpError, RefusedError
 
 
 def encoded(number: int) -> dict[str, bytes]:
@@ -152,3 +154,139 @@ def test_every_number_of_workers_has_the_same_batches_in_blocks(tmp_path: Path) 
 
     whole = labels(1, 0)
     assert [first + second for first, second in zip(labels(2, 0), labels(2, 1, workers=1), strict=True)] == whole
+
+
+def pack(folder: Path, *options: str) -> str:
+    """Pack what lies in `folder/in` with the tar of this machine; return the path of the shard."""
+    names = sorted(os.listdir(folder / "in"))
+    command = ["tar", *options, "-cf", str(folder / "a.tar"), "-C", str(folder / "in"), *names]
+    subprocess.run(command, check=True)
+    return str(folder / "a.tar")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.txt").write_text(f"text {number}")
+        (folder / f"{number}.cls").write_text(str(number))
+    return folder
+
+
+def samples(path: str, names: Sequence[str] = ("txt", "cls")) -> list[Any]:
+    train = load(prepare(path, None, list(names))).train
+    return [train[number] for number in range(len(train))]
+
+
+EXPECTED = [(f"text {number}", number) for number in range(4)]
+
+
+@pytest.mark.parametrize("form", ["gnu", "oldgnu", "pax", "posix", "ustar", "v7"])
+def test_every_format_of_tar_is_read(form: str, files: Path) -> None:
+    assert samples(pack(files.parent, f"--format={form}")) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--format=gnu",), ("--format=oldgnu",),
+        *(("--format=posix", f"--sparse-version={version}") for version in ("0.0", "0.1", "1.0")),
+    ],
+)  # fmt: skip
+def test_files_with_holes_are_read_right_or_refused_by_name(options: Sequence[str], files: Path) -> None:
+    with open(files / "2.txt", "wb") as file:
+        file.truncate(1 << 20)
+        file.seek(1 << 19)
+        file.write(b"in the middle")
+    whole = (files / "2.txt").read_text()
+    assert samples(pack(files.parent, options[0]))[2] == (whole, 2)
+    with pytest.raises(RefusedError, match=r"2\.txt of .*a\.tar was stored with holes \(tar --sparse\)"):
+        samples(pack(files.parent, *options, "--sparse"))
+    assert samples(pack(files.parent, *options, "--sparse"), ["cls"]) == [(number,) for number in range(4)]
+
+
+def test_links_to_other_members_are_followed(files: Path) -> None:
+    (files / "4.txt").hardlink_to(files / "1.txt")
+    (files / "4.cls").symlink_to("2.cls")
+    (files / "5.cls").symlink_to("4.cls")
+    (files / "5.txt").symlink_to("../in/4.txt")
+    with pytest.raises(RefusedError, match=r"5\.txt of .*a\.tar is a link to \.\./in/4\.txt, which the shard does not"):
+        samples(pack(files.parent))
+    (files / "5.txt").unlink()
+    (files / "5.txt").symlink_to("4.txt")
+    assert samples(pack(files.parent)) == [*EXPECTED, ("text 1", 2), ("text 1", 2)]
+    (files / "5.txt").unlink()
+    (files / "5.txt").symlink_to("5.txt")
+    with pytest.raises(RefusedError, match=r"5\.txt of .*a\.tar is a link to itself"):
+        samples(pack(files.parent))
+
+
+TYPES = {
+    tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.FIFOTYPE: "a named pipe", b"M": "of the type",
+    b"V": "of the type", b"Z": "of the type",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*sorted(set(tarfile.SUPPORTED_TYPES) - set(tarfile.GNU_TYPES)), b"M", b"V", b"Z"])
+def test_every_type_of_member_is_read_right_or_refused_by_name(kind: bytes, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as archive:
+        for number in range(3):
+            for extension in ("txt", "cls"):
+                data = str(number).encode()
+                member = tarfile.TarInfo(f"{number}.{extension}")
+                member.size = len(data)
+                if (number, extension) == (1, "txt"):
+                    member.type, member.linkname = kind, "0.txt"
+                    member.size = len(data) if kind in (*tarfile.REGULAR_TYPES, b"M", b"V", b"Z") else 0
+                archive.addfile(member, io.BytesIO(data) if member.size else None)
+    if kind in tarfile.REGULAR_TYPES:
+        assert samples(str(tmp_path / "a.tar")) == [("0", 0), ("1", 1), ("2", 2)]
+    elif kind in (tarfile.LNKTYPE, tarfile.SYMTYPE):
+        assert samples(str(tmp_path / "a.tar")) == [("0", 0), ("0", 1), ("2", 2)]
+    elif kind == tarfile.DIRTYPE:
+        with pytest.raises(RefusedError, match=r"the sample 1 of .*a\.tar has no file \.txt"):
+            samples(str(tmp_path / "a.tar"))
+    else:
+        with pytest.raises(RefusedError, match=rf"1\.txt of .*a\.tar is {TYPES[kind]}.*, not a file"):
+            samples(str(tmp_path / "a.tar"))
+
+
+def test_folders_between_the_files_are_no_samples(files: Path) -> None:
+    for number in range(4):
+        (files / f"{number}").mkdir()
+        for extension in ("txt", "cls"):
+            (files / f"{number}.{extension}").rename(files / f"{number}" / f"a.{extension}")
+    assert samples(pack(files.parent)) == EXPECTED
+
+
+def test_archives_joined_by_cat_are_refused(files: Path) -> None:
+    path = Path(pack(files.parent))
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(RefusedError, match="holds more behind the end of its archive"):
+        samples(str(path))
+    path.write_bytes(Path(pack(files.parent)).read_bytes() + bytes(1 << 16))  # more zeros are padding
+    assert samples(str(path)) == EXPECTED
+
+
+def test_alternatives_are_decoded_by_the_name_that_was_found(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number, (extension, data) in enumerate([("json", b"[1, 2]"), ("txt", b"[1, 2]"), ("cls", b"7")]):
+            member = tarfile.TarInfo(f"{number}.{extension}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    assert samples(str(tmp_path / "a.tar"), ["json;txt;cls"]) == [([1, 2],), ("[1, 2]",), (7,)]
+    assert samples(str(tmp_path / "a.tar"), ["cls;txt;json"]) == [([1, 2],), ("[1, 2]",), (7,)]
+
+
+@pytest.mark.parametrize(("extension", "data"), [
+    ("json", b"{"), ("npy", b"no array"), ("cls", b"cat"), ("txt", b"\xff"),
+    ("png", b"\x89PNG\r\n\x1a\n"), ("jpg", b""),
+])  # fmt: skip
+def test_a_file_that_cannot_be_decoded_is_named(extension: str, data: bytes, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        member = tarfile.TarInfo(f"0.{extension}")
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
+    with pytest.raises(DdpexpError, match=rf"a\.tar: sample 0 has a \.{extension} at byte 512 that cannot be decoded"):
+        samples(str(tmp_path / "a.tar"), [extension])
