@@ -191,7 +191,8 @@ def prepare(root: str | None, num_classes: int | None = None) -> dict[str, Any]:
     def fill(_: Path) -> Mapping[str, Any]:
         return {"largest": max(_largest(*pair) for pairs in sets.values() for pair in pairs)}
 
-    record = make_cache([folder, user_cache()], cache_name("masks", identity), fill, "little").record
+    files = [file for pairs in sets.values() for pair in pairs for file in pair]
+    record = make_cache([folder, user_cache()], cache_name("masks", identity), fill, "little", sources=files).record
     needed = int(record["largest"]) + 1
     if num_classes is not None and num_classes < needed:
         raise RefusedError(

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import stat
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpexp.data.hashes import damage_of, hash_of_json, hashes_of, remember
+from ddpexp.data.npy import write_file
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import flush, read_plain_file
@@ -130,30 +130,22 @@ def make_cache(
     fill: Callable[[Path], Mapping[str, Any]],
     space: str = "some space",
     wait: str = "preparing the same data",
+    sources: Sequence[str | Path] = (),
 ) -> Cache:
     """Return the complete cache `name` from the first base that has it; otherwise write it to the first one possible.
 
     `fill` writes the files into the folder that it is called with and returns the record of the cache. The folder may
     hold files of an earlier call that was killed, and `fill` resumes there; at a full disk they are removed.
     One command at a time writes; the others wait and use its cache. `space` and `wait` are for messages: how much is
-    needed, and what the other command is doing.
+    needed, and what the other command is doing. `sources` are the files whose content it holds: who may not read one of
+    them may not read the cache.
 
     Raises: RefusedError, if no base can be written.
     """
     for base in bases:
         if cache := read_cache(base / CACHES / name):
             return cache
-    return in_first(bases, lambda base: _resume(base, name, fill, wait), space)
-
-
-def write_file(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a new file and flush it to the disk. Raises: OSError."""
-    _write(path, *parts)
-
-
-def write_npy(path: Path, shape: tuple[int, ...], content: bytes | memoryview, descr: str = "|u1") -> None:
-    """Write a new `.npy` file in C order, of bytes or of numbers in the format `descr`. Raises: OSError."""
-    _write(path, npy_header(shape, descr), content)
+    return in_first(bases, lambda base: _resume(base, name, fill, wait, sources), space)
 
 
 def update_cache(cache: Cache, facts: dict[str, Any]) -> Cache:
@@ -169,7 +161,7 @@ def update_cache(cache: Cache, facts: dict[str, Any]) -> Cache:
 def in_first(bases: Sequence[Path], act: Callable[[Path], T], space: str = "about 70 MB") -> T:
     """Call `act` with the first base that can be written; `space` is how much it needs, for the message."""
     problems = []
-    for base in [user_cache()] if _only_own else bases:
+    for base in [user_cache()] if _only_own else dict.fromkeys(bases):
         try:
             return act(base)
         except OSError as error:
@@ -219,12 +211,14 @@ def alone(seconds: float) -> Iterator[None]:
 def put(base: Path, target: Path, content: bytes) -> None:
     """Write a file below `base` atomically; a link in its place is replaced, not followed."""
     with _temp_folder(base) as temp:
-        _write(temp / "new", content)
+        write_file(temp / "new", content)
         os.replace(temp / "new", target)
     flush(target.parent)
 
 
-def _resume(base: Path, name: str, fill: Callable[[Path], Mapping[str, Any]], wait: str) -> Cache:
+def _resume(
+    base: Path, name: str, fill: Callable[[Path], Mapping[str, Any]], wait: str, sources: Sequence[str | Path]
+) -> Cache:
     caches = _caches_folder(base)
     folder, partial = caches / name, caches / f"{_PARTIAL}{name}"
     with _locked(partial, folder, wait) as finished:
@@ -233,7 +227,7 @@ def _resume(base: Path, name: str, fill: Callable[[Path], Mapping[str, Any]], wa
         try:
             facts = fill(partial)
             with _temp_folder(base) as temp:
-                return _commit(base, partial, name, facts, temp)
+                return _commit(base, partial, name, facts, temp, sources)
         except OSError as error:
             if error.errno in _FULL:
                 _remove(partial)
@@ -253,7 +247,7 @@ def _locked(partial: Path, folder: Path, wait: str) -> Iterator[Cache | None]:
         if partial.is_symlink() or not partial.is_dir():
             _remove(partial)
             with contextlib.suppress(FileExistsError):
-                os.mkdir(partial)
+                os.mkdir(partial, 0o700)
         try:
             descriptor = os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:  # another command has just finished
@@ -283,27 +277,53 @@ def _report_waiting(what: str) -> None:
     print(f"ddpexp: waiting for another command, which is {what}", file=sys.stderr, flush=True)
 
 
-def _commit(base: Path, whole: Path, name: str, facts: Mapping[str, Any], temp: Path) -> Cache:
+def _commit(
+    base: Path, whole: Path, name: str, facts: Mapping[str, Any], temp: Path, sources: Sequence[str | Path] = ()
+) -> Cache:
     """Make a filled folder the cache `name`: flushed, with its identity, and renamed."""
     folder = base / CACHES / name
-    # With the permissions of its base: the cache in a shared data folder is shared, the user's own is private.
-    os.chmod(whole, os.stat(base).st_mode & 0o755 | 0o700)
+    readers = _readers(base, whole, sources)
     (whole / _IDENTITY).unlink(missing_ok=True)
     sizes = {}
     for path in sorted(whole.rglob("*")):
         if path.name != _LOCK:
             if path.is_file():
                 sizes[str(path.relative_to(whole))] = path.stat().st_size
+                os.chmod(path, 0o600 | readers)
             flush(path)
     hashes = hashes_of(whole, sizes)
     record = {**facts, "format": _FORMAT, "cache": name, "sizes": sizes, "hashes": hashes}
-    _write(whole / _IDENTITY, _encoded(record))
+    write_file(whole / _IDENTITY, _encoded(record))
+    os.chmod(whole / _IDENTITY, 0o600 | readers)
+    os.chmod(whole, 0o700 | readers | readers >> 2)
     flush(whole)
     _move_in(whole, folder, temp)
     flush(folder.parent)
     (folder / _LOCK).unlink(missing_ok=True)
     remember(folder, sizes, hashes)
     return Cache(folder, record)
+
+
+def _readers(base: Path, whole: Path, sources: Sequence[str | Path]) -> int:
+    """Return the permissions to read, of group and others, that a cache in `base` has: those of all its data.
+
+    A group counts only where it is the group of the cache.
+    """
+    group = os.stat(whole).st_gid
+    folders: set[Path] = {base}
+    readers = 0o044
+    for source in sources:
+        readers &= _readers_of(os.stat(source), group)
+        folders |= {folder for folder in Path(source).parents if folder.is_relative_to(base)}
+    for folder in folders:
+        status = os.stat(folder)
+        readers &= _readers_of(status, group) & status.st_mode << 2  # who may not enter it may not read what is in it
+    return readers
+
+
+def _readers_of(status: os.stat_result, group: int) -> int:
+    """Return the permissions to read, of group and others."""
+    return status.st_mode & (0o044 if status.st_gid == group or status.st_mode & 0o004 else 0o004)
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:
@@ -378,20 +398,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _write(path: Path, *parts: bytes | memoryview) -> None:
-    with open(path, "xb") as stream:
-        stream.writelines(parts)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def npy_header(shape: tuple[int, ...], descr: str = "|u1") -> bytes:
-    """Make the header of an `.npy` file in C order, of bytes or of numbers in another format.
-
-    Source: NumPy Enhancement Proposal 1, format version 1.0; data begins at a multiple of 64.
-    """
-    text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
-    length = -(10 + len(text) + 1) % 64 + len(text) + 1
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n"

@@ -57,7 +57,7 @@ def data_folder(root: str | None, files: str) -> Path:
 
 def bases_of(root: Path) -> list[Path]:
     """Return the folders that may hold files and caches, the data folder first."""
-    return list(dict.fromkeys((root, user_cache())))
+    return [root, user_cache()]
 
 
 def unchanged(record: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddpexp.data import cache
+from ddpexp.data import cache, npy
 from ddpexp.data.mnist import idx
 from ddpexp.data.user_cache import user_cache
 from tests.conftest import PATIENCE, ROOT
@@ -123,7 +123,7 @@ def test_link_in_place_of_a_download_is_replaced_not_followed(small: Small, serv
 
 def fail_below(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every creation below a folder fail, as on a full or read-only disk (root may write anywhere)."""
-    for owner, name in ((os, "mkdir"), (cache, "_write")):
+    for owner, name in ((os, "mkdir"), (cache, "write_file"), (npy, "write_file")):
         real = getattr(owner, name)
 
         def failing(path: Any, *rest: Any, real: Callable[..., Any] = real, **more: Any) -> Any:
@@ -183,7 +183,7 @@ def test_disk_that_is_full_everywhere_is_refused(root: Path, home: Path, monkeyp
 
 
 def test_full_disk_half_way_leaves_nothing(root: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = cache._write
+    write = npy.write_file
 
     def failing(path: Path, *parts: bytes | memoryview) -> None:
         if path.name == "test-images.npy":
@@ -191,6 +191,6 @@ def test_full_disk_half_way_leaves_nothing(root: Path, home: Path, monkeypatch: 
             raise OSError(28, "No space left on device")
         write(path, *parts)
 
-    monkeypatch.setattr(cache, "_write", failing)
+    monkeypatch.setattr(npy, "write_file", failing)
     assert "No space left on device" in refusal(root, "files")
     assert not tree(root / ".ddpexp-cache") | tree(home / ".ddpexp-cache")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ddpexp.data import cache
+from ddpexp.data.npy import write_file
 from ddpexp.errors import RefusedError
 from tests.conftest import PATIENCE
 
@@ -29,7 +30,7 @@ class Filling:
         for part in range(3):
             if not (folder / f"{part}.bin").exists():
                 self.disturb(part)
-                cache.write_file(folder / f"{part}.bin", bytes([part]) * 10)
+                write_file(folder / f"{part}.bin", bytes([part]) * 10)
                 self.written.append(part)
         return {"num_train": 3}
 
@@ -119,3 +120,61 @@ def test_name_of_a_cache_depends_on_all_of_its_identity() -> None:
     name = cache.cache_name("photos", identity)
     assert name == cache.cache_name("photos", dict(reversed(identity.items())))
     assert name != cache.cache_name("photos", {**identity, "size": 257})
+
+
+def modes(folder: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("file", "folder", "below", "base", "expected"),
+    [
+        (0o644, 0o755, 0o755, 0o755, 0o644),
+        (0o666, 0o777, 0o777, 0o777, 0o644),
+        (0o640, 0o755, 0o755, 0o755, 0o640),
+        (0o600, 0o755, 0o755, 0o755, 0o600),
+        (0o400, 0o755, 0o755, 0o755, 0o600),
+        (0o604, 0o755, 0o755, 0o755, 0o604),
+        (0o644, 0o700, 0o755, 0o755, 0o600),
+        (0o644, 0o755, 0o750, 0o755, 0o640),
+        (0o644, 0o755, 0o755, 0o700, 0o600),
+        (0o644, 0o744, 0o755, 0o755, 0o600),  # nobody else may enter it
+    ],
+)
+def test_who_may_not_read_the_data_may_not_read_its_cache(
+    file: int, folder: int, below: int, base: int, expected: int, tmp_path: Path
+) -> None:
+    place = tmp_path / "data" / "below" / "folder"
+    place.mkdir(parents=True)
+    sources = [place / "a.txt", tmp_path / "data" / "b.txt"]
+    for source in sources:
+        source.write_text("text")
+    sources[0].chmod(file)
+    for path, mode in ((place, folder), (place.parent, below), (tmp_path / "data", base)):
+        path.chmod(mode)
+    made = cache.make_cache([tmp_path / "data"], "photos", Filling(), sources=list(map(str, sources)))
+    assert modes(made.folder) == {expected}
+    assert made.folder.stat().st_mode & 0o777 == expected | 0o100 | (expected & 0o044) >> 2
+    place.chmod(0o755)
+
+
+def test_cache_of_another_group_is_not_for_the_group_of_the_data(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("text")
+    source.chmod(0o640)
+    try:
+        os.chown(source, -1, os.getgid() + 1)
+    except PermissionError:
+        pytest.skip("only root can give a file to a group that it is not in")
+    assert modes(cache.make_cache([tmp_path], "photos", Filling(), sources=[source]).folder) == {0o600}
+
+
+def test_cache_that_is_being_written_is_private(tmp_path: Path) -> None:
+    seen = []
+
+    def fill(folder: Path) -> dict[str, Any]:
+        seen.append(folder.stat().st_mode & 0o777)
+        return {}
+
+    cache.make_cache([tmp_path], "photos", fill)
+    assert seen == [0o700]

@@ -69,9 +69,10 @@ def described(
         return Reading(folder, target_type, classes, dtype, group_by).store(parts)
 
     sources = [source for part in parts for source in (part.source, part.labels) if source is not None]
-    bases = list(dict.fromkeys((Path(sources[0].path).parent, user_cache())))
+    bases = [Path(sources[0].path).parent, user_cache()]
+    files = [source.path for source in sources]
     space = human(sum(source.size for source in sources))
-    record = (cache := make_cache(bases, cache_name("arrays", identity), fill, space)).record
+    record = (cache := make_cache(bases, cache_name("arrays", identity), fill, space, sources=files)).record
     stored = record["parts"]
     if standardize and len(shape := record["facts"]["shape"]) != 1:
         raise RefusedError(

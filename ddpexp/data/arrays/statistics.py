@@ -31,10 +31,9 @@ def with_statistics(prepared: Mapping[str, Any], division: Mapping[str, Any]) ->
     def fill(folder: Path) -> Mapping[str, Any]:
         return _statistics(prepared, division)
 
-    base = Path(prepared["folder"]).parent.parent
-    cache = make_cache(
-        [base, user_cache()], cache_name("arrays-statistics", {**identity, "version": _VERSION}), fill, "1 MB"
-    )
+    arrays = Path(prepared["folder"])
+    name = cache_name("arrays-statistics", {**identity, "version": _VERSION})
+    cache = make_cache([arrays.parent.parent, user_cache()], name, fill, "1 MB", sources=list(arrays.iterdir()))
     found = {key: cache.record[key] for key in ("mean", "std", "target_mean", "target_std")}
     return {**prepared, "facts": {**prepared["facts"], **found}}
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ddpexp.data.arrays.sources import TABLES, Part, Source
 from ddpexp.data.arrays.tables import Column, read_table
-from ddpexp.data.cache import write_npy
+from ddpexp.data.npy import write_npy
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
 from ddpexp.system.text import first_few

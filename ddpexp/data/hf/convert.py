@@ -17,10 +17,10 @@ from PIL import ImageOps
 
 from ddpexp.data.arrays.store import Reading
 from ddpexp.data.arrays.tables import Column
-from ddpexp.data.cache import npy_header
 from ddpexp.data.hf.sets import columns_of, open_sets
 from ddpexp.data.image_folder.decode import BrokenImageError, decode
 from ddpexp.data.image_folder.options import StoredSize
+from ddpexp.data.npy import npy_header
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.errors import RefusedError
 from ddpexp.system.process import die_with_parent

@@ -75,8 +75,9 @@ def prepare(
     }  # fmt: skip
     identity = {"version": _VERSION, **request, "files": places, "tokenizer_files": _identity(tokenizer)}
     local = Path(os.path.abspath(os.path.expanduser(path))).parent if places[0] else None
-    bases = list(dict.fromkeys(base for base in (local, user_cache()) if base is not None))
-    cache = make_cache(bases, cache_name("hf", identity), lambda folder: _converted(folder, request))
+    bases = [base for base in (local, user_cache()) if base is not None]
+    files = [name for place in places for name, *_ in place]
+    cache = make_cache(bases, cache_name("hf", identity), lambda folder: _converted(folder, request), sources=files)
     record = cache.record
     if standardize and record["what"] != "numbers":
         raise RefusedError(

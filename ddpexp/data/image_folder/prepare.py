@@ -18,10 +18,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache, read_cache, write_file, write_npy
+from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache, read_cache
 from ddpexp.data.image_folder.options import Options, StoredSize
 from ddpexp.data.image_folder.pool import Pool, processes
 from ddpexp.data.image_folder.scan import Folder, ImageFile, scan
+from ddpexp.data.npy import write_file, write_npy
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import flush
@@ -121,7 +122,7 @@ def choose(raw: int, files: int, free: int, memory: int) -> tuple[Mode, str]:
 
 
 def _bases(folder: Folder) -> list[Path]:
-    return list(dict.fromkeys((folder.root, user_cache())))
+    return [folder.root, user_cache()]
 
 
 def _name(folder: Folder, stored: StoredSize, channels: int) -> str:
@@ -163,7 +164,9 @@ def _make(folder: Folder, name: str, stored: StoredSize, channels: int, mode: st
         def fill(place: Path) -> dict[str, Any]:
             return _fill(place, folder, sizes, mode, channels, pool)
 
-        return make_cache(_bases(folder), f"images-{mode}{name}", fill, human(space), "preparing the same images")
+        files = [folder.root / file.path for files in folder.parts.values() for file in files]
+        name = f"images-{mode}{name}"
+        return make_cache(_bases(folder), name, fill, human(space), "preparing the same images", files)
 
 
 def _measure(folder: Folder, pool: Pool, channels: int) -> Sizes:

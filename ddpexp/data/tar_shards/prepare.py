@@ -115,7 +115,7 @@ def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[s
         np.save(folder / INDEX, np.array(rows, np.int64))
         return {"num_samples": len(rows)}
 
-    cache = make_cache(bases, name, fill, wait="indexing the same shards")
+    cache = make_cache(bases, name, fill, wait="indexing the same shards", sources=[] if shards else paths)
     return {
         "shards": paths,
         "identity": identity,

@@ -73,10 +73,10 @@ def prepare(
         return _Encoding(folder, tokenizer, documents, end_token).encode(train, held_out)
 
     space = f"{4 * sum(source.size for source in (*train, *held_out)) / 1e6:,.0f} MB"
-    bases = list(dict.fromkeys((Path(train[0].path).parent, user_cache())))
-    cache = make_cache(bases, cache_name("text", identity), fill, space, wait="encoding the same text")
-    record = cache.record
-    total = record["num_tokens"]
+    bases = [Path(train[0].path).parent, user_cache()]
+    files = [source.path for source in (*train, *held_out)]
+    cache = make_cache(bases, cache_name("text", identity), fill, space, "encoding the same text", files)
+    record, total = cache.record, cache.record["num_tokens"]
     border = record["num_train"] if held_out else _border(total, eval_fraction)
     if documents is not None and not held_out:
         border = _at_a_document(cache.folder / BORDERS, border)
