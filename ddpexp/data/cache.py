@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddpexp.data.hashes import damage_of, hash_of_json, hashes_of, remember
+from ddpexp.data.hashes import chunks_of, damage_of, hash_of_json, remember
 from ddpexp.data.npy import write_file
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
@@ -39,7 +39,7 @@ _IDENTITY = "identity.json"
 _TEMP = ".tmp-"
 _PARTIAL = ".partial-"  # what `make_cache` has not finished; the rest of the name is that of the cache
 _LOCK = ".lock"  # in a partial folder; locked by the command that writes there
-_POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05
 _STALE_AFTER = 3600.0  # seconds: no running process keeps a temporary folder that long
 _PARTIAL_STALE_AFTER = 7 * 24 * 3600.0  # seconds after which a partial folder that nobody has resumed is removed
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -90,7 +90,7 @@ def read_cache(folder: Path) -> Cache | None:
             return None
         if record.pop("hash") != hash_of_json(record) or record["cache"] != folder.name:
             raise ValueError
-        damage = damage_of(folder, record["sizes"], record["hashes"])
+        damage = damage_of(folder, record["sizes"], record["chunks"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         damage = f"{folder / _IDENTITY} is damaged"
     if damage:
@@ -134,11 +134,11 @@ def make_cache(
 ) -> Cache:
     """Return the complete cache `name` from the first base that has it; otherwise write it to the first one possible.
 
-    `fill` writes the files into the folder that it is called with and returns the record of the cache. The folder may
-    hold files of an earlier call that was killed, and `fill` resumes there; at a full disk they are removed.
-    One command at a time writes; the others wait and use its cache. `space` and `wait` are for messages: how much is
-    needed, and what the other command is doing. `sources` are the files whose content it holds: who may not read one of
-    them may not read the cache.
+    `fill` writes the files into the folder that it is called with, and returns the record of the cache, in which
+    `chunks` are those of files that it has hashed itself. The folder may hold files of an earlier call that was killed,
+    and `fill` resumes there; at a full disk they are removed. One command at a time writes; the others wait and use its
+    cache. `space` and `wait` are for messages: how much is needed, and what the other command is doing. `sources` are
+    the files whose content it holds: who may not read one of them may not read the cache.
 
     Raises: RefusedError, if no base can be written.
     """
@@ -170,42 +170,6 @@ def in_first(bases: Sequence[Path], act: Callable[[Path], T], space: str = "abou
         f"the data could not be written ({'; '.join(problems)}), and training reads it from there: "
         f"free {space}, or set XDG_CACHE_HOME to a folder that can be written"
     )
-
-
-@contextlib.contextmanager
-def alone(seconds: float) -> Iterator[None]:
-    """Let one command of this user at a time run the block; others wait for it, at most `seconds`.
-
-    The kernel's lock on the folder is released when the process ends, however it ends, and leaves no file.
-    """
-    import fcntl  # late, as tempfile
-
-    folder = user_cache() / CACHES
-    try:
-        os.makedirs(folder.parent, mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # the block reports why, if it has to write there
-        yield
-        return
-    try:
-        deadline = time.monotonic() + seconds
-        reported = False
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not reported:
-                    _report_waiting("downloading the data")
-                reported = True
-                time.sleep(_POLL_SECONDS)
-            except OSError:  # a file system without such locks
-                break
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def put(base: Path, target: Path, content: bytes) -> None:
@@ -257,9 +221,9 @@ def _locked(partial: Path, folder: Path, wait: str) -> Iterator[Cache | None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if not reported:
-                    _report_waiting(wait)
+                    report_waiting(wait)
                 reported = True
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
                 continue
             except OSError:  # a file system without such locks
                 pass
@@ -273,7 +237,8 @@ def _locked(partial: Path, folder: Path, wait: str) -> Iterator[Cache | None]:
     yield finished
 
 
-def _report_waiting(what: str) -> None:
+def report_waiting(what: str) -> None:
+    """Say what another command does that this one waits for."""
     print(f"ddpexp: waiting for another command, which is {what}", file=sys.stderr, flush=True)
 
 
@@ -291,8 +256,10 @@ def _commit(
                 sizes[str(path.relative_to(whole))] = path.stat().st_size
                 os.chmod(path, 0o600 | readers)
             flush(path)
-    hashes = hashes_of(whole, sizes)
-    record = {**facts, "format": _FORMAT, "cache": name, "sizes": sizes, "hashes": hashes}
+    known = facts.get("chunks", {})
+    chunks = {**chunks_of(whole, {name: size for name, size in sizes.items() if name not in known}), **known}
+    facts = {**facts, "format": _FORMAT, "cache": name, "sizes": sizes, "chunks": chunks}
+    record = json.loads(json.dumps(facts))  # as it will be read
     write_file(whole / _IDENTITY, _encoded(record))
     os.chmod(whole / _IDENTITY, 0o600 | readers)
     os.chmod(whole, 0o700 | readers | readers >> 2)
@@ -300,7 +267,7 @@ def _commit(
     _move_in(whole, folder, temp)
     flush(folder.parent)
     (folder / _LOCK).unlink(missing_ok=True)
-    remember(folder, sizes, hashes)
+    remember(folder, sizes, chunks)
     return Cache(folder, record)
 
 
@@ -328,8 +295,7 @@ def _readers_of(status: os.stat_result, group: int) -> int:
 
 def _encoded(record: Mapping[str, Any]) -> bytes:
     """Return the contents of identity.json: the record with its own hash."""
-    plain = json.loads(json.dumps(record))
-    return json.dumps({**plain, "hash": hash_of_json(plain)}, indent=1).encode()
+    return json.dumps({**record, "hash": hash_of_json(record)}, indent=1).encode()
 
 
 def _move_in(whole: Path, folder: Path, temp: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ _MOST_THREADS = 8  # more do not make a disk faster
 _FORGOTTEN_AFTER = 90 * 24 * 3600.0  # seconds
 
 Sizes = Mapping[str, int]  # of files, by their paths in a folder
-Hashes = Mapping[str, Sequence[str]]  # of each chunk of each file
+Chunk = tuple[int, str]  # where it ends in its file, and its hash
+Chunks = Mapping[str, Sequence[Chunk]]  # of each file, in their order
 
 _read_again: list[tuple[Path, int]] | None = None  # see `reading_again`
 
@@ -72,24 +73,25 @@ def hash_of_json(value: Any) -> str:
     return hash_of(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 
-def hashes_of(folder: Path, sizes: Sizes) -> dict[str, list[str]]:
-    """Return the hash of each chunk of files of these sizes. Raises: OSError."""
-    chunks = [(name, begin) for name, size in sizes.items() for begin in range(0, size, CHUNK)]
-    hashes: dict[str, list[str]] = {name: [] for name in sizes}
-    hash_chunk = partial(_hash_of_chunk, folder)
-    if sum(sizes.values()) < _IN_THREADS:
-        digests = list(map(hash_chunk, chunks))
-    else:
-        from concurrent.futures import ThreadPoolExecutor  # late: few caches are so large
-
-        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
-            digests = list(threads.map(hash_chunk, chunks))
-    for (name, _), digest in zip(chunks, digests, strict=True):
-        hashes[name].append(digest)
-    return hashes
+def chunks_of(folder: Path, sizes: Sizes) -> dict[str, list[Chunk]]:
+    """Return the chunks of files of these sizes with their hashes. Raises: OSError."""
+    return _hashed(folder, {name: [*range(CHUNK, size, CHUNK), size] if size else [] for name, size in sizes.items()})
 
 
-def damage_of(folder: Path, sizes: Sizes, hashes: Hashes) -> str | None:
+def hash_of_range(path: Path, begin: int, end: int) -> str:
+    """Return the hash of the bytes from `begin` to below `end` of a file. Raises: OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        digest = xxhash.xxh3_128()
+        while begin < end and (block := os.pread(descriptor, min(_BLOCK, end - begin), begin)):
+            digest.update(block)
+            begin += len(block)
+        return digest.hexdigest()
+    finally:
+        os.close(descriptor)
+
+
+def damage_of(folder: Path, sizes: Sizes, chunks: Chunks) -> str | None:
     """Return what is wrong with the first file that is not as it was hashed; None if all are right.
 
     Files that were found right are not read again until one of them changes or the machine is started anew.
@@ -98,18 +100,18 @@ def damage_of(folder: Path, sizes: Sizes, hashes: Hashes) -> str | None:
         stamps = _stamps(folder, sizes)
     except OSError as error:
         return f"{error.filename or folder} {_because(error)}"
-    return _damage(folder, json.dumps([sizes, hashes]), _mark(folder, hashes, stamps))
+    return _damage(folder, json.dumps([sizes, chunks]), _mark(folder, chunks, stamps))
 
 
-def mark_of(folder: Path, sizes: Sizes, hashes: Hashes) -> str:
+def mark_of(folder: Path, sizes: Sizes, chunks: Chunks) -> str:
     """Return a text that stands for these very files, unchanged since this machine was started. Raises: OSError."""
-    return _mark(folder, hashes, _stamps(folder, sizes))
+    return _mark(folder, chunks, _stamps(folder, sizes))
 
 
-def remember(folder: Path, sizes: Sizes, hashes: Hashes) -> None:
+def remember(folder: Path, sizes: Sizes, chunks: Chunks) -> None:
     """Take note that files are right, because they have just been written."""
     with contextlib.suppress(OSError):
-        _write_note(mark_of(folder, sizes, hashes))
+        _write_note(mark_of(folder, sizes, chunks))
     report_right(folder, sum(sizes.values()))
 
 
@@ -117,35 +119,41 @@ def remember(folder: Path, sizes: Sizes, hashes: Hashes) -> None:
 def _damage(folder: Path, listing: str, note: str) -> str | None:
     if _read_again is None and _has_note(note):
         return None
-    sizes, known = json.loads(listing)
+    sizes, chunks = json.loads(listing)
     if (total := sum(sizes.values())) >= _ANNOUNCED:
         print_message(f"ddpexp: verifying {folder} ({human(total)}), as after every start of this machine")
+    ends = {name: [end for end, _ in chunks[name]] for name in sizes}
     try:
-        found = hashes_of(folder, sizes)
+        found = _hashed(folder, ends)
     except OSError as error:
         return f"{error.filename or folder} {_because(error)}"
-    for name, digests in found.items():
-        if (expected := known.get(name)) != digests:
-            pairs = zip(digests, expected or (), strict=False)
-            chunk = next((place for place, (one, other) in enumerate(pairs) if one != other), 0)
-            begin, end = chunk * CHUNK, min((chunk + 1) * CHUNK, sizes[name])
-            return f"{folder / name} is damaged between byte {begin:,} and byte {end:,}"
+    for name, size in sizes.items():
+        begin = 0
+        for (end, digest), (_, expected) in zip(found[name], chunks[name], strict=True):
+            if digest != expected:
+                return f"{folder / name} is damaged between byte {begin:,} and byte {end:,}"
+            begin = end
+        assert begin == size, "the record has a hash of its own"
     _write_note(note)
     report_right(folder, total)
     return None
 
 
-def _hash_of_chunk(folder: Path, chunk: tuple[str, int]) -> str:
-    name, begin = chunk
-    descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        digest, end = xxhash.xxh3_128(), begin + CHUNK
-        while begin < end and (block := os.pread(descriptor, min(_BLOCK, end - begin), begin)):
-            digest.update(block)
-            begin += len(block)
-        return digest.hexdigest()
-    finally:
-        os.close(descriptor)
+def _hashed(folder: Path, ends: Mapping[str, Sequence[int]]) -> dict[str, list[Chunk]]:
+    """Return chunks with their hashes, by where they end in their files. Raises: OSError."""
+    tasks = [
+        (folder / name, begin, end)
+        for name, of_file in ends.items()
+        for begin, end in zip([0, *of_file], of_file)  # noqa: B905
+    ]
+    if sum(end - begin for _, begin, end in tasks) < _IN_THREADS:
+        digests = iter([hash_of_range(*task) for task in tasks])
+    else:
+        from concurrent.futures import ThreadPoolExecutor  # late: few caches are so large
+
+        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+            digests = iter(list(threads.map(lambda task: hash_of_range(*task), tasks)))
+    return {name: [(end, next(digests)) for end in of_file] for name, of_file in ends.items()}
 
 
 def _stamps(folder: Path, sizes: Sizes) -> dict[str, list[int]]:
@@ -168,8 +176,8 @@ def _because(error: OSError) -> str:
     return str(error.strerror) if error.errno == 0 else f"cannot be read ({error.strerror})"
 
 
-def _mark(folder: Path, hashes: Hashes, stamps: Mapping[str, Sequence[int]]) -> str:
-    return hash_of_json([boot_id(), str(folder), hashes, stamps])
+def _mark(folder: Path, chunks: Chunks, stamps: Mapping[str, Sequence[int]]) -> str:
+    return hash_of_json([boot_id(), str(folder), chunks, stamps])
 
 
 def _notes() -> Path:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeVar
 
-from ddpexp.data.cache import CACHES, put
+from ddpexp.data.cache import CACHES, POLL_SECONDS, put, report_waiting
 from ddpexp.data.user_cache import user_cache
 
 if TYPE_CHECKING:
@@ -77,6 +78,42 @@ class Answer:
 
 class DownloadError(Exception):
     """No mirror gave all files; the text says why, mirror by mirror."""
+
+
+@contextlib.contextmanager
+def alone(seconds: float) -> Iterator[None]:
+    """Let one command of this user at a time run the block; others wait for it, at most `seconds`.
+
+    The kernel's lock on the folder is released when the process ends, however it ends, and leaves no file.
+    """
+    import fcntl  # late, as tempfile
+
+    folder = user_cache() / CACHES
+    try:
+        os.makedirs(folder.parent, mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # the block reports why, if it has to write there
+        yield
+        return
+    try:
+        deadline = time.monotonic() + seconds
+        reported = False
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not reported:
+                    report_waiting("downloading the data")
+                reported = True
+                time.sleep(POLL_SECONDS)
+            except OSError:  # a file system without such locks
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def download_unless_failed(

@@ -198,13 +198,13 @@ def test_caches_that_were_exchanged_are_made_again(tmp_path: Path, capfd: pytest
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Collect the folders whose files are read to verify them, as a new process would."""
     found: list[Path] = []
-    real = hashes.hashes_of
+    real = hashes._hashed
 
-    def counted(folder: Path, sizes: Any) -> Any:
+    def counted(folder: Path, ends: Any) -> Any:
         found.append(folder)
-        return real(folder, sizes)
+        return real(folder, ends)
 
-    monkeypatch.setattr(hashes, "hashes_of", counted)
+    monkeypatch.setattr(hashes, "_hashed", counted)
     hashes._damage.cache_clear()
     return found
 
@@ -274,10 +274,12 @@ def test_large_files_are_hashed_by_several_threads(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(hashes, "CHUNK", 64)
     monkeypatch.setattr(hashes, "_BLOCK", 10)
     sizes = {"a.bin": 1000, "empty": 0}
-    expected = {"a.bin": [hashes.hash_of(content[begin : begin + 64]) for begin in range(0, 1000, 64)], "empty": []}
+    ends = [*range(64, 1000, 64), 1000]
+    chunks = [(end, hashes.hash_of(content[max(0, end - 1) // 64 * 64 : end])) for end in ends]
+    expected = {"a.bin": chunks, "empty": []}
     for limit in (0, 1 << 30):
         monkeypatch.setattr(hashes, "_IN_THREADS", limit)
-        assert hashes.hashes_of(tmp_path, sizes) == expected
+        assert hashes.chunks_of(tmp_path, sizes) == expected
 
 
 @pytest.mark.parametrize("damage", [flip, zeros, swap])

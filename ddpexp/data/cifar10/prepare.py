@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpexp.data.cache import CACHES, Cache, alone, in_first, read_cache, update_cache, write_cache
+from ddpexp.data.cache import CACHES, Cache, in_first, read_cache, update_cache, write_cache
 from ddpexp.data.cifar10 import archive as archives
 from ddpexp.data.cifar10.archive import SHAPE, Part
 from ddpexp.data.cifar10.classes import CLASSES, KINDS
 from ddpexp.data.folders import Stamp, bases_of, data_folder, joint_hash, store, to_stderr, unchanged
-from ddpexp.data.mirrors import DownloadError, Patience, WrongError, download_unless_failed
+from ddpexp.data.mirrors import DownloadError, Patience, WrongError, alone, download_unless_failed
 from ddpexp.data.npy import write_npy
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError

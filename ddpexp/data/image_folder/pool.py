@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import IO, Any
 
+import xxhash
+
 from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
@@ -125,42 +127,50 @@ def handle(chunk: dict[str, Any], stored: StoredSize, channels: int) -> dict[str
     """Handle a chunk; its `work` is to `measure` images, to `check` them, or to write their `pixels` or `bytes`.
 
     Its `images` are pairs of a path and an offset in the file `target`, where `lengths` are reserved. The answer has
-    the `sizes` of measured images (height and width, None for broken ones), or the `broken` ones of the others: number
-    and reason; or the `error` of the system.
+    the `sizes` of measured images (height and width, None for broken ones), or the `broken` ones of the others (number
+    and reason, with zeros in their places) and the `hash` of all that was written; or the `error` of the system.
     """
-    from ddpexp.data.image_folder.decode import BrokenImageError, decode, size_of  # late: it imports Pillow
+    from ddpexp.data.image_folder.decode import BrokenImageError, size_of  # late: it imports Pillow
 
     sizes: list[list[int] | None] = []
-    broken = []
+    broken, digest = [], xxhash.xxh3_128()
     target = os.open(chunk["target"], os.O_WRONLY) if chunk.get("target") else None
     try:
         for number, (path, offset) in enumerate(chunk["images"]):
+            content = b""
             try:
                 if chunk["work"] == "measure":
                     sizes.append(list(size_of(path, stored)))
                     continue
-                with open_regular(path) as file:
-                    data = file.read()
-                image = decode(data, stored, channels)
+                content = _content(path, chunk["work"], stored, channels)
+                if target is not None and len(content) != chunk["lengths"][number]:
+                    raise BrokenImageError("it changed while it was read")
             except (BrokenImageError, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 if chunk["work"] == "measure":
                     sizes.append(None)
-                else:
-                    broken.append([number, reason])
-                continue
-            content = image.tobytes() if chunk["work"] == "pixels" else data
-            if target is not None and len(content) != chunk["lengths"][number]:
-                broken.append([number, "it changed while it was read"])
-                continue
+                    continue
+                broken.append([number, reason])
+                content = bytes(chunk["lengths"][number])
             if target is not None:
                 _write(target, content, offset)
+                digest.update(content)
     except OSError as error:
         return {"error": [error.errno, error.strerror]}
     finally:
         if target is not None:
             os.close(target)
-    return {"sizes": sizes, "broken": broken}
+    return {"sizes": sizes, "broken": broken, "hash": digest.hexdigest()}
+
+
+def _content(path: str, work: str, stored: StoredSize, channels: int) -> bytes:
+    """Return what a cache holds of an image: its pixels, or the bytes of its file, which can be decoded."""
+    from ddpexp.data.image_folder.decode import decode  # late: it imports Pillow
+
+    with open_regular(path) as file:
+        data = file.read()
+    image = decode(data, stored, channels)
+    return image.tobytes() if work == "pixels" else data
 
 
 def _write(target: int, content: bytes, offset: int) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache, read_cache
+from ddpexp.data.hashes import hash_of_range
 from ddpexp.data.image_folder.options import Options, StoredSize
 from ddpexp.data.image_folder.pool import Pool, processes
 from ddpexp.data.image_folder.scan import Folder, ImageFile, scan
@@ -194,13 +195,14 @@ def _reduced(sizes: Sizes, stored: StoredSize, channels: int) -> int:
 def _fill(place: Path, folder: Folder, sizes: Sizes, mode: str, channels: int, pool: Pool) -> dict[str, Any]:
     """Write all parts to a folder, in which a killed command may have begun. Raises: OSError."""
     lost: dict[str, str] = {}
-    nums = {}
+    nums, chunks = {}, {}
     for part, files in folder.parts.items():
         lengths = [_length(file, size, mode, channels) for file, size in zip(files, sizes.sizes[part], strict=True)]
         offsets = [0, *accumulate(lengths)]
         if mode != "none":
             _reserve(place / f"{part}.bin", offsets[-1])
-        broken = _run_chunks(place, part, [str(folder.root / file.path) for file in files], offsets, mode, pool)
+        done = _run_chunks(place, part, [str(folder.root / file.path) for file in files], offsets, mode, pool)
+        broken = {number: reason for chunk in done for number, reason in chunk.broken.items()}
         kept = [number for number in range(len(files)) if number not in broken]
         if not kept:
             raise RefusedError(f"none of the {len(files):,} images of {folder.root} for {part} can be read.")
@@ -208,10 +210,12 @@ def _fill(place: Path, folder: Folder, sizes: Sizes, mode: str, channels: int, p
             (offsets[number], *sizes.sizes[part][number], lengths[number]) for number in kept
         ])  # fmt: skip
         nums[part] = len(kept)
+        if mode != "none":
+            chunks[f"{part}.bin"] = [(offsets[chunk.end], chunk.hash) for chunk in done]
         lost |= {files[number].path: reason for number, reason in broken.items()}
     for marker in place.glob("*.done"):
         marker.unlink()
-    return {"parts": nums, "broken": lost}
+    return {"parts": nums, "broken": lost, "chunks": chunks}
 
 
 def _length(file: ImageFile, size: Any, mode: str, channels: int) -> int:
@@ -221,24 +225,33 @@ def _length(file: ImageFile, size: Any, mode: str, channels: int) -> int:
     return int(size[0] * size[1] * channels) if mode == "raw" else file.num_bytes
 
 
+@dataclass(frozen=True)
+class _Done:
+    """A chunk of images that was written: its end, the hash of its bytes, and the reasons why images are broken."""
+
+    end: int
+    hash: str
+    broken: Mapping[int, str]
+
+
 def _run_chunks(
     place: Path, part: str, paths: Sequence[str], offsets: Sequence[int], mode: str, pool: Pool
-) -> dict[int, str]:
-    """Decode what a killed command has not; return the broken images with the reasons."""
-    broken: dict[int, str] = {}
+) -> list[_Done]:
+    """Decode what a killed command has not; return all chunks, in their order."""
     unflushed = 0
-    target = str(place / f"{part}.bin") if mode != "none" else None
+    target = place / f"{part}.bin" if mode != "none" else None
     boot = boot_id()
-    chunks, ranges = [], []
+    done, chunks, ranges = {}, [], []
     for begin, end in _ranges(len(paths)):
         marker = place / f"{part}-{begin}.done"
-        if (known := _read_marker(marker, boot)) is not None:
-            broken |= known
+        known = _read_marker(marker, boot, end)
+        if known and (target is None or hash_of_range(target, offsets[begin], offsets[end]) == known.hash):
+            done[begin] = known
             continue
         marker.unlink(missing_ok=True)
         chunks.append({
             "work": {"raw": "pixels", "jpeg": "bytes", "none": "check"}[mode],
-            "target": target,
+            "target": str(target) if target else None,
             "images": [[path, offset] for path, offset in zip(paths[begin:end], offsets[begin:end], strict=True)],
             "lengths": [offsets[number + 1] - offsets[number] for number in range(begin, end)],
         })  # fmt: skip
@@ -247,26 +260,27 @@ def _run_chunks(
     def finish(number: int, answer: dict[str, Any]) -> None:
         nonlocal unflushed
         begin, end = ranges[number]
-        found = {begin + place: reason for place, reason in answer["broken"]}
-        broken.update(found)
+        done[begin] = _Done(end, answer["hash"], {begin + place: reason for place, reason in answer["broken"]})
         # Not flushed: it counts only until the machine starts anew.
-        (place / f"{part}-{begin}.done").write_bytes(json.dumps([boot, found]).encode())
+        (place / f"{part}-{begin}.done").write_bytes(json.dumps([boot, vars(done[begin])]).encode())
         unflushed += offsets[end] - offsets[begin]
         if target is not None and unflushed >= _FLUSH_BYTES:
-            flush(Path(target))  # what is written at once at the end would have to be waited for
+            flush(target)  # what is written at once at the end would have to be waited for
             unflushed = 0
 
     pool.run(chunks, f"preparing {part}", finish)
-    return broken
+    return [done[begin] for begin, _ in _ranges(len(paths))]
 
 
-def _read_marker(marker: Path, boot: str) -> dict[int, str] | None:
-    """Return the broken images of a chunk that is done; None if it is not, or its pixels may not have got to disk."""
+def _read_marker(marker: Path, boot: str, end: int) -> _Done | None:
+    """Return a chunk that is done; None if it is not, or its pixels may not have got to disk."""
     try:
-        then, broken = json.loads(marker.read_bytes())
-    except (OSError, ValueError):
+        then, record = json.loads(marker.read_bytes())
+        broken = {int(number): str(reason) for number, reason in record["broken"].items()}
+        done = _Done(record["end"], record["hash"], broken)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return {int(number): reason for number, reason in broken.items()} if then == boot else None
+    return done if (then, done.end) == (boot, end) else None
 
 
 def _ranges(total: int) -> list[tuple[int, int]]:

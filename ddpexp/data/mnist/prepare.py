@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpexp.data.cache import CACHES, Cache, alone, in_first, read_cache, update_cache, write_cache
+from ddpexp.data.cache import CACHES, Cache, in_first, read_cache, update_cache, write_cache
 from ddpexp.data.folders import Stamp, bases_of, data_folder, joint_hash, store, to_stderr, unchanged
 from ddpexp.data.images.files import found_images
 from ddpexp.data.mirrors import (
@@ -29,6 +29,7 @@ from ddpexp.data.mirrors import (
     DOWNLOAD_PATIENCE,
     DownloadError,
     Patience,
+    alone,
     download_unless_failed,
 )
 from ddpexp.data.mnist import idx

@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ddpexp.data.hashes import hash_of, hashes_of, is_reading_again, mark_of, report_right
+from ddpexp.data.hashes import chunks_of, hash_of, is_reading_again, mark_of, report_right
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.system.limits import reason_with_limit
@@ -238,10 +238,10 @@ def _check(path: Path, size: int) -> bool:
     """Return whether a part is as it was received; once it is, it is read again only after a change or a reboot."""
     try:
         digest, _, mark = _sum(path.name).read_text().partition("\n")
-        now = mark_of(path.parent, {path.name: size}, {path.name: [digest]})
+        now = mark_of(path.parent, {path.name: size}, {path.name: [(size, digest)]})
         if mark == now and not is_reading_again():
             return True
-        is_right = hashes_of(path.parent, {path.name: size}) == {path.name: [digest]}
+        is_right = chunks_of(path.parent, {path.name: size}) == {path.name: [(size, digest)]}
     except (OSError, ValueError):
         return False
     if is_right:
@@ -271,8 +271,8 @@ def keep(name: str, data: bytes, limit: int) -> None:
         _make_room(place, limit - len(data))
         temp.write_bytes(data)
         os.replace(temp, place / name)
-        digests = [hash_of(data)]
-        _write_sum(name, digests[0], mark_of(place, {name: len(data)}, {name: digests}))
+        digest = hash_of(data)
+        _write_sum(name, digest, mark_of(place, {name: len(data)}, {name: [(len(data), digest)]}))
     except OSError as error:
         with contextlib.suppress(OSError):
             temp.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +160,35 @@ def test_images_that_cannot_be_read_are_named_with_the_reason_and_all_are_listed
     assert len(json.loads(listed.read_text())["broken"]) == 5
 
 
-def test_killed_preparation_resumes_with_what_is_missing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def flip_pixels(partial: Path) -> None:
+    with open(partial / "train.bin", "r+b") as file:
+        file.write(b"damage")
+
+
+def flip_markers(partial: Path) -> None:
+    for marker in partial.glob("*.done"):
+        marker.write_text(marker.read_text().replace('"end": ', '"end": 1'))
+
+
+def empty_markers(partial: Path) -> None:
+    for marker, content in zip(sorted(partial.glob("*.done")), ("", "[1, 2]"), strict=True):
+        marker.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "missing"), [(None, 2), (flip_pixels, 3), (flip_markers, 4), (empty_markers, 4)]
+)  # fmt: skip
+def test_killed_preparation_resumes_with_what_is_missing_or_damaged(
+    damage: Callable[[Path], None] | None, missing: int, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preparing, "_CHUNK", 4)
     handle = pool.handle
     decoded: list[str] = []
+    most = 2
 
     def killed(chunk: dict[str, Any], *form: Any) -> dict[str, Any]:
         if chunk["work"] == "pixels":
-            if len(decoded) == 2:
+            if len(decoded) == most:
                 raise KeyboardInterrupt
             decoded.append(chunk["images"][0][0])
         return handle(chunk, *form)
@@ -174,10 +196,12 @@ def test_killed_preparation_resumes_with_what_is_missing(photos: Path, monkeypat
     monkeypatch.setattr(pool, "handle", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare(str(photos), cache="raw")
-    first, decoded[:] = list(decoded), []
-    prepared = prepare(str(photos), cache="raw")  # the two chunks that are missing
-    assert len(decoded) == 2
-    assert not set(first) & set(decoded)
+    first, decoded[:], most = list(decoded), [], 9
+    if damage is not None:
+        damage(next((photos / ".ddpexp-cache").glob(".partial-*")))
+    prepared = prepare(str(photos), cache="raw")
+    assert len(decoded) == missing
+    assert len(set(first) & set(decoded)) == missing - 2
     monkeypatch.setattr(pool, "handle", handle)
     fresh = photos.with_name("fresh")
     shutil.copytree(photos, fresh, ignore=shutil.ignore_patterns(".ddpexp-cache"))
