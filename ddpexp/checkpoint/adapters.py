@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -72,7 +73,15 @@ class Merged(Source):
         layer = name.removesuffix(".weight")
         if layer not in self._layers or layer == name:
             return tensor
-        first = self._read(self._all[f"{layer}.lora_A.weight"], None, 0)
-        second = self._read(self._all[f"{layer}.lora_B.weight"], first_row, num_rows)
-        added = (second.to(torch.float32) @ first.to(torch.float32)) * self._scale
-        return (tensor.to(torch.float32) + added).to(tensor.dtype)
+        first, second = (self._read(self._all[f"{layer}.lora_{letter}.weight"], None, 0) for letter in "AB")
+        dtype = _dtype_of_sum(tensor, first, second)
+        # Of all rows: the product of some alone, which BLAS computes by another kernel, may differ in the last bits.
+        product = second.to(dtype) @ first.to(dtype)
+        added = product if first_row is None else product[first_row : first_row + num_rows]
+        return (tensor.to(dtype) + added * self._scale).to(tensor.dtype)
+
+
+def _dtype_of_sum(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype in which tensors are added: at least fp32, and that of a tensor which is more precise."""
+    wide = [tensor.dtype for tensor in tensors if tensor.dtype.itemsize >= torch.float32.itemsize]
+    return reduce(torch.promote_types, wide, torch.float32)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -116,6 +118,97 @@ def test_merged_weights_compute_the_same(tmp_path: Path) -> None:
     assert torch.equal(parts.get_parameter("body.2.weight")[1:], plain.get_parameter("body.2.weight")[1:])
     with pytest.raises(RefusedError, match="is no empty folder: export into a new one"):
         export_weights(folder / "model.safetensors", tmp_path / "whole", 100)
+
+
+def filled(model: nn.Module, bits: int) -> nn.Module:
+    """Give every parameter fractions of so many binary digits, whose products are exact in the dtype of a sum."""
+    numbers = np.random.default_rng(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = numbers.integers(-(2**bits) + 1, 2**bits, parameter.shape) / 2**bits
+            parameter.copy_(torch.from_numpy(values))
+    return model
+
+
+def merged_plainly(model: nn.Module, layer: str, scale: float) -> Tensor:
+    """Return W + (B A) scale, a number at a time, in fp64 for a weight in fp64 and else in fp32, rounded at the end."""
+    weight = model.get_parameter(f"{layer}.weight")
+    number = np.float64 if weight.dtype == torch.float64 else np.float32
+    before, first, second = (
+        model.get_parameter(f"{layer}.{name}").detach().to(torch.float64).tolist()
+        for name in ("weight", "lora_A.weight", "lora_B.weight")
+    )
+    rows = [
+        [
+            number(value) + number(sum(b * a[column] for b, a in zip(second[row], first, strict=True))) * number(scale)
+            for column, value in enumerate(values)
+        ]
+        for row, values in enumerate(before)
+    ]
+    assert all(isinstance(value, number) for row in rows for value in row)
+    return torch.from_numpy(np.array(rows)).to(weight.dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.float64, 25), (torch.float32, 11), (torch.bfloat16, 8), (torch.float16, 10)], ids=str
+)
+def test_merged_weights_are_rounded_once_to_their_own_dtype(tmp_path: Path, dtype: torch.dtype, bits: int) -> None:
+    lora = replace(LORA, rank=3, alpha=1.0)  # a scale of a third, which fp32 rounds otherwise than fp64
+    model = net().to(dtype)
+    add_adapters(model, trainer(lora))
+    folder = saved(tmp_path / "checkpoints", filled(model, bits), lora)
+    plain = net().to(dtype)
+    load_weights({"model": plain}, folder, "run.init_from=x")
+    export_weights(folder / "model.safetensors", tmp_path / "whole", 1 << 30)
+    exported = load_file(tmp_path / "whole/model.safetensors")
+    for layer in ("body.0", "body.2"):
+        expected = merged_plainly(model, layer, 1 / 3)
+        assert torch.equal(plain.get_parameter(f"{layer}.weight"), expected)
+        assert exported[f"{layer}.weight"].dtype == dtype
+        assert torch.equal(exported[f"{layer}.weight"], expected)
+
+
+@pytest.mark.parametrize(
+    ("weight", "first", "expected"),
+    [
+        # Half an ulp of 1 and a little more: fp32 would lose the little and round to even, which is 1.
+        (torch.ones(1, 1), torch.full((1, 1), 2.0**-24 + 2.0**-50, dtype=torch.float64), 1 + 2.0**-23),
+        (torch.full((1, 1), 1 + 2.0**-40, dtype=torch.float64), torch.full((1, 1), 0.5), 1.5 + 2.0**-40),
+        (torch.full((1, 1), 1j), torch.full((1, 1), 1 + 2j), 1 + 3j),
+    ],
+    ids=["fp64 factors", "fp64 weight", "complex"],
+)
+def test_factors_and_weights_of_other_dtypes_lose_nothing(
+    tmp_path: Path, weight: Tensor, first: Tensor, expected: complex
+) -> None:
+    model = nn.ModuleDict({"head": nn.Linear(1, 1, bias=False, dtype=weight.dtype)})
+    add_adapters(model, trainer(lora := LoRA(match="head", rank=1, alpha=1.0)))
+    layer = model["head"]
+    assert isinstance(layer, LoRALinear)
+    layer.weight.data, layer.lora_A.weight.data, layer.lora_B.weight.data = weight, first, torch.ones_like(first)
+    plain = nn.ModuleDict({"head": nn.Linear(1, 1, bias=False, dtype=weight.dtype)})
+    load_weights({"model": plain}, saved(tmp_path, model, lora), "x")
+    assert plain.get_parameter("head.weight").item() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_some_rows_of_a_merged_weight_have_the_bits_of_the_whole(tmp_path: Path, dtype: torch.dtype) -> None:
+    lora, name = LoRA(match="head", rank=8), "head.weight"
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"head": nn.Linear(32, 64)}).to(dtype)
+    add_adapters(model, trainer(lora))
+    torch.nn.init.normal_(model.get_parameter("head.lora_B.weight"))
+    folder = saved(tmp_path, model, lora)
+    whole = nn.ModuleDict({"head": nn.Linear(32, 64)}).to(dtype)
+    load_weights({"model": whole}, folder, "x")
+    for begin, end in ((0, 1), (1, 2), (1, 64), (21, 23)):
+        part = nn.ModuleDict({"head": nn.Linear(32, 64)}).to(dtype)
+        load_weights({"model": part}, folder, "x", held=rows_between(begin, end))
+        assert torch.equal(part.get_parameter(name)[begin:end], whole.get_parameter(name)[begin:end]), (begin, end)
+
+
+def rows_between(begin: int, end: int) -> Callable[[Tensor], Shard]:
+    return lambda tensor: Shard(tensor[begin:end], tuple(tensor.shape), begin)
 
 
 def test_adapters_alone_have_the_names_of_peft(tmp_path: Path) -> None:
