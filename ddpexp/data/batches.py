@@ -85,13 +85,15 @@ class TrainBatches:
     def num_samples(self, steps: int) -> int:
         """Return the number of samples of so many steps, the first ones."""
         total = self.plan.global_batch_size
-        if self._by_tokens is None:
+        order = self._by_tokens
+        if order is None:
             return steps * total
         epochs, rest = divmod(steps, self.steps_per_epoch)
-        lengths = [self.steps_per_epoch] * epochs + [rest]
-        orders = [self._by_tokens.order(self.seed, epoch) for epoch in range(epochs + 1)]
-        batches = [order(np.arange(length * total)) for order, length in zip(orders, lengths, strict=True)]
-        return int(sum(self._by_tokens.sizes(part).sum() for part in batches))
+        # A whole epoch has each sample once, except for those of the incomplete last global batch.
+        dropped = np.arange(self.steps_per_epoch * total, self.samples_per_epoch)
+        left_out = sum(order.num_samples(self.seed, epoch, dropped) for epoch in range(epochs)) if len(dropped) else 0
+        last = order.num_samples(self.seed, epochs, np.arange(rest * total))
+        return epochs * len(order.lengths) - left_out + last
 
     @cached_property
     def _order(self) -> TrainingOrder:

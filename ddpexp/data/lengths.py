@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.order import Order, Permutation, TrainingOrder, distinct
+from ddpexp.data.order import Order, Permutation, TrainingOrder, by_value
 from ddpexp.errors import RefusedError
 
 _POOL = 200  # global batches: enough that their samples differ little in length, few enough that epochs stay random
@@ -67,8 +67,7 @@ class _Pooled:
         flat = np.asarray(positions, np.int64).ravel()
         indices = np.empty_like(flat)
         numbers, within = np.divmod(flat, _POOL * self.by_length.batch_size)
-        for number in distinct(numbers).tolist():
-            chosen = np.flatnonzero(numbers == number)
+        for number, chosen in by_value(numbers):
             indices[chosen] = self._pool(number)[within[chosen]]
         return indices.reshape(np.shape(positions))
 

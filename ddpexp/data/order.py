@@ -12,7 +12,7 @@ every platform and with every version of Python and numpy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -146,12 +146,18 @@ def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words
 
 
-def distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the different values, sorted (the first call of numpy's `unique` takes 5 ms of imports). Shapes: any."""
-    ordered = np.sort(values, axis=None)
-    first = np.ones(len(ordered), bool)
-    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    return ordered[first]
+def by_value(values: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield each value and the places where it is, both ascending. Shapes: values (n,).
+
+    In the time of one sort, however many values differ (the first call of numpy's `unique` takes 5 ms of imports).
+    """
+    places = np.argsort(values, kind="stable")
+    ordered = values[places]
+    ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1, len(ordered))
+    first = 0
+    for end in ends.tolist() if len(ordered) else []:
+        yield int(ordered[first]), places[first:end]
+        first = end
 
 
 def _network(values: NDArray[np.int64], width: int, keys: NDArray[np.uint32]) -> NDArray[np.int64]:

@@ -96,6 +96,10 @@ class ByTokens:
         sizes: NDArray[np.int64] = np.minimum(size[numbers], count[numbers] - first)
         return sizes
 
+    def num_samples(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> int:
+        """Return the number of samples of the batches at these positions of an epoch."""
+        return int(self.sizes(self.order(seed, epoch)(positions)).sum())
+
     @property
     def largest(self) -> NDArray[np.int64]:
         """Return the samples of a batch of the most tokens, for an estimate of memory."""
@@ -108,8 +112,12 @@ class ByTokens:
     def padding(self) -> float:
         """Return the share of padding in the batches of the first epoch, each padded to its longest sample."""
         padded = 0.0
-        for batch in self.members(0, 0, np.arange(self.samples_per_epoch)):
-            padded += float(self.lengths[batch].max()) * len(batch)
+        for number, bucket in enumerate(self._buckets):  # not batch by batch: there may be millions
+            shuffled = self._shuffle(0, 0, number)(np.arange(bucket.count))
+            lengths = self.lengths[self._sequence[bucket.first + shuffled]]
+            firsts = np.arange(0, bucket.count, bucket.size)
+            sizes = np.minimum(bucket.size, bucket.count - firsts)
+            padded += float(np.maximum.reduceat(lengths, firsts) @ sizes)
         return 1 - float(self.lengths.sum()) / padded if padded else 0.0
 
     @property

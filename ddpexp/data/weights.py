@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.order import Order, Permutation, mix
+from ddpexp.data.order import Order, Permutation, by_value, mix
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular, read_regular_text
 
@@ -105,29 +104,31 @@ class Passes:
 
     def order(self, seed: int, epoch: int) -> Order:
         """Return the stretch of one epoch."""
-        first = epoch * self.samples_per_epoch
-        passes = range(first // self.num_samples, (first + self.samples_per_epoch - 1) // self.num_samples + 1)
-        return _Stretch(
-            first, self.num_samples, tuple(Permutation(self.num_samples, seed, number) for number in passes)
-        )
+        return _Stretch(epoch * self.samples_per_epoch, self.num_samples, seed)
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """A stretch of the passes over the data."""
+    """A stretch of the passes over the data, of which only those are shuffled whose positions are asked for."""
 
     first: int
     num_samples: int
-    passes: Sequence[Permutation]
+    seed: int
+    _last: dict[int, Permutation] = field(default_factory=dict)  # the pass that was asked for last
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        number, place = np.divmod(np.asarray(positions) + self.first, self.num_samples)
-        indices = np.empty(place.shape, np.int64)
-        for one in self.passes:
-            here = number == one.epoch
-            if here.any():
-                indices[here] = one(place[here])
-        return indices
+        """Return the indices at these positions. Shapes: any; the result has the same."""
+        passes, places = np.divmod(np.asarray(positions, np.int64).ravel() + self.first, self.num_samples)
+        indices = np.empty_like(places)
+        for number, chosen in by_value(passes):
+            indices[chosen] = self._pass(number)(places[chosen])
+        return indices.reshape(np.shape(positions))
+
+    def _pass(self, number: int) -> Permutation:
+        if number not in self._last:
+            self._last.clear()
+            self._last[number] = Permutation(self.num_samples, self.seed, number)
+        return self._last[number]
 
 
 def class_balanced(classes: NDArray[Any]) -> NDArray[np.float64]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ddpexp.data.order import Permutation, distinct
+from ddpexp.data.order import Permutation, by_value
 
 BIG = 60_000
 EPOCHS = range(24)
@@ -331,6 +331,8 @@ def test_batches_of_data_sorted_by_class_have_hypergeometric_class_counts(orders
     assert abs(mean_z(changes, (BIG - 1) * change, BIG * change * (1 - change))) < FEW
 
 
-def test_the_different_values_of_an_array_are_those_of_unique() -> None:
-    for values in ([], [3], [2, 2], [5, -1, 5, 0, -1], [[1, 2], [2, 1]]):
-        assert distinct(np.array(values, np.int64)).tolist() == np.unique(np.array(values, np.int64)).tolist()
+@pytest.mark.parametrize("values", [[], [3], [2, 2], [5, -1, 5, 0, -1], [1, 1, 4, 9, 9]])
+def test_the_places_of_each_value_of_an_array(values: list[int]) -> None:
+    found = {value: places.tolist() for value, places in by_value(np.array(values, np.int64))}
+    assert list(found) == sorted(set(values))
+    assert found == {value: [place for place, other in enumerate(values) if other == value] for value in values}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -97,6 +98,32 @@ def test_every_number_of_workers_has_the_same_micro_batches_from_any_step() -> N
     assert [list(row) for row in found.indices(70, 72)] == [joined(step) for step in whole[70:72]]
     index = whole[70][3][1]
     assert f"sample {index} of 10,007 in `train`" == found.describe(70, 3, [1])
+
+
+@pytest.mark.parametrize("most", [1024, 1040])  # an epoch leaves batches out, or none
+def test_the_samples_of_many_epochs_are_counted_without_a_list_of_them(most: int) -> None:
+    found = train(by_tokens(EVEN, most))
+    order = found.order
+    assert isinstance(order, ByTokens)
+    steps = 2000 * found.steps_per_epoch + 5
+    lengths = [found.steps_per_epoch] * 2000 + [5]
+    expected = sum(
+        int(order.sizes(order.order(0, epoch)(np.arange(8 * length))).sum()) for epoch, length in enumerate(lengths)
+    )
+    tracemalloc.start()
+    try:
+        assert found.num_samples(steps) == expected
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_padding_is_not_counted_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = by_tokens(SENTENCES, 1024)
+    padding = order.padding
+    monkeypatch.delattr(ByTokens, "members")
+    assert order.padding == padding
 
 
 def test_a_place_late_in_a_long_epoch_is_found_without_those_before() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ddpexp.data.order import Permutation
 from ddpexp.data.weights import Passes, Weighted, checked_weights, class_balanced, read_values
 from ddpexp.errors import RefusedError
 
@@ -62,6 +64,25 @@ def test_epochs_of_another_length_go_through_all_samples_before_any_comes_again(
     everything = np.concatenate([drawn(order, 5, epoch) for epoch in range(10)])
     for begin in range(0, len(everything), 10):
         assert sorted(everything[begin : begin + 10]) == list(range(10))
+
+
+def test_a_pass_is_the_permutation_of_its_number_wherever_epochs_begin() -> None:
+    whole = np.concatenate([Permutation(10, 5, number)(np.arange(10)) for number in range(7)])
+    positions = np.array([[3, 22, 0], [21, 9, 3]])
+    for epoch in range(3):
+        assert Passes(23, 10).order(5, epoch)(positions).tolist() == whole[epoch * 23 + positions].tolist()
+
+
+def test_a_place_in_millions_of_passes_over_little_data_is_found_in_little_memory() -> None:
+    tracemalloc.start()
+    try:
+        order = Passes(10**8, 64).order(0, 3)
+        found = order(np.arange(10**8 - 64, 10**8))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.tolist() == Permutation(64, 0, 4 * 10**8 // 64 - 1)(np.arange(64)).tolist()
+    assert peak < 1 << 20
 
 
 def test_values_are_read_from_files(tmp_path: Path) -> None:

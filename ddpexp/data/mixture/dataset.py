@@ -16,7 +16,7 @@ from torch import Tensor
 from ddpexp.data.datasets import IndexData, Splits, may_draw, of_epoch, select, training_order
 from ddpexp.data.mixture.order import MixtureOrder
 from ddpexp.data.mixture.weights import stages
-from ddpexp.data.order import Order, distinct
+from ddpexp.data.order import Order, by_value
 from ddpexp.data.samples import form
 from ddpexp.errors import DdpexpError, RefusedError
 
@@ -95,20 +95,19 @@ class IndexMixture(_Mixture):
         ends = np.array(list(accumulate(map(len, self.parts))))
         wanted = indices.numpy()
         sources = np.searchsorted(ends, wanted, side="right")
-        numbers = distinct(sources).tolist()
-        places = [np.flatnonzero(sources == number) for number in numbers]
-        firsts = [ends[number] - len(self.parts[number]) for number in numbers]
+        places = dict(by_value(sources))
+        firsts = {number: ends[number] - len(self.parts[number]) for number in places}
         batches = [
-            self.parts[number].gather(torch.from_numpy(wanted[place] - first), device)
-            for number, place, first in zip(numbers, places, firsts, strict=True)
+            self.parts[number].gather(torch.from_numpy(wanted[chosen] - firsts[number]), device)
+            for number, chosen in places.items()
         ]
         if len(batches) == 1:
             return batches[0]
-        back = torch.from_numpy(np.argsort(np.concatenate(places))).to(device)
+        back = torch.from_numpy(np.argsort(np.concatenate(list(places.values())))).to(device)
         try:
             return _joined(batches, back)
         except (RuntimeError, TypeError, ValueError, KeyError) as error:
-            raise self._different(numbers, batches) from error
+            raise self._different(list(places), batches) from error
 
     def of_epoch(self, seed: int, epoch: int) -> IndexMixture:
         """Return the mixture with the augmentation of an epoch."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpexp.data.mixture.weights import quotas
-from ddpexp.data.order import Order, TrainingOrder, distinct, mix
+from ddpexp.data.order import Order, TrainingOrder, by_value, mix
 
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 _MASK = 2**64 - 1
@@ -83,8 +83,7 @@ class _EpochOrder:
         places = np.asarray(positions).ravel() + self.first
         indices = np.empty_like(places)
         stages = np.searchsorted(self._starts, places, side="right") - 1
-        for stage in distinct(stages):
-            chosen = np.flatnonzero(stages == stage)
+        for stage, chosen in by_value(stages):
             cycle, before = self._cycles[stage]
             number, rest = np.divmod(places[chosen] - self._starts[stage], cycle.length)
             sources = cycle.sources[rest]
@@ -99,8 +98,7 @@ class _EpochOrder:
         for source, (order, length) in enumerate(zip(self.mixture.sources, self.mixture.lengths, strict=True)):
             chosen = np.flatnonzero(sources == source)
             epochs, places = np.divmod(visits[chosen], order.samples_per_epoch)
-            for epoch in distinct(epochs).tolist():
-                of_epoch = np.flatnonzero(epochs == epoch)
+            for epoch, of_epoch in by_value(epochs):
                 indices[chosen[of_epoch]] = offset + self._order_of(source, epoch)(places[of_epoch])
             offset += length
         return indices

@@ -16,7 +16,7 @@ from PIL import Image
 
 from ddpexp.data.datasets import Splits
 from ddpexp.data.open_image import open_image
-from ddpexp.data.order import Order, Permutation, distinct
+from ddpexp.data.order import Order, Permutation, by_value
 from ddpexp.data.tar_shards.remote import RemoteShard
 from ddpexp.errors import DdpexpError, RefusedError
 
@@ -196,8 +196,7 @@ class _EpochBlocks:
         flat = np.asarray(positions, np.int64).ravel()
         places = np.empty_like(flat)
         numbers, within = np.divmod(flat, window)
-        for number in distinct(numbers).tolist():
-            chosen = np.flatnonzero(numbers == number)
+        for number, chosen in by_value(numbers):
             first = number * window
             seed = self.seed * 0x9E3779B97F4A7C15 + number + 1
             places[chosen] = first + Permutation(min(window, length - first), seed, self.epoch)(within[chosen])
