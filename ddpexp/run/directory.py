@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from ddpexp.checkpoint.format import complete_checkpoints
 from ddpexp.checkpoint.initial import CONVERTED
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Layout
@@ -26,6 +27,10 @@ from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.yaml_text import load_yaml
 
 _LATEST = 50  # run directories that `owned` searches
+_REMEDIES = {  # for damaged files
+    "result.json": " Remove it, and resume: the run writes it again when it ends.",
+    "manifest.json": " Put a copy back, or remove it, and with it what it recorded of the starts of the run.",
+}
 _TEMPORARY = re.compile(
     r"\.(config\.yaml|overrides\.yaml|manifest\.json|code(?:-\d+)?\.diff|result\.json|error\.json)\.[0-9a-f]{8}"
 )
@@ -110,6 +115,7 @@ class RunDir:
         Raises:
             RefusedError: it is missing, so this is not a run directory, or it is damaged.
         """
+        remedy = _REMEDIES.get(path.name, "")
         try:
             content = read_json(path)
         except FileNotFoundError as error:
@@ -117,9 +123,9 @@ class RunDir:
         except OSError as error:
             raise RefusedError(f"{path} cannot be read: {error.strerror or error}.") from None
         except ValueError as error:
-            raise RefusedError(f"{path} is damaged and cannot be read: {error}.") from None
+            raise RefusedError(f"{path} is damaged and cannot be read: {error}.{remedy}") from None
         if not isinstance(content, dict):
-            raise RefusedError(f"{path} is damaged: it holds no object.")
+            raise RefusedError(f"{path} is damaged: it holds no object.{remedy}")
         return content
 
     def read_if_present(self, path: Path) -> dict[str, Any] | None:
@@ -132,12 +138,16 @@ class RunDir:
 
     def read_overrides(self) -> list[str]:
         """Return the overrides of the run; nothing if they cannot be read."""
+        return self.overrides_if_intact() or []
+
+    def overrides_if_intact(self) -> list[str] | None:
+        """Return the overrides of the run; None if they cannot be read."""
         try:
             check_yaml(self.overrides)
             overrides = load_yaml(self.overrides.read_text())
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
-            return []
-        return [str(override) for override in overrides] if isinstance(overrides, list) else []
+            return None
+        return [str(override) for override in overrides] if isinstance(overrides, list) else None
 
     def options(self) -> list[str]:
         """Return the overrides that add an option of the user's own config groups, such as `+experiment=big`."""
@@ -282,7 +292,7 @@ def owned(run_dir: str | None, recipe: str, owners: Sequence[str]) -> RunDir | N
 def is_ours(path: Path) -> bool:
     """Return whether a folder holds a run of ddpexp, or what a start leaves that was killed early."""
     run = RunDir(path)
-    if run.config.is_file() and run.manifest.is_file():
+    if (run.config.is_file() and run.manifest.is_file()) or complete_checkpoints(run.checkpoints):
         return True
     try:
         names = {entry.name for entry in path.iterdir()}

@@ -15,8 +15,17 @@ from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.rendezvous.layout import check_threads
 from ddpexp.run.directory import RunDir
+from ddpexp.run.lost_files import check_nothing_lost, notes_on_lost
 from ddpexp.run.same_inputs import check_same_code
-from ddpexp.run.stored_config import Stored, edit_notes, parse_config, read_config, read_stored, recorded_facts
+from ddpexp.run.stored_config import (
+    Stored,
+    check_config_exists,
+    edit_notes,
+    parse_config,
+    read_config,
+    read_stored,
+    recorded_facts,
+)
 from ddpexp.system.job_schedulers import recorded_job
 from ddpexp.system.secrets import masked_tree
 from ddpexp.system.text import metric_text, one_line
@@ -52,6 +61,7 @@ def inspect(run: RunDir, start: Start) -> PreviousRun:
     """
     manifest, result = run.read_if_present(run.manifest), run.read_if_present(run.result) or {}
     new = _new_config(start, manifest)
+    check_config_exists(run, start.name)
     stored = read_stored(run, manifest)
     changes = _changes(run, stored, new, start.overrides)
     edits = stored.edits if stored is not None else ()
@@ -60,7 +70,8 @@ def inspect(run: RunDir, start: Start) -> PreviousRun:
     lost = _lost(run, result, start.verifies) if status == "done" else None
     continues = _is_longer(changes, new["trainer"], result) or _has_other_callbacks(changes, result)
     if status == "done" and lost is None and not continues:
-        raise FinishedError(_finished(start.name, result, changes))
+        finished = _finished(start.name, result, changes)
+        raise FinishedError(finished + check_nothing_lost(run, result, _ended(start.name, result)))
     if start.resume == "never" and not start.is_restart:
         raise RefusedError(
             f"{start.name} holds a run that is not finished, and run.resume=never does not resume it: choose another "
@@ -73,6 +84,7 @@ def inspect(run: RunDir, start: Start) -> PreviousRun:
     recorded = result.get("notes")
     notes = [str(note) for note in recorded] if isinstance(recorded, list) else []
     notes += edit_notes(edits, read_config(run), new)
+    notes += notes_on_lost(run) if has_checkpoint(run) else []
     notes += check_same_code(run, manifest, new, start.name)
     if lost is not None:
         notes.append(
@@ -191,8 +203,8 @@ def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -
     """Return the message for a finished run; raises if there are overrides that a finished run cannot apply."""
     other = next((change for change in changes if change.kind == "typed" and change.key not in LENGTH), None)
     stopped = result.get("stopped")
-    early = f", where it ended early: {one_line(stopped)}" if isinstance(stopped, str) else ""
-    state = f"{name} is finished at step {result.get('step')}{_metric(result.get('metrics'))}{early}"
+    early = isinstance(stopped, str)
+    state = _ended(name, result)
     if other is not None:
         raise RefusedError(
             f"{state}: {other} has no effect. Start a new run with another run.dir, or make this one longer with "
@@ -201,6 +213,13 @@ def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -
     if isinstance(stopped, str) and (callback := re.match(r"callbacks\.[\w-]+", stopped)) is not None:
         return f"{state}. To continue, change {callback[0]}, or leave it out with callbacks=none."
     return f"{state}{'; there is' if early else ':'} nothing to do."
+
+
+def _ended(name: str, result: Mapping[str, Any]) -> str:
+    """Return the beginning of the message for a finished run."""
+    stopped = result.get("stopped")
+    early = f", where it ended early: {one_line(stopped)}" if isinstance(stopped, str) else ""
+    return f"{name} is finished at step {result.get('step')}{_metric(result.get('metrics'))}{early}"
 
 
 def _metric(metrics: Any) -> str:

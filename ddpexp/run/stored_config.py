@@ -110,10 +110,18 @@ def read_config(run: RunDir) -> dict[str, Any] | None:
         tree = parse_config(run.config.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())  # PyYAML's is of several lines
-        raise RefusedError(f"{run.config} cannot be read: {problem}.") from None
+        raise RefusedError(f"{run.config} cannot be read: {problem}. {_remedy(run)}") from None
     if not isinstance(tree, dict) or not isinstance(tree.get("run"), dict):
-        raise RefusedError(f"{run.config} is not the configuration of a run.")
+        raise RefusedError(f"{run.config} is not the configuration of a run. {_remedy(run)}")
     return tree
+
+
+def _remedy(run: RunDir) -> str:
+    """Return what to do without a config.yaml that can be read."""
+    copy = newest_config(run)
+    if copy is None:
+        return "No checkpoint holds a copy: put one back, or start a new run with another run.dir."
+    return f"Its newest checkpoint holds a copy: {copy_command(copy, run.config)}"
 
 
 def newest_config(run: RunDir) -> Path | None:
@@ -136,33 +144,26 @@ def copy_command(copy: Path, config: Path) -> str:
 
 
 def check_config_exists(run: RunDir, name: str) -> None:
-    """Check that config.yaml is not missing where a checkpoint holds a copy; `name` as for `check_config`.
+    """Check that config.yaml is not missing where there are checkpoints; `name` as for `check_config`.
 
     Raises:
-        RefusedError: it is; with the command that copies it.
+        RefusedError: it is; with the command that copies it from a checkpoint.
     """
-    if not run.config.exists() and (copy := newest_config(run)) is not None:
-        raise RefusedError(
-            f"{name}: config.yaml is missing. Its newest checkpoint holds a copy: {copy_command(copy, run.config)}"
-        )
+    if not run.config.exists() and complete_checkpoints(run.checkpoints):
+        raise RefusedError(f"{name}: config.yaml is missing. {_remedy(run)}")
 
 
 def check_config(run: RunDir, name: str) -> None:
-    """Check that config.yaml can be read, where a checkpoint holds a copy; `name` is the run's name in the message.
+    """Check that config.yaml can be read; `name` is the run's name in the message.
 
     Raises:
-        RefusedError: it cannot; with the command that copies it.
+        RefusedError: it cannot; with the command that copies it from a checkpoint.
     """
     check_config_exists(run, name)
     try:
         read_config(run)
     except RefusedError as error:
-        copy = newest_config(run)
-        if copy is None:
-            raise
-        raise RefusedError(
-            f"{name}: {str(error).rstrip('.')}. Its newest checkpoint holds a copy: {copy_command(copy, run.config)}"
-        ) from None
+        raise RefusedError(f"{name}: {error}") from None
 
 
 def parse_config(text: str) -> Any:

@@ -141,7 +141,7 @@ class SweepRunner:
             resume.inspect(job.run, new_start)
         except FinishedError:
             return Ended("done", self._results.objective(job))
-        except RefusedError:
+        except RefusedError as error:
             if job.run.status() != "done":
                 return None  # its own command reports that
             changes = resume.changes_of(job.run, new_start)
@@ -149,6 +149,8 @@ class SweepRunner:
             print_message(
                 f"ddpexp: warning: {job.name} is finished, and its configuration would be another now ({drift}): it "
                 "stays as it is."
+                if drift
+                else f"ddpexp: warning: {error}"  # it has lost files
             )
             return Ended("done", self._results.objective(job))
         return None

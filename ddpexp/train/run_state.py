@@ -25,6 +25,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.run.directory import RunDir
+from ddpexp.run.lost_files import removed_records
 from ddpexp.strategy.base import Shard, Strategy
 from ddpexp.system.secrets import masked_tree
 from ddpexp.train.average import WeightAverage
@@ -225,13 +226,15 @@ def _restore_callbacks(checkpoint: Checkpoint, callbacks: Callbacks, world: Worl
         )  # fmt: skip
 
 
-def truncate_records(logger: Logger, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+def truncate_records(run: RunDir, logger: Logger, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
     """Cut the records back to the checkpoint, so that every step is recorded once; return the positions it stores.
 
     Ranks: all, before anything is recorded.
     """
     positions: Mapping[str, Any] = checkpoint.manifest.get("records", {}) if checkpoint else {}
     if isinstance(logger, Truncatable):
+        for name in removed_records(run, positions):
+            logging.getLogger("ddpexp").warning("%s is missing: its records up to the checkpoint are lost", name)
         logger.truncate(positions if checkpoint else None, checkpoint.step if checkpoint else 0)
     return positions
 

@@ -177,7 +177,7 @@ def build(context: RunContext) -> Built:
         )
 
     logger = build_logger(context, num_steps)
-    recorded = truncate_records(logger, newest)
+    recorded = truncate_records(run, logger, newest)
     average = build_average(strategy, trainer, batches.steps_per_epoch, num_steps)
     checkpointer = RunState.from_config(run, trainer, strategy, average, logger, world)
     checkpointer.recorded, checkpointer.inputs = recorded, inputs

@@ -243,6 +243,16 @@ def test_a_finished_job_whose_configuration_has_changed_is_reported_and_left(swe
     assert again.err.count("model.hidden 8 -> 9") == 2
 
 
+def test_a_finished_job_that_has_lost_its_metrics_is_reported_and_left(sweeps: Sweeps) -> None:
+    sweep = sweeps("trainer.seed=0,1")
+    job = sweep.jobs()[1]
+    (job / "metrics.jsonl").write_text("")
+    again = sweeps.again(sweep.path)
+    assert (again.code, len(again.events("started"))) == (0, 2)
+    assert f"warning: {job.name} is finished at step" in again.err
+    assert again.err.count("has lost files since: metrics.jsonl is empty") == 1
+
+
 BAD = [
     (("optimizer.lrr=1,2",), r"^ddpexp: optimizer\.lrr is not a known key\. Did you mean optimizer\.lr\?$"),
     (("optimizer.lr=0.1,fast",), r"optimizer\.lr=fast.* \(job 0001_optimizer\.lr=fast\)"),

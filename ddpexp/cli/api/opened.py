@@ -47,8 +47,8 @@ def open_run(directory: str | Path, *, config_dir: str | Path | None = None, tru
         raise RefusedError(f"{path}: there is no such directory.")
     if SweepDir(path).is_sweep():
         raise RefusedError(f"{path} is the directory of a sweep: use ddpexp.open_sweep.")
+    check_config_exists(RunDir(path), str(path))
     if not directories.is_ours(path):
-        check_config_exists(RunDir(path), str(path))
         from ddpexp.cli.subcommands import runs_below
 
         raise RefusedError(f"{path} is no run directory.{runs_below(path) if path.is_dir() else ''}")
