@@ -229,24 +229,41 @@ def instantiate(node: Node, trust: Trust, where: str, *args: Any, **extra: Any) 
     arguments = {**made, **extra}
     if node.kwargs.get("_partial_", False):
         return lambda *more, **later: function(*args, *listed, *more, **{**arguments, **later})
-    try:
-        inspect.signature(function).bind(*args, *listed, **arguments)
-    except TypeError as error:
-        advice = _on_unexpected(str(error), node, where)
-        raise RefusedError(f"{where}: {node.target} cannot be called with these keys: {error}.{advice}") from None
-    except ValueError:
-        pass  # a builtin without a signature: the call itself will tell
+    _bind(function, node, where, (*args, *listed), arguments)
     return function(*args, *listed, **arguments)
 
 
-def _on_unexpected(problem: str, node: Node, where: str) -> str:
+def check_arguments(node: Node, trust: Trust, where: str, *args: Any) -> None:
+    """Check that what `node` names takes its arguments after `args`, of which only the number counts.
+
+    Raises:
+        RefusedError: it does not, or it cannot be imported.
+    """
+    arguments = {key: value for key, value in node.kwargs.items() if key not in _SPECIAL}
+    _bind(locate(node.target, trust, where), node, where, (*args, *node.kwargs.get("_args_", ())), arguments)
+
+
+def _bind(function: Any, node: Node, where: str, args: Sequence[Any], arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of a call. Raises RefusedError."""
+    try:
+        inspect.signature(function).bind(*args, **arguments)
+    except TypeError as error:
+        advice = _on_unexpected(str(error), function, node, where, len(args))
+        raise RefusedError(f"{where}: {node.target} cannot be called with these keys: {error}.{advice}") from None
+    except ValueError:
+        pass  # a builtin without a signature: the call itself will tell
+
+
+def _on_unexpected(problem: str, function: Any, node: Node, where: str, num_given: int) -> str:
     """Return what to do about a key that a class or function does not take, which may come from a chosen option."""
     found = re.search(r"unexpected keyword argument '(\w+)'", problem)
     if found is None or found[1] not in node.kwargs or "[" in where:
         return ""
     if found[1].strip("_") == "target":
         return f" Did you mean {where}._target_?"
-    return f" If a file sets it, ~{where}.{found[1]} leaves it out."
+    known = [name for name in list(inspect.signature(function).parameters)[num_given:] if name[0] != "_"]
+    takes = f" It takes {', '.join(known)}." if known else " It takes no keys."
+    return f"{takes} If a file sets it, ~{where}.{found[1]} leaves it out."
 
 
 def locate(target: str, trust: Trust, where: str) -> Any:

@@ -144,7 +144,7 @@ def _listed(values: Mapping[str, Any], section: str, called: str) -> Mapping[str
                 f"{section}.{name}={shown(value)} is not a {called}, which is a section with a _target_.{meant}"
             )
         if value is not None and "_target_" not in value:
-            known = registry.keys_of(section)
+            known = (*registry.keys_of(section), *installed(section))
             near = nearest(str(name), {*known, *(other for other in values if other != name)} - {name})
             if name in known:
                 raise RefusedError(f"{section}.{name} has keys and is not chosen: choose it as {section}={name}.")

@@ -28,6 +28,7 @@ from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.data.hf.prepare import is_on_hub
 from ddpexp.data.text.tokenizer import is_on_hub as is_tokenizer_on_hub
 from ddpexp.errors import RefusedError
+from ddpexp.loggers.remote.base import Keys
 from ddpexp.system.yaml_text import load_yaml
 
 Place = tuple[str | int, ...]  # the names and positions that lead to a value: ("data", "path", 0)
@@ -49,7 +50,7 @@ _HUB: Mapping[str, Mapping[str, Callable[[str], bool]]] = {  # by kind of data
 HUB = ("hf-hub:", "hf_hub:")
 """timm's prefixes of models on a hub."""
 _PRETRAINED = "pretrained_model_name_or_path"
-_OF_EVERY_LOGGER = ("checkpoint", "end_seconds", "_target_")
+_OF_EVERY_LOGGER = (*Keys.__dataclass_fields__, "_target_")
 
 
 @dataclass(frozen=True)

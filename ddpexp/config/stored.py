@@ -27,7 +27,7 @@ from ddpexp.config.registry import names_the_same
 from ddpexp.config.restated import Place, Reader, UnrestatedError, leaves, unrestated
 from ddpexp.config.schema import TYPED_SECTIONS, Experiment
 from ddpexp.config.sentences import first_line, sentence, unknown_key_of
-from ddpexp.config.typed_targets import is_former, is_in, keys_of_target, typed_targets
+from ddpexp.config.typed_targets import counts_unlisted, is_in, keys_of_target, typed_targets
 from ddpexp.config.validate import ALERT_URL
 from ddpexp.config.values import offered_by_packages, plain, trust_of
 from ddpexp.config.versions import get_yaml_loader
@@ -143,7 +143,7 @@ def _override_all(cfg: DictConfig, overrides: Sequence[str]) -> None:
     nodes = _remove_inherited(cfg, typed_targets(overrides))
     OmegaConf.set_struct(cfg, True)
     for override in overrides:
-        _override(cfg, override, is_in(override, nodes) or is_former(override) or _is_field(override))
+        _override(cfg, override, is_in(override, nodes) or counts_unlisted(override) or _is_field(override))
 
 
 def _option(group: str, name: str, added: Path | None = None) -> DictConfig:

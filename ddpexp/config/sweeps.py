@@ -40,7 +40,7 @@ from ddpexp.config.instantiate import Trust
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.sentences import one_sentence
-from ddpexp.config.typed_targets import is_in, typed_targets
+from ddpexp.config.typed_targets import forced, is_in, typed_targets
 from ddpexp.config.user_files import check_user_files
 from ddpexp.config.values import Composed, Tree, finish, warnings_of
 from ddpexp.config.versions import VERSION_BASE
@@ -168,7 +168,7 @@ class JobComposer:
                 self._bases[rest] = Tree.of(compose_tree(list(rest), added))
             base = self._bases[rest]
             cfg = copy.deepcopy(base.cfg)
-            ConfigLoaderImpl._apply_overrides_to_config(self._parser.parse_overrides(values), cfg)
+            ConfigLoaderImpl._apply_overrides_to_config(self._parser.parse_overrides(forced(values, ())), cfg)
             of_job = {
                 "job.num": number, "sweep.dir": self._swept.cfg.hydra.sweep.dir, "mode": "MULTIRUN",
                 "job.override_dirname": self._dirname(overrides),

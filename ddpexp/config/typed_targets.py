@@ -8,9 +8,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from ddpexp.config.registry import keys_of
 from ddpexp.config.schema import DATA_KEYS
+from ddpexp.loggers.remote.base import Keys
 
 _TARGET = re.compile(r"\+{0,2}((?:task|model|data|optimizer|scheduler)(?:\.\w+)*)\._target_=(.*)")
+_OF_REMOTE_LOGGERS = re.compile(rf"logger\.([\w-]+)\.(?:{'|'.join(Keys.__dataclass_fields__)})")
 
 
 def typed_targets(overrides: Sequence[str]) -> dict[str, str]:
@@ -26,16 +29,24 @@ def is_in(override: str, nodes: Iterable[str]) -> bool:
 
 
 def forced(overrides: Sequence[str], nodes: Iterable[str]) -> list[str]:
-    """Return the overrides with those forced that no file lists: keys of the new targets, and former keys."""
+    """Return the overrides with those forced that no file lists: keys of the new targets, and others that count."""
     return [
-        f"++{override}" if override[:1] not in "+~" and (is_in(override, nodes) or is_former(override)) else override
+        f"++{override}"
+        if override[:1] not in "+~" and (is_in(override, nodes) or counts_unlisted(override))
+        else override
         for override in overrides
     ]
 
 
-def is_former(override: str) -> bool:
-    """Return whether an override sets a key that no file has any more, but which still counts."""
-    return override.partition("=")[0] == "logger.kind"
+def counts_unlisted(override: str) -> bool:
+    """Return whether an override sets a key that counts although no file lists it.
+
+    That is a former one, or one of every remote logger: whether the logger of a package is remote is known only where
+    its class is imported.
+    """
+    key = override.partition("=")[0]
+    of_logger = _OF_REMOTE_LOGGERS.fullmatch(key)
+    return key == "logger.kind" or (of_logger is not None and of_logger[1] not in keys_of("logger"))
 
 
 def keys_of_target(node: Any, name: str) -> list[str]:

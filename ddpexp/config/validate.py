@@ -332,12 +332,21 @@ def check_alert_url(url: object) -> None:
 
 def _check_loggers(experiment: Experiment) -> None:
     for name, node in experiment.logger.items():
-        wants_best = key_of(f"logger.{name}", node.target) in REMOTE_LOGGERS and node.kwargs.get("checkpoint") == "best"
-        if wants_best and experiment.trainer.keep_best is None:
-            raise RefusedError(
-                f"logger.{name}.checkpoint=best needs to know which is the best: type trainer.keep_best, for example "
-                f"trainer.keep_best=min:eval/loss, or logger.{name}.checkpoint=last."
-            )
+        if key_of(f"logger.{name}", node.target) in REMOTE_LOGGERS and node.kwargs.get("checkpoint") == "best":
+            check_knows_best(experiment, name)
+
+
+def check_knows_best(experiment: Experiment, name: str) -> None:
+    """Check that the best checkpoint, which the remote logger of this name is to get, is defined.
+
+    Raises:
+        RefusedError: it is not.
+    """
+    if experiment.trainer.keep_best is None:
+        raise RefusedError(
+            f"logger.{name}.checkpoint=best needs to know which is the best: type trainer.keep_best, for example "
+            f"trainer.keep_best=min:eval/loss, or logger.{name}.checkpoint=last."
+        )
 
 
 def _check_callbacks(experiment: Experiment) -> None:

@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.checkpoint.format import best_first, scan
-from ddpexp.config.instantiate import Node, instantiate, locate
+from ddpexp.config.build import build
+from ddpexp.config.instantiate import Node, check_arguments, instantiate, locate
 from ddpexp.config.parse import load
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
 from ddpexp.config.schema import Experiment
+from ddpexp.config.validate import check_knows_best
 from ddpexp.errors import RefusedError
-from ddpexp.loggers.remote.base import END_SECONDS, Remote, RunInfo
+from ddpexp.loggers.remote.base import Keys, Remote, RunInfo
 from ddpexp.loggers.remote.feed import FOLDER, Feed, Mark, reason_of
 from ddpexp.loggers.remote.source import Records
 from ddpexp.run.directory import RunDir
@@ -37,7 +39,6 @@ from ddpexp.system.yaml_text import load_yaml
 _POLL_SECONDS = 1.0
 _LOCK_SECONDS = 5.0  # for the process of an earlier start to end
 _ENDS = ("done", "failed", "interrupted")
-_OUR_KEYS = ("end_seconds", "checkpoint")  # of every remote logger; its class does not get them
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")  # rank zero decides when this ends
 _NICENESS = 5
 
@@ -52,7 +53,7 @@ def check_usable(experiment: Experiment) -> None:
         where = f"logger.{name}"
         if key_of(where, node.target) in REMOTE_LOGGERS:
             is_remote(experiment, name)
-            end_seconds(node, name)
+            remote_keys(experiment, name)
             problem = locate(node.target, experiment.trust, where).problem(where, node.kwargs, os.environ)
             if problem is not None:
                 raise RefusedError(problem)
@@ -75,16 +76,26 @@ def is_remote(experiment: Experiment, name: str) -> bool:
     return found
 
 
-def end_seconds(node: Node, name: str) -> float:
-    """Return how long the end of the run waits for the remote logger of this name.
+def remote_keys(experiment: Experiment, name: str) -> Keys:
+    """Return the keys that the remote logger of this name has in common with all others.
 
     Raises:
-        RefusedError: its `end_seconds` is no such time.
+        RefusedError: one of them has a wrong value, or the class of the logger does not take the rest.
     """
-    value = node.kwargs.get("end_seconds", END_SECONDS)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise RefusedError(f"logger.{name}.end_seconds={value} is not a time: use seconds, 0 or more, such as 10.")
-    return float(value)
+    where, node = f"logger.{name}", experiment.logger[name]
+    fields = Keys.__dataclass_fields__
+    keys = build(Keys, {key: value for key, value in node.kwargs.items() if key in fields}, where)
+    if not 0 <= keys.end_seconds < math.inf:
+        raise RefusedError(f"{where}.end_seconds={keys.end_seconds} is not a time: use seconds, 0 or more, such as 10.")
+    if keys.checkpoint == "best":
+        check_knows_best(experiment, name)
+    check_arguments(_without_keys(node), experiment.trust, where, None)
+    return keys
+
+
+def _without_keys(node: Node) -> Node:
+    """Return a logger with the keys that its class gets."""
+    return Node(node.target, {key: value for key, value in node.kwargs.items() if key not in Keys.__dataclass_fields__})
 
 
 def follow(parent: int, reports: int, path: str, name: str) -> int:
@@ -165,6 +176,8 @@ def send(run: RunDir, experiment: Experiment) -> dict[str, Sent]:
             f"{run.path} has no remote logger: its loggers are {', '.join(experiment.logger) or 'none'}, which write "
             "files. Nothing is to be sent."
         )
+    for name in names:
+        remote_keys(experiment, name)
     return {name: _send(run, experiment, name) for name in names}
 
 
@@ -188,7 +201,7 @@ def _feed(run: RunDir, experiment: Experiment, name: str, report: Callable[[str]
     mark = Mark.of(run.path, name)
     config = masked_tree(load_yaml(run.config.read_text()))
     chosen, where = experiment.logger[name], f"logger.{name}"
-    node = Node(chosen.target, {key: value for key, value in chosen.kwargs.items() if key not in _OUR_KEYS})
+    node = _without_keys(chosen)
 
     def connect(identity: str) -> Remote:
         info = RunInfo(run.path.resolve(), experiment.recipe.name, identity, config)
@@ -200,7 +213,7 @@ def _feed(run: RunDir, experiment: Experiment, name: str, report: Callable[[str]
 
 def _checkpoint(run: RunDir, experiment: Experiment, name: str) -> tuple[Path, int] | None:
     """Return the checkpoint that a logger is to get, and its step."""
-    wanted = experiment.logger[name].kwargs.get("checkpoint")
+    wanted = remote_keys(experiment, name).checkpoint
     checkpoints = scan(run.checkpoints).complete if wanted else []  # the newest first
     if wanted == "best" and experiment.trainer.keep_best is not None:
         checkpoints = best_first(checkpoints, experiment.trainer.keep_best)

@@ -30,7 +30,7 @@ from ddpexp.loggers.jsonl import JsonLines
 from ddpexp.loggers.progress import Progress
 from ddpexp.loggers.remote.follower import Followers
 from ddpexp.run.directory import RunDir
-from ddpexp.run.sync import end_seconds, is_remote
+from ddpexp.run.sync import is_remote, remote_keys
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.strategy.param_dtype import lowered
@@ -257,7 +257,7 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
     loggers: list[Logger] = [JsonLines(run.metrics), Progress(context.control, context.log, num_steps)]
     remote = [name for name in context.experiment.logger if is_remote(context.experiment, name)]
     if remote:
-        limits = {name: end_seconds(context.experiment.logger[name], name) for name in remote}
+        limits = {name: remote_keys(context.experiment, name).end_seconds for name in remote}
         loggers.append(Followers(run.path, limits, context.log))
     for name, node in context.experiment.logger.items():
         if name in remote:

@@ -11,6 +11,14 @@ END_SECONDS = 10.0
 """How long the end of a run waits for a remote logger that has no `end_seconds` of its own."""
 
 
+@dataclass(frozen=True)
+class Keys:
+    """The keys of every remote logger, in a configuration; its class gets the others."""
+
+    end_seconds: float = END_SECONDS
+    checkpoint: Literal["best", "last"] | None = None
+
+
 class NotReadyError(Exception):
     """A remote logger cannot be used at all: its package or a login is missing. The message says what to do."""
 

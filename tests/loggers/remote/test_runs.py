@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 from ddpexp.cli.sync import sync
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
+from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
-from ddpexp.run.sync import check_usable
-from tests.conftest import ROOT, Ddpexp, finish
+from ddpexp.loggers.remote.base import Keys
+from ddpexp.run.sync import check_usable, remote_keys
+from tests.conftest import ROOT, Ddpexp, finish, python_path
 from tests.loggers.remote.receiver import receiver
 from tests.points import wait_for
 
@@ -25,7 +28,7 @@ RUN = (
     "--config-dir", CONF, "recipe=mnist", "data.source=embedded", "data.embedded_train=640", "data.embedded_test=100",
     "trainer.global_batch_size=64", "trainer.log_every=2", "trainer.max_steps=8", "logger=tracker",
 )  # fmt: skip
-PATIENT = "+logger.tracker.end_seconds=60"
+PATIENT = "logger.tracker.end_seconds=60"  # no file lists this key
 
 
 @pytest.fixture
@@ -123,3 +126,97 @@ def test_what_the_configuration_of_a_remote_logger_cannot_be(name: str, keys: Ma
     experiment = parse({**composed.values, "logger": {name: section}})
     with pytest.raises(RefusedError, match=sentence):
         check_usable(experiment)
+
+
+def parsed(*argv: str) -> Experiment:
+    composed = compose(list(argv))
+    assert composed is not None
+    return parse(composed.values)
+
+
+def keys_of_tracker(*overrides: str) -> Keys:
+    experiment = parsed(*RUN, *overrides)
+    experiment.trust.make_importable()
+    return remote_keys(experiment, "tracker")
+
+
+def test_every_remote_logger_has_the_common_keys_that_no_file_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert keys_of_tracker() == Keys(10.0, None)
+    typed = ("logger.tracker.end_seconds=3", "logger.tracker.checkpoint=best", "trainer.keep_best=min:eval/loss")
+    assert keys_of_tracker(*typed) == Keys(3.0, "best")
+    assert keys_of_tracker("+logger.tracker.end_seconds=3") == Keys(3.0, None)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("logger.tracker.end_seconds=-1", r"^logger\.tracker\.end_seconds=-1\.0 is not a time"),
+        ("logger.tracker.end_seconds=soon", r"^logger\.tracker\.end_seconds=soon is not a number"),
+        ("logger.tracker.checkpoint=lats", r"^logger\.tracker\.checkpoint=lats is not one of .*=last\?$"),
+        ("logger.tracker.checkpoint=best", r"^logger\.tracker\.checkpoint=best needs to know which is the best"),
+        ("+logger.tracker.uri=x", r"^logger\.tracker: tracker\.Tracker .* argument 'uri'\. It takes url\. If a file"),
+    ],
+)
+def test_the_keys_of_others_remote_loggers_are_checked_like_ours(
+    override: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    with pytest.raises(RefusedError, match=sentence):
+        keys_of_tracker(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["logger.acme.end_seconds=3"], r"^logger\.acme has keys and is not chosen: choose it as logger=acme"),
+        (["logger.acne.end_seconds=3"], r"^logger\.acne is not a known logger\. Did you mean logger\.acme\?"),
+        (["logger.tensorboard.end_seconds=3"], r"^logger\.tensorboard\.end_seconds is not a known key"),
+    ],
+)
+def test_the_common_keys_of_a_logger_that_is_not_chosen_or_not_remote_are_refused(
+    overrides: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpexp.config.parse.installed", lambda section: {"acme": "acme.Tracker"})
+    with pytest.raises(RefusedError, match=sentence):
+        parsed("recipe=mnist", *overrides)
+
+
+PACKAGE = {
+    "acme-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n",
+    "acme-1.0.dist-info/entry_points.txt": "[ddpexp.loggers]\nacme = acme:Tracker\nplain = acme:Plain\n",
+    "acme/conf/logger/acme.yaml": "acme: {_target_: acme}\n",
+    "acme/conf/logger/plain.yaml": "plain: {_target_: plain, file: rows}\n",
+    "acme/__init__.py": """\
+from ddpexp.loggers.base import Null
+from ddpexp.loggers.remote.base import Remote
+
+class Tracker(Remote):
+    def __init__(self, info):
+        self.file = info.path / "sent"
+
+    def send_checkpoint(self, folder, step):
+        self.file.write_text(f"{step}")
+
+class Plain(Null):
+    def __init__(self, run_dir, file):
+        pass
+""",
+}
+
+
+def test_a_package_brings_a_remote_logger_with_the_common_keys_and_another_without(
+    ddpexp: Ddpexp, tmp_path: Path
+) -> None:
+    for name, text in PACKAGE.items():
+        path = tmp_path / "package" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    environ = {"PYTHONPATH": python_path(tmp_path / "package")}
+    words = RUN[2:-1]
+    common = ("end_seconds=60", "checkpoint=last")
+    done = ddpexp(*words, "logger=acme", *(f"logger.acme.{key}" for key in common), environ=environ)
+    assert done.code == 0, done.err
+    assert (done.run / "sent").read_text() == "8"
+    done = ddpexp(*words, "logger=plain", f"logger.plain.{common[0]}", environ=environ)
+    assert (done.code, "argument 'end_seconds'. It takes file. If" in done.err) == (2, True), done.err
