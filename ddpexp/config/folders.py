@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ddpexp.errors import RefusedError
+from ddpexp.system.text import is_utf8
 
 LISTED = ("logger", "callbacks")  # groups of which a run may choose several options, as a list
 _LOOKED_INTO = 200  # entries of a folder, when there is nothing in it that we look for
@@ -46,6 +47,10 @@ def added_folder(typed: str | None) -> Path | None:
     folder = Path(typed).resolve()
     if not folder.is_dir():
         raise RefusedError(f"--config-dir {typed} is not a directory.{_not_a_folder(folder, typed)}")
+    if not is_utf8(str(folder)):
+        raise RefusedError(
+            f"--config-dir {typed}: the path {folder} is not UTF-8, and Hydra reads no other: rename it."
+        )
     ours = groups([conf_folder()])
     if any(options(group, [folder]) for group in ours):
         return folder

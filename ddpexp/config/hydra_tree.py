@@ -26,6 +26,7 @@ from ddpexp.config.typed_targets import forced, is_in, keys_of_target, typed_tar
 from ddpexp.config.user_files import check_user_files
 from ddpexp.config.versions import VERSION_BASE
 from ddpexp.errors import RefusedError
+from ddpexp.system.text import is_utf8
 
 
 class SweepInFileError(RefusedError):
@@ -94,6 +95,9 @@ def compose_for_sweep(found: Hydra, overrides: list[str], added: Path | None) ->
 def _searched(added: Path | None) -> list[str]:
     """Return the override that adds the user's and the plugins' folders to Hydra's search path."""
     folders = [*([added] if added else []), *plugin_folders()]
+    for folder in folders:
+        if not is_utf8(str(folder)):
+            raise RefusedError(f"the path {folder} of an installed package is not UTF-8, and Hydra reads no other.")
     return [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
 
 

@@ -16,6 +16,7 @@ from ddpexp.config.build import nearest
 from ddpexp.config.folders import conf_folder, groups, options
 from ddpexp.config.kinds import several, takes_number, takes_text
 from ddpexp.errors import RefusedError
+from ddpexp.system.text import is_utf8
 
 _TRAINS = ("train", "fit", "run", "start", "launch", "main")  # names for it in other programs
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
@@ -49,6 +50,11 @@ def check_syntax(overrides: Sequence[str]) -> None:
             override.endswith("=") and override.strip("=") and (not follows or re.search("[=~]", follows))
         )  # as in run.dir=
         if "=" in override.strip("=") or override.startswith("~") or empty:
+            if not is_utf8(override):
+                raise RefusedError(
+                    f"{override} is not UTF-8, as the files that record it are: rename the file or folder that it "
+                    "names, or make a symbolic link to it."
+                )
             continue
         if place and (joined := _joined(overrides, place)) is not None:
             raise RefusedError(f"{overrides[place - 1]} {override} has a space, at which the shell cuts it: {joined}.")

@@ -45,6 +45,7 @@ from ddpexp.config.user_files import check_user_files
 from ddpexp.config.values import Composed, Tree, finish, warnings_of
 from ddpexp.config.versions import VERSION_BASE
 from ddpexp.errors import RefusedError
+from ddpexp.system.text import is_utf8
 from ddpexp.system.yaml_text import load_yaml
 
 
@@ -159,6 +160,11 @@ class JobComposer:
         Raises:
             RefusedError: whatever Hydra or OmegaConf refuses.
         """
+        if not is_utf8(str(run)):
+            raise RefusedError(
+                f"the path {run.parent} of the sweep is not UTF-8, as the configurations of its jobs, which record it, "
+                "are: rename its folder, or type another hydra.sweep.dir=... ."
+            )
         nodes = typed_targets(overrides)
         values = [override for override in overrides if self._is_value(override) and not is_in(override, nodes)]
         rest = tuple(override for override in overrides if override not in values)

@@ -9,6 +9,7 @@ from ddpexp.system.secrets import masked
 
 MESSAGE_BYTES = 8 << 10
 TRACEBACK_BYTES = 64 << 10
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -24,6 +25,11 @@ def sanitize(text: str, limit: int | None = None) -> str:
     first = cut(text, limit)  # before escaping, which would be slow for fifty megabytes
     shown = _CONTROL.sub(_escaped, first)
     return shown if len(shown) < len(first) + limit else cut(shown, limit)
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be written to a file: a name of other bytes, which Linux allows, cannot."""
+    return _SURROGATE.search(text) is None
 
 
 def one_line(text: str) -> str:
@@ -67,4 +73,6 @@ def message_of(error: BaseException) -> str:
 
 def _escaped(character: re.Match[str]) -> str:
     number = ord(character[0])
+    if 0xDC80 <= number <= 0xDCFF:  # Python's for a byte that is not UTF-8
+        number -= 0xDC00
     return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
