@@ -26,6 +26,7 @@ DECODED = ("jpg", "jpeg", "png", "webp", "json", "txt", "cls", "npy")
 _VERSION = 2  # increase it when the content of indexes changes: it is part of their names
 _BLOCK = 1 << 20  # bytes
 _MOST_LINKS = 40  # from one member to the next, as Linux follows them
+_NO_FILES = (tarfile.DIRTYPE, b"D", b"V")  # folders, also with the list of what is in them, and the label of an archive
 _END = bytes(512)  # a block of zeros ends an archive
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")  # {000..099}
 
@@ -148,7 +149,8 @@ def expand(pattern: str) -> list[str]:
 def read_index(file: BinaryIO | remote.RemoteFile, path: str, number: int, files: Sequence[str]) -> list[list[int]]:
     """Return a row for each sample of a shard, an open file: its number, then for each file offset, size and which.
 
-    Files with the same name up to its first dot are a sample; they follow one another. `which` counts the alternatives
+    Files with the same name up to its first dot are a sample; they follow one another. As in WebDataset, names that
+    begin with a dot or have none do not count. `which` counts the alternatives
     of a name such as jpg;png.
 
     Raises:
@@ -162,10 +164,10 @@ def read_index(file: BinaryIO | remote.RemoteFile, path: str, number: int, files
         with tarfile.open(fileobj=file, mode="r:") as archive:
             places = _Places(archive)
             for member in archive:
-                if member.isdir():
-                    continue
                 folder, _, name = member.name.rpartition("/")
                 base, _, extension = name.partition(".")
+                if member.type in _NO_FILES or not base or not extension:
+                    continue
                 here = f"{folder}/{base}"
                 if here != stem and stem is not None:
                     rows.append(_row(path, number, stem, sample, files))
@@ -244,7 +246,8 @@ def _row(path: str, number: int, stem: str, sample: Mapping[str, _Place], files:
         if extension is None:
             raise RefusedError(
                 f"the sample {stem.lstrip('/')} of {path} has no file .{name.replace(';', ' or .')} but only "
-                f".{', .'.join(sorted(sample))}: name the files of every sample in data.files."
+                f".{', .'.join(sorted(sample))}: name the files of every sample in data.files; in the shard they "
+                "follow one another (tar --sort=name)."
             )
         place = sample[extension]
         if place.problem is not None:

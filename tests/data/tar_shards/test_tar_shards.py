@@ -224,11 +224,14 @@ def test_links_to_other_members_are_followed(files: Path) -> None:
 
 TYPES = {
     tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.FIFOTYPE: "a named pipe", b"M": "of the type",
-    b"V": "of the type", b"Z": "of the type",
+    b"Z": "of the type",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [*sorted(set(tarfile.SUPPORTED_TYPES) - set(tarfile.GNU_TYPES)), b"M", b"V", b"Z"])
+SUPPORTED = sorted(set(tarfile.SUPPORTED_TYPES) - set(tarfile.GNU_TYPES))
+
+
+@pytest.mark.parametrize("kind", [*SUPPORTED, b"M", b"V", b"D", b"Z"])
 def test_every_type_of_member_is_read_right_or_refused_by_name(kind: bytes, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as archive:
         for number in range(3):
@@ -238,13 +241,13 @@ def test_every_type_of_member_is_read_right_or_refused_by_name(kind: bytes, tmp_
                 member.size = len(data)
                 if (number, extension) == (1, "txt"):
                     member.type, member.linkname = kind, "0.txt"
-                    member.size = len(data) if kind in (*tarfile.REGULAR_TYPES, b"M", b"V", b"Z") else 0
+                    member.size = len(data) if kind in (*tarfile.REGULAR_TYPES, b"M", b"Z") else 0
                 archive.addfile(member, io.BytesIO(data) if member.size else None)
     if kind in tarfile.REGULAR_TYPES:
         assert samples(str(tmp_path / "a.tar")) == [("0", 0), ("1", 1), ("2", 2)]
     elif kind in (tarfile.LNKTYPE, tarfile.SYMTYPE):
         assert samples(str(tmp_path / "a.tar")) == [("0", 0), ("0", 1), ("2", 2)]
-    elif kind == tarfile.DIRTYPE:
+    elif kind in (tarfile.DIRTYPE, b"V", b"D"):
         with pytest.raises(RefusedError, match=r"the sample 1 of .*a\.tar has no file \.txt"):
             samples(str(tmp_path / "a.tar"))
     else:
@@ -257,6 +260,21 @@ def test_folders_between_the_files_are_no_samples(files: Path) -> None:
         (files / f"{number}").mkdir()
         for extension in ("txt", "cls"):
             (files / f"{number}.{extension}").rename(files / f"{number}" / f"a.{extension}")
+    assert samples(pack(files.parent)) == EXPECTED
+
+
+@pytest.mark.parametrize("option", ["--label=data", "--listed-incremental={}/list", "--xattrs"])
+def test_labels_lists_of_folders_and_attributes_are_no_samples(option: str, files: Path) -> None:
+    (files / "a").mkdir()
+    for number in range(4):
+        for extension in ("txt", "cls"):
+            (files / f"{number}.{extension}").rename(files / "a" / f"{number}.{extension}")
+    assert samples(pack(files.parent, "--sort=name", option.format(files.parent))) == EXPECTED
+
+
+def test_names_that_webdataset_leaves_out_are_left_out(files: Path) -> None:
+    for name in ("README", "._0.txt", ".hidden", "zz"):
+        (files / name).write_text("no sample")
     assert samples(pack(files.parent)) == EXPECTED
 
 
