@@ -19,7 +19,15 @@ from ddpexp.launch import Job, Layout, WorkerRequest
 from ddpexp.launch.launchers import slurm_array
 from ddpexp.launch.launchers.base import Launcher, ResourceRequest
 from ddpexp.launch.launchers.slurm_array import status
-from ddpexp.launch.launchers.slurm_context import OF_OTHER_TASKS, check_not_running, requeue_job, step_key, where
+from ddpexp.launch.launchers.slurm_context import (
+    OF_OTHER_TASKS,
+    check_lives,
+    check_not_running,
+    requeue_job,
+    step_key,
+    unused_components,
+    where,
+)
 from ddpexp.launch.launchers.slurm_submit import submit_job
 from ddpexp.launch.launchers.slurm_text import (
     check_time,
@@ -191,6 +199,9 @@ class Slurm(Launcher):
         if self.dry_run:
             print(shlex.join(forwarding_sigint(self.srun(job, nodes, job.folder / "RUN_DIR"))))
             return EXIT_DONE
+        check_lives(SLURM.job_id())
+        if (warning := unused_components(os.environ)) is not None:
+            print_message(f"ddpexp: warning: {warning}")
         if start.parent_name() == "salloc":  # this command was not run in a shell
             end_with_parent(EXIT_FAILED, partial(coordinator.starter_lost, job, "salloc", True), start.parent())
         job.prepare()
@@ -208,6 +219,7 @@ class Slurm(Launcher):
         if code and status(run) == "submitted":
             text = f"srun ended with exit code {code} before the job began: see its output above"
             job.fail(Failure(rank=0, host=os.uname().nodename, kind="SrunError", message=text, exit_code=code))
+            return EXIT_FAILED  # srun's own code would be read as one of ddpexp's
         return code
 
     def script(self, job: Job, nodes: int, run: Path) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ddpexp.errors import RefusedError, StoppedError
+from ddpexp.launch.rendezvous.environment import is_started_by_srun
 from ddpexp.system.job_schedulers.slurm import RUNNING, SLURM
 from ddpexp.system.programs import located
 
@@ -41,27 +42,11 @@ def where(
 ) -> Literal["login", "allocation", "step"]:
     """Return where this process runs: on a login node, inside an allocation, or as a task of a step.
 
-    A batch script has SLURM_PROCID like a task of srun, but no step. A shell that `srun --pty` opened is itself a task,
-    but a command that is run in it is not: it is inside an allocation. Only then the task is another process and there
-    is a terminal; SLURM_PTY_PORT is no evidence, since steps that are started in that shell inherit it.
+    A command that is typed in a shell of a step is inside an allocation.
     """
     if "SLURM_JOB_ID" not in environ:
         return "login"
-    step = environ.get("SLURM_STEP_ID")
-    if step is None or not step.isdigit() or int(step) >= 0xFFFFFFF0:  # the batch script's, the interactive step's
-        return "allocation"
-    me, task = str(os.getpid() if pid is None else pid), environ.get("SLURM_TASK_PID", "")
-    if task != me and any(map(has_terminal or _has_terminal, (me, task))):
-        return "allocation"
-    return "step"
-
-
-def _has_terminal(pid: str) -> bool:
-    """Return whether a process has a controlling terminal. Source: proc(5), tty_nr."""
-    try:
-        return Path("/proc", pid, "stat").read_text().rsplit(")", 1)[1].split()[4] != "0"
-    except (OSError, IndexError):
-        return False  # it has ended, or is in another container
+    return "step" if is_started_by_srun(environ, pid, has_terminal) else "allocation"
 
 
 def check_not_running(run: Path) -> None:
@@ -75,6 +60,27 @@ def check_not_running(run: Path) -> None:
             raise RefusedError(
                 f"job {job_id} still runs in {run}: wait for its end, or end it with {SLURM.cancel_command([job_id])}."
             )
+
+
+def check_lives(job_id: str | None) -> None:
+    """Check that the job of this shell's variables has not ended. Raises: RefusedError."""
+    if job_id is not None and SLURM.is_over(job_id):
+        raise RefusedError(
+            f"SLURM_JOB_ID={os.environ['SLURM_JOB_ID']} is exported here, and job {job_id} has ended: unset "
+            "SLURM_JOB_ID to submit a new one, or allocate nodes with salloc first."
+        )
+
+
+def unused_components(environ: Mapping[str, str]) -> str | None:
+    """Return a warning for a heterogeneous allocation, of which a step of one command takes the first component."""
+    size = environ.get("SLURM_HET_SIZE", "1")
+    if not size.isdecimal() or int(size) < 2:
+        return None
+    command = "python -m ddpexp ... launcher=slurm"
+    return (
+        f"this allocation has {size} components, and launcher=slurm takes the first of them alone. To use them all, "
+        f"start the ranks with srun: srun {' : '.join([command] * int(size))}."
+    )
 
 
 def step_key() -> str:

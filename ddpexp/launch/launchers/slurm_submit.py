@@ -63,6 +63,7 @@ def _wait(job: Job, job_id: str, run: Path, output: Path) -> int:
     if code and status(run) == "submitted":
         text = f"job {job_id} ended as {state} before its command began: see {output}"
         job.fail(Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code))
+        code = EXIT_FAILED  # srun's own code would be read as one of ddpexp's
     if code:
         print_message(f"ddpexp: job {job_id} ended as {state}")
     return code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ddpexp.errors import RefusedError
@@ -13,6 +13,9 @@ from ddpexp.launch.rendezvous.starter import control_port
 from ddpexp.launch.workers.control import CONTROL_FD
 from ddpexp.system import start
 from ddpexp.system.process import ancestors, stat
+
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_NO_STEP = 0xFFFFFFF0  # from here on numbers of steps are the batch script's, the interactive step's and the like
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,14 @@ _BY_MPIRUN = (
 )
 
 
+_MORE_WORKERS = {  # how its user asks for so many workers on a node
+    "torchrun": "type torchrun --nproc-per-node={}",
+    "srun": "type srun --ntasks-per-node={}",
+    "mpirun": "let mpirun start {} processes on each node",
+    "the environment": "export LOCAL_WORLD_SIZE={}",
+}
+
+
 def of_torchrun(request: WorkerRequest, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     """Read torchrun's variables, or the same ones exported by hand.
 
@@ -69,6 +80,12 @@ def of_torchrun(request: WorkerRequest, environ: Mapping[str, str] = os.environ)
     if not 0 < port < 65536:
         raise RefusedError(f"MASTER_PORT={port} is not a valid port: use one from 1 to 65535.")
     _check_rank("RANK", rank, "WORLD_SIZE", size)
+    if (tasks := torchrun_in_every_task(environ)) is not None:
+        raise RefusedError(
+            f"srun has started {tasks} torchrun commands, and torchrun --standalone trains in each of them alone: "
+            "start one on each node with srun --ntasks-per-node=1 and torchrun --nnodes, or leave torchrun out and "
+            "use launcher=slurm."
+        )
     local_rank, local_size = _local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", size, "WORLD_SIZE")
     nodes = _nodes(environ, "GROUP_WORLD_SIZE") or (1 if local_size == size else None)
     elastic = "TORCHELASTIC_RUN_ID" in environ
@@ -139,24 +156,66 @@ def of_mpi(request: WorkerRequest, environ: Mapping[str, str] = os.environ) -> t
     ), key
 
 
-def externally_started(environ: Mapping[str, str] = os.environ) -> tuple[str, int, str] | None:
+def is_started_by_srun(
+    environ: Mapping[str, str] = os.environ, pid: int | None = None, has_terminal: Callable[[str], bool] | None = None
+) -> bool:
+    """Return whether this process is a task of a step of Slurm, or belongs to one, such as to its script.
+
+    A batch script has SLURM_PROCID like a task of srun, but no step. A shell that `srun --pty` opened is itself a task,
+    but a command that is typed in it is not, nor is one in a terminal that an editor has opened in a task: only then
+    the task is another process and there is a terminal. SLURM_PTY_PORT is no evidence, since steps that are started in
+    that shell inherit it.
+    """
+    step = environ.get("SLURM_STEP_ID")
+    if step is None or not step.isdigit() or int(step) >= _NO_STEP:
+        return False
+    me, task = str(os.getpid() if pid is None else pid), environ.get("SLURM_TASK_PID", "")
+    return task == me or not any(map(has_terminal or _has_terminal, (me, task)))
+
+
+def _has_terminal(pid: str) -> bool:
+    """Return whether a process has a controlling terminal. Source: proc(5), tty_nr."""
+    fields = stat(int(pid)) if pid.isdecimal() else None
+    return fields is not None and fields[4] != "0"  # None: it has ended, or is in another container
+
+
+def externally_started(
+    environ: Mapping[str, str] = os.environ, pid: int | None = None, has_terminal: Callable[[str], bool] | None = None
+) -> tuple[str, int, str] | None:
     """Return which program has started this command several times, how often, and the launcher for that.
 
     None where nothing did: what a batch script or an interactive shell of Slurm inherits is no sign of it.
     """
     if CONTROL_FD in environ:  # a worker of ours has started this command, and its environment is inherited
         return None
+    in_a_step = "SLURM_STEP_ID" in environ
+    is_task = is_started_by_srun(environ, pid, has_terminal)
     started = (
         ("torchrun", "torchrun-env", "WORLD_SIZE" if "TORCHELASTIC_RUN_ID" in environ else ""),
         ("mpirun", "mpi", "OMPI_COMM_WORLD_SIZE"),
-        ("srun", "slurm", "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_ID" in environ else ""),
-        ("mpirun", "mpi", "PMI_SIZE"),  # also set by srun --mpi=pmi2, hence behind it
+        ("mpirun", "mpi", "PMI_SIZE" if "MPI_LOCALNRANKS" in environ else ""),  # MPICH, also over the nodes of a step
+        ("srun", "slurm", "SLURM_STEP_NUM_TASKS" if is_task else ""),
+        ("mpirun", "mpi", "" if in_a_step else "PMI_SIZE"),  # in a step `srun --mpi=pmi2` sets it
     )
     for starter, launcher, name in started:
         count = environ.get(name, "")
         if count.isdecimal() and int(count) > 1:
             return starter, int(count), launcher
     return None
+
+
+def torchrun_in_every_task(
+    environ: Mapping[str, str] = os.environ, pid: int | None = None, has_terminal: Callable[[str], bool] | None = None
+) -> int | None:
+    """Return in how many tasks of a step srun has started a torchrun that knows nothing of the others, if in several.
+
+    `torchrun --standalone` has a random name for its rendezvous, and one group.
+    """
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    alone = environ.get("GROUP_WORLD_SIZE") == "1" and _UUID.fullmatch(environ.get("TORCHELASTIC_RUN_ID", ""))
+    if not alone or not tasks.isdecimal() or int(tasks) < 2 or not is_started_by_srun(environ, pid, has_terminal):
+        return None
+    return int(tasks)
 
 
 def ignored_variables(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -187,7 +246,8 @@ def _check_consistent(
     if request.gpus != "auto" and local_size is not None and request.gpus != local_size:
         raise RefusedError(
             f"trainer.gpus={request.gpus}, but {starter} has {local_size} worker{'s' if local_size > 1 else ''} on "
-            f"this node ({name}={local_size}): leave trainer.gpus=auto, since {starter} decides."
+            f"this node ({name}={local_size}): {starter} decides, so {_MORE_WORKERS[starter].format(request.gpus)}, or "
+            f"leave trainer.gpus=auto for {local_size}."
         )
     if isinstance(request.nodes, str) and request.nodes != "auto":
         raise RefusedError(f"trainer.nodes={request.nodes} is a range, which only launcher=elastic supports.")

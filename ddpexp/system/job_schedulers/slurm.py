@@ -13,11 +13,22 @@ from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.system.job_schedulers.base import FORGOTTEN, UNKNOWN, JobState
 from ddpexp.system.programs import environ_of_others, find, located
 from ddpexp.system.terminal import print_message
+from ddpexp.system.text import first_few
 
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
 _OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
          "TIMEOUT", FORGOTTEN)  # fmt: skip
 _ANSWER_SECONDS = 15.0
+_NAMED = 8
+_OF_A_JOB = ("SLURM_JOB", "SLURM_STEP", "SLURM_TASK", "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_NODELIST",
+             "SLURM_NNODES", "SLURM_SUBMIT_", "SLURMD_NODENAME")  # fmt: skip
+_OF_TASKS = (
+    "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_",
+    "SRUN_CPUS_", "SLURM_CPU_", "SLURM_MEM_", "SLURM_GPU", "SLURM_TRES", "SLURM_HINT", "SLURM_TIMELIMIT",
+    "SLURM_DISTRIBUTION", "SLURM_THREADS_PER_CORE", "SLURM_CORE_SPEC", "SLURM_THREAD_SPEC", "SLURM_EXCLUSIVE",
+    "SLURM_OVERCOMMIT", "SLURM_OVERLAP", "SLURM_HET_", "SLURM_STEP_", "SLURM_WHOLE",
+)  # fmt: skip
+_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "SLURM_DEBUG")
 _ARRAY_SIZE = 1001  # Slurm's default. Source: slurm.conf(5), MaxArraySize
 
 
@@ -104,8 +115,10 @@ class SlurmScheduler:
         Raises:
             RefusedError: Slurm rejects it; the message has Slurm's reason. OSError: there is no sbatch.
         """
-        # This variable would override the script's own array directive.
-        environ = {name: value for name, value in os.environ.items() if name != "SBATCH_ARRAY_INX"}
+        environ, left_out = environ_of_a_job(os.environ)
+        if left_out:
+            names = first_few(left_out, _NAMED)
+            print_message(f"ddpexp: the job does not inherit {names} of this shell, which describe other jobs or steps")
         argv = [located("sbatch"), "--parsable", str(script)]
         # A new session: otherwise Ctrl-C could end sbatch after the submission but before it has printed the job's id.
         done = subprocess.run(
@@ -132,6 +145,25 @@ class SlurmScheduler:
     def cancel_command(self, job_ids: Sequence[str]) -> str:
         """Return the command with which the user cancels jobs."""
         return f"scancel {' '.join(job_ids)}"
+
+
+def environ_of_a_job(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the environment with which a new job is submitted, and the names that are left out.
+
+    sbatch hands its environment on to the job, whose srun reads it: SLURM_MEM_PER_CPU of the submitting shell would
+    contradict the job's own memory, and SLURM_CPU_BIND_LIST bind all ranks to the cores of another step. What describes
+    the tasks of a step is left out always, since ddpexp's own srun has its options from the configuration; everything
+    else of Slurm where the shell is, or was, inside a job. Otherwise it is a default that the user has set.
+    """
+    was_in_a_job = any(name.startswith(_OF_A_JOB) for name in environ)
+    left_out = [
+        name
+        for name in environ
+        if name.startswith(_OF_TASKS)
+        or name == "SBATCH_ARRAY_INX"  # would override the script's own array directive
+        or (was_in_a_job and name.startswith(("SLURM_", "SRUN_", "SLURMD_", "PMI_", "PMIX_")) and name not in _KEPT)
+    ]
+    return {name: value for name, value in environ.items() if name not in left_out}, sorted(left_out)
 
 
 SLURM = SlurmScheduler()

@@ -899,3 +899,85 @@ def test_the_time_limit_is_no_end(recipe: Recipe, tmp_path: Path) -> None:
     wait_for(lambda: "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1, 2 * PATIENCE)
     assert done.result()["status"] == "interrupted"
     slurm_output("scancel", job_id)
+
+
+# What other jobs and steps leave in a shell.
+
+
+def test_commands_typed_in_a_shell_of_a_step_of_two_tasks_run_once(recipe: Recipe) -> None:
+    """Trained alone, trained with launcher=slurm and evaluated: each was typed once."""
+    alone, run = recipe.words("launcher=inline", "trainer.threads=1")
+    step, of_step = recipe.words("launcher=slurm", "trainer.threads=1", "trainer.gpus=1")
+    evaluate = ["evaluate", str(run), "--config-dir", str(recipe.folder / "conf")]
+    shell = pexpect.spawn(
+        "srun", ["-Q", "-N1", "-n2", "--pty", "bash", "--norc"], cwd=str(recipe.ddpexp.folder),
+        env={**recipe.ddpexp.environ, "PS1": "$ "}, encoding="utf-8", timeout=PATIENCE,
+    )  # fmt: skip
+    for words in (alone, step, evaluate):
+        shell.sendline(f"{shlex.join([sys.executable, '-m', 'ddpexp', *words])}; echo code=$?.")
+        shell.expect(r"code=(\d+)\.")
+        assert shell.match[1] == "0", shell.before
+    shown = shell.before
+    shell.sendline("exit")
+    shell.expect(pexpect.EOF)
+    shell.close()
+    results = [json.loads((path / "result.json").read_text()) for path in (run, of_step)]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    assert results[0]["weights_sha256"] in shown
+
+
+def test_options_of_other_steps_do_not_reach_a_job(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
+    left = {
+        "SLURM_MEM_PER_CPU": "10", "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_LIST": "0x1",
+        "SLURM_HINT": "nomultithread", "SLURM_TIMELIMIT": "1",
+    }  # fmt: skip
+    done = recipe(*WAIT, "trainer.gpus=2", "launcher.mem=1G", environ=left)
+    assert done.code == 0, done.err
+    assert done.result()["weights_sha256"] == spawned(2).result()["weights_sha256"]
+    assert f"does not inherit {', '.join(sorted(left))} of this shell" in done.err
+
+
+def test_a_heterogeneous_allocation_is_warned_of_and_used_with_srun(recipe: Recipe) -> None:
+    done = typed(recipe, ["salloc", "-Q", "-N1", ":", "-N1"], "trainer.gpus=1")
+    assert done.code == 0
+    assert "this allocation has 2 components, and launcher=slurm takes the first of them alone" in done.err
+    words, run = recipe.words("launcher=slurm", "trainer.threads=1")
+    command = [sys.executable, "-m", "ddpexp", *words]
+    both = ["salloc", "-Q", "-N1", ":", "-N1", "srun", "-Q", "-n1", *command, ":", "-n1", *command]
+    used = subprocess.run(
+        both, cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert used.returncode == 0, used.stderr
+    assert json.loads((run / "result.json").read_text())["world_size"] == 2
+
+
+def test_a_job_that_has_ended_is_named_before_anything_is_written(recipe: Recipe) -> None:
+    done = recipe("launcher=slurm", environ={"SLURM_JOB_ID": "99999", "SLURM_JOB_NUM_NODES": "1"})
+    assert (done.code, done.out) == (2, "")
+    assert "SLURM_JOB_ID=99999 is exported here, and job 99999 has ended: unset SLURM_JOB_ID to submit" in done.err
+    assert not done.run.exists()
+
+
+def test_the_advice_on_a_number_of_workers_gives_that_number(recipe: Recipe) -> None:
+    refused = typed(recipe, ["srun", "-Q", "-N1"], "trainer.gpus=2")
+    [advice] = re.findall("so type (srun .*?), or", refused.err)
+    done = typed(recipe, [*shlex.split(advice), "-Q", "-N1"], "trainer.gpus=2")
+    assert (done.code, done.result()["world_size"]) == (0, 2)
+
+
+def test_a_torchrun_in_each_task_is_refused(recipe: Recipe) -> None:
+    words, run = recipe.words("launcher=torchrun-env", "trainer.threads=1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "ddpexp"]
+    done = subprocess.run(
+        ["srun", "-Q", "-N1", "-n2", *torchrun, *words], cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ,
+        capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode
+    assert "ddpexp: srun has started 2 torchrun commands" in done.stderr
+    assert not run.exists()
+
+
+def test_a_job_whose_program_is_not_there_has_failed_and_was_not_refused(recipe: Recipe) -> None:
+    done = recipe(*WAIT, "launcher.python=/nonexistent")
+    assert (done.code, done.result()["status"]) == (1, "failed")
+    assert typed(recipe, ["salloc", "-Q", "-N1"], "launcher.python=/nonexistent").code == 1

@@ -14,7 +14,7 @@ import pytest
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.launchers.slurm import Slurm
-from ddpexp.launch.launchers.slurm_context import _has_terminal, where
+from ddpexp.launch.launchers.slurm_context import unused_components, where
 from ddpexp.launch.launchers.slurm_text import (
     gpus_of_all_tasks,
     limit_seconds,
@@ -22,7 +22,7 @@ from ddpexp.launch.launchers.slurm_text import (
     output_pattern,
     quoted,
 )
-from ddpexp.launch.rendezvous.environment import tasks_per_node
+from ddpexp.launch.rendezvous.environment import _has_terminal, tasks_per_node
 from ddpexp.system.job_schedulers import slurm
 from ddpexp.system.job_schedulers.base import UNKNOWN, JobState
 from tests.conftest import PATIENCE, Call, Ddpexp
@@ -312,3 +312,31 @@ def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypa
     monkeypatch.setattr(slurm, "_ANSWER_SECONDS", 0.2)
     assert slurm.SLURM.states(["12_0", "13"]) == dict.fromkeys(("12_0", "13"), JobState(UNKNOWN, None))
     assert slurm.SLURM.is_over("12_0") is None
+
+
+LEFT = {"SLURM_MEM_PER_CPU": "10", "SLURM_CPU_BIND_LIST": "0x1", "SLURM_HINT": "nomultithread", "SLURM_TIMELIMIT": "1"}
+SET = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "lab", "SLURM_MPI_TYPE": "pmix", "HOME": "/home/me"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "kept"),
+    [
+        (SET, SET),
+        ({**SET, **LEFT}, SET),
+        ({**SET, **LEFT, **TASK, "PMI_RANK": "0", "PMIX_RANK": "0", "SRUN_DEBUG": "3", "SLURMD_NODENAME": "node0"},
+         {name: value for name, value in SET.items() if name != "SLURM_MPI_TYPE"}),
+        ({**SET, "SLURM_SUBMIT_HOST": "login", "SLURM_UMASK": "22"},  # of a job whose number was unset
+         {name: value for name, value in SET.items() if name != "SLURM_MPI_TYPE"}),
+        ({**SET, "SBATCH_ARRAY_INX": "0-3"}, SET),
+    ],
+    ids=["on a login node", "options of srun", "in a step", "after a job", "of an array"],
+)  # fmt: skip
+def test_a_job_inherits_nothing_of_other_jobs_and_steps(environ: dict[str, str], kept: dict[str, str]) -> None:
+    assert slurm.environ_of_a_job(environ) == (kept, sorted(environ.keys() - kept.keys()))
+
+
+@pytest.mark.parametrize(("size", "warns"), [(None, False), ("1", False), ("2", True), ("x", False)])
+def test_components_that_are_not_used_are_warned_of(size: str | None, warns: bool) -> None:
+    warning = unused_components({} if size is None else {"SLURM_HET_SIZE": size})
+    assert (warning is not None) == warns
+    assert not warns or "srun python -m ddpexp ... launcher=slurm : python -m ddpexp" in str(warning)

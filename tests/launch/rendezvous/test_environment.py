@@ -14,6 +14,7 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import WorkerRequest
+from ddpexp.launch.launchers.slurm_context import where
 from ddpexp.launch.rendezvous.environment import (
     LaunchEnvironment,
     externally_started,
@@ -22,6 +23,7 @@ from ddpexp.launch.rendezvous.environment import (
     of_slurm_task,
     of_torchrun,
     process_identity,
+    torchrun_in_every_task,
 )
 from tests.conftest import ANY, SMALL, Ddpexp
 
@@ -49,6 +51,10 @@ OPEN_MPI = {
 }  # fmt: skip
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 OURS = process_identity(os.getppid())
+MORE = {
+    "torchrun": "type torchrun --nproc-per-node=8", "srun": "type srun --ntasks-per-node=8",
+    "mpirun": "let mpirun start 8 processes on each node", "the environment": "export LOCAL_WORLD_SIZE=8",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -121,6 +127,7 @@ def test_the_place_is_what_the_starter_says(
         ({**SRUN, **TORCHRUN}, ("torchrun", 4, "torchrun-env")),
         ({**SRUN, **OPEN_MPI}, ("mpirun", 2, "mpi")),
         ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "3"}, ("srun", 3, "slurm")),
+        ({**SRUN, **MPICH}, ("mpirun", 2, "mpi")),  # MPICH starts its proxies with srun
         ({}, None),
         (BY_HAND, None),  # a shell in which the variables of another run are left
         ({**TORCHRUN, "WORLD_SIZE": "1"}, None),
@@ -133,7 +140,69 @@ def test_the_place_is_what_the_starter_says(
 def test_what_has_started_several_commands_is_recognised(
     environ: dict[str, str], started: tuple[str, int, str] | None
 ) -> None:
-    assert externally_started(environ) == started
+    assert externally_started(environ, 100, lambda _: False) == started
+
+
+# What srun leaves in the first of two tasks, and in all that the shell starts that is this task.
+TASK = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_TASK_PID": "100"}
+PMI2 = {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "20", "PMI_JOBID": "7.0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "pid", "terminals", "started"),
+    [
+        (TASK, 100, (), "srun"),
+        (TASK, 101, (), "srun"),  # in a script that is the task
+        (TASK, 100, ("100",), "srun"),  # srun --pty python -m ddpexp
+        (TASK, 101, ("100", "101"), None),  # typed in srun -n2 --pty bash
+        (TASK, 101, ("100",), None),  # without a terminal of its own: nohup setsid
+        (TASK, 101, ("101",), None),  # typed in a terminal that an editor has opened in the task
+        ({**TASK, **PMI2}, 100, (), "srun"),
+        ({**TASK, **PMI2}, 101, ("100", "101"), None),
+        ({**TASK, "PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.7.0"}, 101, ("100", "101"), None),
+        ({**TASK, "SLURM_STEP_ID": "4294967290"}, 101, ("100", "101"), None),  # salloc's interactive step
+        ({**TASK, "SLURM_STEP_ID": "4294967290"}, 101, (), None),
+        ({**TASK, **OPEN_MPI}, 101, ("100", "101"), "mpirun"),  # mpirun typed in such a shell
+        ({**TASK, **MPICH}, 102, ("100", "101", "102"), "mpirun"),
+        ({**TASK, **TORCHRUN}, 102, ("100",), "torchrun"),
+        ({**TASK, **TORCHRUN}, 102, (), "torchrun"),
+        (OPEN_MPI, 101, ("100", "101"), "mpirun"),
+        (MPICH, 101, ("101",), "mpirun"),
+        (TORCHRUN, 101, ("101",), "torchrun"),
+    ],
+)  # fmt: skip
+def test_what_is_typed_in_a_shell_of_a_step_was_started_once(
+    environ: dict[str, str], pid: int, terminals: tuple[str, ...], started: str | None
+) -> None:
+    found = externally_started(environ, pid, lambda process: process in terminals)
+    assert (found[0] if found else None) == started
+    in_a_step = where(environ, pid, lambda process: process in terminals) == "step"
+    assert started != "srun" or in_a_step
+    assert not in_a_step or started is not None, "both say the same"
+
+
+STANDALONE = {**TORCHRUN, "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "6c5d1b2e-8f3a-4a0e-9d6b-0c1d2e3f4a5b"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "terminals", "tasks"),
+    [
+        ({**TASK, **STANDALONE}, (), 2),
+        ({**TASK, **STANDALONE}, ("100",), None),  # typed in a shell
+        (STANDALONE, (), None),
+        ({**TASK, **STANDALONE, "SLURM_STEP_NUM_TASKS": "1"}, (), None),
+        ({**TASK, **STANDALONE, "GROUP_WORLD_SIZE": "2"}, (), None),
+        ({**TASK, **STANDALONE, "TORCHELASTIC_RUN_ID": "mine"}, (), None),  # elastic, and the first of its group
+        ({**TASK, **TORCHRUN}, (), None),
+    ],
+)
+def test_several_torchruns_that_know_nothing_of_each_other_are_noticed(
+    environ: dict[str, str], terminals: tuple[str, ...], tasks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert torchrun_in_every_task(environ, 102, lambda process: process in terminals) == tasks
+    if tasks is not None:
+        with pytest.raises(RefusedError, match="srun has started 2 torchrun commands"):
+            of_torchrun(ANY, environ)
 
 
 @pytest.mark.parametrize(
@@ -320,8 +389,7 @@ def test_a_given_number_of_workers_must_be_the_starters(
         read(WorkerRequest(gpus=8), environ)
     assert str(refused.value) == (
         f"trainer.gpus=8, but {starter} has {workers} worker{'s' if workers > 1 else ''} on this node "
-        f"({name}={workers}): "
-        f"leave trainer.gpus=auto, since {starter} decides."
+        f"({name}={workers}): {starter} decides, so {MORE[starter]}, or leave trainer.gpus=auto for {workers}."
     )
 
 
@@ -372,8 +440,8 @@ def alone(ddpexp: Ddpexp) -> Ddpexp:
         ("launcher=torchrun-env", {**BY_HAND, "RANK": "2"}, "RANK=2, but WORLD_SIZE=2: it goes from 0 to 1."),
         ("launcher=torchrun-env", {**BY_HAND, "MASTER_PORT": "http"}, "MASTER_PORT=http is not a whole number."),
         ("launcher=torchrun-env trainer.gpus=2", {**BY_HAND, "LOCAL_WORLD_SIZE": "1"},
-         "trainer.gpus=2, but the environment has 1 worker on this node (LOCAL_WORLD_SIZE=1): leave trainer.gpus=auto, "
-         "since the environment decides."),
+         "trainer.gpus=2, but the environment has 1 worker on this node (LOCAL_WORLD_SIZE=1): the environment "
+         "decides, so export LOCAL_WORLD_SIZE=2, or leave trainer.gpus=auto for 1."),
         ("launcher=mpi", {}, "launcher=mpi is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set: "
          "type `mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, which needs no MPI."),
         ("launcher=mpi", {"PMI_RANK": "1"}, f"PMI_SIZE is not set: {BY_MPIRUN}"),
