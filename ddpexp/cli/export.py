@@ -19,6 +19,7 @@ from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare
 from ddpexp.system.files import relative
+from ddpexp.system.memory_file import memory_file
 from ddpexp.system.programs import python
 
 FORMATS = {
@@ -136,11 +137,12 @@ def described(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     reading, writing = os.pipe()
-    process = subprocess.Popen(
-        python("ddpexp.cli.api.exporting:main", os.getpid(), writing, request),
-        pass_fds=[writing],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+    with memory_file(request) as described:
+        process = subprocess.Popen(
+            python("ddpexp.cli.api.exporting:main", os.getpid(), writing, described),
+            pass_fds=[writing, described],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
     os.close(writing)
     with open(reading) as file:
         text = file.read()

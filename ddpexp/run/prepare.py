@@ -16,6 +16,7 @@ from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Data
 from ddpexp.data.cache import only_own_caches
 from ddpexp.errors import RefusedError
+from ddpexp.system.memory_file import memory_file, read_memory_file
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
 from ddpexp.system.yaml_text import load_yaml
@@ -166,21 +167,18 @@ def _check_values(data: Data, num_train: Any) -> None:
 
 
 def call_and_answer(
-    parent: int,
-    answers: int,
-    target: str,
-    options: Mapping[str, Any],
-    prefixes: list[str],
-    code: str | None,
-    stored: bool,
+    parent: int, answers: int, target: str, options: int, prefixes: list[str], code: str | None, stored: bool
 ) -> None:
-    """Subprocess entry point: call the function and write its result as JSON to the descriptor `answers`."""
+    """Subprocess entry point: call the function with the options in a memory file.
+
+    Write its result as JSON to the descriptor `answers`.
+    """
     die_with_parent(parent)
     trust = Trust(tuple(prefixes), Path(code) if code else None)
     trust.make_importable()
     try:
         with only_own_caches(stored):
-            answer = {"description": instantiate(Node(target, options), trust, "data.prepare")}
+            answer = {"description": instantiate(Node(target, read_memory_file(options)), trust, "data.prepare")}
     except RefusedError as error:
         answer = {"refused": str(error)}
     with open(answers, "w") as file:
@@ -190,8 +188,10 @@ def call_and_answer(
 def _call_in_subprocess(data: Data, trust: Trust, stored: bool) -> Any:
     code = str(trust.code) if trust.code else None
     reading, writing = os.pipe()
-    arguments = os.getpid(), writing, data.prepare, _plain(data.options), list(trust.prefixes), code, stored
-    process = subprocess.Popen(python("ddpexp.run.prepare:call_and_answer", *arguments), pass_fds=[writing])
+    with memory_file(_plain(data.options)) as options:
+        arguments = os.getpid(), writing, data.prepare, options, list(trust.prefixes), code, stored
+        command = python("ddpexp.run.prepare:call_and_answer", *arguments)
+        process = subprocess.Popen(command, pass_fds=[writing, options])
     os.close(writing)
     with open(reading) as file:
         text = file.read()

@@ -17,6 +17,7 @@ from ddpexp.config.restated import HUB
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.options import Options
+from ddpexp.system.memory_file import memory_file
 from ddpexp.system.programs import python
 
 _KEYS = ("pretrained", "weights", "weights_backbone", "pretrained_backbone", "pretrained_model_name_or_path")
@@ -92,8 +93,9 @@ def _problem(function: str, text: str) -> str:
     It uses no GPU.
     """
     reading, writing = os.pipe()
-    command = python(function, os.getpid(), writing, text)
-    process = subprocess.Popen(command, pass_fds=[writing], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    with memory_file(text) as configuration:
+        command, environ = python(function, os.getpid(), writing, configuration), {"CUDA_VISIBLE_DEVICES": ""}
+        process = subprocess.Popen(command, pass_fds=[writing, configuration], env={**os.environ, **environ})
     os.close(writing)
     with open(reading) as file:
         problem = file.read()

@@ -16,16 +16,20 @@ from ddpexp.config.schema import Experiment
 from ddpexp.data.hf.prepare import HUGGING_FACE
 from ddpexp.errors import RefusedError
 from ddpexp.run.pretrained import pretrained_key
+from ddpexp.system.memory_file import read_memory_file
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.text import message_of
 from ddpexp.train.lora import add_adapters
 
 
-def build_once(parent: int, answers: int, text: str) -> None:
-    """Subprocess entry point: build the model, which downloads its weights; answer to the descriptor `answers`."""
+def build_once(parent: int, answers: int, configuration: int) -> None:
+    """Subprocess entry point: build the model of a configuration in a memory file, which downloads its weights.
+
+    Answer to the descriptor `answers`.
+    """
     die_with_parent(parent)
     try:
-        experiment = load(text)
+        experiment = load(read_memory_file(configuration))
         experiment.trust.make_importable()
         instantiate(experiment.model, experiment.trust, "model")
         answer = "built"
@@ -35,12 +39,12 @@ def build_once(parent: int, answers: int, text: str) -> None:
         file.write(answer)
 
 
-def divide_once(parent: int, answers: int, text: str) -> None:
+def divide_once(parent: int, answers: int, configuration: int) -> None:
     """Subprocess entry point: build the model without memory and divide its layers; answer as `build_once` does."""
     die_with_parent(parent)
     answer = "built"
     try:
-        experiment = load(text)
+        experiment = load(read_memory_file(configuration))
         experiment.trust.make_importable()
         with torch.device("meta"):
             built = instantiate(experiment.model, experiment.trust, "model")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from ddpexp.config.compose import compose
 from ddpexp.config.instantiate import Node
 from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
-from ddpexp.run.pretrained import pretrained_key
+from ddpexp.run.pretrained import check_layers, pretrained_key
 from ddpexp.train.offline import forbid_downloads, without_downloads
 from tests.conftest import Ddpexp
 from tests.points import Recipe
@@ -50,6 +51,12 @@ def zoo(pretrained=False, **options):
 )
 def test_a_model_that_downloads_is_known_by_its_arguments(target: str, arguments: Any, key: str | None) -> None:
     assert pretrained_key(Node(target, arguments)) == key
+
+
+def test_the_layers_of_a_configuration_of_any_size_are_checked() -> None:
+    strategy: Any = SimpleNamespace(looks_at_layers=True)
+    with pytest.raises(RefusedError, match="recipes"):
+        check_layers(strategy, f"recipes: {list(range(100_000))}\n")
 
 
 def test_a_worker_downloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

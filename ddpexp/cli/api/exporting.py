@@ -27,6 +27,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.system import files
 from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.memory_file import read_memory_file
 from ddpexp.system.process import die_with_parent
 from ddpexp.train.build import build_model, open_data
 
@@ -38,9 +39,13 @@ _ONNX_FILE_BYTES = 1 << 30  # of weights; protobuf's limit is 2 GiB
 RECORD = "export.json"
 
 
-def main(parent: int, answers: int, request: Mapping[str, Any]) -> None:
-    """Subprocess entry point: export, and write the result as JSON to the descriptor `answers`."""
+def main(parent: int, answers: int, described: int) -> None:
+    """Subprocess entry point: export what the memory file `described` requests.
+
+    Write the result as JSON to the descriptor `answers`.
+    """
     die_with_parent(parent)
+    request = read_memory_file(described)
     answer: dict[str, Any]
     try:
         answer = export_model(request)

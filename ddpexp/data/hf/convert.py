@@ -23,17 +23,18 @@ from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.data.npy import npy_header
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.errors import RefusedError
+from ddpexp.system.memory_file import read_memory_file
 from ddpexp.system.process import die_with_parent
 
 _BATCH = 256  # rows that are read at a time
 _LARGEST = 1 << 30  # pixels of a side: no limit
 
 
-def main(parent: int, answers: int, folder: str, request: str) -> None:
-    """Subprocess entry point: convert the data and write the record of the cache, or a problem, as JSON."""
+def main(parent: int, answers: int, folder: str, request: int) -> None:
+    """Subprocess entry point: convert what a memory file requests; write the record of the cache, or a problem."""
     die_with_parent(parent)
     try:
-        answer = convert(Path(folder), json.loads(request))
+        answer = convert(Path(folder), read_memory_file(request))
     except RefusedError as error:
         answer = {"refused": str(error)}
     except OSError as error:

@@ -22,6 +22,7 @@ from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
+from ddpexp.system.memory_file import memory_file
 from ddpexp.system.programs import python
 
 _VERSION = 2  # increase it when the content of caches changes: it is part of their names
@@ -171,12 +172,12 @@ def _converted(folder: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
     if importlib.util.find_spec(_MODULE) is None:
         raise RefusedError("data=hf needs the library datasets: pip install 'ddpexp[hf]'.")
     reading, writing = os.pipe()
-    arguments = os.getpid(), writing, str(folder), json.dumps(request)
     # A file on this machine may hold addresses: the library fetches nothing from there.
     is_local = not any(is_on_hub(request[key]) for key in ("path", "eval_path") if request[key])
     offline = dict.fromkeys(HUGGING_FACE, "1") if is_local and not tokenizers.is_on_hub(request["tokenizer"]) else {}
-    command, environ = python("ddpexp.data.hf.convert:main", *arguments), {**os.environ, **offline}
-    process = subprocess.Popen(command, pass_fds=[writing], env=environ)
+    with memory_file(request) as described:
+        command = python("ddpexp.data.hf.convert:main", os.getpid(), writing, str(folder), described)
+        process = subprocess.Popen(command, pass_fds=[writing, described], env={**os.environ, **offline})
     os.close(writing)
     with open(reading) as file:
         text = file.read()

@@ -17,6 +17,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import SIGNALS
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system.limits import reason, reason_with_limit
+from ddpexp.system.memory_file import memory_file
 from ddpexp.system.oom import Memory
 from ddpexp.system.programs import python
 
@@ -73,9 +74,7 @@ class Server:
 
         The answers `started` and `exit` arrive here.
         """
-        request = {"op": "clone", "rank": -1, "environ": dict(environ)}
-        with suppress(OSError):  # the server is gone; the next `receive` reports it
-            socket.send_fds(self.channel, [json.dumps(request).encode()], [channel])
+        self._request("clone", {"rank": -1, "environ": dict(environ)}, [channel])
 
     def start(
         self,
@@ -94,7 +93,6 @@ class Server:
         the channel.
         """
         request = {
-            "op": "start",
             "rank": rank,
             "entry": entry,
             "arguments": list(arguments),
@@ -102,10 +100,16 @@ class Server:
             "descriptors": list(descriptors),
             "uses_cuda": uses_cuda,
         }
-        try:
-            socket.send_fds(self.channel, [json.dumps(request).encode()], [log, *descriptors.values()])
-        except OSError:
-            pass  # the server is gone; the next `receive` reports it
+        self._request("start", request, [log, *descriptors.values()])
+
+    def _request(self, op: str, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """Send a request of any size, which a packet would limit: what is known of the data is part of the arguments.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        with memory_file(request) as described, suppress(OSError):  # the server is gone; the next `receive` reports it
+            socket.send_fds(self.channel, [json.dumps({"op": op}).encode()], [described, *descriptors])
 
     def kill(self, signum: int, spared: int | None = None) -> None:
         """Send a signal to every living worker except the process `spared`."""

@@ -1,7 +1,8 @@
 """The fork server: a process with everything imported that forks workers on request.
 
 It is a separate interpreter with one inherited socket. Requests and exit reports are packets of JSON, with descriptors
-attached. It knows nothing of jobs: each request says what to call, with which environment.
+attached; the first descriptor of a request to start a process is a file with what to call, and with which environment.
+It knows nothing of jobs.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from ddpexp.launch.workers.control import SIGNALS
 from ddpexp.launch.workers.cuda_guard import CudaGuard
 from ddpexp.system.forks import fork
 from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.memory_file import memory_file, read_memory_file
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
 
 _PACKET = 1 << 20
+_MOST_DESCRIPTORS = 8
 # Terminals and schedulers send these to every process of a job: the command handles them, and ends the workers and
 # this process. The command starts this process with all of them blocked, since an interpreter that is starting would
 # end with a traceback.
@@ -67,7 +70,7 @@ def _serve(channel: socket.socket, start_method: str, failed: dict[str, str], gu
         if not _wait_readable(channel, signals):
             continue
         try:
-            data, fds, _flags, _address = socket.recv_fds(channel, _PACKET, 8)
+            data, fds, _flags, _address = socket.recv_fds(channel, _PACKET, _MOST_DESCRIPTORS)
         except ConnectionResetError:
             return  # the command closed its end before it had read everything
         if not data:
@@ -79,6 +82,8 @@ def _serve(channel: socket.socket, start_method: str, failed: dict[str, str], gu
         elif request["op"] == "load":
             _import(request["names"], guard)  # a module that cannot be imported fails again where it is used
         else:
+            described, *fds = fds
+            request |= read_memory_file(described)
             try:
                 pid = _start(request, fds, private, start_method, guard)
             except OSError as error:  # process limit reached: the command reports it, and ends the others
@@ -180,8 +185,10 @@ def _exec(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.
 
     def work() -> int:
         _setup_child(request, fds, private)
-        argv = python("ddpexp.launch.workers.server:call_under", server, request["entry"], request["arguments"])
-        os.execv(argv[0], argv)
+        with memory_file(request["arguments"]) as arguments:
+            os.set_inheritable(arguments, True)
+            argv = python("ddpexp.launch.workers.server:call_read", server, request["entry"], arguments)
+            os.execv(argv[0], argv)
 
     return fork(work)
 
@@ -209,6 +216,11 @@ def call_under(parent: int, entry: str, arguments: Sequence[str]) -> int:
     """Entry point of a new interpreter: like `call`, and die with the parent."""
     die_with_parent(parent)
     return call(entry, arguments)
+
+
+def call_read(parent: int, entry: str, arguments: int) -> int:
+    """Entry point of a new interpreter: like `call_under`, with arguments from a file of `memory_file`."""
+    return call_under(parent, entry, read_memory_file(arguments))
 
 
 def call(entry: str, arguments: Sequence[str]) -> int:

@@ -61,6 +61,26 @@ def test_killed_in_mid_epoch_at_1_2_and_4_workers_gives_the_weights_of_the_undis
         assert weights(ddpexp.folder / folder) == weights(ddpexp.folder / "undisturbed")
 
 
+def test_a_table_of_10000_columns_is_trained_on_evaluated_predicted_for_and_exported(ddpexp: Ddpexp) -> None:
+    """What is known of so many columns is more than a packet, or an argument of a program, may have."""
+    names = [f"column {number}" for number in range(10_000)]
+    rows = ([*map(str, range(row, row + 10_000)), "ab"[row % 2]] for row in range(8))
+    text = "".join(f"{','.join(row)}\n" for row in ([*names, "kind"], *rows))
+    (ddpexp.folder / "wide.csv").write_text(text)
+    trained = ddpexp(
+        "recipe=tabular", "data.path=wide.csv", "data.targets=kind", "model.width=2", "model.depth=1", "trainer.gpus=2",
+        "trainer.global_batch_size=4", "trainer.epochs=1", "run.dir=run",
+    )  # fmt: skip
+    assert trained.code == 0, trained.err
+    data = json.loads((ddpexp.folder / "run/manifest.json").read_text())["data"]
+    assert data["facts"]["columns"] == names
+    assert len(json.dumps(data)) > 1 << 18
+    for command in (["evaluate"], ["predict", "--out=found.csv"], ["export", "--out=exported"]):
+        done = ddpexp(command[0], "run", *command[1:])
+        assert done.code == 0, done.err
+    assert (ddpexp.folder / "exported/model.safetensors").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_that_has_changed_since_the_start_is_not_resumed_with(kind: str, ddpexp: Ddpexp) -> None:

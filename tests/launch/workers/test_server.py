@@ -171,6 +171,33 @@ def test_a_preload_that_fails_is_refused_with_its_name(tmp_path: Path) -> None:
         Spawn().launch(Call("time:sleep", ["60"], tmp_path), server)
 
 
+LARGE = "x" * (3 << 20)  # more than a packet, or an argument of a program, may have
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_process_gets_arguments_of_any_size(start_method: str) -> None:
+    server = Server(start_method, preload=[])
+    server.channel.settimeout(PATIENCE)
+    try:
+        assert server.call("builtins:len", [LARGE + "seven x"]) == (len(LARGE + "seven x") % 256, "")  # the exit code
+    finally:
+        server.close()
+
+
+def test_a_copy_of_the_server_gets_an_environment_of_any_size() -> None:
+    server = Server(preload=[])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.channel.settimeout(PATIENCE)
+    ours.settimeout(PATIENCE)
+    try:
+        server.clone(theirs.fileno(), {"DDPEXP_LARGE": LARGE, "DDPEXP_CODE": "7"})
+        theirs.close()
+        assert Server.of(ours).call("os:getenv", ["DDPEXP_CODE"]) == (7, "")
+    finally:
+        ours.close()
+        server.close()
+
+
 def test_the_preload_list_does_not_initialize_cuda(environ: dict[str, str]) -> None:
     # No GPU is here to break: the questions themselves are made to fail, after torch's own import.
     program = """
