@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,8 @@ def read_table(part: Part, group_by: str | None, target_type: str) -> Table:
     """
     reader = _reader(part.source)
     names = reader.names
-    twice = next((name for name in names if names.count(name) > 1), None)
+    counts = Counter(names)
+    twice = next((name for name in names if counts[name] > 1), None)
     if twice is not None:
         raise RefusedError(f"{part.source} has two columns named {twice}: rename one.")
     chosen = (
@@ -90,7 +92,7 @@ def read_table(part: Part, group_by: str | None, target_type: str) -> Table:
         ("data.group_by", (group_by,) if group_by else ()),
     )
     for key, wanted in chosen:
-        missing = next((name for name in wanted if name not in names), None)
+        missing = next((name for name in wanted if name not in counts), None)
         if missing is not None:
             raise RefusedError(f"{key}={missing} is no column of {part.source}: it has {first_few(names, 10)}.")
     if not part.targets and target_type != "none":
@@ -98,11 +100,12 @@ def read_table(part: Part, group_by: str | None, target_type: str) -> Table:
             f"{part.key}targets is not set: name the column of {part.source} with the targets (it has "
             f"{first_few(names, 10)}), or use data.target_type=none if there are none."
         )
-    both = next((name for name in part.inputs or () if name in (part.targets or ())), None)
+    targets = part.targets or ()
+    of_targets = frozenset(targets)
+    both = next((name for name in part.inputs or () if name in of_targets), None)
     if both is not None:
         raise RefusedError(f"{part.key}inputs and {part.key}targets both name {both}: a model would only copy it.")
-    targets = part.targets or ()
-    inputs = part.inputs or tuple(name for name in names if name not in (*targets, group_by))
+    inputs = part.inputs or tuple(name for name in names if name not in of_targets and name != group_by)
     if not inputs:
         raise RefusedError(f"{part.source} has no columns beside the targets: there is nothing to learn from.")
     columns = reader.read([*inputs, *targets, *((group_by,) if group_by else ())])
@@ -134,7 +137,8 @@ class _Csv:
             raise RefusedError(f"{source} does not begin with a row of names: add one.")
 
     def read(self, names: Sequence[str]) -> list[Column]:
-        places = [self.names.index(name) for name in names]
+        place_of = {name: place for place, name in enumerate(self.names)}
+        places = [place_of[name] for name in names]
         values: list[list[str]] = [[] for _ in names]
         rows = self._rows()
         next(rows)

@@ -103,7 +103,8 @@ class _Conversion:
         import datasets
 
         names = self.request["inputs"]
-        features = [data.features[name] for name in names]
+        known = data.features  # once: the library copies all of them for each use
+        features = [known[name] for name in names]
         file = f"{part}-inputs.npy"
         if isinstance(features[0], datasets.Image) and len(names) == 1:
             self.what = "images"
@@ -114,14 +115,14 @@ class _Conversion:
         if len(names) == 1 and not isinstance(features[0], datasets.Value | datasets.ClassLabel):
             values = self._list(data, names[0])
         else:
-            values = np.stack([self._numbers(data, name) for name in names], 1)
+            columns = zip(names, features, strict=True)
+            values = np.stack([self._numbers(data, name, feature) for name, feature in columns], 1)
             self.facts |= {"num_features": len(names), "columns": list(names)}
         return self.reading.save(file, values.astype(self.request["dtype"])), list(values.shape[1:])
 
-    def _numbers(self, data: Any, name: str) -> NDArray[np.float64]:
+    def _numbers(self, data: Any, name: str, feature: Any) -> NDArray[np.float64]:
         import datasets
 
-        feature = data.features[name]
         if not isinstance(feature, datasets.Value | datasets.ClassLabel) or feature.dtype in ("string", "large_string"):
             raise RefusedError(
                 f"data.inputs={name} is a column of {_spoken(feature)}: use one such column by itself, or several of "
@@ -236,8 +237,9 @@ class _Writer:
 
 def _values(data: Any, name: str) -> Any:
     """Return a column as texts or numbers. Raises: RefusedError, if one is missing."""
-    values = data.data.table.column(name) if data._indices is None else None
-    listed = values.to_pylist() if values is not None else data[name][:]
+    # Not data[name], which copies the descriptions of all columns.
+    values = data.data.table.column(name)
+    listed = (values if data._indices is None else values.take(data._indices.table.column(0))).to_pylist()
     _checked(listed, name, 0)
     return listed if listed and isinstance(listed[0], str) else np.asarray(listed)
 

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from ddpexp.data.arrays.dataset import load
+from ddpexp.data.hf.convert import convert
 from ddpexp.data.hf.prepare import prepare
 from ddpexp.errors import RefusedError
 
@@ -112,6 +113,33 @@ def test_lists_of_one_length_are_inputs() -> None:
 def test_a_selection_of_a_saved_set_is_read_in_its_order() -> None:
     datasets.Dataset.from_dict({"a": [1.0, 2.0, 3.0], "k": ["x", "y", "x"]}).select([2, 1]).save_to_disk("d")
     assert everything(load(prepare("d", inputs="a", targets="k")).train) == ([[3], [2]], [0, 1])
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [2, 0]], ids=["the first rows", "selected rows"])
+def test_descriptions_of_columns_are_copied_no_more_often_for_many_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[int]
+) -> None:
+    copies: list[int] = []
+    copy = datasets.Features.copy
+
+    def counted(features: Any) -> Any:
+        copies[-1] += 1
+        return copy(features)
+
+    for count in (3, 30):
+        names = [f"column {number}" for number in range(count)]
+        data = datasets.Dataset.from_dict({name: [0.5, place, 2.5] for place, name in enumerate(names)}).select(rows)
+        request = {"path": "d", "inputs": names, "targets": None, "target_type": "none", "classes": None}
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        copies.append(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(datasets.Features, "copy", counted)
+            patch.setattr("ddpexp.data.hf.convert.open_sets", lambda _, data=data: {"train": data})
+            record = convert(folder, {**request, "dtype": "float32", "group_by": None})
+        inputs = np.load(folder / record["parts"]["train"]["inputs"])
+        assert inputs[:, -1].tolist() == [[0.5, count - 1, 2.5][row] for row in rows]
+    assert copies[0] == copies[1] > 0
 
 
 def test_starting_again_converts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
