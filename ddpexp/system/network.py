@@ -5,13 +5,18 @@ from __future__ import annotations
 import fcntl
 import ipaddress
 import os
+import queue
 import socket
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ddpexp.errors import RefusedError
+
 LOOPBACK = "127.0.0.1"
 GLOO_INTERFACE, NCCL_INTERFACE = INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SECONDS = 5.0  # for an answer of this host itself
 _SIOCGIFADDR = 0x8915  # Source: netdevice(7)
 
 
@@ -88,6 +93,48 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def check_loopback() -> None:
+    """Check that processes of this host can connect to one another. Raises: RefusedError."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server, socket.create_connection(server.getsockname(), _SECONDS):
+            pass
+    except OSError as error:
+        raise RefusedError(
+            f"the workers on this host connect to one another at {LOOPBACK}, which does not answer ({error}): the "
+            "loopback interface is down, as in a new network namespace. Type: ip link set lo up"
+        ) from None
+
+
+def check_resolves(host: str, typed: str) -> None:
+    """Check that a name stands for an address; `typed` is the override that has it.
+
+    Raises:
+        RefusedError: it does not, or no name server answers within five seconds; nothing else limits that time.
+    """
+    problems: queue.SimpleQueue[OSError | UnicodeError | None] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            socket.getaddrinfo(host, None)
+            problems.put(None)
+        except (OSError, UnicodeError) as error:
+            problems.put(error)
+
+    threading.Thread(target=look_up, name="resolver", daemon=True).start()
+    try:
+        problem = problems.get(timeout=_SECONDS)
+    except queue.Empty:
+        raise RefusedError(
+            f"{typed}: no name server has answered for {host} within {_SECONDS:.0f} seconds: use its address, or enter "
+            "it into /etc/hosts."
+        ) from None
+    if problem is not None:
+        raise RefusedError(
+            f"{typed}: the name {host} stands for no address here ({getattr(problem, 'strerror', None) or problem}): "
+            "check it, use its address, or enter it into /etc/hosts."
+        )
 
 
 def is_wildcard(host: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CATALOGUE = [
-    *map(str, [*range(1, 29), *range(31, 36), *range(54, 69), 70, 71, 72, 73, 74]),
+    *map(str, [*range(1, 29), *range(31, 36), *range(54, 69), 70, 71, 72, 73, 74, 75]),
     *(f"S{number}" for number in (1, 4, 5, 6, 7, 9, 10, 11, 16, 17, 18, 19, 20)),
 ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -104,6 +105,57 @@ def test_a_port_that_another_program_has_is_refused_by_all_ranks_in_seconds(reci
         f"for all, or end that program.\n"
     )
     assert not run.exists()
+
+
+def namespaced(recipe: Recipe, namespaces: tuple[str, ...], before: str, *overrides: str) -> Done:
+    """Run the command in namespaces of its own, after a command of the shell."""
+    arguments, run = recipe.words("trainer.threads=1", "trainer.gpus=2", *overrides)
+    command = shlex.join([sys.executable, "-m", "ddpexp", *arguments])
+    process = subprocess.Popen(
+        ["unshare", *namespaces, "sh", "-c", f"{before}; exec {command}"], cwd=recipe.folder,
+        env=recipe.ddpexp.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return finish(process, run)
+
+
+@pytest.mark.fault(75)
+@pytest.mark.skipif(os.geteuid() != 0, reason="a namespace of its own takes root")
+@pytest.mark.parametrize("launcher", ["spawn", "elastic"])
+def test_a_loopback_interface_that_is_down_is_refused_with_the_cure(recipe: Recipe, launcher: str) -> None:
+    done = namespaced(recipe, ("--net",), "true", f"launcher={launcher}")
+    assert (done.code, done.out) == (2, "")
+    assert "the loopback interface is down, as in a new network namespace. Type: ip link set lo up" in done.err
+    assert done.err.count("\n") == 1
+    assert not done.run.exists()
+    assert namespaced(recipe, ("--net",), "ip link set lo up", f"launcher={launcher}").code == 0
+
+
+@pytest.mark.fault(75)
+@pytest.mark.skipif(os.geteuid() != 0, reason="a namespace of its own takes root")
+def test_a_host_whose_own_name_stands_for_no_address_trains(recipe: Recipe) -> None:
+    for launcher in ("elastic", "spawn"):
+        done = namespaced(recipe, ("--uts",), "hostname no-such-host", f"launcher={launcher}")
+        assert done.code == 0, done.err
+
+
+@pytest.mark.fault(75)
+@pytest.mark.variants(3)
+@pytest.mark.parametrize(
+    ("endpoint", "sentence"),
+    [
+        ("no-such-host.invalid:1", "the name no-such-host.invalid stands for no address here"),
+        ("192.0.2.1:1", "launcher.rdzv_endpoint=192.0.2.1:1, which keeps the list of the machines, does not answer"),
+        ("127.0.0.1:PORT", "fewer than the 2 machines of trainer.nodes have joined at "),
+    ],
+)
+def test_machines_that_do_not_meet_are_waited_for_no_longer_than_the_limit(
+    recipe: Recipe, endpoint: str, sentence: str
+) -> None:
+    where = f"launcher.rdzv_endpoint={endpoint.replace('PORT', str(free_port()))}"
+    done = recipe("launcher=elastic", "trainer.nodes=2", where, "trainer.timeout.init_seconds=4")
+    assert (done.code, done.out) == (2, ""), done.err
+    assert sentence in done.err
+    assert not done.run.exists()
 
 
 @pytest.mark.fault(26)

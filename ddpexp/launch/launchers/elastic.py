@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
+import re
 import signal
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from ddpexp.errors import (
@@ -40,12 +42,13 @@ from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
 from ddpexp.system import programs
-from ddpexp.system.network import address_towards
+from ddpexp.system.network import LOOPBACK, address_towards, check_loopback, check_resolves
 from ddpexp.system.terminal import print_message
 
 _END_SECONDS = 2.0  # for the command to end the agent
 _PORT = "29400"  # torch's default, for endpoints without a port
 _ANSWER_SECONDS = 1.0
+_REPORTED_SECONDS = 10.0  # after which a wait is reported
 _POLL_SECONDS = 0.1
 _LOOK_SECONDS = 0.02
 _RESTART_NOTICE_SECONDS = 30.0  # for this machine's agent to notice a new round; it polls every second
@@ -79,7 +82,9 @@ class Elastic(Launcher):
         low, high = self._range(job.request.nodes)
         here = resolve(job.request.gpus, job.request.device, job.request.backend, job.request.threads)
         job.check_range([replace(here, nodes=n, world_size=n * here.world_size) for n in range(low, high + 1)])
-        rendezvous = self._rendezvous(high)
+        rendezvous = self._rendezvous(high, job.request.timeout.init_seconds)
+        check_loopback()
+        first_round = _FirstRound(job.request.timeout.init_seconds, self._waits_for(job.request.nodes))
         has_endpoint = self.rdzv_endpoint is not None and self.rdzv_backend == "c10d"
         endpoint = _Endpoint(str(self.rdzv_endpoint)) if has_endpoint else None
         if server is not None:
@@ -104,6 +109,10 @@ class Elastic(Launcher):
 
             def list_is_lost() -> bool:
                 phase = board.phase()
+                first_round.over = first_round.over or phase in (Phase.RUNS, Phase.LOOKS)
+                if phase == Phase.FIRST and first_round.is_overdue() and (endpoint is None or not endpoint.answers()):
+                    first_round.failed = self.rdzv_backend == "c10d"  # with etcd torch's agent watches over the time
+                    return first_round.failed
                 restarting = bool(board.codes()) or phase == Phase.MEETS  # the ranks ran here and are to be restarted
                 if endpoint is None or not (restarting or phase == Phase.FIRST) or endpoint.answers():
                     return False
@@ -121,14 +130,25 @@ class Elastic(Launcher):
                 raise
             if code == EXIT_DONE:
                 return code
-            if endpoint is not None and endpoint.lost:
+            if first_round.failed and endpoint is None:
+                raise RefusedError(
+                    "torch's agent has started no worker within "
+                    f"trainer.timeout.init_seconds={first_round.seconds:g}: see its output above, and ddpexp doctor."
+                )
+            if first_round.failed or (endpoint is not None and endpoint.lost):
                 code = LIST_LOST
             if code in (JOB_ENDED, LIST_LOST):
                 _check_unfinished(job)  # the run may have finished
-            self._explain(code, board.phase(), low)
+            self._explain(code, board.phase(), low, first_round.over)
             return next(iter(board.codes()), EXIT_FAILED)
 
-    def _explain(self, code: int, phase: Phase, min_nodes: int) -> None:
+    def _waits_for(self, nodes: int | str) -> str:
+        """Return what this command waits for before there are ranks."""
+        if self.rdzv_endpoint is None:
+            return "torch's agent to start the workers"
+        return f"the machines of trainer.nodes={nodes} to meet at launcher.rdzv_endpoint={self.rdzv_endpoint}"
+
+    def _explain(self, code: int, phase: Phase, min_nodes: int, has_run: bool) -> None:
         """Print why the agent has given up, where the ranks are not the reason."""
         endpoint = f"launcher.rdzv_endpoint={self.rdzv_endpoint}"
         if code == LIST_LOST and phase == Phase.FIRST:
@@ -145,11 +165,13 @@ class Elastic(Launcher):
                 "their output"
             )
         elif code == FEW_CAME:
-            text = f"fewer than the {min_nodes} machines of trainer.nodes have joined at {endpoint} in time"
-            print_message(
-                f"ddpexp: {text}: start the command on the others too (join_timeout in launcher.rdzv_conf is the time "
-                "in seconds)"
+            text = (
+                f"fewer than the {min_nodes} machines of trainer.nodes have joined at {endpoint} within "
+                "trainer.timeout.init_seconds: start the command on the others too, or raise that key"
             )
+            if not has_run:
+                raise RefusedError(f"{text}.")
+            print_message(f"ddpexp: {text}")
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Run one rank that the agent has started; like `TorchrunEnv.launch`."""
@@ -182,7 +204,7 @@ class Elastic(Launcher):
             )
         return first, last
 
-    def _rendezvous(self, max_nodes: int) -> list[str]:
+    def _rendezvous(self, max_nodes: int, init_seconds: float) -> list[str]:
         if self.max_restarts < 0:
             raise RefusedError(f"launcher.max_restarts={self.max_restarts}: use 0 or more.")
         if self.rdzv_backend == "etcd-v2" and importlib.util.find_spec("etcd") is None:
@@ -194,17 +216,42 @@ class Elastic(Launcher):
                 raise RefusedError(
                     "launcher.rdzv_endpoint is missing: set the HOST:PORT of the rendezvous, the same on all machines."
                 )
-            return ["--standalone"]
+            return ["--standalone", f"--local-addr={LOOPBACK}"]  # otherwise by this host's name, which need not resolve
         arguments = [
             f"--rdzv-backend={self.rdzv_backend}",
             f"--rdzv-endpoint={self.rdzv_endpoint}",
             f"--rdzv-id={self.rdzv_id}",
         ]
         host, port = _host_and_port(self.rdzv_endpoint)
+        check_resolves(host, f"launcher.rdzv_endpoint={self.rdzv_endpoint}")
         if (address := address_towards(host, port)) is not None:
             # By default the agent publishes this host's name, which other containers often cannot resolve.
             arguments.append(f"--local-addr={address}")
-        return [*arguments, *([f"--rdzv-conf={self.rdzv_conf}"] if self.rdzv_conf else [])]
+        name = "join_timeout" if self.rdzv_backend == "c10d" else "timeout"  # for the machines to come
+        settings = [self.rdzv_conf] if self.rdzv_conf else []
+        if not re.search(rf"(^|,)\s*{name}\s*=", self.rdzv_conf or ""):
+            settings.append(f"{name}={math.ceil(init_seconds)}")
+        return [*arguments, f"--rdzv-conf={','.join(settings)}"]
+
+
+@dataclass
+class _FirstRound:
+    """The wait for the first ranks: reported once it takes long, and of limited length."""
+
+    seconds: float
+    what: str
+    failed: bool = False
+    over: bool = False
+    _reported: bool = False
+    _since: float = field(default_factory=time.monotonic)
+
+    def is_overdue(self) -> bool:
+        """Return whether the limit is reached."""
+        waited = time.monotonic() - self._since
+        if waited > _REPORTED_SECONDS and not self._reported:
+            print_message(f"ddpexp: waiting for {self.what} (trainer.timeout.init_seconds={self.seconds:g})")
+            self._reported = True
+        return waited > self.seconds
 
 
 @dataclass
@@ -216,15 +263,19 @@ class _Endpoint:
     _failures: int = 0
     _next: float = 0.0
 
+    def is_there(self) -> bool:
+        """Return whether it can be connected to."""
+        try:
+            socket.create_connection(_host_and_port(self.address), timeout=_ANSWER_SECONDS).close()
+            return True
+        except (OSError, ValueError, OverflowError):
+            return False
+
     def answers(self) -> bool:
         """Return whether it can be connected to, checked once a second; False after two failures in a row."""
         if time.monotonic() < self._next:
             return self._failures < 2
-        try:
-            socket.create_connection(_host_and_port(self.address), timeout=_ANSWER_SECONDS).close()
-            self._failures = 0
-        except (OSError, ValueError, OverflowError):
-            self._failures += 1
+        self._failures = 0 if self.is_there() else self._failures + 1
         self._next = time.monotonic() + _ANSWER_SECONDS
         return self._failures < 2
 

@@ -36,7 +36,7 @@ from ddpexp.system import start
 from ddpexp.system.gpus import Device, worker_variables
 from ddpexp.system.hardware import cores_quota, usable_core_numbers, visible_devices
 from ddpexp.system.limits import check_open_files
-from ddpexp.system.network import LOOPBACK, boot_id, interface_of, interface_variables, is_loopback
+from ddpexp.system.network import LOOPBACK, boot_id, check_loopback, interface_of, interface_variables, is_loopback
 from ddpexp.system.process import end_with_parent
 from ddpexp.system.terminal import Terminal
 from ddpexp.system.terminal_mode import descriptor_of_terminal
@@ -68,6 +68,8 @@ def run(
     workers = 1 if external else local.world_size
     check_open_files(workers, world_size)
     if environment.size == 1 or rendezvous is None:
+        if world_size > 1:
+            check_loopback()
         owners = [environment.owner] if environment.owner else []
         job.begin(layout, Participants([platform.node()], owners, environment.restarted))
         assignment = RankAssignment(0, world_size, 0, world_size, 0, False, True)
@@ -115,6 +117,8 @@ def _lead(
             for peer in meeting.peers:
                 peer.first_rank = assignments[peer.index].first_rank
             job.check(layout)
+            if is_loopback(meeting.address):
+                check_loopback()
             owners = [handshake["owner"] for handshake in handshakes if handshake["owner"]]
             hosts = [handshake["host"] for handshake in handshakes]
             job.begin(layout, Participants(hosts, owners, environment.restarted))

@@ -156,7 +156,12 @@ def _describe(cause: Account, all_wait: Sequence[Account], alone: bool) -> str:
         places = "; ".join(
             f"rank {account.rank}{f' {account.where}' if account.where else ''}" for account in all_wait[:8]
         )
-        return f"{text}: every rank waits for another ({places}). Do all take the same path through the recipe?"
+        advice = (
+            "Can they reach one another over the network? ddpexp doctor measures it."
+            if cause.key == "init_seconds"
+            else "Do all take the same path through the recipe?"
+        )
+        return f"{text}: every rank waits for another ({places}). {advice}"
     waiting = "" if alone else ", and the others wait for it"
     return f"{text}: {how}{waiting}. All ranks' stacks are in their logs; raise the key if it only needs longer."
 

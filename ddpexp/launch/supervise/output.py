@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.messages import Progress
-from ddpexp.launch.supervise.stacks import is_stack
+from ddpexp.launch.supervise.stacks import is_native_frame, is_stack
 from ddpexp.system.terminal import Terminal
 
 _HOLD_SECONDS = 0.3  # a warning of another rank waits this long for the same warning of rank zero
@@ -34,7 +34,7 @@ class Output:
     ) -> None:
         """Show the new output of a worker."""
         for line in worker.log.new_lines(last, until):
-            if not (without_stacks and is_stack(line)):
+            if not (without_stacks and is_stack(line)) and not is_native_frame(line):  # those are in the log alone
                 self.terminal.line(line)
 
     def line(self, text: str) -> None:

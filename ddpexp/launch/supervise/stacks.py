@@ -10,6 +10,9 @@ from pathlib import Path
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen|/ddpexp/system/fault_injection\.py$")
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*most recent call first")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?),? in (.*)$')
+_NATIVE_FRAME = re.compile(
+    r"frame #\d+: .*\(0x[0-9a-f]+ in .*\)$|<omitting python frames>$|Exception raised from .* at "
+)
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
@@ -54,6 +57,11 @@ def raised(traceback: str) -> Stack:
         elif frames and not line.startswith(" "):
             break
     return frames[::-1]
+
+
+def is_native_frame(line: str) -> bool:
+    """Return whether a line is a frame of an error of torch's C++, which has dozens. Source: c10/util/Backtrace.cpp."""
+    return _NATIVE_FRAME.match(line) is not None
 
 
 def is_stack(line: str) -> bool:

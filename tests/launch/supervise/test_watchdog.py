@@ -301,3 +301,16 @@ def account(rank: int, how: Any, silent: float = 9.0, step: int = 3) -> Account:
 def test_the_rank_for_which_the_others_wait_is_the_cause(accounts: list[Account], rank: int | None) -> None:
     found = verdict(accounts)
     assert (None if found is None else found.rank) == rank
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("step_seconds", "Do all take the same path through the recipe?"),
+        ("init_seconds", "Can they reach one another over the network? ddpexp doctor measures it."),
+    ],
+)
+def test_ranks_that_all_wait_get_advice_on_what_they_do(key: str, advice: str) -> None:
+    found = verdict([replace(account(rank, "waits"), key=key) for rank in (0, 1)])
+    assert found is not None
+    assert found.message.endswith(advice)
