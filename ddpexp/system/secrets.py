@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+
+from ddpexp.errors import RefusedError
 
 LISTED = "DDPEXP_SECRETS"
 """The variable that lists further names, such as `MY_DSN,CORP_*`."""
@@ -55,6 +59,14 @@ _NUMBER = re.compile(r"[+-]?[\d.,:_]+(?:[eE][+-]?\d+)?")
 _NO_SECRETS = {"anonymous", "disabled", "kerberos", "negotiate", "optional", "required", "undefined"}
 _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
 _PATTERN = re.compile(r"(?=.*\w)[\w.*?-]+")
+_REFERENCE = re.compile(r"\$\{(?:oc\.env:)?([^\s{}:]+)\}")
+_IN_URL = re.compile(  # a password, or what signs the URL
+    r"((?:://[^/\s:@?#\"']*:(?=[^/\s@\"']+@)|[?&](?:sig|X-Amz-Signature|[\w-]*token)=))(?!\$\{|\*\*\*)[^/\s@\"'&#]+"
+)
+_SECRET_IN_URL = "a password in a URL"
+_SHORT = 128  # characters of a text that is masked once
+_OS_ENVIRON = type(os.environ)
+_MIN_LINE = 16  # characters of a line of a secret that has several, such as a private key
 
 
 def unusable(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -89,39 +101,91 @@ def secret_variables(environ: Mapping[str, str] = os.environ) -> list[tuple[str,
     return sorted(secrets, key=lambda secret: (-len(secret[0]), secret[1]))
 
 
-def masked(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Replace values of secret variables by `${NAME}`, whether plain or as Python and JSON quote them."""
-    return masker(environ)(text)
+class Masked(str):
+    """A text without secrets: it is not masked again, which a number in JSON would not survive."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """Return itself, so that `print` hands it on as it is."""
+        return self
+
+
+def masked(text: str, environ: Mapping[str, str] = os.environ) -> Masked:
+    """Replace values of secret variables by `${NAME}`, whether plain or as Python, JSON, YAML, shells or URLs have it.
+
+    The password of any URL, and what signs one, becomes `***`. References to variables stay as they are.
+    """
+    return text if isinstance(text, Masked) else Masked(masker(environ)(text))
 
 
 def masker(environ: Mapping[str, str] = os.environ) -> Callable[[str], str]:
-    """Return a function that masks texts; it reads the environment only once."""
-    replacements = [
-        (form, f"${{{name}}}")
-        for whole, name in secret_variables(environ)
-        for value in _parts(whole)
-        for form in {value, repr(value)[1:-1], value.replace("\\", "\\\\").replace('"', '\\"')}
-    ]
-    replacements.sort(key=lambda replacement: -len(replacement[0]))
-
-    def mask(text: str) -> str:
-        for form, reference in replacements:
-            text = text.replace(form, reference)
-        return text
-
-    return mask
+    """Return a function that masks texts by the present environment, which is searched again once it has changed."""
+    return _masker_of(environ).text
 
 
 def masked_tree(tree: Any, mask: Callable[[str], str] | None = None) -> Any:
     """Mask every string of a nested structure, including the keys."""
+    if isinstance(tree, float | int):
+        return tree
     mask = mask or masker()
     if isinstance(tree, str):
         return mask(tree)
     if isinstance(tree, Mapping):
-        return {mask(key) if isinstance(key, str) else key: masked_tree(value, mask) for key, value in tree.items()}
+        return {
+            mask(key) if isinstance(key, str) else key: value if type(value) is float else masked_tree(value, mask)
+            for key, value in tree.items()
+        }
     if isinstance(tree, list | tuple):
-        return [masked_tree(value, mask) for value in tree]
+        return [value if type(value) is float else masked_tree(value, mask) for value in tree]
     return tree
+
+
+def held_in(text: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return what a text holds that is secret, such as `the value of TOKEN`; None if it holds nothing of that kind."""
+    shown = masked(text, environ)
+    if shown == text:
+        return None
+    before = set(_REFERENCE.findall(text))
+    names = [name for name in _REFERENCE.findall(shown) if name not in before]
+    return f"the value of {names[0]}" if names else _SECRET_IN_URL
+
+
+def with_references(tree: Any, environ: Mapping[str, str] = os.environ, key: str = "") -> Any:
+    """Put `${oc.env:NAME}` in place of each secret in the strings of a configuration, which resolves to it again.
+
+    Raises:
+        RefusedError: there is a secret that no reference can stand for: in a name, or a part of a variable's value.
+    """
+    if isinstance(tree, Mapping):
+        for name in tree:
+            if isinstance(name, str) and (what := held_in(name, environ)) is not None:
+                raise RefusedError(
+                    f"The key {masked(f'{key}.{name}' if key else name, environ)} holds {what}, and config.yaml and "
+                    "the records would show it: choose another name, or give the variable another value."
+                )
+        return {
+            name: with_references(value, environ, f"{key}.{name}" if key else str(name)) for name, value in tree.items()
+        }
+    if isinstance(tree, list | tuple):
+        return [with_references(value, environ, f"{key}[{index}]") for index, value in enumerate(tree)]
+    if not isinstance(tree, str):
+        return tree
+    text = _masker_of(environ).referenced(tree)
+    what = held_in(text, environ)
+    if what is None:
+        return text
+    raise RefusedError(
+        f"{key}={masked(tree, environ)} holds {what}, which would stand in config.yaml: put all of the value into a "
+        f"variable of the environment, such as MY_SECRET, and type {key}='${{oc.env:MY_SECRET}}'."
+    )
+
+
+def resolved_references(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Undo `with_references` in a text of this command's own: not in one that a run directory brings along."""
+    for value, name in _masker_of(environ).secrets:
+        text = text.replace(f"${{oc.env:{name}}}", value)
+    return text
 
 
 def referenced(overrides: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
@@ -129,11 +193,11 @@ def referenced(overrides: Sequence[str], environ: Mapping[str, str] = os.environ
 
     Return the overrides with `${oc.env:TOKEN}` in place of the value, and a note for the user on each replacement.
     """
-    secrets, changed, notes = secret_variables(environ), [], []
+    masker, changed, notes = _masker_of(environ), [], []
     for override in overrides:
         start = _OVERRIDE.match(override)
         value = override[start.end() :] if start else ""
-        for secret, name in secrets:
+        for secret, name in masker.secrets:
             if secret in value:
                 value = value.replace(secret, f"${{oc.env:{name}}}")
                 notes.append(f"{override[: start.end() - 1].lstrip('+~')} is written as ${{oc.env:{name}}}")  # type: ignore[union-attr]
@@ -160,12 +224,108 @@ def _is_secret(name: str, value: str) -> bool:
     return not _is_path(value)
 
 
+class _Environment:
+    """The variables of an environment at some time; equal ones have the same secrets."""
+
+    def __init__(self, variables: Mapping[Any, Any]) -> None:
+        self._variables = dict(variables)
+
+    def __hash__(self) -> int:
+        return len(self._variables)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Environment) and self._variables == other._variables
+
+    def strings(self) -> dict[str, str]:
+        return {os.fsdecode(name): os.fsdecode(value) for name, value in self._variables.items()}
+
+
+class _Masker:
+    """Replaces the secrets of one environment."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.secrets = secrets = secret_variables(environ)
+        replacements = {
+            form: f"${{{name}}}" for whole, name in reversed(secrets) for part in _parts(whole) for form in _forms(part)
+        }
+        self._replacements = sorted(replacements.items(), key=lambda replacement: -len(replacement[0]))
+        self._names = {name for _, name in secrets}
+        self._short = lru_cache(1024)(self._masked)  # names of metrics, which come with every record
+
+    def text(self, text: str) -> str:
+        if isinstance(text, Masked):
+            return text[:]  # as a plain string, which YAML and others insist on
+        return self._short(text) if len(text) <= _SHORT else self._masked(text)
+
+    def _masked(self, text: str) -> str:
+        for form, reference in self._replacements:
+            if form in text:
+                text = self._replaced(text, form, reference)
+        return _IN_URL.sub(r"\1***", text) if "://" in text else text
+
+    def referenced(self, text: str) -> str:
+        """Put references to the environment in place of the whole values."""
+        for value, name in self.secrets:
+            if value in text:
+                text = self._replaced(text, value, f"${{oc.env:{name}}}")
+        return text
+
+    def _replaced(self, text: str, form: str, reference: str) -> str:
+        """Replace a secret, but not in the names of references, which may be the secret's own text."""
+        parts, end = [], 0
+        for found in _REFERENCE.finditer(text):
+            if found[1] in self._names:
+                parts += [_put(text[end : found.start()], form, reference), found[0]]
+                end = found.end()
+        return "".join([*parts, _put(text[end:], form, reference)])
+
+
+def _put(text: str, form: str, reference: str) -> str:
+    *before, last = text.split(form)
+    if reference.startswith("${oc.env:"):  # OmegaConf takes one behind a backslash for a text
+        before = [re.sub(r"\\+$", r"\g<0>\g<0>", part) for part in before]
+    return reference.join([*before, last])
+
+
+def _masker_of(environ: Mapping[str, str]) -> _Masker:
+    # To copy os.environ would decode all of it, which takes longer than masking a text.
+    raw = vars(environ).get("_data") if environ is os.environ and environ.__class__ is _OS_ENVIRON else None
+    return _masker(_Environment(environ if raw is None else raw))
+
+
+@lru_cache(4)
+def _masker(environment: _Environment) -> _Masker:
+    return _Masker(environment.strings())
+
+
 def _parts(value: str) -> Iterator[str]:
-    """Yield a secret and, if it is a URL, the password in it: libraries print that separately."""
+    """Yield a secret and what of it stands alone: the password of a URL, which libraries print, and each long line."""
     yield value
     url = _OF_URL.fullmatch(value)
     if url is not None and url[1] is not None and len(url[1]) >= _MIN_LENGTH and not _NUMBER.fullmatch(url[1]):
         yield url[1]
+    lines = value.splitlines()
+    if len(lines) > 1:
+        yield from (line for line in lines if len(line) >= _MIN_LINE and not line.startswith("-----"))
+
+
+def _forms(value: str) -> set[str]:
+    """Return a secret as it is, and as Python, JSON, YAML, shells, HTML and URLs quote it."""
+    forms = {
+        value,
+        repr(value)[1:-1],
+        value.replace("\\", "\\\\").replace('"', '\\"'),
+        json.dumps(value)[1:-1],
+        json.dumps(value, ensure_ascii=False)[1:-1],
+    }
+    if not re.fullmatch(r"[\w.~-]*", value, re.ASCII):
+        from html import escape
+        from urllib.parse import quote, quote_plus
+
+        bytes_ = value.encode("utf-8", "surrogateescape")
+        forms |= {value.replace("'", "''"), value.replace("'", "'\"'\"'"), escape(value), escape(value, quote=False)}
+        forms |= {quote(bytes_), quote(bytes_, safe=""), quote_plus(bytes_)}
+    return forms
 
 
 def _is_path(value: str) -> bool:

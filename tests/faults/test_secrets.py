@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from ddpexp.system.secrets import masked, masked_tree, referenced, secret_variables, unusable
+from ddpexp.errors import RefusedError
+from ddpexp.system.secrets import (
+    masked,
+    masked_tree,
+    referenced,
+    resolved_references,
+    secret_variables,
+    unusable,
+    with_references,
+)
 from tests.conftest import Done, finish
 from tests.points import Recipe
 
@@ -351,3 +361,79 @@ def test_only_values_of_overrides_become_references() -> None:
     changed, said = referenced(command, environ)
     assert changed == [*command[:2], "+data.url=https://me:${oc.env:A_KEY}@host", *command[3:]]
     assert said == ["data.url is written as ${oc.env:A_KEY}"]
+
+
+@pytest.mark.fault("S10")
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("a'b c-d\"e", "x='a''b c-d\"e'"), ("a'b c-d\"e", "x='a'\"'\"'b c-d\"e'"), ("a'b c-d\"e", "x=a%27b%20c-d%22e"),
+        ("a'b c-d\"e", "x=a%27b+c-d%22e"), ("a'b c-d\"e", "x=a&#x27;b c-d&quot;e"), ("gr\u00fcn-gr\u00fcn", r"x=gr\u00fcn-gr\u00fcn"),
+        ("tab\there-x", r"x=tab\there-x"), ("back\\slash-x", r"x=back\\slash-x"),
+    ],
+)  # fmt: skip
+def test_a_secret_is_masked_as_yaml_shells_urls_html_and_json_write_it(value: str, shown: str) -> None:
+    assert masked(shown, {"MY_TOKEN": value}).replace("'", "") == "x=${MY_TOKEN}"
+
+
+@pytest.mark.fault("S10")
+def test_the_lines_of_a_private_key_are_masked_alone_too() -> None:
+    key = "-----BEGIN PRIVATE KEY-----\nMIIEabcdEFGH0123456789\nabcdEFGH0123456789MIIE\n-----END PRIVATE KEY-----"
+    diff = "\n".join(f"+    {line}" for line in key.splitlines())
+    shown = masked(diff, {"DEPLOY": key}).splitlines()
+    assert shown[1:3] == ["+    ${DEPLOY}", "+    ${DEPLOY}"]
+
+
+@pytest.mark.fault("S10")
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("git clone https://x-access-token:ghs_1@host/a.git", "git clone https://x-access-token:***@host/a.git"),
+        ("s3://key:pass/word", "s3://key:pass/word"), ("http://host:8080/a@b", "http://host:8080/a@b"),
+        ("see https://host/a?x=1&token=abc&y=2", "see https://host/a?x=1&token=***&y=2"),
+        ("https://me:${TOKEN}@host https://host?sig=${TOKEN}", "https://me:${TOKEN}@host https://host?sig=${TOKEN}"),
+    ],
+)  # fmt: skip
+def test_a_password_in_any_url_is_masked(text: str, shown: str) -> None:
+    assert masked(text, {}) == shown
+    assert masked(masked(text, {}), {}) == shown
+
+
+@pytest.mark.fault("S10")
+def test_a_reference_stays_one_although_its_name_is_the_secret() -> None:
+    environ = {"DB_PASSWORD": "PASSWORD"}
+    assert masked("PASSWORD ${DB_PASSWORD} ${oc.env:DB_PASSWORD}", environ) == (
+        "${DB_PASSWORD} ${DB_PASSWORD} ${oc.env:DB_PASSWORD}"
+    )
+    assert with_references("a PASSWORD ${oc.env:DB_PASSWORD}", environ) == (
+        "a ${oc.env:DB_PASSWORD} ${oc.env:DB_PASSWORD}"
+    )
+
+
+@pytest.mark.fault("S10")
+def test_what_becomes_secret_while_a_process_runs_is_masked_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert masked("late-4711-late") == "late-4711-late"
+    monkeypatch.setenv("LATE_TOKEN", "late-4711-late")
+    assert masked("late-4711-late") == "${LATE_TOKEN}"
+    monkeypatch.delenv("LATE_TOKEN")
+    assert masked("late-4711-late") == "late-4711-late"
+
+
+@pytest.mark.fault("S10")
+def test_in_a_configuration_secrets_become_references_or_are_refused() -> None:
+    environ = {"A_KEY": "abcdefgh", "DATA_URL": "postgres://me:correct-horse@host/data"}
+    tree = {"a": ["/x/abcdefgh/y", 3, None], "b": {"c": "postgres://me:correct-horse@host/data", "d": "\\abcdefgh"}}
+    made: Any = with_references(tree, environ)
+    assert made == {
+        "a": ["/x/${oc.env:A_KEY}/y", 3, None],
+        "b": {"c": "${oc.env:DATA_URL}", "d": "\\\\${oc.env:A_KEY}"},
+    }
+    assert resolved_references(made["a"][0], environ) == "/x/abcdefgh/y"
+    for refused, sentence in (
+        ({"data": {"abcdefgh": 1}}, "The key data.${A_KEY} holds the value of A_KEY"),
+        ({"data": ["correct-horse"]}, "data[0]=${DATA_URL} holds the value of DATA_URL"),
+        ({"data": {"url": "ftp://a:b@c"}}, "data.url=ftp://a:***@c holds a password in a URL"),
+    ):
+        with pytest.raises(RefusedError) as caught:
+            with_references(refused, environ)
+        assert sentence in str(caught.value)
