@@ -12,6 +12,7 @@ from typing import Any
 
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import RefusedError
+from ddpexp.system.secrets import with_references
 from ddpexp.system.yaml_text import load_yaml
 
 SECTIONS = ("model", "task", "callbacks")  # the others are checked before the data is prepared
@@ -124,7 +125,7 @@ def resolve_text(text: str, facts: Mapping[str, Any]) -> str:
         return text
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(resolve(load_yaml(text), facts)))
+    return OmegaConf.to_yaml(OmegaConf.create(with_references(resolve(load_yaml(text), facts))))
 
 
 def _value(facts: Mapping[str, Any], path: str, where: str) -> Any:

@@ -29,11 +29,14 @@ from ddpexp.config.schema import TYPED_SECTIONS, Experiment
 from ddpexp.config.sentences import first_line, sentence, unknown_key_of
 from ddpexp.config.typed_targets import counts_unlisted, is_in, keys_of_target, typed_targets
 from ddpexp.config.validate import ALERT_URL
-from ddpexp.config.values import offered_by_packages, plain, trust_of
+from ddpexp.config.values import offered_by_packages, plain, text_of, trust_of
 from ddpexp.config.versions import get_yaml_loader
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import check_yaml, shortest
 from ddpexp.system.yaml_text import load_yaml
+
+_IN_LIST = re.compile(r"(?<=[\[,])\s*([^\[\],'\"{}\s]*\$\{oc\.env:[\w.-]+\}[^\[\],'\"{}\s]*)(?=\s*[,\]])")
+"""An item with a reference, which YAML takes only in quotes."""
 
 
 @bounded_interpolations()
@@ -61,6 +64,8 @@ def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> t
             reader = reader.also(_choose(cfg, chosen, keeps, added))
             cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
             cfg.run.allow_changes = []
+            if "${" in str(stored["run"].get("dir")):  # nothing reads it: the run is where its file is
+                cfg.run.dir = str(path.parent.absolute())
             _override_all(cfg, others)
         values, read = _resolved(cfg, reader)
     except OmegaConfBaseException as error:
@@ -69,9 +74,9 @@ def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> t
     if settings := unrestated(values, written, read, reader):
         raise UnrestatedError(shortest(path.parent), settings)
     if offered := offered_by_packages(values):
-        cfg.run.trust = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
+        written["run"]["trust"] = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
     check_present(values, trust_of(values))
-    return values, OmegaConf.to_yaml(cfg)
+    return values, text_of(written)
 
 
 def _resolved(cfg: DictConfig, reader: Reader) -> tuple[dict[str, Any], Mapping[Place, str]]:
@@ -199,7 +204,7 @@ def _override(cfg: DictConfig, override: str, adds: bool = False) -> None:
     if not equals or not key:
         raise RefusedError(f"{override} is not an override: write key=value, for example trainer.gpus=2.")
     try:
-        value = yaml.load(text, Loader=get_yaml_loader())
+        value = yaml.load(_IN_LIST.sub(r'"\1"', text), Loader=get_yaml_loader())
         if isinstance(OmegaConf.select(cfg, key), DictConfig):
             raise RefusedError(
                 f"{override}: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2."

@@ -31,6 +31,7 @@ from ddpexp.config.trusted import covered
 from ddpexp.config.typed_targets import typed_targets
 from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError
+from ddpexp.system.secrets import with_references
 from ddpexp.system.yaml_text import load_yaml
 
 
@@ -87,9 +88,16 @@ def finish(base: Tree, overrides: Sequence[str], added: Path | None, run: Path |
     folders = [conf_folder(), *([added] if added else []), *plugin_folders(), *searched_packages()]
     _check_types(values, base.choices, folders, typed_targets(overrides))
     check_present(values, trust_of(values))
-    return Composed(
-        values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), warnings_of(added, base.choices, overrides)
-    )
+    return Composed(values, text_of(kept), tuple(overrides), warnings_of(added, base.choices, overrides))
+
+
+def text_of(tree: Mapping[str, Any]) -> str:
+    """Return a configuration as YAML, with references to the environment for all its secrets.
+
+    Raises:
+        RefusedError: no reference can stand for one of them.
+    """
+    return OmegaConf.to_yaml(OmegaConf.create(with_references(tree)))
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:

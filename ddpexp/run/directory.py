@@ -24,6 +24,7 @@ from ddpexp.launch import Layout
 from ddpexp.run import lock
 from ddpexp.system.files import check_yaml, dumps, first_free, first_free_name, read_json, whole_lines, write
 from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.secrets import held_in, masked
 from ddpexp.system.yaml_text import load_yaml
 
 _LATEST = 50  # run directories that `owned` searches
@@ -220,6 +221,7 @@ def create(run_dir: str | None, recipe: str) -> RunDir:
     path = Path(run_dir) if run_dir else Path("outputs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
         if not run_dir:
+            check_name(path, "run.dir")
             path.parent.mkdir(parents=True, exist_ok=True)
             return RunDir(first_free(path))
         check_free(path)
@@ -233,6 +235,20 @@ def create(run_dir: str | None, recipe: str) -> RunDir:
     except OSError as error:
         why = reason_with_limit(error, path)
         raise RefusedError(f"run.dir={path} cannot be made: {why}. Choose another place with run.dir=... .") from None
+
+
+def check_name(path: Path, key: str) -> None:
+    """Check that a folder that is to be made, and those to be made above it, have no secret in their names.
+
+    Raises:
+        RefusedError: one has; `key` is that of the path.
+    """
+    for folder in missing_folders(path):
+        if (what := held_in(folder.name)) is not None:
+            raise RefusedError(
+                f"{key}={masked(str(path))}: the name of a folder would hold {what}, where everybody who lists folders "
+                "or processes sees it. Choose another name."
+            )
 
 
 def missing_folders(folder: Path) -> list[Path]:
@@ -264,6 +280,7 @@ def check_free(path: Path) -> None:
     Raises:
         RefusedError: there is a file, or a folder that is not empty.
     """
+    check_name(path, "run.dir")
     if path.exists() and not path.is_dir():
         raise RefusedError(f"run.dir={path} is a file, and a run needs a folder: choose another name.")
     if path.is_dir() and any(path.iterdir()):

@@ -27,7 +27,7 @@ from ddpexp.run.stored_config import (
     recorded_facts,
 )
 from ddpexp.system.job_schedulers import recorded_job
-from ddpexp.system.secrets import masked_tree
+from ddpexp.system.secrets import with_references
 from ddpexp.system.text import metric_text, one_line
 
 
@@ -133,9 +133,7 @@ def _new_config(start: Start, manifest: Mapping[str, Any] | None) -> dict[str, A
 def _changes(run: RunDir, stored: Stored | None, new: Mapping[str, Any], overrides: Sequence[str]) -> list[Change]:
     if stored is None:
         return []
-    if stored.edits:
-        new = masked_tree(new)  # as the manifest stores it
-    return compare(stored.tree, new, overrides, run.read_overrides())
+    return compare(with_references(stored.tree), new, overrides, run.read_overrides())
 
 
 def check_has_checkpoint(run: RunDir, name: str) -> None:

@@ -12,6 +12,7 @@ from ddpexp.config.restated import to_restate
 from ddpexp.run.directory import RunDir
 from ddpexp.run.stored_config import parse_config
 from ddpexp.system.files import check_yaml, shortest
+from ddpexp.system.secrets import resolved_references
 
 
 def trust_arguments(run: RunDir) -> list[str]:
@@ -55,7 +56,7 @@ def config_folder(run: RunDir) -> list[str]:
     if not isinstance(code, str):
         return []
     folder = config_path(config_options(run.command()))
-    return ["--config-dir", shortest(Path(code) / (folder.name if folder is not None else "conf"))]
+    return ["--config-dir", shortest(Path(resolved_references(code)) / (folder.name if folder is not None else "conf"))]
 
 
 def _stored(run: RunDir) -> Mapping[str, Any]:

@@ -17,14 +17,14 @@ from ddpexp.errors import RefusedError
 from ddpexp.run import sources
 from ddpexp.run.directory import RunDir
 from ddpexp.run.stored_config import recorded_facts
-from ddpexp.system.secrets import masked_tree
+from ddpexp.system.secrets import masked_tree, resolved_references
 
 _IDENTITY = ("name", "sha256", "hash")  # keys of the result of `prepare` that identify the data
 
 
 def code_of(tree: Mapping[str, Any]) -> sources.Code:
     """Return the code that a configuration refers to; imports nothing."""
-    return sources.find(_targets(tree), _code(tree), _path(tree))
+    return sources.find(_targets(tree), code_folder(tree), _path(tree))
 
 
 def check_same_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mapping[str, Any], name: str) -> list[str]:
@@ -46,7 +46,7 @@ def check_same_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mappin
         return []  # the checkpoint is of an older version
     named = before.get("targets")
     both = [target for target in _targets(new) if isinstance(named, list) and target in named]
-    now = sources.find(both, _code(new), _path(new)).fingerprint  # a new target is not a surprise
+    now = sources.find(both, code_folder(new), _path(new)).fingerprint  # a new target is not a surprise
     changes = sources.differences(before, now)
     if not changes:
         return []
@@ -84,9 +84,10 @@ def _path(tree: Mapping[str, Any]) -> list[str]:
     return [*sys.path, os.curdir] if tree["run"].get("trust") else sys.path
 
 
-def _code(tree: Mapping[str, Any]) -> Path | None:
+def code_folder(tree: Mapping[str, Any]) -> Path | None:
+    """Return the folder of the user's code in the configuration of this command, as it is written."""
     code = tree["run"].get("code")
-    return Path(code) if isinstance(code, str) else None
+    return Path(resolved_references(code)) if isinstance(code, str) else None
 
 
 def check_same_data(

@@ -17,6 +17,7 @@ from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import used_facts
 from ddpexp.run.resume import PreviousRun
 from ddpexp.system import files
+from ddpexp.system.secrets import held_in, referenced
 from ddpexp.system.terminal import print_message
 
 
@@ -25,7 +26,7 @@ class StartFiles:
 
     def __init__(self, text: str, overrides: Sequence[str]) -> None:
         """Take the configuration as YAML, and the overrides it was composed from. Writes nothing yet."""
-        self.text, self._overrides = text, overrides
+        self.text, self._overrides = text, referenced(overrides)[0]
         self.facts: dict[str, Any] = {}  # of the data, which the configuration refers to
         self._before: dict[Path, str] = {}  # files of a resumed run, before this start changed them
         self._added: list[Path] = []  # files that this start has added to a resumed run
@@ -48,7 +49,8 @@ class StartFiles:
         """Return the text of config.yaml: this command's, or the existing one if it means the same."""
         if previous is not None and not previous.replaces and run.config.exists() and run.overrides.exists():
             text = run.config.read_text()
-            return self.text if facts.refers(text) else text  # a submission has written references
+            # A submission has written references to facts; what is secret by now may not have been one then.
+            return self.text if facts.refers(text) or held_in(text) else text
         return self.text
 
     def write(

@@ -16,7 +16,7 @@ from ddpexp.config.facts import resolve
 from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.system.files import check_yaml, check_yaml_text, sha256, shortest
-from ddpexp.system.secrets import masked_tree
+from ddpexp.system.secrets import with_references
 from ddpexp.system.yaml_text import load_yaml
 
 
@@ -50,7 +50,7 @@ def read_stored(run: RunDir, manifest: Mapping[str, Any] | None) -> Stored | Non
         raise RefusedError(f"{run.manifest} cannot be read: {error}.") from None
     if not isinstance(before, dict) or not isinstance(before.get("run"), dict):
         raise RefusedError(f"{run.manifest} holds no configuration of a run.")
-    edits = compare(before, masked_tree(tree), ())
+    edits = compare(before, with_references(tree), ())
     return Stored(before, edits) if edits else Stored(tree)  # otherwise only a comment was edited
 
 

@@ -26,7 +26,7 @@ from ddpexp.run import alerts, directory, lock, manifest, pretrained, repository
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare, used_facts
 from ddpexp.run.resume_arguments import config_folder, config_options, config_path, restated_arguments
-from ddpexp.run.same_inputs import check_same_data, code_of
+from ddpexp.run.same_inputs import check_same_data, code_folder, code_of
 from ddpexp.run.start_files import StartFiles
 from ddpexp.run.stored_config import job_identity, parse_config
 from ddpexp.run.worker_request import worker_request
@@ -177,7 +177,7 @@ class Training(Job):
         before = previous.manifest if previous else None
         code = code_of(self.identity)
         inputs = {"config_sha256": files.sha256(self._files.config_text(run, previous)), "code": code.fingerprint}
-        snapshot = repository.snapshot(Path(home) if (home := self.identity["run"].get("code")) else None, code.files)
+        snapshot = repository.snapshot(code_folder(self.identity), code.files)
         diff, path = manifest.diff_of(run, snapshot, before)
         start = manifest.Start(layout, self._argv, participants, snapshot, inputs, notes, self._files.facts)
         with self._refuse_if_unwritable(run):

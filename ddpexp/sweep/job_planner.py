@@ -20,6 +20,7 @@ from ddpexp.run.worker_request import worker_request
 from ddpexp.sweep.folder import SweepDir, job_name, latest, overrides_of
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.slots import Slots
+from ddpexp.system.secrets import referenced
 
 
 class JobPlanner:
@@ -46,7 +47,7 @@ class JobPlanner:
         Raises:
             RefusedError: it cannot run in a sweep, or not on this machine.
         """
-        arguments = [argument for argument in arguments if not argument.startswith("sweep.")]
+        arguments, _ = referenced([argument for argument in arguments if not argument.startswith("sweep.")])
         overrides = tuple(
             argument for argument in arguments if argument.lstrip("+~").partition("=")[0].partition("@")[0] in self.keys
         )

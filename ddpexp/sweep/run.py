@@ -12,6 +12,7 @@ from ddpexp.config.sweeps import Swept
 from ddpexp.errors import EXIT_DONE, RefusedError, StoppedError
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import lock
+from ddpexp.run.directory import check_name
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.hydra_sweeper import check_ends, is_grid, sweep_with
 from ddpexp.sweep.rows import Goal
@@ -97,6 +98,7 @@ def _check_sweeper(swept: Swept, settings: Settings) -> None:
 def _folder(swept: Swept) -> tuple[SweepDir, bool]:
     """Return the sweep's directory, and whether it was created just now."""
     path = Path(str(swept.cfg.hydra.sweep.dir))
+    check_name(path, "hydra.sweep.dir")
     try:
         if swept.folder is None:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -214,3 +214,19 @@ def test_a_refused_run_leaves_no_converted_weights(tmp_path: Path) -> None:
         (run.path / name).touch()
     remove(run, [run.path])
     assert not run.path.exists()
+
+
+@pytest.mark.parametrize(("run_dir", "recipe"), [("runs/of-q5zk-planted/run", "x"), (None, "q5zk-planted")])
+def test_a_name_that_would_hold_a_secret_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, run_dir: str | None, recipe: str
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "q5zk-planted")
+    with pytest.raises(RefusedError, match="the name of a folder would hold the value of MY_TOKEN"):
+        create(run_dir, recipe)
+    assert not any(here.iterdir())
+
+
+def test_a_folder_that_is_there_may_have_a_secret_in_its_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "q5zk-planted")
+    (here / "q5zk-planted").mkdir()
+    assert create("q5zk-planted/run", "x").path.is_dir()
