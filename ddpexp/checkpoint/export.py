@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -53,7 +52,7 @@ def export_weights(weights: Path, folder: Path, max_file_bytes: int) -> list[Pat
     if len(groups) > 1:
         places = {name: file for file, group in zip(names, groups, strict=True) for name in group}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        files.write(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        files.write_json(folder / INDEX, index)
         names.append(INDEX)
     return [folder / name for name in names]
 
@@ -86,7 +85,7 @@ def export_adapters(weights: Path, folder: Path) -> list[Path]:
         "target_modules": layers,
         "task_type": None,
     }
-    files.write(folder / _ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
+    files.write_json(folder / _ADAPTER_CONFIG, config)
     return [folder / _ADAPTER_FILE, folder / _ADAPTER_CONFIG]
 
 

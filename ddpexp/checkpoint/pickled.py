@@ -6,7 +6,6 @@ process has no more memory, time and room on the disk than the size of the file 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ddpexp.checkpoint.layout import ties
 from ddpexp.errors import RefusedError
+from ddpexp.system import files
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.text import first_few, sanitize
 
@@ -54,8 +54,7 @@ def convert_and_answer(parent: int, answers: int, source: str, target: str, aver
         answer = {"refused": "takes more memory than a file of its size should: it is damaged, or made to do so."}
     except Exception as error:
         answer = {"refused": explained(error)}
-    with open(answers, "w") as file:
-        json.dump(answer, file)
+    files.answer(answers, answer)
 
 
 def choose(loaded: Any, averaged: bool) -> tuple[Mapping[str, Tensor], str | None]:

@@ -32,7 +32,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.strategy.base import Shard
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.system.files import JSON_BYTES, Anchor, MovedError, flush, write
+from ddpexp.system.files import JSON_BYTES, Anchor, MovedError, flush, write_data
 from ddpexp.system.limits import human, reason_with_limit
 
 Files = Mapping[str, Mapping[str, Tensor | Shard]]
@@ -277,7 +277,7 @@ class Writer:
             fault_point("checkpoint.recorded")
             files = _files(reports)
             _check_complete(folder, files)
-            write(folder / MANIFEST, seal({**job.manifest, "files": files}))
+            write_data(folder / MANIFEST, seal({**job.manifest, "files": files}))
             fault_point("checkpoint.manifest")
             flush(folder)
             if final.exists():  # the run has not resumed from it

@@ -27,6 +27,7 @@ from ddpexp.system.containers import name_user
 from ddpexp.system.limits import raise_files
 from ddpexp.system.programs import OURS, SAFE_PATH, safe_path
 from ddpexp.system.start import NOT_LINUX
+from ddpexp.system.streams import mask_standard_streams
 from ddpexp.system.terminal import print_json, print_message, show, within_patience
 
 _HELP = {"--help", "-h"}
@@ -343,6 +344,7 @@ def run() -> None:
     Under `python -m pdb`, which would start the command again, it does not.
     """
     _open_standard_streams()
+    mask_standard_streams()
     code = main()
     for stream in (sys.stdout, sys.stderr):
         within_patience(partial(_flush, stream))

@@ -15,6 +15,7 @@ from ddpexp.config import commands
 from ddpexp.config.build import nearest
 from ddpexp.config.folders import conf_folder
 from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.system.files import write_data
 
 PROJECTS = Path(__file__).parent / "projects"
 DEFAULT = "points"
@@ -125,7 +126,7 @@ def _write(source: Path, place: Path, name: str) -> None:
             parts = [_RENAMED.get(part, part.replace(_TEMPLATE, name)) for part in path.relative_to(source).parts]
             target = unfinished.joinpath(*parts)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(path.read_text().replace(_TEMPLATE, name))
+            write_data(target, path.read_text().replace(_TEMPLATE, name).encode())
         os.rename(unfinished, place)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -17,6 +17,7 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import write_data
 from ddpexp.train.build import load_data
 from ddpexp.train.choose_samples import arrange
 
@@ -46,7 +47,7 @@ def draw(experiment: Experiment, prepared: Mapping[str, Any] | None, file: Path)
     picture = sheet(pixels(images[:_IMAGES], mean, std), labels[:_IMAGES])
     content = BytesIO()
     picture.save(content, "PNG")
-    file.write_bytes(content.getvalue())
+    write_data(file, content.getvalue())
 
 
 def pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray[Any, Any]:

@@ -76,11 +76,8 @@ def write(entries: Iterable[Trusted]) -> None:
     path = list_file()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"trusted": [asdict(entry) for entry in entries]}, file, indent=2)
-        os.replace(partial, path)
+        text = json.dumps({"trusted": [asdict(entry) for entry in entries]}, indent=2)
+        files.write_data(path, text.encode(), 0o600)  # as it is: its paths are compared, and it is the user's alone
     except OSError as error:
         raise RefusedError(f"{path} cannot be written: {error.strerror}.") from None
 

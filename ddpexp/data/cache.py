@@ -28,6 +28,7 @@ from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import flush, read_plain_file
 from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.secrets import masked_tree
 from ddpexp.system.terminal import print_message
 
 T = TypeVar("T")
@@ -150,7 +151,7 @@ def make_cache(
 
 def update_cache(cache: Cache, facts: dict[str, Any]) -> Cache:
     """Record other sources of the same content; if that fails, the next start checks them again."""
-    record = cache.record | facts
+    record = cache.record | masked_tree(facts)
     if _only_own and not cache.folder.is_relative_to(user_cache()):
         return Cache(cache.folder, record)
     with contextlib.suppress(OSError):
@@ -258,7 +259,7 @@ def _commit(
             flush(path)
     known = facts.get("chunks", {})
     chunks = {**chunks_of(whole, {name: size for name, size in sizes.items() if name not in known}), **known}
-    facts = {**facts, "format": _FORMAT, "cache": name, "sizes": sizes, "chunks": chunks}
+    facts = {**masked_tree(facts), "format": _FORMAT, "cache": name, "sizes": sizes, "chunks": chunks}
     record = json.loads(json.dumps(facts))  # as it will be read
     write_file(whole / _IDENTITY, _encoded(record))
     os.chmod(whole / _IDENTITY, 0o600 | readers)

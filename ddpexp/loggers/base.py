@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ddpexp.errors import DdpexpError
-from ddpexp.system.secrets import masked
+from ddpexp.system.secrets import masked_tree, masker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,35 +101,41 @@ class Null:
 
 
 class Many:
-    """Record everything with several loggers."""
+    """Record everything with several loggers, which get all names and texts with their secrets masked."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         """Forward to the loggers, in this order."""
         self._loggers = tuple(loggers)
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Forward to each, with secrets masked in the names, which the recipe chooses."""
-        values = {_masked(name): value for name, value in values.items()}
+        """Forward to each."""
+        mask = masker()
+        values = {mask(name): value for name, value in values.items()}
         for logger in self._loggers:
             logger.scalars(step, epoch, values)
 
     def text(self, name: str, text: str) -> None:
         """Forward to each."""
+        mask = masker()
+        name, text = mask(name), mask(text)
         for logger in self._loggers:
             logger.text(name, text)
 
     def image(self, name: str, pixels: Tensor, step: int) -> None:
         """Forward to each."""
+        name = masker()(name)
         for logger in self._loggers:
             logger.image(name, pixels, step)
 
     def histogram(self, name: str, values: Tensor, step: int) -> None:
         """Forward to each."""
+        name = masker()(name)
         for logger in self._loggers:
             logger.histogram(name, values, step)
 
     def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
         """Forward to each."""
+        values = masked_tree(values)
         for logger in self._loggers:
             logger.hyperparameters(values)
 
@@ -163,9 +168,3 @@ class Many:
         """Close each."""
         for logger in self._loggers:
             logger.close()
-
-
-@lru_cache(1024)
-def _masked(name: str) -> str:
-    """Mask secrets in a name; cached, since searching the environment takes about as long as a small step."""
-    return masked(name)

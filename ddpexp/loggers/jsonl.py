@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 from ddpexp.loggers.append_file import AppendFile, truncate_file
 from ddpexp.loggers.base import Null
-from ddpexp.system.files import Anchor
+from ddpexp.system.files import Anchor, json_line
 
 
 class JsonLines(Null):
@@ -30,8 +29,7 @@ class JsonLines(Null):
         """
         self._anchor.check()
         record = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        line = json.dumps({"step": step, "epoch": round(epoch, 4), "time": time.time(), **record})
-        self._file.write(f"{line}\n".encode())
+        self._file.write(json_line({"step": step, "epoch": round(epoch, 4), "time": time.time(), **record}))
 
     def position(self) -> dict[str, int]:
         """Return the length of the file. Units: bytes."""

@@ -40,6 +40,7 @@ from ddpexp.plan.activations import measure
 from ddpexp.strategy.memory import Facts, Parameter, ParamGroup
 from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
+from ddpexp.system import files
 from ddpexp.system.limits import reason
 from ddpexp.system.oom import memory_left
 from ddpexp.system.process import die_with_parent
@@ -65,8 +66,7 @@ def answer(parent: int, answers: int) -> None:
     request = json.load(sys.stdin)
     wanted = request["data"], request["num_samples"], request["curves"]
     results = [_result(run, *wanted) for run in request["runs"]]
-    with open(answers, "w") as file:
-        json.dump(results, file)
+    files.answer(answers, results)
 
 
 def _result(

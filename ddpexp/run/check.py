@@ -21,8 +21,9 @@ from ddpexp.run import pretrained
 from ddpexp.run.directory import RunDir
 from ddpexp.run.lock import Owner
 from ddpexp.run.prepare import prepare, with_facts
-from ddpexp.run.stored_config import job_identity
+from ddpexp.run.stored_config import checked_text, job_identity
 from ddpexp.run.worker_request import worker_request
+from ddpexp.system import files
 
 _PREFIX, _OWNER = "ddpexp-check-", "owner.json"
 
@@ -67,8 +68,8 @@ class Check(Job):
         self.run.checkpoints.mkdir(parents=True)
         data = prepare(self.experiment.data, self.experiment.trust)
         text = with_facts(self._text, self.experiment.data, data)
-        self.run.config.write_text(text)
-        self.run.manifest.write_text("{}")
+        files.write(self.run.config, checked_text(text))
+        files.write_json(self.run.manifest, {})
         earlier = self._folder / {"one": "", "resumed": "one", "two": "resumed"}[self.part] / "checkpoints"
         if self.part == "resumed":
             (earlier / folder_name(1)).rename(self.run.checkpoints / folder_name(1))
@@ -102,7 +103,7 @@ def temporary_folder() -> Iterator[Path]:
             shutil.rmtree(path.parent, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / _OWNER).write_text(json.dumps(Owner.here().as_record()))
+        files.write_json(folder / _OWNER, Owner.here().as_record())
         yield folder
 
 

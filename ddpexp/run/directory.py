@@ -22,7 +22,7 @@ from ddpexp.checkpoint.initial import CONVERTED
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.run import lock
-from ddpexp.system.files import check_yaml, dumps, first_free, first_free_name, read_json, whole_lines, write
+from ddpexp.system.files import check_yaml, first_free, first_free_name, read_json, whole_lines, write_json
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.secrets import held_in, masked
 from ddpexp.system.yaml_text import load_yaml
@@ -174,7 +174,7 @@ class RunDir:
 
     def fail(self, failure: Failure) -> None:
         """Write error.json, and status `failed` to result.json."""
-        write(self.error, dumps(failure.as_dict()))
+        write_json(self.error, failure.as_dict())
         self._end("failed", failure.step)
 
     def interrupt(self, step: int | None = None) -> None:
@@ -204,7 +204,7 @@ class RunDir:
             "weights_sha256": None,
             "ended_at": time.time(),
         }
-        write(self.result, dumps(result))
+        write_json(self.result, result)
 
 
 def parent(run_dir: str | None, recipe: str) -> Path:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 from ddpexp.errors import ENDS, End, Failure, FinishedError, RefusedError, StoppedError, WorkerError, first_end
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.workers.client import Server
-from ddpexp.system import caller, secrets
+from ddpexp.system import caller
 from ddpexp.system.terminal import print_message
 
 _NAMED = 16  # ranks named in a message; the others are only counted
@@ -105,10 +105,11 @@ def write_torchrun_error(summary: str, trace: str | None = None) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
+    from ddpexp.system.files import write_json  # late: it loads YAML, and most commands are not torchrun's
+
     extra = {"py_callstack": f"{trace}{summary}" if trace else summary, "timestamp": str(int(time.time()))}
     try:
-        with open(path, "w") as file:
-            json.dump(secrets.masked_tree({"message": {"message": summary, "extraInfo": extra}}), file)
+        write_json(Path(path), {"message": {"message": summary, "extraInfo": extra}})
     except OSError:
         pass  # torchrun has exited and removed the folder
 

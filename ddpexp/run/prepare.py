@@ -16,6 +16,7 @@ from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Data
 from ddpexp.data.cache import only_own_caches
 from ddpexp.errors import RefusedError
+from ddpexp.system import files
 from ddpexp.system.memory_file import memory_file, read_memory_file
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
@@ -181,8 +182,7 @@ def call_and_answer(
             answer = {"description": instantiate(Node(target, read_memory_file(options)), trust, "data.prepare")}
     except RefusedError as error:
         answer = {"refused": str(error)}
-    with open(answers, "w") as file:
-        json.dump(answer, file)
+    files.answer(answers, answer)
 
 
 def _call_in_subprocess(data: Data, trust: Trust, stored: bool) -> Any:

@@ -6,6 +6,7 @@ that the workers find them in the cache of this host; and layers that workers di
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -99,4 +100,4 @@ def _problem(function: str, text: str) -> str:
     os.close(writing)
     with open(reading) as file:
         problem = file.read()
-    return "" if process.wait() else problem
+    return "" if process.wait() else str(json.loads(problem))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import yaml
 
 from ddpexp.config import facts
 from ddpexp.config.schema import Data
@@ -16,6 +13,7 @@ from ddpexp.run import directory, manifest
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import used_facts
 from ddpexp.run.resume import PreviousRun
+from ddpexp.run.stored_config import checked_text
 from ddpexp.system import files
 from ddpexp.system.secrets import held_in, referenced
 from ddpexp.system.terminal import print_message
@@ -28,7 +26,7 @@ class StartFiles:
         """Take the configuration as YAML, and the overrides it was composed from. Writes nothing yet."""
         self.text, self._overrides = text, referenced(overrides)[0]
         self.facts: dict[str, Any] = {}  # of the data, which the configuration refers to
-        self._before: dict[Path, str] = {}  # files of a resumed run, before this start changed them
+        self._before: dict[Path, bytes] = {}  # files of a resumed run, before this start changed them
         self._added: list[Path] = []  # files that this start has added to a resumed run
 
     @property
@@ -69,33 +67,35 @@ class StartFiles:
         has_manifest = previous is not None and previous.manifest is not None
         if previous is not None:
             self._before = {
-                path: path.read_text()
+                path: path.read_bytes()
                 for path in (run.config, run.overrides, run.manifest, run.result)
                 if path.is_file()
             }
             directory.reopen(run)
             if has_manifest:
                 print_message(f"ddpexp: resuming {files.relative(run.path)}")
-        text, text_before = self.config_text(run, previous), self._before.get(run.config)
-        manifest_text = (
-            files.dumps({**contents, "config": manifest.accepted(text, text_before)}) if contents is not None else None
-        )
+        text, before = self.config_text(run, previous), self._before.get(run.config)
+        text_before = before.decode() if before is not None else None
+        config = checked_text(text)
+        manifest_text = None
+        if contents is not None:
+            manifest_text = files.dumps({**contents, "config": manifest.accepted(config, text_before)})
         for path, content in extra_files.items():
             self._added.append(path)
-            files.write(path, content)
+            files.write_data(path, content)
         if manifest_text is not None and has_manifest:
             files.write(run.manifest, manifest_text)
         if text != text_before or run.overrides not in self._before:
             self._added += [copy for copy in map(files.keep, (run.config, run.overrides)) if copy]
-            files.write(run.config, text)
-            files.write(run.overrides, yaml.safe_dump(list(self._overrides), allow_unicode=True, width=math.inf))
+            files.write(run.config, config)
+            files.write_yaml(run.overrides, list(self._overrides))
         if manifest_text is not None and not has_manifest:
             files.write(run.manifest, manifest_text)
 
     def undo(self, run: RunDir) -> None:
         """Restore the directory to its state before this start."""
         run.result.unlink(missing_ok=True)
-        for path, text in self._before.items():
-            files.write(path, text)
+        for path, content in self._before.items():
+            files.write_data(path, content)
         for copy in self._added:
             copy.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from ddpexp.config.facts import resolve
 from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.system.files import check_yaml, check_yaml_text, sha256, shortest
-from ddpexp.system.secrets import with_references
+from ddpexp.system.secrets import Masked, held_in, with_references
 from ddpexp.system.yaml_text import load_yaml
 
 
@@ -169,6 +169,17 @@ def check_config(run: RunDir, name: str) -> None:
 def parse_config(text: str) -> Any:
     """Parse the text of a config.yaml."""
     return load_yaml(text)
+
+
+def checked_text(text: str) -> Masked:
+    """Return the text of a config.yaml that may be written as it is: masking would make it unreadable.
+
+    Raises:
+        RefusedError: it holds a secret, although its values were replaced by references.
+    """
+    if held_in(text) is not None and (values := load_yaml(text)) != with_references(values):
+        raise RefusedError(f"config.yaml would hold {held_in(text)}: give that variable another value.")
+    return Masked(text)
 
 
 def job_identity(text: str) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class Training(Job):
         notes = {"notes": self._notes} if self._notes else {}
         # A job may start in another folder, where the user's config folder must be named again.
         command = {"command": list(self._argv)} if config_options(self._argv) else {}
-        files.write(self.run.result, files.dumps({"status": status, **facts, **command, **notes}))
+        files.write_json(self.run.result, {"status": status, **facts, **command, **notes})
 
     def begin(self, layout: Layout, participants: Participants) -> None:
         """Prepare the data, create the run directory or resume the run in it, and record what will run."""

@@ -20,7 +20,7 @@ from ddpexp.run import directory
 from ddpexp.system import files
 from ddpexp.system.files import open_to_append
 from ddpexp.system.limits import reason_with_limit
-from ddpexp.system.secrets import masked_tree
+from ddpexp.system.secrets import masked
 from ddpexp.system.terminal import print_message
 from ddpexp.system.yaml_text import load_yaml
 
@@ -143,7 +143,7 @@ class Record:
     def add(self, event: str, **facts: Any) -> None:
         """Write an event; if that fails, as on a full disk, it is retried with the next one."""
         try:
-            self._file.write(json.dumps(masked_tree({"event": event, "time": time.time(), **facts})) + "\n")
+            self._file.buffer.write(files.json_line({"event": event, "time": time.time(), **facts}))
             self._file.flush()
         except OSError as error:  # the jobs' own files record how far they are
             if not self._failed:
@@ -157,6 +157,13 @@ class Record:
         """Close the file."""
         with suppress(OSError):
             self._file.close()
+
+
+def mask_records(folder: Path) -> None:
+    """Mask the secrets in what Hydra's sweepers have written by themselves. Raises OSError."""
+    for path in (folder / name for name in _OF_SWEEPERS):
+        if path.is_file() and masked(text := path.read_text(errors="surrogateescape")) != text:
+            files.write(path, text)
 
 
 def job_name(number: int, overrides: Sequence[str]) -> str:

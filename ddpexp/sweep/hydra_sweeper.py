@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.sentences import one_sentence
 from ddpexp.config.sweeps import Swept
 from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.sweep.folder import key_of
+from ddpexp.sweep.folder import key_of, mask_records
 from ddpexp.sweep.job_result import Ended
 from ddpexp.system.limits import reason_with_limit
 
@@ -31,13 +32,14 @@ RunBatch = Callable[[Sequence[Sequence[str]]], Sequence[Ended]]
 class _Launcher:
     """In place of Hydra's launcher: runs a batch of jobs with the sweep's own function."""
 
-    def __init__(self, run_batch: RunBatch, counts_failures: bool) -> None:
-        self._run_batch, self._counts_failures = run_batch, counts_failures
+    def __init__(self, run_batch: RunBatch, counts_failures: bool, folder: Path) -> None:
+        self._run_batch, self._counts_failures, self._folder = run_batch, counts_failures, folder
         self.began = self.has_run = False  # a batch
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run the jobs of a batch and return their objectives."""
         self.began = True
+        mask_records(self._folder)
         ended = self._run_batch(job_overrides)
         self.has_run = True
         return [self._returned(overrides, result) for overrides, result in zip(job_overrides, ended, strict=True)]
@@ -57,9 +59,7 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
     cfg, loader, plugins = swept.cfg, swept.loader, Plugins.instance()
     with open_dict(cfg):
         cfg.hydra.sweep.dir = str(folder)
-    launcher = _Launcher(
-        run_batch, counts_failures=not is_grid(swept)
-    )  # a grid continues whatever fails, batch by batch
+    launcher = _Launcher(run_batch, not is_grid(swept), folder)  # a grid continues whatever fails, batch by batch
     # Sweepers look up a launcher by name in a namespace package of Hydra; they get this one.
     plugins.instantiate_launcher = lambda **_: launcher  # type: ignore[method-assign,assignment]
     # Hydra's own sweeper composes each job only to see whether that can be done, which `run_batch` does with all of
@@ -89,6 +89,9 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
             if launcher.began:
                 raise
             raise RefusedError(_refusal(swept, error)) from None
+        finally:
+            with suppress(OSError):
+                mask_records(folder)
 
 
 def _refusal(swept: Swept, error: Exception) -> str:

@@ -19,6 +19,7 @@ from ddpexp.run import outcome as command
 from ddpexp.run.directory import RunDir
 from ddpexp.run.training import Training
 from ddpexp.system.forks import fork
+from ddpexp.system.streams import MaskedText
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
@@ -150,7 +151,8 @@ def _run_in_fork(
 
 
 def _text(number: int) -> TextIO:
-    return open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    file = open(number, "wb", closefd=False)  # noqa: SIM115
+    return MaskedText(file, "utf-8", "replace", line_buffering=True)
 
 
 def _run(job: Planned, options: Sequence[str], channel: socket.socket | None) -> int:

@@ -89,7 +89,7 @@ def save(path: Path, compose: Callable[[Figure], None]) -> None:
             compose(figure)
             image = io.BytesIO()
             figure.savefig(image, format="png", dpi=_DPI)
-    files.write(path, image.getvalue())
+    files.write_data(path, image.getvalue())
 
 
 def _import_matplotlib() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.validate import TEST_SET
 from ddpexp.sweep.early import names_of
@@ -44,7 +42,7 @@ class SweepLog:
         command = {"words": list(overrides), "options": list(options)}
         with self._folder.refusing():
             self._folder.logs.mkdir(exist_ok=True)
-            files.write(self._folder.command, yaml.safe_dump(command, allow_unicode=True, width=10**9))
+            files.write_yaml(self._folder.command, command)
             self._record = Record(self._folder)
         objective = {"objective": self._settings.objective, "mode": self._settings.mode}
         self._record.add("sweep", words=list(overrides), **facts, **objective)

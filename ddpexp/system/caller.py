@@ -94,7 +94,9 @@ def report(message: Message, environ: Mapping[str, str] = os.environ) -> bool:
     pipe = _pipe(environ)
     if pipe is None:
         return False
-    facts = secrets.masked_tree(asdict(message))
+    facts = asdict(message)
+    if not isinstance(message, Directory):  # whose path the caller opens
+        facts = secrets.masked_tree(facts)
     failure = facts.get("failure")
     if failure and failure["traceback"]:
         failure["traceback"] = failure["traceback"][-_CHARACTERS:]

@@ -1,4 +1,8 @@
-"""Replace files atomically, read untrusted files within bounds, and format paths for messages."""
+"""Write files, all texts with their secrets masked; read untrusted files within bounds; format paths for messages.
+
+What a user or a program reads later is written here and by nothing else in ddpexp: `tests/test_writers.py` lists the
+exceptions, each with its reason.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,13 @@ import shlex
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 import yaml
 
 from ddpexp.errors import DdpexpError
-from ddpexp.system.secrets import masked_tree
+from ddpexp.system.secrets import Masked, masked, masked_tree
+from ddpexp.system.streams import MaskedText
 from ddpexp.system.yaml_text import LOADER
 
 JSON_BYTES = 64 << 20  # per file: everything large is in safetensors
@@ -62,9 +67,9 @@ class Anchor:
             )
 
 
-def open_to_append(path: Path) -> TextIO:
-    """Open a file of the run for appending; symbolic links are not followed."""
-    return open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o644))
+def open_to_append(path: Path) -> MaskedText:
+    """Open a file of the run for appending texts; symbolic links are not followed."""
+    return MaskedText(open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o644)), "utf-8")
 
 
 def whole_lines(path: Path) -> int:
@@ -89,7 +94,7 @@ def keep(path: Path) -> Path | None:
     if not path.is_file():
         return None
     copy = first_free_name(path)
-    write(copy, path.read_text())
+    write(copy, path.read_text(errors="surrogateescape"))
     return copy
 
 
@@ -218,13 +223,28 @@ def check_yaml_text(text: str) -> None:
             raise ValueError("it refers to itself with *, which no run writes")
 
 
-def write(path: Path, text: str | bytes) -> None:
-    """Replace a file atomically: a reader sees the old text or the new one, even after a power cut."""
+def write(path: Path, text: str) -> None:
+    """Replace a file by a text with its secrets masked, like `write_data`."""
+    write_data(path, masked(text).encode("utf-8", "surrogateescape"))
+
+
+def write_json(path: Path, value: Mapping[str, Any], mode: int = 0o644) -> None:
+    """Replace a file by JSON with secrets masked, like `write_data`."""
+    write_data(path, dumps(value).encode(), mode)
+
+
+def write_yaml(path: Path, value: Any) -> None:
+    """Replace a file by YAML with secrets masked, like `write_data`."""
+    write_data(path, yaml.safe_dump(masked_tree(value), allow_unicode=True, width=math.inf).encode())
+
+
+def write_data(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Replace a file atomically: a reader sees the old content or the new one, even after a power cut."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(text if isinstance(text, bytes) else text.encode())
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -242,9 +262,23 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def dumps(value: Mapping[str, Any]) -> str:
+def dumps(value: Mapping[str, Any]) -> Masked:
     """Return indented JSON with secrets masked; numbers that are not finite become null, since JSON has none."""
-    return json.dumps(masked_tree(_finite(value)), indent=2, allow_nan=False) + "\n"
+    return Masked(json.dumps(masked_tree(_finite(value)), indent=2, allow_nan=False) + "\n")
+
+
+def json_line(value: Any) -> bytes:
+    """Return a line of JSON with secrets masked."""
+    return json.dumps(masked_tree(value)).encode() + b"\n"
+
+
+def answer(path: Path | int, value: Any) -> None:
+    """Write JSON for the process that waits for it, to a descriptor or a file in memory.
+
+    Secrets are not masked: values such as paths must stay usable, and nobody else reads them.
+    """
+    with open(path, "w") as file:
+        json.dump(value, file)
 
 
 def sha256(text: str) -> str:

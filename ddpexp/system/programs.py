@@ -20,6 +20,7 @@ _PROGRAM = (
     "import sys; sys.path[:] = filter(None, sys.path); import json; path, entry, arguments = "
     "json.loads(sys.argv.pop(1)); "
     "sys.path[:] = path; import importlib; module, _, name = entry.partition(':'); "
+    "importlib.import_module('ddpexp.system.streams').mask_standard_streams(); "
     "sys.exit(getattr(importlib.import_module(module), name)(*arguments))"
 )
 _HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the folder that holds ddpexp
@@ -39,7 +40,7 @@ def python(entry: str, *arguments: Any, argv: Sequence[str] = ()) -> list[str]:
     """Return the command line of an interpreter that calls `entry` (module:function) and exits with what it returns.
 
     `arguments` are plain JSON values. The interpreter finds the modules that this process finds, but never one of the
-    current folder; `argv` becomes its sys.argv[1:].
+    current folder; `argv` becomes its sys.argv[1:]. Secrets in what it prints are masked.
     """
     return [sys.executable, *_OPTIONS, "-c", _PROGRAM, json.dumps([[*filter(None, sys.path)], entry, arguments]), *argv]
 

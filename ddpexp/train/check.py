@@ -22,6 +22,7 @@ from ddpexp.launch.workers.control import Control
 from ddpexp.run.check import Finding
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.ddp_options import DDPOptions
+from ddpexp.system import files
 from ddpexp.system.oom import available_bytes
 from ddpexp.system.text import first_few
 from ddpexp.train import gpu_memory, trials, worker
@@ -58,7 +59,7 @@ def _check(request: Mapping[str, Any], control: Control) -> None:
     finally:
         built.loop.logger.close()
     if world.is_rank_zero:
-        (run.path / "answer.json").write_text(json.dumps(answer))
+        files.answer(run.path / "answer.json", answer)
     world.barrier()
 
 

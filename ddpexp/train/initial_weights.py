@@ -74,7 +74,7 @@ class InitialWeights:
 
     def _record(self, facts: Mapping[str, Any]) -> None:
         manifest = self._context.run.manifest
-        files.write(manifest, files.dumps({**files.read_json(manifest), "init_from": facts}))
+        files.write_json(manifest, {**files.read_json(manifest), "init_from": facts})
 
 
 def held(tensor: Tensor) -> Shard:

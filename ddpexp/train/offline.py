@@ -16,6 +16,7 @@ from ddpexp.config.schema import Experiment
 from ddpexp.data.hf.prepare import HUGGING_FACE
 from ddpexp.errors import RefusedError
 from ddpexp.run.pretrained import pretrained_key
+from ddpexp.system import files
 from ddpexp.system.memory_file import read_memory_file
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.text import message_of
@@ -35,8 +36,7 @@ def build_once(parent: int, answers: int, configuration: int) -> None:
         answer = "built"
     except Exception as error:
         answer = message_of(error)
-    with open(answers, "w") as file:
-        file.write(answer)
+    files.answer(answers, answer)
 
 
 def divide_once(parent: int, answers: int, configuration: int) -> None:
@@ -54,8 +54,7 @@ def divide_once(parent: int, answers: int, configuration: int) -> None:
         answer = message_of(error)
     except Exception:  # the code of the model does not work so: the workers will see
         answer = "built"
-    with open(answers, "w") as file:
-        file.write(answer)
+    files.answer(answers, answer)
 
 
 def forbid_downloads(experiment: Experiment) -> None:

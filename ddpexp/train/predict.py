@@ -247,6 +247,6 @@ def _write(out: Path, arrays: Arrays, made: Mapping[str, Any]) -> None:
     """
     try:
         for path, content in contents(out, arrays, made).items():
-            files.write(path, content)
+            files.write_data(path, content)
     except OSError as error:
         raise DdpexpError(f"{out} cannot be written: {reason_with_limit(error, out.parent)}.") from None

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpexp.errors import DdpexpError
+from ddpexp.system.secrets import masked_tree
 
 _FILE = "file"  # the column of names
 METADATA = "ddpexp"  # the entry of a .npz, and the key in a parquet file
@@ -39,8 +40,9 @@ def contents(out: Path, arrays: Mapping[str, NDArray[Any]], made: Mapping[str, A
     """Return the files to write, and what is in them; `made` says with what the predictions were made.
 
     A format without metadata has it in a JSON file beside it, which comes first. A table of what was predicted for
-    files begins with a column of their names.
+    files begins with a column of their names. Secrets in names are masked.
     """
+    made, arrays = masked_tree(made), {masked_tree(name): array for name, array in arrays.items()}
     text = json.dumps(made, indent=2)
     files = made.get("files") if _FILE not in arrays else None
     if out.suffix == ".npz":

@@ -19,6 +19,7 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, Loader
 from ddpexp.launch.workers.control import SIGNALS, TERMINAL_FD, Control
 from ddpexp.system.files import open_to_append
 from ddpexp.system.limits import reason
+from ddpexp.system.streams import mask_standard_streams
 from ddpexp.system.text import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, sanitize
 from ddpexp.train import debugger
 
@@ -106,6 +107,7 @@ def _prepare_process(control: Control) -> None:
     sys.argv = sys.argv[:1]  # the rest is not for a recipe that parses arguments where it is imported
     faulthandler.enable()
     debugger.install(debugger.of_process(control, os.environ))
+    mask_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # What a fork of this rank inherits is not its to collect: in the worker of another loader, an iterator of torch's

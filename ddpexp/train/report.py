@@ -18,9 +18,8 @@ from ddpexp.launch import Layout
 from ddpexp.loggers.base import Logger
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.replica import Models
-from ddpexp.system.files import dumps, relative, write
+from ddpexp.system.files import relative, write_json
 from ddpexp.system.hardware import usable_cores
-from ddpexp.system.secrets import masked_tree
 from ddpexp.system.text import first_few, metric_text, one_line
 from ddpexp.train.freezing import count_text
 from ddpexp.train.param_groups import group_texts
@@ -110,8 +109,7 @@ class Report:
             key, _, value = override.lstrip("+").partition("=")
             if not key.startswith(("~", "run.", "hydra.", "sweep.", "launcher.")):
                 overrides[key] = _value(value)
-        values: dict[str, bool | float | str] = masked_tree({**overrides, **_hyperparameters(self.experiment)})
-        return values
+        return {**overrides, **_hyperparameters(self.experiment)}
 
     def finish(self, outcome: Outcome, logger: Logger) -> str:
         """Write result.json; return the last line. Ranks: rank zero, once the last checkpoint is on disk."""
@@ -137,7 +135,7 @@ class Report:
             "elapsed_seconds": round(outcome.elapsed_seconds, 3),
             "samples_per_second": round(samples / seconds, 1) if seconds else None,
         }
-        write(self.run.result, dumps(result))
+        write_json(self.run.result, result)
         if outcome.interrupted:
             return f"stopped after step {outcome.step} of {self.num_steps}, which is saved"
         shown = "  ".join(f"{one_line(name)} {metric_text(name, value)}" for name, value in outcome.metrics.items())

@@ -37,8 +37,9 @@ from ddpexp.run.resume_arguments import typed_arguments
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.strategy.replica import Models
+from ddpexp.system import files
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.system.files import dumps, relative, shortest
+from ddpexp.system.files import relative, shortest
 from ddpexp.system.hardware import usable_cores
 from ddpexp.train import gpu_memory, lazy_dynamo
 from ddpexp.train.average import slow_average_warning
@@ -315,7 +316,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     log.info(f"weights {evaluation['weights']}  sha256 {digest}")
     if (answer := evaluation.get("answer")) is not None and world.is_rank_zero:
         facts = {"weights": evaluation["weights"], "weights_sha256": digest, "metrics": metrics}
-        Path(answer).write_text(dumps(facts))
+        files.answer(Path(answer), facts)
     world.barrier()
 
 

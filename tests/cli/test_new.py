@@ -112,7 +112,7 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr("ddpexp.cli.new.write_data", full)
     with pytest.raises(RefusedError, match=r"new seedling: the folder cannot be written \(No space left on device\)"):
         new(["seedling"])
     assert os.listdir() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from dataclasses import replace
@@ -219,3 +220,14 @@ def test_the_file_says_which_data_it_is_of() -> None:
     )
     assert made["data"] == {"name": "pets", "hash": "12"}
     assert made["classes"] == ["cat"]  # those of the training
+
+
+def test_no_secret_is_in_a_file_of_predictions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MY_TOKEN", "q5zk-planted")
+    made = {"weights": "/runs/q5zk-planted/w", "files": ["a/q5zk-planted.png", "b.png"]}
+    written = contents(tmp_path / "x.csv", {"q5zk-planted": np.array([1, 2])}, made)
+    written |= contents(tmp_path / "x.npz", {"q5zk-planted": np.array([1, 2])}, made)
+    assert len(written) == 3
+    assert written[tmp_path / "x.csv"] == b"file,${MY_TOKEN}\na/${MY_TOKEN}.png,1\nb.png,2\n"
+    assert not [path for path, content in written.items() if b"planted" in content or b"p\0l\0\0\0a" in content]
+    assert "planted" not in str(np.load(io.BytesIO(written[tmp_path / "x.npz"]))["ddpexp"])

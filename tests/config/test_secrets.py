@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import pytest
 from ddpexp.config import facts
 from ddpexp.config.compose import compose
 from ddpexp.config.interpolations import resolved
+from ddpexp.config.stored import override_file
 from ddpexp.config.values import Composed, text_of
 from ddpexp.errors import RefusedError
 from ddpexp.system.secrets import masked, referenced
 from ddpexp.system.yaml_text import load_yaml
-from tests.config.test_restated import keys_of, planted
+from tests.config.test_restated import dumped, keys_of, planted
 
 VALUE = "q5zk-planted-7wyx"
 NAMED = {"DDPEXP_SECRETS": "PROJECT", "PROJECT": VALUE}
@@ -122,3 +124,15 @@ def test_what_no_reference_can_stand_for_is_refused(override: str, sentence: str
     refusal = composed_or_refused(["recipe=mnist", override])
     assert isinstance(refusal, str)
     assert sentence in refusal
+
+
+@pytest.mark.fault("S10")
+@pytest.mark.usefixtures("named")
+def test_in_a_list_that_is_typed_for_a_stored_configuration_a_reference_is_read(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(dumped(base))
+    argv, _ = referenced([f"trainer.freeze=[{VALUE},a-{VALUE}, 'b',c]"])
+    values, text = override_file(tmp_path / "config.yaml", argv, ("launcher", "logger"))
+    assert values["trainer"]["freeze"] == [VALUE, f"a-{VALUE}", "b", "c"]
+    assert load_yaml(text)["trainer"]["freeze"] == ["${oc.env:PROJECT}", "a-${oc.env:PROJECT}", "b", "c"]

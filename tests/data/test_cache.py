@@ -194,3 +194,21 @@ def test_full_disk_half_way_leaves_nothing(root: Path, home: Path, monkeypatch: 
     monkeypatch.setattr(npy, "write_file", failing)
     assert "No space left on device" in refusal(root, "files")
     assert not tree(root / ".ddpexp-cache") | tree(home / ".ddpexp-cache")
+
+
+def test_the_record_of_a_cache_holds_no_secret_when_it_is_made_and_when_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "q5zk-planted")
+
+    def fill(folder: Path) -> dict[str, Any]:
+        npy.write_file(folder / "data", b"q5zk-planted")
+        return {"classes": ["cat", "q5zk-planted"], "num": 2}
+
+    made = cache.make_cache([tmp_path], "mine-1", fill)
+    found = cache.make_cache([tmp_path], "mine-1", fill)
+    assert made.record == found.record
+    assert made.record["classes"] == ["cat", "${MY_TOKEN}"]
+    cache.update_cache(found, {"root": "/data/q5zk-planted"})
+    assert "q5zk-planted" not in (made.folder / "identity.json").read_text()
+    assert (made.folder / "data").read_bytes() == b"q5zk-planted", "the user's data stay as they are"

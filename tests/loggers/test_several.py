@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddpexp.loggers.base import Many, Null, Truncatable
@@ -199,3 +202,39 @@ def test_only_loggers_that_can_be_truncated_are_called() -> None:
     both = Many([Null(), Null()])
     assert both.position() == {}
     both.truncate(None, 0)
+
+
+class Heard(Null):
+    """Keeps the names and texts that it is called with."""
+
+    def __init__(self) -> None:
+        self.texts: list[Any] = []
+
+    def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        self.texts += values
+
+    def text(self, name: str, text: str) -> None:
+        self.texts += [name, text]
+
+    def image(self, name: str, pixels: torch.Tensor, step: int) -> None:
+        self.texts.append(name)
+
+    def histogram(self, name: str, values: torch.Tensor, step: int) -> None:
+        self.texts.append(name)
+
+    def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
+        self.texts += [*values, *values.values()]
+
+
+def test_every_logger_gets_names_and_texts_with_their_secrets_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "q5zk-planted")
+    heard, one = Heard(), torch.zeros(1)
+    logger = Many([heard])
+    logger.scalars(1, 0.5, {"a/q5zk-planted": 1.0})
+    logger.text("b q5zk-planted", "c q5zk-planted")
+    logger.image("d q5zk-planted", one, 1)
+    logger.histogram("e q5zk-planted", one, 1)
+    logger.hyperparameters({"f q5zk-planted": "g q5zk-planted", "h": 1.5})
+    names = [f"{letter} ${{MY_TOKEN}}" for letter in "bcdefg"]
+    assert heard.texts == ["a/${MY_TOKEN}", *names[:-1], "h", names[-1], 1.5]
+    assert {type(text) for text in heard.texts} == {str, float}, "protocol buffers and YAML take plain strings"

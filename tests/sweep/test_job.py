@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.sweep.folder import Record, SweepDir
+from ddpexp.system.streams import MaskedText
 from tests.conftest import PATIENCE, finish
 from tests.sweep.conftest import Sweeps
 
@@ -33,7 +34,7 @@ def test_a_record_that_cannot_be_written_is_reported_once_and_ends_no_sweep(
 ) -> None:
     record = Record(SweepDir(tmp_path))
     record.close()
-    record._file = open("/dev/full", "w")  # noqa: SIM115
+    record._file = MaskedText(open("/dev/full", "wb"))  # noqa: SIM115
     record.add("sweep")
     record.add("planned", job=0)
     record.close()

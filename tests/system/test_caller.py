@@ -85,3 +85,9 @@ def test_secrets_and_long_tracebacks_stay_out(pipe: tuple[int, int], monkeypatch
     text = os.read(pipe[0], 1 << 16).decode()
     assert "hunter2" not in text
     assert len(text) < 25_000
+
+
+def test_the_path_that_the_caller_opens_is_as_it_is(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_TOKEN", "hunter2-hunter2")
+    assert caller.report(caller.Directory("/home/hunter2-hunter2/run"), environ(pipe[1]))
+    assert b"/home/hunter2-hunter2/run" in os.read(pipe[0], 1 << 16)

@@ -208,7 +208,6 @@ def test_the_memory_that_control_groups_leave_is_what_the_nearest_limit_allows(
     [
         ("127.0.0.1:29500", ["--local-addr=127.0.0.1"]),  # by its address: others may be unable to resolve its name
         ("127.0.0.1", ["--local-addr=127.0.0.1"]),
-        ("not..a.name:29500", []),
         ("127.0.0.1:port", []),
         ("[::1]:29500", []),
     ],
@@ -218,7 +217,7 @@ def test_an_elastic_machine_gives_the_others_its_address_on_the_way_to_the_rende
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    arguments = Elastic(rdzv_endpoint=endpoint)._rendezvous(2)
+    arguments = Elastic(rdzv_endpoint=endpoint)._rendezvous(2, 300.0)
     assert [word for word in arguments if word.startswith("--local-addr")] == argument
 
 

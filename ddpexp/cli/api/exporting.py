@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import shutil
@@ -56,8 +55,7 @@ def main(parent: int, answers: int, described: int) -> None:
     except Exception as error:  # of the user's code, or of what torch cannot export
         traceback.print_exc()
         answer = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-    with open(answers, "w") as file:
-        json.dump(answer, file)
+    files.answer(answers, answer)
 
 
 def export_model(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +76,7 @@ def export_model(request: Mapping[str, Any]) -> dict[str, Any]:
         else:
             difference = _written(kind, _plain(experiment, temporary), model, inputs, temporary)
         record = {**request["made"], "format": kind, "difference": difference}
-        files.write(temporary / RECORD, json.dumps(record, indent=2) + "\n")
+        files.write_json(temporary / RECORD, record)
         if out.is_dir():
             out.rmdir()  # it is empty
         temporary.rename(out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.data.npy import npy_header
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.errors import RefusedError
+from ddpexp.system import files
 from ddpexp.system.memory_file import read_memory_file
 from ddpexp.system.process import die_with_parent
 
@@ -39,8 +39,7 @@ def main(parent: int, answers: int, folder: str, request: int) -> None:
         answer = {"refused": str(error)}
     except OSError as error:
         answer = {"errno": error.errno, "problem": error.strerror or str(error)}
-    with open(answers, "w") as file:
-        json.dump(answer, file)
+    files.answer(answers, answer)
 
 
 def convert(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:

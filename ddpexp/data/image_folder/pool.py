@@ -120,7 +120,9 @@ def serve(parent: int, side: int, largest: int, channels: int) -> None:
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command decides when to end
     for line in sys.stdin:
-        print(json.dumps(handle(json.loads(line), StoredSize(side, largest), channels)), flush=True)
+        answer = json.dumps(handle(json.loads(line), StoredSize(side, largest), channels))
+        sys.stdout.buffer.write(f"{answer}\n".encode())
+        sys.stdout.buffer.flush()
 
 
 def handle(chunk: dict[str, Any], stored: StoredSize, channels: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ddpexp.data.image_folder.scan import Folder, ImageFile, scan
 from ddpexp.data.npy import write_file, write_npy
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
-from ddpexp.system.files import flush
+from ddpexp.system.files import flush, json_line
 from ddpexp.system.limits import human
 from ddpexp.system.network import boot_id
 from ddpexp.system.oom import memory_left
@@ -262,7 +262,7 @@ def _run_chunks(
         begin, end = ranges[number]
         done[begin] = _Done(end, answer["hash"], {begin + place: reason for place, reason in answer["broken"]})
         # Not flushed: it counts only until the machine starts anew.
-        (place / f"{part}-{begin}.done").write_bytes(json.dumps([boot, vars(done[begin])]).encode())
+        (place / f"{part}-{begin}.done").write_bytes(json_line([boot, vars(done[begin])]))
         unflushed += offsets[end] - offsets[begin]
         if target is not None and unflushed >= _FLUSH_BYTES:
             flush(target)  # what is written at once at the end would have to be waited for

@@ -84,9 +84,6 @@ class Elastic(Launcher):
         job.check_range([replace(here, nodes=n, world_size=n * here.world_size) for n in range(low, high + 1)])
         rendezvous = self._rendezvous(high, job.request.timeout.init_seconds)
         check_loopback()
-        first_round = _FirstRound(job.request.timeout.init_seconds, self._waits_for(job.request.nodes))
-        has_endpoint = self.rdzv_endpoint is not None and self.rdzv_backend == "c10d"
-        endpoint = _Endpoint(str(self.rdzv_endpoint)) if has_endpoint else None
         if server is not None:
             server.close()  # each rank's command starts its own
         if self.rdzv_endpoint is not None:
@@ -107,50 +104,40 @@ class Elastic(Launcher):
             }
             environ |= quiet_agent(os.environ)
 
-            def list_is_lost() -> bool:
-                phase = board.phase()
-                first_round.over = first_round.over or phase in (Phase.RUNS, Phase.LOOKS)
-                if phase == Phase.FIRST and first_round.is_overdue() and (endpoint is None or not endpoint.answers()):
-                    first_round.failed = self.rdzv_backend == "c10d"  # with etcd torch's agent watches over the time
-                    return first_round.failed
-                restarting = bool(board.codes()) or phase == Phase.MEETS  # the ranks ran here and are to be restarted
-                if endpoint is None or not (restarting or phase == Phase.FIRST) or endpoint.answers():
-                    return False
-                endpoint.lost = restarting or _is_finished(job)  # before the first round it may still come up
-                return endpoint.lost
-
+            watch = self._watch(job, board)
             try:
                 code = foreign.run(
                     argv, environ, job.request.grace_seconds, (signal.SIGUSR1, signal.SIGQUIT),
                     ended=lambda: any(map(_ends_all, board.codes())),
-                    lost=list_is_lost,
+                    lost=watch.gives_up,
                 )  # fmt: skip
             except StoppedError as error:
                 _report_stop(board.phase(), error)
                 raise
             if code == EXIT_DONE:
                 return code
-            if first_round.failed and endpoint is None:
-                raise RefusedError(
-                    "torch's agent has started no worker within "
-                    f"trainer.timeout.init_seconds={first_round.seconds:g}: see its output above, and ddpexp doctor."
-                )
-            if first_round.failed or (endpoint is not None and endpoint.lost):
+            if watch.lost:
                 code = LIST_LOST
             if code in (JOB_ENDED, LIST_LOST):
                 _check_unfinished(job)  # the run may have finished
-            self._explain(code, board.phase(), low, first_round.over)
+            self._explain(code, board.phase(), low, watch)
             return next(iter(board.codes()), EXIT_FAILED)
 
-    def _waits_for(self, nodes: int | str) -> str:
-        """Return what this command waits for before there are ranks."""
-        if self.rdzv_endpoint is None:
-            return "torch's agent to start the workers"
-        return f"the machines of trainer.nodes={nodes} to meet at launcher.rdzv_endpoint={self.rdzv_endpoint}"
+    def _watch(self, job: Job, board: StoreMailbox) -> _Watch:
+        endpoint, what = None, "torch's agent to start the workers"
+        if self.rdzv_endpoint is not None:
+            what = f"the machines of trainer.nodes={job.request.nodes} to meet at {self.rdzv_endpoint}"
+            endpoint = _Endpoint(self.rdzv_endpoint) if self.rdzv_backend == "c10d" else None
+        return _Watch(job, board, endpoint, what, self.rdzv_backend == "c10d")
 
-    def _explain(self, code: int, phase: Phase, min_nodes: int, has_run: bool) -> None:
+    def _explain(self, code: int, phase: Phase, min_nodes: int, watch: _Watch) -> None:
         """Print why the agent has given up, where the ranks are not the reason."""
         endpoint = f"launcher.rdzv_endpoint={self.rdzv_endpoint}"
+        if watch.lost and self.rdzv_endpoint is None:
+            raise RefusedError(
+                f"torch's agent has started no worker within trainer.timeout.init_seconds={watch.limit_seconds:g}: see "
+                "its output above, and ddpexp doctor."
+            )
         if code == LIST_LOST and phase == Phase.FIRST:
             raise RefusedError(
                 f"{endpoint}, which keeps the list of the machines, does not answer: start the command on that "
@@ -169,7 +156,7 @@ class Elastic(Launcher):
                 f"fewer than the {min_nodes} machines of trainer.nodes have joined at {endpoint} within "
                 "trainer.timeout.init_seconds: start the command on the others too, or raise that key"
             )
-            if not has_run:
+            if not watch.has_run:
                 raise RefusedError(f"{text}.")
             print_message(f"ddpexp: {text}")
 
@@ -235,23 +222,43 @@ class Elastic(Launcher):
 
 
 @dataclass
-class _FirstRound:
-    """The wait for the first ranks: reported once it takes long, and of limited length."""
+class _Watch:
+    """The watch over an agent that may wait for what never comes: its list of machines, or its first workers."""
 
-    seconds: float
-    what: str
-    failed: bool = False
-    over: bool = False
+    job: Job
+    board: StoreMailbox
+    endpoint: _Endpoint | None
+    what: str  # it waits for before there are workers
+    limits_the_wait: bool  # with etcd torch's agent does
+    has_run: bool = False
+    lost: bool = False
     _reported: bool = False
     _since: float = field(default_factory=time.monotonic)
 
-    def is_overdue(self) -> bool:
-        """Return whether the limit is reached."""
+    @property
+    def limit_seconds(self) -> float:
+        """Return how long there may be no workers at first."""
+        return self.job.request.timeout.init_seconds
+
+    def gives_up(self) -> bool:
+        """Return whether the agent is to be ended."""
+        phase = self.board.phase()
+        self.has_run = self.has_run or phase in (Phase.RUNS, Phase.LOOKS)
+        restarting = bool(self.board.codes()) or phase == Phase.MEETS  # the ranks ran here and are to be restarted
+        is_overdue = phase == Phase.FIRST and self._is_overdue()
+        if self.endpoint is None:
+            self.lost = is_overdue and self.limits_the_wait
+        elif restarting or phase == Phase.FIRST:
+            # Before the first round, and within the limit, it may still come up.
+            self.lost = not self.endpoint.answers() and (restarting or is_overdue or _is_finished(self.job))
+        return self.lost
+
+    def _is_overdue(self) -> bool:
         waited = time.monotonic() - self._since
         if waited > _REPORTED_SECONDS and not self._reported:
-            print_message(f"ddpexp: waiting for {self.what} (trainer.timeout.init_seconds={self.seconds:g})")
+            print_message(f"ddpexp: waiting for {self.what} (trainer.timeout.init_seconds={self.limit_seconds:g})")
             self._reported = True
-        return waited > self.seconds
+        return waited > self.limit_seconds
 
 
 @dataclass
@@ -259,23 +266,18 @@ class _Endpoint:
     """The rendezvous port, where one of the machines keeps the list of all; an agent that loses it may wait forever."""
 
     address: str
-    lost: bool = False
     _failures: int = 0
     _next: float = 0.0
-
-    def is_there(self) -> bool:
-        """Return whether it can be connected to."""
-        try:
-            socket.create_connection(_host_and_port(self.address), timeout=_ANSWER_SECONDS).close()
-            return True
-        except (OSError, ValueError, OverflowError):
-            return False
 
     def answers(self) -> bool:
         """Return whether it can be connected to, checked once a second; False after two failures in a row."""
         if time.monotonic() < self._next:
             return self._failures < 2
-        self._failures = 0 if self.is_there() else self._failures + 1
+        try:
+            socket.create_connection(_host_and_port(self.address), timeout=_ANSWER_SECONDS).close()
+            self._failures = 0
+        except (OSError, ValueError, OverflowError):
+            self._failures += 1
         self._next = time.monotonic() + _ANSWER_SECONDS
         return self._failures < 2
 

@@ -31,6 +31,7 @@ from ddpexp.launch.launchers.slurm_context import (
 from ddpexp.launch.launchers.slurm_submit import submit_job
 from ddpexp.launch.launchers.slurm_text import (
     check_time,
+    checked_script,
     forwarding_sigint,
     gpus_of_all_tasks,
     limit_seconds,
@@ -190,6 +191,7 @@ class Slurm(Launcher):
     def _submit(self, job: Job, nodes: int) -> int:
         # Refuses values that a script cannot hold, before anything is written.
         text = self.script(job, nodes, job.folder / "RUN_DIR")
+        checked_script(text, "job.sbatch")
         if self.dry_run:
             print(text, end="")
             return EXIT_DONE

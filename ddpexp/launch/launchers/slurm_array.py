@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from ddpexp.errors import ENDS, EXIT_DONE, EXIT_FAILED, Failure, FinishedError, RefusedError, StoppedError
 from ddpexp.launch import Job
+from ddpexp.launch.launchers.slurm_text import checked_script
+from ddpexp.system.files import first_free_name, write_data
 from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
 from ddpexp.system.job_schedulers.slurm import SLURM, array_size
 from ddpexp.system.limits import reason_with_limit
@@ -76,7 +77,9 @@ def cut(jobs_of: Mapping[Kind, Numbered], size: int) -> list[tuple[Kind, Numbere
 def show(jobs_of: Mapping[Kind, Numbered], folder: Path) -> None:
     """Print the scripts, with placeholders for the run directories, which are not created."""
     for kind, jobs in cut(jobs_of, min(array_size(), _TASKS)):
-        print(kind.script([str(folder / f"RUN_DIR_{number}") for number, _ in jobs], folder / "array.sbatch"), end="")
+        text = kind.script([str(folder / f"RUN_DIR_{number}") for number, _ in jobs], folder / "array.sbatch")
+        checked_script(text, "array.sbatch")
+        print(text, end="")
 
 
 def submit(jobs_of: Mapping[Kind, Numbered], folder: Path, submitted: Callable[[int, str], None]) -> None:
@@ -164,13 +167,10 @@ def _create(jobs: Numbered) -> list[tuple[int, Job, Path]]:
 def _write(kind: Kind, runs: Sequence[str], folder: Path) -> Path:
     """Write the script under the first free name: earlier ones document what was submitted before."""
     path = folder / "array.sbatch"
+    path = first_free_name(path) if os.path.lexists(path) else path
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        for number in count(1):
-            with suppress(FileExistsError), path.open("xb") as file:
-                file.write(os.fsencode(kind.script(runs, path)))
-                break
-            path = folder / f"array-{number}.sbatch"
+        write_data(path, checked_script(kind.script(runs, path), path.name))
     except OSError as error:
         raise RefusedError(f"{path} cannot be written: {reason_with_limit(error, path)}.") from None
     return path

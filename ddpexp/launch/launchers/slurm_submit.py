@@ -12,7 +12,8 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, Failure, StoppedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.slurm_array import status
 from ddpexp.launch.launchers.slurm_follow import follow_job, leave_running
-from ddpexp.launch.launchers.slurm_text import log_name
+from ddpexp.launch.launchers.slurm_text import checked_script, log_name
+from ddpexp.system.files import write_data
 from ddpexp.system.job_schedulers.base import FORGOTTEN
 from ddpexp.system.job_schedulers.slurm import SLURM
 from ddpexp.system.process import deferred_stop_signals
@@ -30,7 +31,7 @@ def submit_job(job: Job, script: Callable[[Path], str], wait: bool) -> int:
     job.prepare()
     run = job.create().resolve()
     path = run / "job.sbatch"
-    path.write_bytes(os.fsencode(script(run)))
+    write_data(path, checked_script(script(run), path.name))
     job.note("submitted")  # before the submission, since the job may begin at once
     job_id = ""
     try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch.rendezvous.environment import tasks_per_node
+from ddpexp.system.secrets import held_in, masked
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.IGNORECASE)  # sbatch's --time
 _NAMES = {"output": "run.dir", "chdir": "the path of the current folder"}
@@ -75,6 +77,22 @@ def quoted(value: str, name: str) -> str:
         return value
     escaped = re.sub(r'(["\\])', r"\\\1", value)
     return f'"{escaped}"'
+
+
+def checked_script(text: str, name: str) -> bytes:
+    """Return the text of a script as it is written: its secrets cannot be masked, since it has to run.
+
+    Raises:
+        RefusedError: it holds one; `name` is the name of its file.
+    """
+    for line in text.splitlines():
+        if (what := held_in(line)) is not None:
+            raise RefusedError(
+                f"launcher=slurm: {name} would hold {what}, in the line: {masked(line)}. Whoever may read the run "
+                "directory could read it there. In launcher.setup write the variable, such as export X=$MY_SECRET, "
+                "which the job's shell expands; a path needs another name."
+            )
+    return os.fsencode(text)
 
 
 def log_name(run: Path, job_id: str) -> str:

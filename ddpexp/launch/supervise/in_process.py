@@ -39,6 +39,7 @@ from ddpexp.system.hardware import visible_devices
 from ddpexp.system.limits import check_open_files
 from ddpexp.system.network import LOOPBACK
 from ddpexp.system.oom import Memory
+from ddpexp.system.streams import MaskedText
 from ddpexp.system.terminal import print_message
 
 _NOTICE = "launcher=inline: the worker is this process; nothing watches it, so a hang does not end the run"
@@ -177,7 +178,7 @@ def _as_worker(layout: Layout, log: Log) -> Iterator[None]:
 def _copied(stream: TextIO, descriptor: int, log: Log) -> TextIO:
     stream.flush()
     raw = io.BufferedWriter(_Copied(descriptor, log.fileno()))
-    return io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)
+    return MaskedText(raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)
 
 
 class _Copied(io.RawIOBase):

@@ -16,6 +16,7 @@ from typing import IO
 
 from ddpexp.errors import RefusedError
 from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.secrets import masked
 
 _BLOCK = 1 << 16
 _LOCK_SECONDS = 10.0  # for the processes of an earlier start to end
@@ -92,7 +93,7 @@ class Log:
     def add(self, text: str) -> None:
         """Append what the supervisor knows about the worker's end."""
         with suppress(OSError):  # the disk is full: the text is in error.json and on the terminal
-            self._file.write(text.encode())
+            self._file.write(masked(text).encode())
 
     def close(self) -> None:
         """Close this end of the file."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from ddpexp.loggers.remote.base import NotReadyError, Remote, Row
 from ddpexp.loggers.remote.source import Records
-from ddpexp.system.files import read_json, sha256, write
+from ddpexp.system.files import read_json, sha256, write_json
 from ddpexp.system.text import one_line
 
 FOLDER = "remote"  # of the marks, in the run directory
@@ -62,7 +61,7 @@ class Mark:
         """Replace the file. Raises OSError."""
         values: dict[str, Any] = {"id": self.id, "sent": self.sent, "sending": self.sending}
         values |= {"checkpoint": self.checkpoint, "ended": self.ended, "place": self.place}
-        write(self.path, json.dumps(values) + "\n")
+        write_json(self.path, values)
 
     def move_to(self, place: str) -> None:
         """Forget what was sent if that was to another place."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ddpexp.loggers.append_file import AppendFile, truncate_file
 from ddpexp.loggers.base import Null
 from ddpexp.loggers.remote.base import Medium
-from ddpexp.system.secrets import masked
+from ddpexp.system.files import json_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,9 +31,9 @@ class MediaFile(Null):
         self._file: AppendFile | None = None
 
     def text(self, name: str, text: str) -> None:
-        """Write a text with secrets masked; remote loggers get the configuration in another way."""
+        """Write a text; remote loggers get the configuration in another way."""
         if name != CONFIG:
-            self._write(0, "text", name, text=masked(text))
+            self._write(0, "text", name, text=text)
 
     def image(self, name: str, pixels: Tensor, step: int) -> None:
         """Write an image as PNG. Shapes: (height, width, 3) uint8."""
@@ -72,8 +71,8 @@ class MediaFile(Null):
     def _write(self, step: int, kind: str, name: str, **content: Any) -> None:
         if self._file is None:
             self._file = AppendFile(self._path)
-        record = {"step": step, "time": time.time(), "kind": kind, "name": masked(name), **content}
-        self._file.write(f"{json.dumps(record)}\n".encode())
+        record = {"step": step, "time": time.time(), "kind": kind, "name": name, **content}
+        self._file.write(json_line(record))
 
 
 def medium_of(record: Mapping[str, Any]) -> Medium:

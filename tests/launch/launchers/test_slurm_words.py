@@ -16,6 +16,7 @@ from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.launchers.slurm_context import unused_components, where
 from ddpexp.launch.launchers.slurm_text import (
+    checked_script,
     gpus_of_all_tasks,
     limit_seconds,
     log_name,
@@ -340,3 +341,12 @@ def test_components_that_are_not_used_are_warned_of(size: str | None, warns: boo
     warning = unused_components({} if size is None else {"SLURM_HET_SIZE": size})
     assert (warning is not None) == warns
     assert not warns or "srun python -m ddpexp ... launcher=slurm : python -m ddpexp" in str(warning)
+
+
+def test_a_script_with_a_secret_is_refused_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "q5zk-planted")
+    assert checked_script("#!/bin/bash\nexport X=$MY_TOKEN\n", "job.sbatch") == b"#!/bin/bash\nexport X=$MY_TOKEN\n"
+    with pytest.raises(
+        RefusedError, match=r"job\.sbatch would hold the value of MY_TOKEN, in the line: export X=\$\{MY_"
+    ):
+        checked_script("#!/bin/bash\nexport X=q5zk-planted\n", "job.sbatch")
