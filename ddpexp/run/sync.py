@@ -202,6 +202,8 @@ def _feed(run: RunDir, experiment: Experiment, name: str, report: Callable[[str]
     config = masked_tree(load_yaml(run.config.read_text()))
     chosen, where = experiment.logger[name], f"logger.{name}"
     node = _without_keys(chosen)
+    if key_of(where, chosen.target) in REMOTE_LOGGERS:  # which take no credentials here: others may need theirs
+        node = Node(node.target, masked_tree(node.kwargs))
 
     def connect(identity: str) -> Remote:
         info = RunInfo(run.path.resolve(), experiment.recipe.name, identity, config)

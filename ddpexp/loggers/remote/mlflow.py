@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpexp.loggers.remote.base import END_SECONDS, Medium, NotReadyError, Remote, Row, RunInfo
+from ddpexp.system.secrets import masker
 
 _TAG = "ddpexp.id"
 _METRICS_PER_REQUEST, _PARAMS_PER_REQUEST, _LONGEST_PARAM = 1000, 100, 6000  # MLflow's limits
@@ -63,7 +64,7 @@ class MLflow(Remote):
             self._run_id = runs[0].info.run_id
             client.update_run(self._run_id, "RUNNING")
         else:
-            run = client.create_run(experiment_id, tags={_TAG: self.info.id}, run_name=self.info.path.name)
+            run = client.create_run(experiment_id, tags={_TAG: self.info.id}, run_name=masker()(self.info.path.name))
             self._run_id = run.info.run_id
         self._log_params(set(runs[0].data.params) if runs else set())
 

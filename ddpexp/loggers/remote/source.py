@@ -10,6 +10,7 @@ from typing import Any
 
 from ddpexp.loggers.remote import media
 from ddpexp.loggers.remote.base import Medium, Row
+from ddpexp.system.secrets import masked_tree
 
 METRICS = "metrics.jsonl"
 _NO_VALUES = ("step", "epoch", "time")
@@ -79,4 +80,4 @@ class _Lines:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError(f"{self._path.name} holds a line that is no record")
-            yield record
+            yield masked_tree(record)  # what is secret by now may not have been one when it was written

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import netrc
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 from ddpexp.loggers.remote.base import END_SECONDS, Medium, NotReadyError, Remote, Row, RunInfo
 from ddpexp.loggers.remote.wandb_file import last_steps
 from ddpexp.system.process import away_from_current_folder
+from ddpexp.system.secrets import held_in, masker
 
 _NO_LOGIN = (
     "wandb has no API key: run `wandb login`, set WANDB_API_KEY, or use {key}.mode=offline, which needs none "
@@ -65,11 +67,13 @@ class WandB(Remote):
             wandb.setup()
         if (problem := self.problem("logger", {"mode": self._mode}, os.environ)) is not None:
             raise NotReadyError(problem)
+        secret = held_in(" ".join([str(self.info.path), *sys.argv])) is not None
         self._run = wandb.init(
-            dir=self.info.path, id=self.info.id, name=self.info.path.name, resume="allow", mode=self.mode,
+            dir=self.info.path, id=self.info.id, name=masker()(self.info.path.name), resume="allow", mode=self.mode,
             project=self.project or os.environ.get("WANDB_PROJECT") or self.info.recipe, entity=self.entity,
             group=self.group, tags=self.tags or None, config={}, settings=wandb.Settings(
                 console="off", silent=True, disable_code=True, x_sync_dir_suffix=f"{time.time_ns():x}",
+                x_disable_meta=secret,  # which has the command line and paths as they are
             ),
         )  # fmt: skip
         self._run.config.update(dict(self.info.config), allow_val_change=True)

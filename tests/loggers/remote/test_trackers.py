@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests import extras
-from tests.conftest import PATIENCE
+from tests.conftest import PATIENCE, ROOT
 from tests.loggers.remote.test_wandb import recorded
 
 pytestmark = pytest.mark.slow
@@ -226,3 +227,24 @@ def test_a_server_gets_the_configuration_media_and_the_best_checkpoint(
     found = server.ask("runs/search", experiment_ids=[one["experiment_id"] for one in experiments])["runs"]
     [params] = [one["data"]["params"] for one in found if one["info"]["run_name"] == "media"]
     assert {"key": "trainer.seed", "value": "0"} in params
+
+
+def test_nothing_secret_is_in_the_database_and_artifacts_of_mlflow(python: str, tmp_path: Path) -> None:
+    value = "q5zk-planted-7wyx"
+    run, store = tmp_path / f"of-{value}" / f"run-{value}", tmp_path / "store"
+    shutil.copytree(ROOT / "tests/kept/mnist", run)
+    text = {"step": 10**6, "time": 2.0, "kind": "text", "name": f"a {value}", "text": f"b {value}"}
+    (run / "media.jsonl").write_text(json.dumps(text) + "\n")
+    with (run / "metrics.jsonl").open("a") as more:
+        more.write(json.dumps({"step": 10**6, "epoch": 9.0, "time": 2.0, f"train/{value}": 1.0}) + "\n")
+    store.mkdir()
+    variables = {"MLFLOW_TRACKING_URI": f"sqlite:///{store}/ml.db", "DDPEXP_SECRETS": "MINE", "MINE": value}
+    sync = ["-m", "ddpexp", "sync", str(run), "logger=mlflow", f"logger.mlflow.experiment={value}", "--json"]
+    done = subprocess.run(
+        [python, *sync], env=extras.environ(**variables), cwd=store, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["loggers"]["mlflow"]["left"] == 0
+    found = {str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    assert b"${MINE}" in found["ml.db"]
+    assert not [name for name, content in found.items() if value.encode() in content or value in name]

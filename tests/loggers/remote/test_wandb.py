@@ -40,8 +40,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return extras.make(tmp_path_factory.mktemp("extras") / "venv", "wandb")
 
 
-def run_python(python: str, *arguments: str) -> str:
-    environ = extras.environ(WANDB_MODE="offline")
+def run_python(python: str, *arguments: str, **variables: str) -> str:
+    environ = extras.environ(WANDB_MODE="offline", **variables)
     done = subprocess.run([python, *arguments], env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -92,6 +92,26 @@ def test_what_an_interrupted_process_did_not_write_is_sent_again_and_nothing_els
             expected |= record if record["step"] == row["_step"] else {}
         assert all(row[name] == value for name, value in expected.items() if "/" in name)
     assert [row["_step"] for row in rows if "w" in row] == [steps[-1]]
+
+
+def test_nothing_secret_is_in_the_files_of_wandb(python: str, tmp_path: Path) -> None:
+    value = "q5zk-planted-7wyx"
+    run = tmp_path / f"of-{value}" / f"run-{value}"
+    shutil.copytree(ROOT / "tests/kept/mnist", run)
+    with (run / "metrics.jsonl").open("a") as more:
+        more.write(json.dumps({"step": 10**6, "epoch": 9.0, "time": 2.0, f"train/{value}": 1.0}) + "\n")
+    keys = ("group", "project", "entity")
+    typed = [f"logger.wandb.{key}={value}" for key in keys] + [f"logger.wandb.tags=[{value}]"]
+    sync = ("-m", "ddpexp", "sync", str(run), "logger=wandb", *typed, "--json")
+    shown = run_python(python, *sync, DDPEXP_SECRETS="MINE", MINE=value)
+    assert json.loads(shown)["loggers"]["wandb"]["left"] == 0
+    [file] = run.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"${MINE}" in file.read_bytes()
+    sent = [path for path in (run / "wandb").rglob("*") if path.is_file() and not path.name.startswith("debug")]
+    assert len(sent) > 0
+    for path in sent:  # wandb's logs of itself, which it does not send, have the path of the folder that they are in
+        assert value.encode() not in path.read_bytes(), path
+    assert value.encode() not in (run / "remote/wandb.json").read_bytes()
 
 
 OPENED = """
