@@ -176,7 +176,7 @@ def batch_norm_layers(models: Mapping[str, nn.Module]) -> list[_BatchNorm]:
         layer
         for root in models.values()
         for layer in root.modules()
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats
     ]
 
 
