@@ -29,8 +29,11 @@ from ddpexp.system import start
 def run() -> None:
     """Run the command line and end this process with its exit code."""
     start.stop_on_signals()  # before the imports, which take most of the time until something is started
-    from ddpexp.cli import main
-
+    try:
+        from ddpexp.cli import main
+    except MemoryError:
+        sys.stderr.write("ddpexp: there is no memory left to start (ulimit -v shows a limit of this shell).\n")
+        sys.exit(1)
     main.run()
 
 

@@ -67,6 +67,7 @@ class Failure:
     signal: int | None = None
     traceback: str | None = None
     exit_code: int = EXIT_FAILED
+    limit: str | None = None  # of the machine or the shell, which the error is about
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""

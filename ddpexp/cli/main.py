@@ -24,7 +24,7 @@ from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
 from ddpexp.system import caller, secrets
 from ddpexp.system.containers import name_user
-from ddpexp.system.limits import raise_files
+from ddpexp.system.limits import holds_command, raise_files
 from ddpexp.system.programs import OURS, SAFE_PATH, safe_path
 from ddpexp.system.start import NOT_LINUX
 from ddpexp.system.streams import mask_standard_streams
@@ -63,7 +63,7 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
         raise RefusedError(wrong)
     raise_files()
     # The fork server imports torch while Hydra composes here: it is the longer of the two, so it starts first.
-    server = Server() if will_fork(argv) else None
+    server = Server() if will_fork(argv) and holds_command() else None
     if server is not None:
         leaving.callback(server.close)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import mmap
 import os
@@ -22,19 +21,23 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
+from ddpexp.data.loader_limits import (
+    end_at_first_unsent,
+    error_at_limit,
+    forget_half_made,
+    no_room,
+    unsent,
+)
 from ddpexp.data.samples import describe_samples, first_mismatch, form, origin, tensors_of, user_code_error
 from ddpexp.data.transforms import Transformed
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import CodeError, LoaderError
-from ddpexp.system.containers import enlarge_shared_memory, runtime, shared_memory_place
 from ddpexp.system.process import die_with_parent
 
 Key = tuple[int, list[int]] | tuple[int, list[int], int]  # a micro-batch: its seed, its indices, the epoch's seed
 
 _sockets: Any = connection
 _python_address = _sockets.arbitrary_address
-_SHARED = "/dev/shm"
-_SMALL = 64 << 20  # bytes of shared memory: the default of containers
 _DUMP_SECONDS = 0.5  # for a worker to write its stack
 
 
@@ -49,42 +52,43 @@ def load(
         CodeError: the data set raised an error. LoaderError: a worker died, hangs, or has no memory for its batches.
     """
     requested: deque[list[int]] = deque()
-    # Shared with the workers: the PID of each, and the index of its current sample.
-    page = memoryview(mmap.mmap(-1, 16 * (num_workers or 1))).cast("q")
-    pids, current = page[:num_workers], page[num_workers:]
+    page = _Page.of(num_workers)
     loader: DataLoader[Any] = DataLoader(
-        _Fetch(data, name, current),  # type: ignore[arg-type]
+        _Fetch(data, name, page.current),  # type: ignore[arg-type]
         batch_sampler=_Keys(keys, requested),  # type: ignore[arg-type]
         num_workers=num_workers,
         collate_fn=_identity,
         pin_memory=device.type == "cuda",
         timeout=timeout_seconds if num_workers else 0,
-        worker_init_fn=partial(_start_worker, os.getpid(), pids) if num_workers else None,
+        worker_init_fn=partial(_start_worker, os.getpid(), page) if num_workers else None,
         generator=torch.Generator().manual_seed(0),  # so that it does not draw from the global generator
     )
-    received, deaths = 0, _deaths(pids)
+    received, deaths = 0, _deaths(page)
     try:
         batches = iter(loader)
         deaths.__enter__()  # before torch's own handler, which is installed by now
     except OSError as error:  # its semaphores are in shared memory, too
-        raise _no_room() if num_workers and error.errno == errno.ENOSPC else error from None
-    except RuntimeError:  # raised by torch's handler
-        _raise_death(pids)
-        raise
+        forget_half_made(error)
+        raise (error_at_limit(error, num_workers, is_start=True) if num_workers else None) or error from None
+    except RuntimeError as error:  # raised by torch's handler, or a thread that cannot be started
+        _raise_death(page)
+        forget_half_made(error)
+        raise (error_at_limit(error, num_workers) if num_workers else None) or error from None
     try:
         while True:
-            _raise_death(pids)  # a worker may have died before the handler was installed
+            _raise_death(page)  # a worker may have died before the handler was installed
             try:
                 batch = next(batches)
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
                 if "timed out" not in str(error):
-                    _raise_reaped(batches)
-                    raise
+                    _raise_reaped(batches, page)
+                    raise (error_at_limit(error, num_workers) if num_workers else None) or error from None
                 worker = received % num_workers  # torch uses the workers in turn
-                _dump(pids[worker])
-                stuck = [current[worker]] if current[worker] in requested[0] else requested[0]
+                _dump(page.pids[worker])
+                at = page.current[worker]
+                stuck = [at] if at in requested[0] else requested[0]
                 raise _silent(worker, describe_samples(data, stuck, name), timeout_seconds) from None
             received += 1
             requested.popleft()
@@ -98,26 +102,19 @@ def load(
         deaths.__exit__(None, None, None)  # an ExitStack would keep this frame and the workers alive in Python 3.10
 
 
-def shared_memory_warning(num_workers: int) -> str | None:
-    """Return a warning if there is little shared memory for the batches of DataLoader workers, else None."""
-    size, _ = _shared_memory()
-    if not num_workers or size is None or size >= _SMALL:
-        return None
-    kind = runtime()
-    return (
-        f"{_SHARED} of this {shared_memory_place(kind)} has {size / 1e6:,.1f} MB, little for the batches of "
-        f"data.num_workers={num_workers} DataLoader workers a rank: enlarge it ({enlarge_shared_memory(kind)}), or use "
-        "data.num_workers=0"
-    )
+@dataclass(frozen=True)
+class _Page:
+    """What a loader shares with its workers: the PID of each, its current sample, and what keeps it from sending."""
 
+    pids: memoryview
+    current: memoryview  # indices
+    problems: memoryview  # errno
 
-def _shared_memory() -> tuple[int | None, int | None]:
-    """Return the total and the free shared memory of this host. Units: bytes."""
-    try:
-        found = os.statvfs(_SHARED)
-    except OSError:
-        return None, None
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    @classmethod
+    def of(cls, num_workers: int) -> _Page:
+        size = num_workers or 1  # this process notes its current sample without workers, too
+        words = memoryview(mmap.mmap(-1, 24 * size)).cast("q")
+        return cls(words[:num_workers], words[size : 2 * size], words[2 * size :])
 
 
 @dataclass(frozen=True)
@@ -168,8 +165,8 @@ class _Fetch:
             collate = self.data.collate if isinstance(self.data, Transformed) else default_collate
             return _in_shared_memory(collate(samples))
         except Exception as error:
-            if get_worker_info() is not None and _is_no_room(error):
-                raise _no_room() from None
+            if (info := get_worker_info()) is not None and _is_no_room(error):
+                raise error_at_limit(error, info.num_workers) or no_room() from None
             other = first_mismatch(samples)
             if other is None:
                 raise user_code_error(error, self._description(indices)) from None
@@ -213,30 +210,17 @@ def _is_no_room(error: Exception) -> bool:
     return isinstance(error, RuntimeError | OSError) and any(word in str(error) for word in ("shared memory", "shm"))
 
 
-def _no_room() -> LoaderError:
-    size, free = _shared_memory()
-    found = (
-        f"{size / 1e6:,.1f} MB, {free / 1e6:,.1f} MB of it free"
-        if size is not None and free is not None
-        else "too little"
-    )
-    kind = runtime()
-    return LoaderError(
-        f"the batches of the DataLoader workers do not fit into shared memory: {_SHARED} of this "
-        f"{shared_memory_place(kind)} has {found}. Enlarge it ({enlarge_shared_memory(kind)}), or use "
-        "data.num_workers=0, or a smaller trainer.micro_batch_size."
-    )
-
-
 @contextmanager
-def _deaths(pids: memoryview) -> Iterator[None]:
+def _deaths(page: _Page) -> Iterator[None]:
     """Raise an error in this process when one of its workers dies; torch's own names neither worker nor cause."""
-    if not pids.nbytes or threading.current_thread() is not threading.main_thread():  # signals are for the main thread
+    if (
+        not page.pids.nbytes or threading.current_thread() is not threading.main_thread()
+    ):  # signals are for the main thread
         yield
         return
 
     def look(number: int, frame: FrameType | None) -> None:
-        _raise_death(pids)
+        _raise_death(page)
         if callable(before):
             before(number, frame)
 
@@ -247,15 +231,23 @@ def _deaths(pids: memoryview) -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before)
 
 
-def _raise_death(pids: memoryview) -> None:
-    for worker, pid in enumerate(pids):
+def _raise_death(page: _Page) -> None:
+    _raise_unsent(page)
+    for worker, pid in enumerate(page.pids):
         problem = _death(pid)
         if problem is not None:
             raise _lost(worker, problem)
 
 
-def _raise_reaped(batches: Any) -> None:
+def _raise_unsent(page: _Page) -> None:
+    for worker, number in enumerate(page.problems):
+        if number:
+            raise unsent(worker, number, len(page.pids)) from None
+
+
+def _raise_reaped(batches: Any, page: _Page) -> None:
     """Raise an error if a worker died while it sent a batch: torch notices, and reaps it before its signal arrives."""
+    _raise_unsent(page)
     for worker, process in enumerate(getattr(batches, "_workers", ())):
         if process.exitcode:
             raise _lost(worker, _ended(process.exitcode)) from None
@@ -287,7 +279,7 @@ def _silent(worker: int, samples: str, seconds: float) -> LoaderError:
 
 def _lost(worker: int, problem: str) -> LoaderError:
     if problem.endswith("SIGBUS"):
-        return _no_room()
+        return no_room()
     text = f"DataLoader worker {worker} {problem}, and its batches are lost"
     if problem.endswith("SIGKILL"):
         return LoaderError(f"{text}: out of memory? Fewer data.num_workers need less.")
@@ -306,10 +298,11 @@ def _address_without_file(family: str) -> Any:
     return f"\0ddpexp-{os.getpid()}-{secrets.token_hex(8)}" if family == "AF_UNIX" else _python_address(family)
 
 
-def _start_worker(parent: int, pids: memoryview, worker: int) -> None:
+def _start_worker(parent: int, page: _Page, worker: int) -> None:
     """Set up a worker: it ends with the rank, and ignores stop signals, which schedulers send to all processes."""
     die_with_parent(parent)
-    pids[worker] = os.getpid()
+    page.pids[worker] = os.getpid()
+    end_at_first_unsent(worker, page.problems)
     # Batches are sent through a socket, whose file would outlive a killed worker: use an address without a
     # file. Connecting requires the key that only the rank and its workers have.
     _sockets.arbitrary_address = _address_without_file

@@ -11,11 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from ddpexp.errors import ENDS, End, Failure, FinishedError, RefusedError, StoppedError, WorkerError, first_end
+from ddpexp.errors import (
+    ENDS,
+    EXIT_FAILED,
+    End,
+    Failure,
+    FinishedError,
+    RefusedError,
+    StoppedError,
+    WorkerError,
+    first_end,
+)
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.workers.client import Server
 from ddpexp.system import caller
+from ddpexp.system.limits import reason, reason_with_limit
 from ddpexp.system.terminal import print_message
 
 _NAMED = 16  # ranks named in a message; the others are only counted
@@ -49,6 +60,12 @@ def exit_code_of(work: Callable[[], int]) -> int:
         if isinstance(error, StoppedError) and error.then is not None:
             print_message(f"ddpexp: {error.then()}")
         return error.exit_code
+    except (OSError, MemoryError, RuntimeError) as error:
+        ignore_signals()
+        if reason(error) is None:
+            raise
+        print_message(f"ddpexp: {reason_with_limit(error)}.")
+        return EXIT_FAILED
 
 
 def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool = False) -> int:
@@ -79,6 +96,12 @@ def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool 
             nothing = (lambda: _NOTHING_TO_REQUEUE) if end.signum == signal.SIGUSR2 else None
             stopped.then = end.then or nothing
         raise stopped from None
+    except (OSError, MemoryError, RuntimeError) as error:
+        ignore_signals()
+        if (limit := reason(error)) is not None:
+            message = reason_with_limit(error)
+            job.fail(Failure(rank=0, host=platform.node(), kind=type(error).__name__, message=message, limit=limit))
+        raise
     finally:
         job.close()
 
@@ -147,7 +170,8 @@ def _end_of(error: End) -> caller.End:
 
 
 def _first_cause(error: WorkerError) -> str:
-    trace = error.failure.traceback if error.leader is None and not error.shown else None
+    hidden = error.leader is not None or error.shown or error.failure.limit is not None  # the rank's log has it
+    trace = None if hidden else error.failure.traceback
     return "\n".join([*([trace.rstrip()] if trace else []), f"ddpexp: {_summary(error)}"])
 
 

@@ -235,7 +235,7 @@ class Training(Job):
 
         If this start created the directory and is refused before the first step, the directory is removed.
         """
-        refused = failure.kind == RefusedError.__name__
+        refused = failure.kind == RefusedError.__name__ or (failure.limit is not None and not self._began)
         if refused and self._created is not None and not directory.has_trained(self._created[0]):
             self.close()
             directory.remove(*self._created)

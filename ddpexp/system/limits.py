@@ -19,7 +19,11 @@ _COMMAND_FILES = 20  # of the command itself
 _FILES_PER_WORKER = 4  # of the command, for each worker: control channel, signals, shared page, log
 _RANK_FILES = 36  # of a rank itself
 _FILES_PER_PEER = 4  # of a rank, for each other rank: connections, shared memory
+EXIT_NO_MEMORY = 127
+"""The exit code of a program that the dynamic loader had no memory for, and of a fork server without memory."""
+
 _ERRNO_BY_TEXT = {
+    "memoryerror": errno.ENOMEM,
     "too many open files": errno.EMFILE,
     "file too large": errno.EFBIG,
     "can't start new thread": errno.EAGAIN,
@@ -40,6 +44,12 @@ def raise_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError):
             pass  # a container may refuse the limit that it reports
+
+
+def holds_command() -> bool:
+    """Return whether the limit on open files leaves room for the command itself and its fork server."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit == resource.RLIM_INFINITY or limit >= _COMMAND_FILES
 
 
 def check_open_files(workers: int, world_size: int) -> None:
@@ -103,7 +113,8 @@ def reason(error: BaseException | str, path: Path | None = None) -> str | None:
 def reason_with_limit(error: BaseException, path: Path | None = None) -> str:
     """Describe an error by the system's text for it, or its class and message, and the limit that caused it."""
     limit = reason(error, path)
-    text = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    own = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = error.strerror if isinstance(error, OSError) else own
     return f"{text or error}{f' ({limit})' if limit else ''}"
 
 

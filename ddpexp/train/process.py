@@ -87,6 +87,7 @@ def _run(work: Callable[[Control], None], control: Control) -> int:
             message_or_place(error) + (f" ({limit})" if limit else ""),
             code,
             _traceback_of(error),
+            limit,
         )
     return code
 
@@ -143,13 +144,14 @@ def _forget_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _report(control: Control, kind: str, message: str, code: int, trace: str | None) -> None:
+def _report(control: Control, kind: str, message: str, code: int, trace: str | None, limit: str | None = None) -> None:
     """Send the error to the supervisor, which shows it once; without a supervisor print it here."""
     kind, message = one_line(kind), sanitize(message, MESSAGE_BYTES)
     limited = sanitize(trace, TRACEBACK_BYTES) if trace else trace
     control.send(
-        "error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step, exit_code=code
-    )
+        "error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step,
+        exit_code=code, limit=limit,
+    )  # fmt: skip
     if not control.is_supervised:
         print(limited or f"{kind}: {message}", file=sys.stderr)
 

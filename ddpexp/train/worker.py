@@ -26,7 +26,7 @@ from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.sampling import eval_batch_size, training_plan
 from ddpexp.config.schema import Experiment, Trainer
-from ddpexp.data.loader import shared_memory_warning
+from ddpexp.data.loader_limits import shared_memory_warning
 from ddpexp.data.streams import StreamBatches
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError

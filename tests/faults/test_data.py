@@ -302,8 +302,8 @@ def test_a_nan_on_one_rank_stops_all_or_is_skipped_by_all(recipe: Recipe, overri
 # --- Shared memory ---
 
 
-def in_little_shared_memory(recipe: Recipe, *overrides: str) -> Done:
-    """Run where /dev/shm has one mebibyte, in a mount namespace of its own."""
+def in_little_shared_memory(recipe: Recipe, *overrides: str, mounted_with: str = "size=1m") -> Done:
+    """Run where /dev/shm has one mebibyte, or is otherwise restricted, in a mount namespace of its own."""
     try:
         subprocess.run(["unshare", "--mount", "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
@@ -312,7 +312,7 @@ def in_little_shared_memory(recipe: Recipe, *overrides: str) -> Done:
         "data=trouble", "data.kind=Large", "task._target_=points.LargeTask", *EVERY, *overrides
     )
     full = "head -c 1048576 /dev/zero > /dev/shm/full &&" if "data.train=full" in overrides else ""
-    mounted = f'mount -t tmpfs -o size=1m tmpfs /dev/shm && {full} exec "$@"'
+    mounted = f'mount -t tmpfs -o {mounted_with} tmpfs /dev/shm && {full} exec "$@"'
     process = subprocess.Popen(
         ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-m", "ddpexp", *arguments],
         cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -335,6 +335,23 @@ def test_batches_that_do_not_fit_into_shared_memory_say_its_size_and_what_to_do(
         f"/dev/shm of this {place} has 1.0 MB, little for the batches of data.num_workers=2 DataLoader workers a rank"
     )
     assert (done.out + done.err).count(warning) == 1
+
+
+@pytest.mark.fault(56)
+@pytest.mark.parametrize(
+    ("mounted_with", "sentence"),
+    [
+        ("ro", "cannot pass their batches on: /dev/shm cannot be written (Read-only file system). Or use fewer"),
+        ("size=4k", "do not fit into shared memory: /dev/shm of this "),
+    ],
+)
+def test_shared_memory_that_has_no_room_for_a_loader_gets_one_sentence(
+    recipe: Recipe, mounted_with: str, sentence: str
+) -> None:
+    done = in_little_shared_memory(recipe, "data.train=tensor", "data.num_workers=2", mounted_with=mounted_with)
+    assert done.code == 1
+    assert sentence in Ended(done).error["message"]
+    assert "Traceback" not in done.out + done.err
 
 
 @pytest.mark.fault(56)

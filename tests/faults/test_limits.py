@@ -248,12 +248,19 @@ def test_too_few_files_for_the_workers_are_refused_before_work(recipe: Recipe) -
 
 
 @pytest.mark.fault(23)
-@pytest.mark.parametrize("overrides", [("task._target_=points.Opens",), ITEMS], ids=["task", "loader"])
-def test_a_rank_that_runs_out_of_files_names_the_limit(recipe: Recipe, overrides: tuple[str, ...]) -> None:
-    ended = limited(recipe, "ulimit -n 44", *EVERY, *overrides)
+@pytest.mark.parametrize(
+    ("overrides", "files"),
+    [(("task._target_=points.Opens",), 44), (ITEMS, 44), (ITEMS, 48), (ITEMS, 50)],
+    ids=["task", "loader", "worker", "rank"],
+)
+def test_a_rank_that_runs_out_of_files_names_the_limit(recipe: Recipe, overrides: tuple[str, ...], files: int) -> None:
+    ended = limited(recipe, f"ulimit -n {files}", *EVERY, *overrides)
     assert ended.done.code == 1, ended.done
-    assert "this shell allows 44 open files (ulimit -n): raise that limit" in ended.done.err.splitlines()[-1]
-    assert "this shell allows 44 open files" in ended.error["message"]
+    assert f"this shell allows {files} open files (ulimit -n): raise that limit" in ended.done.err.splitlines()[-1]
+    assert f"this shell allows {files} open files" in ended.error["message"]
+    assert "Traceback" not in ended.done.out + ended.done.err
+    log = (ended.done.run / f"ranks/{ended.error['rank']}.log").read_text()
+    assert ("Traceback" in log) == (overrides != ITEMS)  # of the recipe's code
 
 
 @pytest.mark.fault(23)
@@ -426,8 +433,11 @@ def test_a_process_too_many_ends_the_run_with_the_limit(
 
 
 @pytest.mark.fault(23)
-def test_too_little_address_space_is_named(recipe: Recipe) -> None:
-    ended = limited(recipe, "ulimit -v 400000", *EVERY)
+@pytest.mark.parametrize("allowed", [50_000, 100_000, 400_000])
+def test_too_little_address_space_is_named(recipe: Recipe, allowed: int) -> None:
+    ended = limited(recipe, f"ulimit -v {allowed}", *EVERY)
     assert ended.done.code in (1, 2), ended.done
-    sentence = "this shell allows 400,000 KiB of address space (ulimit -v): raise that limit"
+    sentence = f"this shell allows {allowed:,} KiB of address space (ulimit -v): raise that limit"
     assert sentence in ended.done.err.replace("This shell", "this shell")  # where torch for CUDA cannot be mapped
+    assert "Traceback" not in ended.done.err
+    assert allowed == 400_000 or not ended.done.run.exists()

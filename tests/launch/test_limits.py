@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from ddpexp.system import limits
-from ddpexp.system.limits import _describe_process_limit, distinguishable, human, reason, reason_with_limit
+from ddpexp.system.limits import (
+    _describe_process_limit,
+    distinguishable,
+    holds_command,
+    human,
+    reason,
+    reason_with_limit,
+)
 from tests.conftest import PATIENCE, ROOT
 
 
@@ -235,3 +242,18 @@ def test_other_errors_mean_no_limit() -> None:
     assert reason(OSError(errno.ENOENT, "x")) is None
     assert reason(OSError(errno.ENOSPC, "x")) is None
     assert limits.reason_with_limit(ValueError("x")) == "ValueError: x"
+
+
+@pytest.mark.parametrize(("limit", "holds"), [(19, False), (20, True), (resource.RLIM_INFINITY, True)])
+def test_without_files_for_the_command_itself_no_fork_server_is_started(
+    monkeypatch: pytest.MonkeyPatch, limit: int, holds: bool
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (limit, limit))
+    assert holds_command() is holds
+
+
+def test_memory_that_runs_out_is_named_with_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (1 << 20, 1 << 20))
+    limit = "this shell allows 1,024 KiB of address space (ulimit -v): raise that limit"
+    assert reason("MemoryError: ") == limit  # as a fork server reports it
+    assert reason_with_limit(MemoryError()) == f"MemoryError ({limit})"

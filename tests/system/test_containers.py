@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.data import loader
+from ddpexp.data import loader_limits
 from ddpexp.launch.launchers.elastic import Elastic
 from ddpexp.launch.supervise import activity
 from ddpexp.launch.workers import cleanup
@@ -69,14 +69,16 @@ def test_a_virtual_machine_made_from_an_image_is_no_container(tmp_path: Path) ->
 def test_little_shared_memory_names_the_remedy_of_the_place(
     monkeypatch: pytest.MonkeyPatch, kind: str, place: str, remedy: str
 ) -> None:
-    monkeypatch.setattr(loader, "runtime", lambda: kind)
-    monkeypatch.setattr(loader, "_shared_memory", lambda: (1 << 20, 1 << 19))
-    assert loader.shared_memory_warning(2) == (
+    monkeypatch.setattr(loader_limits, "runtime", lambda: kind)
+    monkeypatch.setattr(loader_limits, "shared_memory", lambda: (1 << 20, 1 << 19))
+    assert loader_limits.shared_memory_warning(2) == (
         f"/dev/shm of this {place} has 1.0 MB, little for the batches of data.num_workers=2 DataLoader workers a rank: "
         f"enlarge it ({remedy}), or use data.num_workers=0"
     )
-    assert f"/dev/shm of this {place} has 1.0 MB, 0.5 MB of it free. Enlarge it ({remedy})" in str(loader._no_room())
-    assert loader.shared_memory_warning(0) is None
+    assert f"/dev/shm of this {place} has 1.0 MB, 0.5 MB of it free. Enlarge it ({remedy})" in str(
+        loader_limits.no_room()
+    )
+    assert loader_limits.shared_memory_warning(0) is None
 
 
 @pytest.mark.parametrize(

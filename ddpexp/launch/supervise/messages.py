@@ -51,6 +51,7 @@ class Errored:
     traceback: str | None
     step: int | None
     exit_code: int
+    limit: str | None = None  # of the machine or the shell, which the error is about
 
 
 @dataclass(frozen=True)

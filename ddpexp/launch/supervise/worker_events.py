@@ -93,6 +93,7 @@ class WorkerReports:
             phase=worker.status_page.phase,
             traceback=message.traceback,
             exit_code=message.exit_code,
+            limit=message.limit,
         )
         worker.failed_at = time.monotonic()
         self._end.fail(worker.failed_at)

@@ -16,7 +16,7 @@ from ddpexp import TESTED_PYTHONS
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import SIGNALS
 from ddpexp.launch.workers.rank_log import Log
-from ddpexp.system.limits import reason, reason_with_limit
+from ddpexp.system.limits import EXIT_NO_MEMORY, reason, reason_with_limit
 from ddpexp.system.memory_file import memory_file
 from ddpexp.system.oom import Memory
 from ddpexp.system.programs import python
@@ -24,8 +24,6 @@ from ddpexp.system.programs import python
 # Modules that a worker needs before its first step. A missing one would cost seconds in every worker, so a test
 # compares the list with what workers import; nothing here may initialise CUDA: GPU workers could not be forked then.
 PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "ddpexp.train.worker")
-
-_DYNAMIC_LOADER_FAILED = 127  # its exit code when it cannot allocate memory
 
 
 class Server:
@@ -155,7 +153,7 @@ class Server:
             how = "is gone" if code is None else f"ended with exit code {code}"
         text = f"the process that starts the workers {how}, and they with it"
         # When memory runs out, libraries abort, the dynamic loader exits with 127, and the kernel kills.
-        allocation_failed = code == _DYNAMIC_LOADER_FAILED or signum not in (signal.SIGKILL, None)
+        allocation_failed = code == EXIT_NO_MEMORY or signum not in (signal.SIGKILL, None)
         why = reason(MemoryError()) if allocation_failed else self.memory.verdict()
         return f"{text}: {why}" if why else text, signum
 

@@ -23,7 +23,7 @@ from typing import Any
 from ddpexp.launch.workers.control import SIGNALS
 from ddpexp.launch.workers.cuda_guard import CudaGuard
 from ddpexp.system.forks import fork
-from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.limits import EXIT_NO_MEMORY, reason_with_limit
 from ddpexp.system.memory_file import memory_file, read_memory_file
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
@@ -53,7 +53,10 @@ def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> Non
     # What is imported here may ask `torch.cuda.is_available()`, which would initialise CUDA: torch asks NVML instead.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     guard = CudaGuard()
-    _serve(socket.socket(fileno=fd), start_method, _import(preload, guard), guard)
+    try:
+        _serve(socket.socket(fileno=fd), start_method, _import(preload, guard), guard)
+    except MemoryError:  # the command reports it
+        os._exit(EXIT_NO_MEMORY)
 
 
 def _serve(channel: socket.socket, start_method: str, failed: dict[str, str], guard: CudaGuard) -> None:
