@@ -41,7 +41,7 @@ from ddpexp.system import files
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative, shortest
 from ddpexp.system.hardware import usable_cores
-from ddpexp.train import gpu_memory, lazy_dynamo
+from ddpexp.train import compile_cache, gpu_memory, lazy_dynamo
 from ddpexp.train.average import slow_average_warning
 from ddpexp.train.build import (
     RunContext,
@@ -151,7 +151,7 @@ def build(context: RunContext) -> Built:
     _warn_of_little_shared_memory(experiment, log)
     forbid_downloads(experiment)
     import_all(experiment, world)
-    compilations = _watch_compilations(world) if trainer.compile else None
+    compilations = _watch_compilations(world, log) if trainer.compile else None
     if compilations is None:
         lazy_dynamo.defer()
 
@@ -274,6 +274,8 @@ def fit(context: RunContext, built: Built) -> None:
         loop.logger.close()
         end_processes()
     context.world.barrier()
+    if built.compilations is not None and context.world.local_rank == 0:
+        compile_cache.record()
     fault_point("leave")
     if outcome.interrupted:
         raise Interrupted(outcome.step)
@@ -354,9 +356,16 @@ def _read_configuration(run: RunDir, digest: str | None) -> str:
     return raw.decode()
 
 
-def _watch_compilations(world: World) -> Compilations:
+def _watch_compilations(world: World, log: logging.Logger) -> Compilations:
+    """Prepare to compile. Ranks: all; communicates."""
     limit_processes(os.environ, usable_cores(), world.local_world_size)
-    return Compilations.watched()
+    compilations = Compilations.watched()
+    if world.local_rank == 0:
+        warning = compile_cache.repair()
+        if warning is not None:
+            log.warning(warning)
+    world.barrier()
+    return compilations
 
 
 def _warn_of_little_shared_memory(experiment: Experiment, log: logging.Logger) -> None:
