@@ -147,9 +147,15 @@ def test_a_damaged_config_without_a_copy_is_reported_as_it_is(tmp_path: Path, mo
     run = shutil.copytree(ROOT / "tests/kept/finished", tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     (run / "config.yaml").write_text("- a\n")
-    assert refused(resume, ["run"], ["ddpexp", "resume", "run"]) == "run/config.yaml is not the configuration of a run."
+    assert refused(resume, ["run"], ["ddpexp", "resume", "run"]) == (
+        "resume run: run/config.yaml is not the configuration of a run. No checkpoint holds a copy: put one back, or "
+        "start a new run with another run.dir."
+    )
     (run / "config.yaml").unlink()
-    assert refused(resume, ["run"], ["ddpexp", "resume", "run"]) == "resume run: it is no run directory."
+    assert refused(resume, ["run"], ["ddpexp", "resume", "run"]) == (
+        "resume run: config.yaml is missing. No checkpoint holds a copy: put one back, or start a new run with another "
+        "run.dir."
+    )
 
 
 def test_of_weights_at_a_url_the_download_is_left_to_the_user() -> None:

@@ -287,7 +287,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         "nested too deeply",
     ),
     "huge manifest": (lambda folder: sparse(folder / "checkpoint.json"), "more than 67,108,864"),
-    "piped manifest": (lambda folder: pipe(folder / "checkpoint.json"), "it is not a regular file"),
+    "piped manifest": (lambda folder: pipe(folder / "checkpoint.json"), "it is a named pipe, not a regular file"),
     "manifest of nothing": (lambda folder: (folder / "checkpoint.json").write_text("null"), "is damaged"),
     "manifest without files": (
         lambda folder: (folder / "checkpoint.json").write_bytes(seal({"format": 2})),

@@ -229,9 +229,22 @@ def _stamp(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-@lru_cache(maxsize=1 << 14)  # a part is asked for with every sample
 def _is_right(path: Path, inode: int, size: int, modified: int, changed: int) -> bool:
-    return _check(path, size)
+    try:
+        _check_once(path, inode, size, modified, changed)
+    except _DamagedPartError:
+        return False
+    return True
+
+
+class _DamagedPartError(Exception):
+    """A part is not as it was received."""
+
+
+@lru_cache(maxsize=1 << 14)  # a part is asked for with every sample; one that is not right yet is looked at again
+def _check_once(path: Path, inode: int, size: int, modified: int, changed: int) -> None:
+    if not _check(path, size):
+        raise _DamagedPartError
 
 
 def _check(path: Path, size: int) -> bool:
@@ -270,9 +283,11 @@ def keep(name: str, data: bytes, limit: int) -> None:
     try:
         _make_room(place, limit - len(data))
         temp.write_bytes(data)
-        os.replace(temp, place / name)
         digest = hash_of(data)
-        _write_sum(name, digest, mark_of(place, {name: len(data)}, {name: [(len(data), digest)]}))
+        _write_sum(name, digest, "")
+        os.replace(temp, place / name)
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            _write_sum(name, digest, mark_of(place, {name: len(data)}, {name: [(len(data), digest)]}))
     except OSError as error:
         with contextlib.suppress(OSError):
             temp.unlink()

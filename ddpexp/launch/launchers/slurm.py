@@ -221,7 +221,6 @@ class Slurm(Launcher):
         if code and status(run) == "submitted":
             text = f"srun ended with exit code {code} before the job began: see its output above"
             job.fail(Failure(rank=0, host=os.uname().nodename, kind="SrunError", message=text, exit_code=code))
-            return EXIT_FAILED  # srun's own code would be read as one of ddpexp's
         return code
 
     def script(self, job: Job, nodes: int, run: Path) -> str:

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from ddpexp.errors import EXIT_DONE, RefusedError
@@ -19,7 +20,7 @@ RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
 _OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
          "TIMEOUT", FORGOTTEN)  # fmt: skip
 _ANSWER_SECONDS = 15.0
-_NAMED = 8
+_NAMED, _ARRAY_INDEX = 8, "SBATCH_ARRAY_INX"
 _OF_A_JOB = ("SLURM_JOB", "SLURM_STEP", "SLURM_TASK", "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_NODELIST",
              "SLURM_NNODES", "SLURM_SUBMIT_", "SLURMD_NODENAME")  # fmt: skip
 _OF_TASKS = (
@@ -116,9 +117,7 @@ class SlurmScheduler:
             RefusedError: Slurm rejects it; the message has Slurm's reason. OSError: there is no sbatch.
         """
         environ, left_out = environ_of_a_job(os.environ)
-        if left_out:
-            names = first_few(left_out, _NAMED)
-            print_message(f"ddpexp: the job does not inherit {names} of this shell, which describe other jobs or steps")
+        _report_left_out(*(name for name in left_out if name != _ARRAY_INDEX))
         argv = [located("sbatch"), "--parsable", str(script)]
         # A new session: otherwise Ctrl-C could end sbatch after the submission but before it has printed the job's id.
         done = subprocess.run(
@@ -147,6 +146,13 @@ class SlurmScheduler:
         return f"scancel {' '.join(job_ids)}"
 
 
+@cache  # once for all jobs of a sweep
+def _report_left_out(*names: str) -> None:
+    if names:
+        shown = first_few(names, _NAMED)
+        print_message(f"ddpexp: the job does not inherit {shown} of this shell, which describe other jobs or steps")
+
+
 def environ_of_a_job(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the environment with which a new job is submitted, and the names that are left out.
 
@@ -160,7 +166,7 @@ def environ_of_a_job(environ: Mapping[str, str]) -> tuple[dict[str, str], list[s
         name
         for name in environ
         if name.startswith(_OF_TASKS)
-        or name == "SBATCH_ARRAY_INX"  # would override the script's own array directive
+        or name == _ARRAY_INDEX  # would override the script's own array directive
         or (was_in_a_job and name.startswith(("SLURM_", "SRUN_", "SLURMD_", "PMI_", "PMIX_")) and name not in _KEPT)
     ]
     return {name: value for name, value in environ.items() if name not in left_out}, sorted(left_out)
