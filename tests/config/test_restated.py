@@ -15,7 +15,6 @@ import yaml
 from omegaconf import OmegaConf
 
 from ddpexp.config import trusted
-from ddpexp.config.compose import compose
 from ddpexp.config.folders import LISTED, conf_folder, groups, options
 from ddpexp.config.parse import parse
 from ddpexp.config.restated import Reader, UnrestatedError, _is_foreign, is_setting, records_setting, to_restate
@@ -72,14 +71,6 @@ class Environ(dict[str, str]):
     def __getitem__(self, key: str) -> str:
         self.asked += key == NAME
         return super().__getitem__(key)
-
-
-@pytest.fixture(scope="module")
-def base() -> dict[str, Any]:
-    composed = compose(["recipe=mnist", "trainer.gpus=1"])
-    assert composed is not None
-    tree: dict[str, Any] = load_yaml(composed.text)
-    return tree
 
 
 @pytest.fixture(autouse=True)

@@ -25,14 +25,6 @@ def places(base: dict[str, Any]) -> list[tuple[str, dict[str, Any], tuple[Any, .
     return [found for found in keys_of(base) if isinstance(found[2][-1], str) and "*" not in found[2]]
 
 
-@pytest.fixture(scope="module")
-def base() -> dict[str, Any]:
-    composed = compose(["recipe=mnist", "trainer.gpus=1"])
-    assert composed is not None
-    tree: dict[str, Any] = load_yaml(composed.text)
-    return tree
-
-
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in NAMED.items():
