@@ -89,7 +89,7 @@ class TrainBatches:
         if order is None:
             return steps * total
         epochs, rest = divmod(steps, self.steps_per_epoch)
-        # A whole epoch has each sample once, except for those of the incomplete last global batch.
+        # A whole epoch has each sample once, without the samples of the incomplete last global batch.
         dropped = np.arange(self.steps_per_epoch * total, self.samples_per_epoch)
         left_out = sum(order.num_samples(self.seed, epoch, dropped) for epoch in range(epochs)) if len(dropped) else 0
         last = order.num_samples(self.seed, epochs, np.arange(rest * total))

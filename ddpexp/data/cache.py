@@ -3,7 +3,7 @@
 A preparation that takes seconds uses `write_cache`. One that takes minutes uses `make_cache`: one command at a time
 prepares, others wait for it, and what a killed command has written is resumed.
 
-Each file has hashes, and what was damaged since is not used. Fast to import: the launching command imports this module.
+Each file has hashes, and a damaged cache is not used. Fast to import: the launching command imports this module.
 """
 
 from __future__ import annotations
@@ -135,11 +135,12 @@ def make_cache(
 ) -> Cache:
     """Return the complete cache `name` from the first base that has it; otherwise write it to the first one possible.
 
-    `fill` writes the files into the folder that it is called with, and returns the record of the cache, in which
-    `chunks` are those of files that it has hashed itself. The folder may hold files of an earlier call that was killed,
-    and `fill` resumes there; at a full disk they are removed. One command at a time writes; the others wait and use its
-    cache. `space` and `wait` are for messages: how much is needed, and what the other command is doing. `sources` are
-    the files whose content it holds: who may not read one of them may not read the cache.
+    `fill` writes the files into the folder that it is called with, and returns the record of the cache. The record may
+    have `chunks`, with the hashes of files that `fill` has computed itself. The folder may hold files of an earlier
+    call that was killed; `fill` resumes there, and at a full disk the files are removed. One command at a time writes;
+    the others wait and use its cache. The texts `space` and `wait` are for messages: how much room is needed, and what
+    the other command does. `sources` are the files whose content the cache holds: a user who may not read one of them
+    may not read the cache.
 
     Raises: RefusedError, if no base can be written.
     """
@@ -273,9 +274,10 @@ def _commit(
 
 
 def _readers(base: Path, whole: Path, sources: Sequence[str | Path]) -> int:
-    """Return the permissions to read, of group and others, that a cache in `base` has: those of all its data.
+    """Return the permissions to read that a cache in `base` gives to its group and to others.
 
-    A group counts only where it is the group of the cache.
+    A class of users may read the cache if it may read every source. The permission of a source's group counts only
+    where the cache has the same group.
     """
     group = os.stat(whole).st_gid
     folders: set[Path] = {base}
@@ -285,7 +287,9 @@ def _readers(base: Path, whole: Path, sources: Sequence[str | Path]) -> int:
         folders |= {folder for folder in Path(source).parents if folder.is_relative_to(base)}
     for folder in folders:
         status = os.stat(folder)
-        readers &= _readers_of(status, group) & status.st_mode << 2  # who may not enter it may not read what is in it
+        readers &= (
+            _readers_of(status, group) & status.st_mode << 2
+        )  # a user who may not enter a folder may not read its files
     return readers
 
 

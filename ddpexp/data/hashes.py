@@ -64,7 +64,7 @@ def report_right(folder: Path, num_bytes: int) -> None:
 
 
 def hash_of(content: bytes | bytearray | memoryview) -> str:
-    """Return the XXH3 hash of a content, 128 bits in hexadecimal; it finds damage, and is no protection from people."""
+    """Return the XXH3 hash of a content, 128 bits in hexadecimal; it finds damage, and does not stop an attacker."""
     return xxhash.xxh3_128_hexdigest(content)
 
 

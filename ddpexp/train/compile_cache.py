@@ -56,7 +56,7 @@ def _folder() -> Path:
 
 
 def remove_damaged(folder: Path) -> list[str]:
-    """Remove files that are not complete; return their names, without those of which only that is not known."""
+    """Remove files that are not complete, or of which that is not known; return the names of the incomplete ones."""
     recorded = _recorded(folder)
     damaged = []
     for file in _files(folder):

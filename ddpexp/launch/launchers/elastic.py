@@ -223,7 +223,7 @@ class Elastic(Launcher):
 
 @dataclass
 class _Watch:
-    """The watch over an agent that may wait for what never comes: its list of machines, or its first workers."""
+    """The watch over torch's agent, which may wait without end for its list of machines or for its first workers."""
 
     job: Job
     board: StoreMailbox

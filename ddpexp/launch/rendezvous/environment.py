@@ -207,7 +207,7 @@ def externally_started(
 def torchrun_in_every_task(
     environ: Mapping[str, str] = os.environ, pid: int | None = None, has_terminal: Callable[[str], bool] | None = None
 ) -> int | None:
-    """Return in how many tasks of a step srun has started a torchrun that knows nothing of the others, if in several.
+    """Return the number of tasks of a step, if srun has started an independent torchrun in each of several tasks.
 
     `torchrun --standalone` has a random name for its rendezvous, and one group.
     """
