@@ -98,7 +98,14 @@ def _searched(added: Path | None) -> list[str]:
     for folder in folders:
         if not is_utf8(str(folder)):
             raise RefusedError(f"the path {folder} of an installed package is not UTF-8, and Hydra reads no other.")
-    return [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
+        if "${" in str(folder):
+            raise RefusedError(f"the path {folder} has ${{, which stands for a reference in configurations: rename it.")
+    return [f"hydra.searchpath=[{','.join(_literal(f'file://{folder}') for folder in folders)}]"] if folders else []
+
+
+def _literal(text: str) -> str:
+    """Return a text as Hydra's grammar reads it: in quotes, with a backslash before each quote."""
+    return '"{}"'.format(re.sub(r'(\\*)"', r'\1\1\\"', text))
 
 
 def check_settings_of_hydra(cfg: DictConfig, overrides: list[str], added: Path | None) -> None:

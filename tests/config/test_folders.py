@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import added_folder
+from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
 
 
@@ -82,3 +84,22 @@ def test_no_folder_at_all_is_refused(tmp_path: Path) -> None:
     assert refusal(f"{tmp_path}/x") == f"--config-dir {tmp_path}/x is not a directory."
     made(tmp_path, "file")
     assert refusal(f"{tmp_path}/file") == f"--config-dir {tmp_path}/file is not a directory."
+
+
+@pytest.mark.parametrize(
+    "name", ["a,b", "a b", "it's", 'a"b', "a[b", "a{b}", "a=b", "a\\b", 'a\\"b', "$b", "(b", "#b", "ünï"]
+)
+def test_the_name_of_a_folder_may_have_characters_of_hydras_grammar(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name / "conf"
+    (folder / "recipe").mkdir(parents=True)
+    (folder / "recipe/mine.yaml").write_text("# @package _global_\ndefaults: [/recipe/mnist]\ntrainer: {seed: 77}\n")
+    composed = compose_command(["--config-dir", str(folder), "recipe=mine"])
+    assert isinstance(composed, Composed)
+    assert composed.values["trainer"]["seed"] == 77
+
+
+def test_the_name_of_a_folder_that_holds_a_reference_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "${b}/recipe").mkdir(parents=True)
+    (tmp_path / "${b}/recipe/mine.yaml").write_text("# @package _global_\n")
+    with pytest.raises(RefusedError, match=r"the path .*/\$\{b\} has \$\{, which stands for a reference"):
+        compose_command(["--config-dir", str(tmp_path / "${b}"), "recipe=mine"])
