@@ -29,11 +29,6 @@ class StartFiles:
         self._before: dict[Path, bytes] = {}  # files of a resumed run, before this start changed them
         self._added: list[Path] = []  # files that this start has added to a resumed run
 
-    @property
-    def can_be_undone(self) -> bool:
-        """Return whether this start has changed the files of a resumed run."""
-        return bool(self._before)
-
     def resolve_facts(self, data: Data, prepared: Mapping[str, Any] | None) -> None:
         """Put the facts of the prepared data in place of the configuration's references to them.
 
@@ -92,10 +87,13 @@ class StartFiles:
         if manifest_text is not None and not has_manifest:
             files.write(run.manifest, manifest_text)
 
-    def undo(self, run: RunDir) -> None:
-        """Restore the directory to its state before this start."""
+    def undo(self, run: RunDir) -> bool:
+        """Restore a resumed run's directory to its state before this start; return whether this one had changed it."""
+        if not self._before:
+            return False
         run.result.unlink(missing_ok=True)
         for path, content in self._before.items():
             files.write_data(path, content)
         for copy in self._added:
             copy.unlink(missing_ok=True)
+        return True

@@ -245,9 +245,8 @@ class Training(Job):
         if self._trained_here:
             self._alert(alerts.text_of_failure(failure))
         with self._warn_if_unwritable(self.run):
-            if refused and self._files.can_be_undone:
-                self._files.undo(self.run)
-            else:
+            undone = refused and self._files.undo(self.run)
+            if not undone or self.run.status() == "submitted":  # nobody sees what a submitted job prints
                 self.run.fail(failure)
 
     def interrupt(self, step: int | None = None, saved: bool = False) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ddpexp.system import caller
 from ddpexp.system.secrets import masked_tree
-from ddpexp.system.text import sanitize
+from ddpexp.system.text import line_of_output, sanitize
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -143,6 +143,7 @@ class _Screen:
         self._for_caller = caller.is_live()
 
     def line(self, text: str) -> None:
+        text = line_of_output(text)
         try:
             if self._bar is not None:
                 self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

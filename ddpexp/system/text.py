@@ -10,6 +10,8 @@ from ddpexp.system.secrets import masked
 MESSAGE_BYTES = 8 << 10
 TRACEBACK_BYTES = 64 << 10
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
+_COLOUR = re.compile(r"\x1b\[[\d;:]*m")
+_NO_COLOUR = ("\x1b[m", "\x1b[0m")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -25,6 +27,18 @@ def sanitize(text: str, limit: int | None = None) -> str:
     first = cut(text, limit)  # before escaping, which would be slow for fifty megabytes
     shown = _CONTROL.sub(_escaped, first)
     return shown if len(shown) < len(first) + limit else cut(shown, limit)
+
+
+def line_of_output(line: str) -> str:
+    r"""Return a line that a program has printed as a terminal ends up showing it, safe to print.
+
+    Text that a carriage return has overwritten, as progress bars do, is left out. Colours stay, and end with the line.
+    Other control characters, which could move the cursor or clear the screen, are written as `\x1b`.
+    """
+    last = next((part for part in reversed(line.split("\r")) if part), "")
+    texts, colours = _COLOUR.split(last), _COLOUR.findall(last)
+    shown = "".join(colour + _CONTROL.sub(_escaped, text) for colour, text in zip(["", *colours], texts, strict=True))
+    return f"{shown}\x1b[m" if colours and colours[-1] not in _NO_COLOUR else shown
 
 
 def is_utf8(text: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import pexpect
 import pytest
 
+from ddpexp.system.text import line_of_output
 from tests.conftest import PATIENCE, SMALL, Ddpexp, finish
 from tests.points import wait_for
 
@@ -23,6 +24,22 @@ HEADLINE = ["recipe", "data", "model", "world", "batch", "steps", "folder"]
 def environ(warm_environ: dict[str, str]) -> dict[str, str]:
     """What a command shows is tested: its fork server is a fork."""
     return warm_environ
+
+
+@pytest.mark.parametrize(
+    ("printed", "line"),
+    [
+        ("plain\ttext, \u4f60\u597d", "plain\ttext, \u4f60\u597d"),
+        ("\r 1%\r 50%\r100%", "100%"),
+        ("100%\r", "100%"),
+        ("\x1b[1;31mred\x1b[0m and \x1b[32mgreen", "\x1b[1;31mred\x1b[0m and \x1b[32mgreen\x1b[m"),
+        ("\x1b[31mred\x1b[0m", "\x1b[31mred\x1b[0m"),
+        ("\x1b[2J\x1b[Hcleared\x07", "\\x1b[2J\\x1b[Hcleared\\x07"),
+        ("\x1b]0;title\x07a\x08b\x9b2J\0", "\\x1b]0;title\\x07a\\x08b\\x9b2J\\x00"),
+    ],
+)
+def test_a_line_of_a_program_cannot_move_the_cursor(printed: str, line: str) -> None:
+    assert line_of_output(printed) == line
 
 
 def shown(ddpexp: Ddpexp, *overrides: str, **environ: str) -> str:

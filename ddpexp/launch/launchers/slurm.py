@@ -18,7 +18,6 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, Refused
 from ddpexp.launch import Job, Layout, WorkerRequest
 from ddpexp.launch.launchers import slurm_array
 from ddpexp.launch.launchers.base import Launcher, ResourceRequest
-from ddpexp.launch.launchers.slurm_array import status
 from ddpexp.launch.launchers.slurm_context import (
     OF_OTHER_TASKS,
     check_lives,
@@ -28,6 +27,7 @@ from ddpexp.launch.launchers.slurm_context import (
     unused_components,
     where,
 )
+from ddpexp.launch.launchers.slurm_follow import of_unstarted, status
 from ddpexp.launch.launchers.slurm_submit import submit_job
 from ddpexp.launch.launchers.slurm_text import (
     check_time,
@@ -118,7 +118,7 @@ class Slurm(Launcher):
             return self._task(job, server)
         if server is not None:
             server.close()
-        self._check_has(("srun",) if here == "allocation" else ("sbatch", "srun"))
+        self._check_has(("srun",) if here == "allocation" else ("sbatch", "srun", *self._to_wait("scontrol")))
         nodes = self._nodes(job, here)
         self._check(job, nodes)
         return self._submit(job, nodes) if here == "login" else self._step(job, nodes)
@@ -130,7 +130,7 @@ class Slurm(Launcher):
 
     def submit(self, jobs: Sequence[tuple[Launcher, Job]], folder: Path, submitted: Callable[[int, str], None]) -> None:
         """Submit many jobs as one array or several; like `Submitter.submit`."""
-        self._check_has(("sbatch", "srun"))
+        self._check_has(("sbatch", "srun", *self._to_wait("squeue", "scontrol")))
         kinds = []
         for launcher, job in jobs:
             assert isinstance(launcher, Slurm)
@@ -219,6 +219,7 @@ class Slurm(Launcher):
             error.recorded = status(run) == "interrupted"
             raise
         if code and status(run) == "submitted":
+            code = of_unstarted(code)
             text = f"srun ended with exit code {code} before the job began: see its output above"
             job.fail(Failure(rank=0, host=os.uname().nodename, kind="SrunError", message=text, exit_code=code))
         return code
@@ -323,13 +324,25 @@ class Slurm(Launcher):
             )
         return allocated if requested == "auto" else int(requested)
 
+    def _to_wait(self, *programs: str) -> tuple[str, ...]:
+        """Return which of the programs this command needs, if it waits for its jobs."""
+        return programs if self.wait else ()
+
     def _check_has(self, programs: Sequence[str]) -> None:
-        for program in programs:
-            if find(program) is None and not self.dry_run:
-                raise RefusedError(
-                    f"launcher=slurm: there is no {program} on this machine, it is not in a Slurm cluster. Use "
-                    "launcher=spawn."
-                )
+        missing = [program for program in programs if find(program) is None]
+        if not missing or self.dry_run:
+            return
+        if len(missing) == len(programs):
+            raise RefusedError(
+                f"launcher=slurm: there is no {missing[0]} on this machine, it is not in a Slurm cluster. Use "
+                "launcher=spawn."
+            )
+        present = next(program for program in programs if program not in missing)
+        cure = ", or launcher.wait=false" if set(missing) <= set(self._to_wait("squeue", "scontrol")) else ""
+        raise RefusedError(
+            f"launcher=slurm: {present} is on this machine, and {', '.join(missing)} is not, as in a container that "
+            f"has a part of Slurm alone. It needs all of Slurm's commands{cure}."
+        )
 
     def _check(self, job: Job, nodes: int) -> None:
         """Check the options without looking at the devices, which the nodes do."""

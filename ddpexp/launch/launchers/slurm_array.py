@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from ddpexp.errors import ENDS, EXIT_DONE, EXIT_FAILED, Failure, FinishedError, RefusedError, StoppedError
 from ddpexp.launch import Job
+from ddpexp.launch.launchers.slurm_follow import Silence, status
 from ddpexp.launch.launchers.slurm_text import checked_script
 from ddpexp.system.files import first_free_name, write_data
 from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
@@ -180,9 +180,11 @@ def follow(job_ids: Sequence[str], ended: Callable[[int, str, int], None]) -> No
     """Poll all jobs together until they have ended, and report each end; like `Submitter.follow`."""
     running = dict(enumerate(job_ids))
     begin = time.monotonic()
+    silence = Silence(*_arrays(job_ids))
     try:
         while running:
             states = SLURM.states(running.values())
+            silence.note(next(iter(states.values())))
             for number, job_id in [item for item in running.items() if states[item[1]].is_over]:
                 del running[number]
                 ended(number, states[job_id].name, _exit_code(job_id, states[job_id]))
@@ -206,12 +208,3 @@ def _exit_code(job_id: str, state: JobState) -> int:
     if state.name in ("COMPLETED", FORGOTTEN):
         return EXIT_DONE
     return SLURM.state(job_id)[1] or EXIT_FAILED
-
-
-def status(run: Path) -> str | None:
-    """Return the status in a run directory's result.json, or None if there is none."""
-    try:
-        recorded: str = json.loads((run / "result.json").read_text())["status"]
-        return recorded
-    except (OSError, ValueError):
-        return None

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, StoppedError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, Failure, StoppedError
 from ddpexp.launch import Job
-from ddpexp.launch.launchers.slurm_array import status
-from ddpexp.launch.launchers.slurm_follow import follow_job, leave_running
+from ddpexp.launch.launchers.slurm_follow import follow_job, leave_running, of_unstarted, status
 from ddpexp.launch.launchers.slurm_text import checked_script, log_name
 from ddpexp.system.files import write_data
 from ddpexp.system.job_schedulers.base import FORGOTTEN
 from ddpexp.system.job_schedulers.slurm import SLURM
 from ddpexp.system.process import deferred_stop_signals
 from ddpexp.system.terminal import print_message
-
-_NOT_EXECUTED = re.compile(r"^slurmstepd\S*: error: execve\(\):", re.MULTILINE)
 
 
 def submit_job(job: Job, script: Callable[[Path], str], wait: bool) -> int:
@@ -65,10 +61,9 @@ def _wait(job: Job, job_id: str, run: Path, output: Path) -> int:
     if state == FORGOTTEN:  # it ended long ago, while this command was suspended
         return EXIT_DONE if status(run) == "done" else EXIT_FAILED
     if code and status(run) == "submitted":
+        code = of_unstarted(code)
         text = f"job {job_id} ended as {state} before its command began: see {output}"
         job.fail(Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code))
-        if code == EXIT_REFUSED and _NOT_EXECUTED.search(output.read_text(errors="replace")):
-            code = EXIT_FAILED  # srun's own code for a program that is not there; ddpexp's stands for something else
     if code:
         print_message(f"ddpexp: job {job_id} ended as {state}")
     return code

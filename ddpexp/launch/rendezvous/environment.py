@@ -122,14 +122,26 @@ def of_slurm_task(request: WorkerRequest, environ: Mapping[str, str] = os.enviro
     )
 
 
-def of_mpi(request: WorkerRequest, environ: Mapping[str, str] = os.environ) -> tuple[LaunchEnvironment, str]:
+def _proxy_of_mpich() -> str | None:
+    """Return the address of the mpirun whose proxy is above this process; the parent may be a script between."""
+    return next(filter(None, map(control_port, ancestors(os.getpid()))), None)
+
+
+def of_mpi(
+    request: WorkerRequest,
+    environ: Mapping[str, str] = os.environ,
+    proxy_of_mpich: Callable[[], str | None] = _proxy_of_mpich,
+) -> tuple[LaunchEnvironment, str]:
     """Read the variables of a process that mpirun (Open MPI, MPICH or a derivative) started, and a key for that mpirun.
+
+    Where there are those of both, one mpirun was started in a process of the other, or in a shell that has kept them.
 
     Raises:
         RefusedError: no mpirun started this, or a variable is missing, not a number, or contradicts another one or an
         override.
     """
-    if "OMPI_COMM_WORLD_RANK" in environ:
+    proxy = proxy_of_mpich() if "PMI_RANK" in environ else None
+    if "OMPI_COMM_WORLD_RANK" in environ and proxy is None:
         names = (
             "OMPI_COMM_WORLD_RANK",
             "OMPI_COMM_WORLD_SIZE",
@@ -139,8 +151,7 @@ def of_mpi(request: WorkerRequest, environ: Mapping[str, str] = os.environ) -> t
         key = environ.get("OMPI_MCA_orte_hnp_uri") or environ.get("PMIX_NAMESPACE") or str(start.parent())
     elif "PMI_RANK" in environ:
         names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        # MPICH's proxy need not be the parent: there may be a script between.
-        key = next(filter(None, map(control_port, ancestors(os.getpid()))), str(start.parent()))
+        key = proxy or str(start.parent())
     else:
         raise RefusedError(
             "launcher=mpi is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set: type "

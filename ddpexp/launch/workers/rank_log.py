@@ -64,15 +64,22 @@ class Log:
     def new_lines(self, last: bool = False, until: float = math.inf) -> list[str]:
         """Return the lines written since the last call within the first `until` bytes of the file.
 
-        With `last`, also an incomplete last line.
+        With `last`, also an incomplete last line. A line that does not end is returned in parts, of a progress bar
+        that carriage returns overwrite only the end is kept, and the null bytes of a hole in the file are left out, so
+        that none of them fills the memory.
         """
-        text = self._rest
+        lines: list[str] = []
         while block := os.pread(self.fileno(), int(min(_BLOCK, max(0, until - self._read))), self._read):
             self._read += len(block)
-            text += self._decoder.decode(block)
-        *lines, self._rest = text.split("\n")
+            *ended, rest = (self._rest + self._decoder.decode(block).replace("\0", "")).split("\n")
+            lines += ended
+            self._rest = rest[rest.rstrip("\r").rfind("\r") + 1 :]
+            if len(self._rest) > _BLOCK:
+                lines.append(self._rest)
+                self._rest = ""
         if last and self._rest:
             lines.append(self._rest)
+            self._rest = ""
         return [line.removesuffix("\r") for line in lines]
 
     def skip(self) -> None:

@@ -17,6 +17,7 @@ class JobState:
 
     name: str  # the scheduler's own, such as RUNNING, or one of the two above
     is_over: bool | None  # None: unknown
+    reason: str = ""  # of what is unknown: the scheduler's own words
 
 
 class JobScheduler(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError
 from ddpexp.system.job_schedulers.base import FORGOTTEN, UNKNOWN, JobState
 from ddpexp.system.programs import environ_of_others, find, located
 from ddpexp.system.terminal import print_message
@@ -72,10 +72,9 @@ class SlurmScheduler:
         or does not answer, or the text is not a job id.
         """
         requested = list(job_ids)
-        unknown = dict.fromkeys(requested, _state(UNKNOWN))
         jobs = {text.partition("_")[0] for text in requested if self.is_job_id(text)}
         if not jobs:
-            return unknown
+            return dict.fromkeys(requested, _state(UNKNOWN))
         argv = [
             "squeue",
             "--noheader",
@@ -85,8 +84,8 @@ class SlurmScheduler:
             f"--jobs={','.join(sorted(jobs))}",
         ]
         done = _ask(argv)
-        if done is None or (done.returncode and "Invalid job id" not in done.stderr):
-            return unknown
+        if done.returncode and "Invalid job id" not in done.stderr:
+            return dict.fromkeys(requested, _unknown(done))
         rows = [line.split() for line in done.stdout.splitlines()]
         # An array task has a job id of its own too, as %A.
         by_id = {row[1]: row[2] for row in rows} | {row[0]: row[2] for row in rows}
@@ -98,14 +97,12 @@ class SlurmScheduler:
         Each line is matched by its first key: text that users choose, such as the job's name, never starts a line.
         """
         done = _ask(["scontrol", "show", "job", job_id])
-        if done is None:
-            return _state(UNKNOWN), EXIT_DONE
         job_state = re.search(r"^ +JobState=(\w+)", done.stdout, re.MULTILINE)
         code = re.search(r"^ +Requeue=.* ExitCode=(\d+):(\d+)", done.stdout, re.MULTILINE)
         if done.returncode or job_state is None:
             # The second message, on standard output, is for a task whose array Slurm still knows.
             gone = "Invalid job id" in done.stderr or re.match(r"Job \d+_\d+ not found", done.stdout)
-            return _state(FORGOTTEN if gone else UNKNOWN), EXIT_DONE
+            return _state(FORGOTTEN) if gone else _unknown(done), EXIT_DONE
         if code is None:
             return _state(job_state[1]), EXIT_DONE
         return _state(job_state[1]), 128 + int(code[2]) if int(code[2]) else int(code[1])
@@ -179,27 +176,32 @@ def _state(name: str) -> JobState:
     return JobState(name, None if name == UNKNOWN else name in _OVER)
 
 
-def show_job(job_id: str, seconds: float = _ANSWER_SECONDS) -> str | None:
+def _unknown(done: subprocess.CompletedProcess[str]) -> JobState:
+    return JobState(UNKNOWN, None, " ".join(f"{done.args[0]}: {done.stderr or done.stdout}".split()))
+
+
+def show_job(job_id: str, seconds: float | None = None) -> str | None:
     """Return what `scontrol show job` prints; None: Slurm is not installed, does not answer, or does not know it."""
     done = _ask(["scontrol", "show", "job", job_id], seconds)
-    return done.stdout if done is not None and not done.returncode else None
+    return None if done.returncode else done.stdout
 
 
 def array_size() -> int:
     """Return how many tasks an array may have on this cluster."""
     done = _ask(["scontrol", "show", "config"])
-    limits = re.findall(r"^MaxArraySize\s*=\s*(\d+)|\bmax_array_tasks=(\d+)", done.stdout if done else "", re.MULTILINE)
+    limits = re.findall(r"^MaxArraySize\s*=\s*(\d+)|\bmax_array_tasks=(\d+)", done.stdout, re.MULTILINE)
     return max(1, min((int(size or tasks) for size, tasks in limits), default=_ARRAY_SIZE))
 
 
-def _ask(argv: Sequence[str], seconds: float = _ANSWER_SECONDS) -> subprocess.CompletedProcess[str] | None:
-    """Run one of Slurm's commands without the user's SQUEUE_ defaults; None if it is missing or does not answer."""
+def _ask(argv: Sequence[str], seconds: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands without the user's SQUEUE_ defaults; a failure where it is missing or is silent."""
     program = find(argv[0])
     if program is None:
-        return None
+        return subprocess.CompletedProcess(argv, EXIT_FAILED, "", "it is not on this machine")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    seconds = _ANSWER_SECONDS if seconds is None else seconds
     try:
-        return subprocess.run(
+        done = subprocess.run(
             [program, *argv[1:]],
             env=environ,
             capture_output=True,
@@ -208,4 +210,5 @@ def _ask(argv: Sequence[str], seconds: float = _ANSWER_SECONDS) -> subprocess.Co
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:  # they retry for a minute when the controller is down
-        return None
+        return subprocess.CompletedProcess(argv, EXIT_FAILED, "", f"no answer within {seconds:g} s")
+    return subprocess.CompletedProcess(argv, done.returncode, done.stdout, done.stderr)

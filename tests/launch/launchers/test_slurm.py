@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -241,12 +242,15 @@ def test_a_failed_job_can_be_resubmitted_with_sbatch(recipe: Recipe, tmp_path: P
     assert len(list(done.run.glob("error-*.json"))) == 1
 
 
-def test_waiting_shows_the_jobs_log_once(recipe: Recipe) -> None:
-    done = recipe(*WAIT, *TWO_BY_TWO)
+def test_waiting_shows_the_jobs_log_once(recipe: Recipe, tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    odd.write_bytes(b"\x1b[31mred\n 1%\r 2%\r\x1b[2Jcleared\0\n")
+    done = recipe(*WAIT, *TWO_BY_TWO, f"launcher.setup=[cat {odd}]")
     assert (done.code, done.err) == (0, "")
     first, *lines = done.out.splitlines()
     assert first.startswith("submitted job ")
-    assert lines == (done.run / f"slurm-{job_of(done)}.log").read_text().splitlines()
+    assert lines[:2] == ["\x1b[31mred\x1b[m", r"\x1b[2Jcleared"]
+    assert lines[2:] == (done.run / f"slurm-{job_of(done)}.log").read_bytes().decode().split("\n")[2:-1]
     assert [line.split()[0] for line in lines if line.startswith(("recipe", "done"))] == ["recipe", "done"]
     assert "Warning" not in done.out
 
@@ -294,6 +298,7 @@ def test_what_the_workers_refuse_is_one_sentence_and_2(recipe: Recipe) -> None:
     assert done.code == 2
     assert state_of(job_id) == ("FAILED", "2:0")
     assert "ddpexp: data.train=96 is not to my taste: use another number.\n" in done.out
+    assert (done.result()["status"], error_of(done.run)["kind"]) == ("failed", "RefusedError")
     assert "Traceback" not in done.out + done.err
 
 
@@ -321,6 +326,42 @@ def test_a_machine_without_slurm_says_what_to_do(recipe: Recipe, tmp_path: Path)
         "launcher=spawn.\n"
     )
     assert not done.run.exists()
+
+
+def container(tmp_path: Path, cluster: str, *programs: str) -> dict[str, str]:
+    """Return the variables of a container that has its own scontrol, which the cluster does not answer."""
+    conf, folder = tmp_path / "slurm.conf", tmp_path / "bin"
+    conf.write_text(f"{Path(cluster).read_text()}\nAuthInfo=socket={tmp_path}/no-munge\n")
+    folder.mkdir()
+    for program in programs:
+        (folder / program).symlink_to(found) if (found := shutil.which(program)) else None
+    own = folder / "scontrol"
+    own.write_text(f'#!/bin/sh\nSLURM_CONF={conf} exec {shutil.which("scontrol")} "$@"\n')
+    own.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_a_part_of_slurm_alone_is_refused(recipe: Recipe, tmp_path: Path, cluster: str) -> None:
+    environ = {"PATH": f"{container(tmp_path, cluster, 'sbatch', 'srun')['PATH'].partition(':')[0]}"}
+    Path(environ["PATH"], "scontrol").unlink()
+    done = recipe(*WAIT, environ=environ)
+    assert (done.code, done.out) == (2, "")
+    assert "sbatch is on this machine, and scontrol is not" in done.err
+    assert "launcher.wait=false." in done.err
+    assert not done.run.exists()
+
+
+def test_a_job_of_which_slurm_tells_nothing_tells_its_end_itself(recipe: Recipe, tmp_path: Path, cluster: str) -> None:
+    environ = container(tmp_path, cluster)
+    refused = subprocess.run(
+        [f"{tmp_path}/bin/scontrol", "show", "job"], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert "Munge" in refused.stderr
+    done = recipe(*WAIT, *TWO_BY_TWO, environ=environ)
+    assert (done.code, done.err) == (0, "")
+    assert "done    eval/loss" in done.out
+    failed = recipe(*WAIT, *TWO_BY_TWO, "task._target_=points.Act", "+task.how=raise", environ=environ)
+    assert (failed.code, failed.result()["status"]) == (1, "failed")
 
 
 def test_every_option_reaches_slurm(recipe: Recipe) -> None:
@@ -979,4 +1020,6 @@ def test_a_torchrun_in_each_task_is_refused(recipe: Recipe) -> None:
 
 def test_a_job_whose_program_is_not_there_has_failed_and_was_not_refused(recipe: Recipe) -> None:
     done = recipe(*WAIT, "launcher.python=/nonexistent")
+    assert (done.code, done.result()["status"]) == (1, "failed")
+    done = typed(recipe, ["salloc", "-Q", "-N1"], "launcher.python=/nonexistent")
     assert (done.code, done.result()["status"]) == (1, "failed")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.launchers.slurm_context import unused_components, where
+from ddpexp.launch.launchers.slurm_follow import Silence
 from ddpexp.launch.launchers.slurm_text import (
     checked_script,
     gpus_of_all_tasks,
@@ -311,7 +313,8 @@ def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypa
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm, "_ANSWER_SECONDS", 0.2)
-    assert slurm.SLURM.states(["12_0", "13"]) == dict.fromkeys(("12_0", "13"), JobState(UNKNOWN, None))
+    unknown = JobState(UNKNOWN, None, "squeue: no answer within 0.2 s")
+    assert slurm.SLURM.states(["12_0", "13"]) == dict.fromkeys(("12_0", "13"), unknown)
     assert slurm.SLURM.is_over("12_0") is None
 
 
@@ -350,3 +353,18 @@ def test_a_script_with_a_secret_is_refused_with_its_line(monkeypatch: pytest.Mon
         RefusedError, match=r"job\.sbatch would hold the value of MY_TOKEN, in the line: export X=\$\{MY_"
     ):
         checked_script("#!/bin/bash\nexport X=q5zk-planted\n", "job.sbatch")
+
+
+def test_a_silence_of_slurm_is_said_once_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    silence = Silence("7", "8_2")
+    for state, seconds in [("", 0), ("RUNNING", 50), ("", 30), ("", 50), ("", 30), ("", 90), ("RUNNING", 1), ("", 70)]:
+        now += seconds
+        silence.note(JobState(state, False) if state else JobState(UNKNOWN, None, "squeue: no answer within 15 s"))
+    assert capsys.readouterr().err == (
+        "ddpexp: Slurm has not reported the state of jobs 7, 8_2 for 80 s: squeue: no answer within 15 s. This command keeps "
+        "asking; Ctrl-C ends the command alone, and nothing in Slurm.\n"
+    )

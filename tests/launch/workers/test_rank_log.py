@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,26 @@ def test_a_log_whose_holder_ends_is_waited_for(tmp_path: Path, child: subprocess
     assert child.stdin is not None
     child.stdin.close()  # it ends with that
     Log(tmp_path, 3).close()
+
+
+def test_a_line_that_never_ends_does_not_fill_the_memory(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_bytes(b"begun\n")
+    log = Log.reading(path)
+    assert log.new_lines() == ["begun"]
+    with path.open("ab") as file:
+        file.write(b"%9d of 1000000\r" * 20_000 % tuple(range(20_000)))
+    assert log.new_lines() == []
+    with path.open("ab") as file:
+        file.write(b"all\r\nlong " + b"x" * 100_000)
+    bar, *parts = log.new_lines() + log.new_lines(last=True)
+    assert bar == "    19999 of 1000000\rall"
+    assert "".join(parts) == "long " + "x" * 100_000
+    os.truncate(path, path.stat().st_size + (1 << 20))  # a hole, as a disk leaves that has lost what was written
+    with path.open("ab") as file:
+        file.write(b"\nafter\n")
+    assert log.new_lines() == ["", "after"]
+    log.close()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
