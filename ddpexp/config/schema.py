@@ -111,6 +111,7 @@ class Trainer:
     eval_at_start: bool = False
     keep_best_k: int = 1
     keep_every: int | None = None
+    compare_replicas: int | None = None
     param_groups: tuple[ParamGroup, ...] | None = None
     layer_decay: LayerDecay | None = None
     freeze: Patterns | None = None

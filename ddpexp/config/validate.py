@@ -211,8 +211,9 @@ def _check_saving(trainer: Trainer) -> None:
         raise RefusedError(
             f"trainer.keep_last={trainer.keep_last} would remove every checkpoint: use 1 or more, or null for all."
         )
-    if trainer.keep_every is not None and trainer.keep_every < 1:
-        raise RefusedError(f"trainer.keep_every={trainer.keep_every}: use a number of steps from 1, or null.")
+    for key in ("keep_every", "compare_replicas"):
+        if (every := getattr(trainer, key)) is not None and every < 1:
+            raise RefusedError(f"trainer.{key}={every}: use a number of steps from 1, or null.")
     if trainer.keep_best_k < 1:
         raise RefusedError(f"trainer.keep_best_k={trainer.keep_best_k} is too small: use 1 or more.")
     if trainer.keep_best is None:

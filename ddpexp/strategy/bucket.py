@@ -7,11 +7,9 @@ bucket, there is nothing to overlap, and the hooks take longer than the sum.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
 
 from ddpexp.distributed.world import World
@@ -19,7 +17,6 @@ from ddpexp.errors import DdpexpError
 from ddpexp.strategy.comm.flat import Layout
 from ddpexp.strategy.comm.reduce import SharedMemoryReducer
 from ddpexp.strategy.ddp_options import DDPOptions
-from ddpexp.strategy.replica import broadcast_rank_zero
 
 _MIB = 1 << 20
 
@@ -121,32 +118,3 @@ def _by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     for parameter in parameters:
         groups.setdefault(parameter.dtype, []).append(parameter)
     return list(groups.values())
-
-
-class BroadcastBuffers(nn.Module):
-    """A model that starts each step with the buffers of rank zero, as in DDP."""
-
-    def __init__(self, module: nn.Module, bucket: Bucket, world: World) -> None:
-        """Wrap the model of the bucket."""
-        super().__init__()
-        self.module = module
-        self._bucket, self._world = bucket, world
-        self._due = True
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Call the model. Ranks: all; communicates in the first pass after one that reduced gradients."""
-        if self._due:
-            buffers = list(self.module.buffers())
-            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
-                broadcast_rank_zero(buffers, self._world)
-        self._due = torch.is_grad_enabled() and self._bucket.last is not False
-        return self.module(*inputs, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what the wrapper lacks from the module, whose gradients are reduced however it is called."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(super().__getattr__("module"), name)

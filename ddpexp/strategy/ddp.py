@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
-from ddpexp.strategy.bucket import BroadcastBuffers, Bucket
+from ddpexp.strategy.bucket import Bucket
 from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for, replace_reducer
 from ddpexp.strategy.ddp_memory import fixes_buckets
 from ddpexp.strategy.ddp_options import DDPOptions
@@ -22,6 +23,11 @@ from ddpexp.strategy.late_reduction import LateDDP
 from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.replica import Gradients, Models, Replicas, broadcast_rank_zero, check_same_models
 from ddpexp.task import OptimizerStep, Sums
+
+_PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
+_FORWARD_BUFFERS = (
+    "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+)  # torch 2.13
 
 
 class DDP(Replicas):
@@ -49,7 +55,6 @@ class DDP(Replicas):
         )  # fmt: skip
         self._world = world
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
-        self._shares_buffers = options.broadcast_buffers  # DDP broadcasts them before every forward pass
         self._buckets: list[Bucket] = []
         trained = {name: parameters for name, module in self.modules.items() if (parameters := _trained(name, module))}
         may_be_unused = options.find_unused_parameters or options.static_graph
@@ -70,12 +75,14 @@ class DDP(Replicas):
                     broadcast_rank_zero(
                         [tensor.detach() for tensor in (*module.parameters(), *module.buffers())], self._world
                     )
-                    if self._shares_buffers and next(module.buffers(), None) is not None:
-                        self.wrapped[name] = BroadcastBuffers(module, self._buckets[-1], self._world)
                     continue
                 self.wrapped[name] = wrapped = _wrap(module, options, world, fixed)
                 if reducer is not None:
                     replace_reducer(wrapped, reducer, world)
+        self._shares_buffers_of = [
+            self.modules[name] for name in trained if options.broadcast_buffers and world.world_size > 1
+        ]
+        self._buffers_due = True
         self._late = [module for module in self.wrapped.values() if isinstance(module, LateDDP)]  # none if frozen
         self._overlaps = False  # a micro-batch has one backward pass, during which gradients can be reduced
         self._micro_batches = {last: _MicroBatch(self, last) for last in (False, True)}
@@ -121,8 +128,19 @@ class DDP(Replicas):
             f"{name}.{key}": buffer
             for name, module in self.modules.items()
             for key, buffer in module.named_buffers()
-            if not (self._shares_buffers and isinstance(self.wrapped[name], DistributedDataParallel | BroadcastBuffers))
+            if not any(module is shared for shared in self._shares_buffers_of)
         }
+
+    def share_buffers(self) -> None:
+        """Give every rank the buffers of rank zero before the first micro-batch of a round.
+
+        Ranks: all; communicates if there are any. However often a rank calls the model, they are sent once.
+        """
+        if self._buffers_due and self._shares_buffers_of:
+            buffers = tuple(buffer for module in self._shares_buffers_of for buffer in module.buffers())
+            with torch.no_grad(), _unsafe_preserve_version_counter(buffers):
+                broadcast_rank_zero(buffers, self._world)
+        self._buffers_due = False
 
     def _buffers(self) -> dict[str, Tensor]:
         if self._world.world_size == 1:
@@ -149,6 +167,7 @@ class _MicroBatch(AbstractContextManager[None]):
         self._no_sync = ExitStack()
 
     def __enter__(self) -> None:
+        self._strategy.share_buffers()
         for bucket in self._strategy._buckets:
             bucket.last = self._last
         overlaps = self._last and self._strategy._overlaps
@@ -162,6 +181,7 @@ class _MicroBatch(AbstractContextManager[None]):
             bucket.last = None
         if self._strategy._late:
             self._no_sync.close()
+        self._strategy._buffers_due = self._last
         if kind is None:
             for gradients in self._strategy._gradients:
                 gradients.check(self._last)
@@ -182,7 +202,7 @@ def _wrap(module: nn.Module, options: DDPOptions, world: World, fixed: bool) -> 
     wrapped = kind(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        **_buffers(options.broadcast_buffers),
+        **dict[str, Any]({_FORWARD_BUFFERS: False}),  # see `DDP.share_buffers`
         bucket_cap_mb=options.bucket_cap_mb,
         find_unused_parameters=options.find_unused_parameters,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
@@ -209,14 +229,6 @@ class _FixedBuckets(LateDDP):
     def _build_params_for_reducer(self) -> Any:
         parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return parameters[::-1], expect_sparse[::-1]
-
-
-def _buffers(broadcast: bool) -> dict[str, Any]:
-    """Return DDP's argument for broadcasting buffers, which torch 2.13 has renamed."""
-    if broadcast:
-        return {}  # the default
-    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
 
 
 def import_hooks() -> None:

@@ -53,11 +53,10 @@ class LateDDP(DistributedDataParallel):
                 setattr(gradient, _REDUCED, gradient._version)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Call the module. Ranks: all, equally often; may communicate buffers."""
+        """Call the module; does not communicate."""
         result = super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self._last:
             self._prepared = self._prepared or self.require_backward_grad_sync
-            self.require_forward_param_sync = True  # the next pass gets rank zero's buffers, as it does without no_sync
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -13,6 +13,7 @@ class Due(NamedTuple):
     record: bool
     evaluation: bool
     checkpoint: bool
+    comparison: bool
     is_last: bool
 
     @classmethod
@@ -24,16 +25,18 @@ class Due(NamedTuple):
             evaluation=trainer.eval_every != 0 and (is_due(step, trainer.eval_every, steps_per_epoch) or is_last),
             checkpoint=is_due(step, trainer.checkpoint_every, steps_per_epoch)
             or is_due(step, trainer.keep_every or 0, steps_per_epoch),
+            comparison=is_due(step, trainer.compare_replicas or 0, steps_per_epoch),
             is_last=is_last,
         )
 
 
-NOTHING = Due(record=False, evaluation=False, checkpoint=False, is_last=False)
+NOTHING = Due(record=False, evaluation=False, checkpoint=False, comparison=False, is_last=False)
 
 
 def next_due(step: int, num_steps: int, steps_per_epoch: int, trainer: Trainer) -> int:
     """Return the first step after `step` that anything follows. Units: steps done."""
-    periods = (trainer.log_every, trainer.eval_every, trainer.checkpoint_every, trainer.keep_every or 0)
+    optional = (trainer.keep_every or 0, trainer.compare_replicas or 0)
+    periods = (trainer.log_every, trainer.eval_every, trainer.checkpoint_every, *optional)
     lengths = [_length(every, steps_per_epoch) for every in periods]
     return min([num_steps, *(step + length - step % length for length in lengths if length)])
 

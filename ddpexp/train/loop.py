@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,11 @@ from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import Compilation
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.task import Schedule, Task
+from ddpexp.task import Schedule, Sums, Task
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.base import RunView
 from ddpexp.train.callbacks.hooks import Callbacks
+from ddpexp.train.compare_replicas import ReplicaComparison
 from ddpexp.train.due import NOTHING, Due, next_due
 from ddpexp.train.evaluation import Evaluation
 from ddpexp.train.freezing import LateStarts
@@ -40,7 +41,7 @@ from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import optimizer_state, parameter_names, restore_optimizers, settings
 from ddpexp.train.precision import Precision
 from ddpexp.train.state import Checkpointer, Outcome, TrainState
-from ddpexp.train.task_checks import mean_for_a_sum
+from ddpexp.train.task_checks import warn_of_a_mean
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Loop:
     _parameter_names: Mapping[str, Tensor] = field(init=False)
     _step: Step = field(init=False)
     _evaluation: Evaluation = field(init=False)
+    _comparison: ReplicaComparison = field(init=False)
     _metrics: MetricAccumulator = field(init=False)  # of the steps since the last record
     _clock: Clock = field(init=False)
     _units_per_sample: Mapping[str, int] = field(init=False)
@@ -89,6 +91,7 @@ class Loop:
             self.callbacks.call_on_gradients if self.callbacks.on_gradients else None,
             LateStarts.of(self.options, self.strategy.modules, self.strategy.single),
         )  # fmt: skip
+        self._comparison = ReplicaComparison(self.strategy, self.world)
         self._evaluation = Evaluation(
             self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
             self.train, self.average,
@@ -235,24 +238,20 @@ class Loop:
         fault_point("step")
         if math.isnan(self._first_step_at):
             self._first_step_at = time.time()
-            with self._clock.paused(), self._as_written():
-                self._evaluation.check_metrics(sums[-1])
+            with self._clock.paused():
+                self._check_first_step(step, sums[-1], micro_batches[0])
+        elif due.comparison:
+            self._comparison.compare(step + 1)
+
+    def _check_first_step(self, step: int, sums: Sums, batch: Any) -> None:
+        """Check the task and the ranks by the first step of a start. Ranks: all; communicates."""
+        self._comparison.compare(step + 1)
+        # Blocks run as they are written: for a check they would be compiled once more.
+        with nullcontext() if self.options.compile_blocks is None else torch.compiler.set_stance("force_eager"):
+            self._evaluation.check_metrics(sums)
             # A rank whose batch the task refuses would leave the others waiting in a forward pass that communicates.
             if step == 0 and self._step.manual is None and not self.strategy.forward_communicates:
-                self._warn_if_loss_is_a_mean(micro_batches[0])
-
-    def _warn_if_loss_is_a_mean(self, batch: Any) -> None:
-        """Warn of a task that seems to return a mean instead of a sum, once in the life of a run. Ranks: all."""
-        with self._clock.paused(), self._as_written():
-            warning = mean_for_a_sum(
-                self.task, self.strategy.eval_model, self.strategy.modules, batch, self.precision, self.world.device
-            )
-        if warning is not None and self.world.is_rank_zero:
-            logging.getLogger("ddpexp").warning(warning)
-
-    def _as_written(self) -> AbstractContextManager[Any]:
-        """Return a context in which blocks run as they are written: for a check they would be compiled once more."""
-        return nullcontext() if self.options.compile_blocks is None else torch.compiler.set_stance("force_eager")
+                warn_of_a_mean(self.task, self.strategy, batch, self.precision, self.world)
 
     def _record(self) -> None:
         """Log the means since the last record. Ranks: all; communicates."""
@@ -335,6 +334,7 @@ class Loop:
         with self._clock.paused():
             self._step.check()
             self._check_finite()
+            self._comparison.compare(self.state.step)
             self._evaluation.refresh_average(estimate=not interrupted)  # else the time is limited
             self.state.schedule = self._rates.state()
             self.state.window = self._metrics.pending(self._clock.since_record())

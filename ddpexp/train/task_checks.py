@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
+from ddpexp.strategy.base import Strategy
 from ddpexp.task import MetricUpdate, Task
 from ddpexp.train.precision import Precision
 from ddpexp.train.undo import Undo
@@ -188,6 +191,13 @@ def mean_for_a_sum(
         f"gradient is {count:g} times "
         f'too small: return the sum (reduction="sum"), or the mean times the count.'
     )
+
+
+def warn_of_a_mean(task: Task, strategy: Strategy, batch: Any, precision: Precision, world: World) -> None:
+    """Warn of a task that seems to return a mean instead of a sum. Ranks: all; rank zero warns."""
+    warning = mean_for_a_sum(task, strategy.eval_model, strategy.modules, batch, precision, world.device)
+    if warning is not None and world.is_rank_zero:
+        logging.getLogger("ddpexp").warning(warning)
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[tuple[Tensor, int] | None]:

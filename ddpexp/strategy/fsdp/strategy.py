@@ -84,21 +84,13 @@ class FSDP(Replicas):
         if channels_last:
             for module in self.modules.values():
                 module.register_forward_pre_hook(_channels_last)
+        self._shares_buffers = (
+            options.broadcast_buffers
+            and gradient_accumulation_steps is None
+            and world.world_size > 1
+            and any(next(module.buffers(), None) is not None for module in self.modules.values())
+        )
         self._buffers_due = True
-        if gradient_accumulation_steps is None:
-            self._share_buffers_in_forward()
-
-    def _share_buffers_in_forward(self) -> None:
-        if self._options.broadcast_buffers and self._world.world_size > 1:
-            for module in self.modules.values():
-                if next(module.buffers(), None) is not None:
-                    module.register_forward_pre_hook(self._share_buffers, prepend=True)
-
-    def _share_buffers(self, _module: nn.Module, _inputs: Any) -> None:
-        """Give every rank the buffers of rank zero before the first forward pass of a step. Ranks: all."""
-        if self._buffers_due and torch.is_grad_enabled():
-            self._buffers_due = False
-            self._broadcast_buffers()
 
     def _broadcast_buffers(self) -> None:
         buffers = [buffer for module in self.modules.values() for buffer in module.buffers()]
@@ -107,12 +99,17 @@ class FSDP(Replicas):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Reduce gradients in the backward pass of the last micro-batch, or of each."""
+        """Share rank zero's buffers before the first micro-batch, and reduce gradients in backward of the last or each.
+
+        Ranks: all; communicates.
+        """
+        if self._shares_buffers and self._buffers_due:
+            self._broadcast_buffers()
+        self._buffers_due = last
         for module in self._sharded:
             module.set_requires_gradient_sync(last or self._options.reduce_each_micro_batch, recurse=False)
         yield
         if last:
-            self._buffers_due = True
             for model in self.modules:
                 self._check_gradients(model)
 
