@@ -19,7 +19,7 @@ from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Shard, Strategy
 from ddpexp.system.text import first_few
 
-_CHUNK = 1 << 22  # elements that are hashed together on a GPU
+_CHUNK = 1 << 22  # bytes that are hashed together on a GPU
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -77,7 +77,7 @@ class ReplicaComparison:
         if self.world.world_size == 1 or step == self._step:
             return
         self._step = step
-        held = [*_held(self.strategy)]
+        held = [one for one in _held(self.strategy) if not (one.is_own and self._has_noted)]
         numbers = _digests([one.shard.tensor for one in held])
         if self._agree(held, numbers):
             return
