@@ -1,10 +1,17 @@
-"""A worker keeps the memory of activations from step to step."""
+"""How a worker is set up: the memory of activations stays from step to step, and new memory is not filled."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ddpexp.train.join import choose_algorithms
+from tests.fitting import TRAINER
 
 # Blocks of 4 MiB, 160 MiB in all, taken and given back as a step does, with nothing behind them in the heap.
 STEPS = """
@@ -33,3 +40,15 @@ def test_pages_are_not_returned_between_steps_unless_the_environment_says_so() -
     # Now and then a fragmented heap takes 3 to 5 of 200 blocks anew. Where pages are returned, every run takes them all.
     assert any(faults() < 2000 for _ in range(3))
     assert faults(MALLOC_MMAP_THRESHOLD_="1048576") > 100_000  # five steps of 40,960 pages each
+
+
+def test_deterministic_algorithms_do_not_fill_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    try:
+        choose_algorithms(replace(TRAINER, deterministic=True))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.empty(1 << 10).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
