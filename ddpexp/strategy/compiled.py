@@ -38,13 +38,16 @@ class CompiledForward:
 def compile_blocks(models: Mapping[str, nn.Module], name: str, mode: str) -> list[CompiledForward]:
     """Compile the forward of each module whose class has this name, in place; return them.
 
-    A block inside another one is compiled with it. torch compiles blocks with the same code only once.
+    A block inside another one is compiled with it. torch compiles blocks with the same code only once. It does not cut
+    their graphs at the ends of DDP's buckets: gradients of other blocks are reduced during a block's backward pass
+    already, and the first bucket, of 1 MiB, would cut each block in two.
 
     Raises:
         RefusedError: there is no such module.
     """
     check_classes(models, [name], "trainer.compile_blocks={}")
     blocks = {id(block): block for model in models.values() for block in _outermost(model, name)}
+    torch._dynamo.config.optimize_ddp = False
     found = []
     for block in blocks.values():
         found.append(CompiledForward(block.forward, mode))

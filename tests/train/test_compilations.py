@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.strategy import compiled
 from ddpexp.strategy.ddp import DDP
@@ -132,7 +133,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda code, mode: real(code, backend=backend))
     torch._dynamo.reset()
-    yield found
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        yield found
     torch._dynamo.reset()
 
 
@@ -203,17 +205,37 @@ def done(result: Tensor) -> Any:
     return future
 
 
-def test_a_compiled_model_in_ddp_is_cut_where_buckets_end(graphs: list[Any]) -> None:
-    """So that they are reduced during backward."""
+@pytest.fixture
+def world() -> Iterator[World]:
+    """The first of two workers, whose collectives torch does not carry out."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        world = replace(ALONE, world_size=2, local_world_size=1)
-        options = replace(STRATEGY, bucket_cap_mb=1, reduce_through="backend")
-        layers = [nn.Linear(512, 512) for _ in range(4)]  # a bucket each
-        model = DDP(options, world, lambda: nn.Sequential(*layers), compilation=Compilation())
-        model.train_model.register_comm_hook(None, lambda _, bucket: done(bucket.buffer()))
-        with model.micro_batch(last=True):
-            model.train_model(torch.ones(2, 512)).sum().backward()
-        assert len(graphs) == 4
-    finally:
-        dist.destroy_process_group()
+    yield replace(ALONE, world_size=2, local_world_size=1)
+    dist.destroy_process_group()
+
+
+def train_in_ddp(world: World, factory: Callable[[], nn.Module], compilation: Compilation) -> None:
+    """Do one step of a model of width 512 in DDP."""
+    options = replace(STRATEGY, bucket_cap_mb=1, reduce_through="backend")
+    model = DDP(options, world, factory, compilation=compilation)
+    model.train_model.register_comm_hook(None, lambda _, bucket: done(bucket.buffer()))
+    with model.micro_batch(last=True):
+        model.train_model(torch.ones(2, 512)).sum().backward()
+
+
+def test_a_compiled_model_in_ddp_is_cut_where_buckets_end(graphs: list[Any], world: World) -> None:
+    """So that they are reduced during backward."""
+    train_in_ddp(world, lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), Compilation())
+    assert len(graphs) == 4  # a bucket each
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # as above
+def test_a_compiled_block_in_ddp_is_not_cut(graphs: list[Any], world: World) -> None:
+    """Although its parameters fill two buckets."""
+
+    def block() -> nn.Module:
+        two = Block()
+        two.layer = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))  # type: ignore[assignment]
+        return two
+
+    train_in_ddp(world, lambda: nn.Sequential(*(block() for _ in range(3))), Compilation("default", "Block"))
+    assert len(graphs) == 2  # of the first block, whose input needs no gradient, and of the others
