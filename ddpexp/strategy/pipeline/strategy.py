@@ -165,14 +165,22 @@ class Pipeline(Replicas):
         dtype, device = norm_dtype(parameters), self._world.device
         if self._groups.tensor is not None:
             return self._norm_of_parts(parameters, dtype)
-        norms = []
+        lengths: list[int] = []  # of the norms of each gradient
+        own: dict[int, Tensor] = {}  # those of this rank, by the number of the gradient
         for parameter in parameters:
             if (gradient := parameter.grad) is not None:
-                length = self._holding.num_norms.get(id(parameter), 0)
-                norms.append(torch.zeros(length, dtype=dtype) if length else row_norms(gradient, dtype).view(-1))
-        if not norms:
+                if length := self._holding.num_norms.get(id(parameter), 0):
+                    lengths.append(length)
+                    continue
+                own[len(lengths)] = row_norms(gradient, dtype).view(-1)
+                lengths.append(len(own[len(lengths)]))
+        if not lengths:
             return torch.zeros((), device=device)
-        return norm_of_rows([self._groups.pipe.sum(torch.cat([values.to(device) for values in norms]))])
+        all_norms = torch.zeros(sum(lengths), dtype=dtype, device=device)
+        if own:
+            places = torch.split(all_norms, lengths)
+            torch._foreach_copy_([places[number] for number in own], list(own.values()))
+        return norm_of_rows([self._groups.pipe.sum(all_norms)])
 
     def _norm_of_parts(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return the norm where ranks have parts of rows: each part counts once. Ranks: all; communicates."""
