@@ -92,7 +92,7 @@ def starts_of(run: Path) -> list[dict[str, Any]]:
     Of earlier ones the manifest says what was other than in the one after.
     """
     found = json.loads((run / "manifest.json").read_text())
-    starts = [{key: value for key, value in found.items() if key not in ("data", "config", "earlier")}]
+    starts = [{key: value for key, value in found.items() if key not in ("data", "resolved", "config", "earlier")}]
     for one in reversed(found["earlier"]):
         starts.insert(0, {**starts[0], **one})
     return starts

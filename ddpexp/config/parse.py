@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ddpexp.config import facts, registry
+from ddpexp.config import facts, fused, registry
 from ddpexp.config.build import build, convert, did_you_mean, nearest, shown, unknown_key
 from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
@@ -86,7 +86,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         task=_node(values["task"], "task"),
         model=_node(values["model"], "model"),
         data=_data(values["data"], trust),
-        optimizer=_node(values["optimizer"], "optimizer"),
+        optimizer=fused.for_target(_node(values["optimizer"], "optimizer")),
         scheduler=_schedule(values["scheduler"]),
         strategy=_strategy(values["strategy"]),
         launcher=_call(values["launcher"], "launcher", Launcher),

@@ -21,7 +21,15 @@ from ddpexp.run.repository import Snapshot
 from ddpexp.system.files import first_free_name, sha256
 from ddpexp.system.job_schedulers import restart_count
 
-_OF_THE_RUN = ("data", "facts", "config", "init_from", "earlier", "starts")  # keys of the whole run, not of a start
+_OF_THE_RUN = (
+    "data",
+    "facts",
+    "resolved",
+    "config",
+    "init_from",
+    "earlier",
+    "starts",
+)  # keys of the whole run, not of a start
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class Start:
     inputs: Mapping[str, Any] | None = None  # hashes that identify configuration and code
     changes: Sequence[str] = ()  # the log's notes on differences from the previous start
     facts: Mapping[str, Any] | None = None  # of the data, which the configuration refers to
+    resolved: Mapping[str, Any] | None = None  # the values of keys that are auto, as the first start chose them
 
 
 def describe(
@@ -62,9 +71,11 @@ def describe(
         "changes": list(start.changes),
         "restart": restart_count(),
     }
-    of_the_run = {key: before[key] for key in ("init_from", "facts") if key in before} if before else {}
+    of_the_run = {key: before[key] for key in ("init_from", "facts", "resolved") if key in before} if before else {}
     if start.facts:
         of_the_run["facts"] = {**of_the_run.get("facts", {}), **start.facts}
+    if start.resolved:
+        of_the_run["resolved"] = dict(start.resolved)
     earlier = _earlier(before, facts) if before else []
     return {**facts, "data": dict(data) if data else None, **of_the_run, "earlier": earlier}
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ddpexp.checkpoint import initial
+from ddpexp.config import fused
 from ddpexp.config.compare import list_changes
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.registry import deprecation_warnings
@@ -167,9 +168,8 @@ class Training(Job):
             data = self._prepare()
         notes: list[str] = []
         if previous is not None:
-            data_notes = check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
             layout, notes = resume.resolve_layout(previous, layout, self.request.threads)
-            notes += data_notes
+            notes += check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
         is_old = self._is_resume or resume.has_checkpoint(run)  # what a run directory names is not fetched
         fetched = pretrained.before_workers(self.experiment, self._files.text, is_old)
         initial_weights = initial.as_safetensors(self.experiment.run, initial_weights, run.path, notes)
@@ -179,11 +179,11 @@ class Training(Job):
         inputs = {"config_sha256": files.sha256(self._files.config_text(run, previous)), "code": code.fingerprint}
         snapshot = repository.snapshot(code_folder(self.identity), code.files)
         diff, path = manifest.diff_of(run, snapshot, before)
-        start = manifest.Start(layout, self._argv, participants, snapshot, inputs, notes, self._files.facts)
+        resolved = fused.resolve(self.experiment, layout.device, before)
+        start = manifest.Start(layout, self._argv, participants, snapshot, inputs, notes, self._files.facts, resolved)
         with self._refuse_if_unwritable(run):
-            self._write(
-                run, previous, manifest.describe(start, data, before, diff), {path: snapshot.diff} if path else {}
-            )
+            contents = manifest.describe(start, data, before, diff)
+            self._write(run, previous, contents, {path: snapshot.diff} if path else {})
         self._worker_args = {
             "notes": notes, "config": files.digest(run.config), "pretrained": fetched, **initial_weights
         }  # fmt: skip

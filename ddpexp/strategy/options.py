@@ -117,6 +117,11 @@ class Options:
     supports_exact: ClassVar[bool] = False  # trainer.reduction=exact: the same bits at every number of workers
     supports_train_step: ClassVar[bool] = True  # of tasks that do a step themselves
 
+    @property
+    def updates_on_host(self) -> bool:
+        """Return whether the optimizer works on parameters in the memory of the host, although there are GPUs."""
+        return False
+
     def data_rank(self, rank: int, world_size: int) -> DataRank:
         """Return which share of the global batch a rank computes."""
         return DataRank(rank, world_size)

@@ -76,6 +76,7 @@ class RunContext:
     world: World
     control: Control
     log: logging.Logger
+    is_fused: bool = False  # the value of optimizer.fused=auto
 
 
 _DATA_SEED = seed_of(0, DATA, 0, 0)
@@ -325,7 +326,8 @@ def build_loop(
     check_train_step(task, experiment.strategy)
 
     def make_all(_model: Any) -> Mapping[str, torch.optim.Optimizer]:
-        return build_optimizers(experiment, task, strategy.modules, strategy.single, strategy.parameters)
+        parts = strategy.modules, strategy.single, strategy.parameters
+        return build_optimizers(experiment, task, *parts, is_fused=context.is_fused)
 
     optimizers = strategy.build_optimizers(make_all)
     checkpointer.average = average_of(checkpointer.average, strategy.modules, optimizers, trainer)

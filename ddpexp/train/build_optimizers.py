@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpexp.config.build import did_you_mean, shown
+from ddpexp.config.fused import without_auto
 from ddpexp.config.instantiate import Node, instantiate, locate
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
 from ddpexp.system.text import first_few
 from ddpexp.task import HasOptimizers
 from ddpexp.train.combined_optimizer import ALGORITHM, divide_for, divided
+from ddpexp.train.fuse import fuse
 from ddpexp.train.optimizer_trial import check_divisible
 from ddpexp.train.param_groups import OTHER, Group, describe, groups_of
 from ddpexp.train.recipe_checks import check_optimizers
@@ -32,13 +34,16 @@ def build_optimizers(
     models: Mapping[str, nn.Module],
     single: bool,
     parameters: Callable[[], Iterable[nn.Parameter]],
+    is_fused: bool = False,
 ) -> Mapping[str, Optimizer]:
     """Return the optimizers of the task, or a single one of the optimizer section for all `parameters()`.
+
+    `is_fused` is the value of `optimizer.fused=auto`.
 
     Raises:
         RefusedError: the task returns something else, or the parameter groups cannot be applied.
     """
-    maker, key = Maker(experiment, models, single), experiment.strategy.divides_optimizer
+    maker, key = Maker(experiment, models, single, is_fused), experiment.strategy.divides_optimizer
     if not isinstance(task, HasOptimizers):
         adapts = experiment.trainer.lora is not None  # then the optimizer has what is trained only
         optimizer = maker.make(p for p in parameters() if p.requires_grad or not adapts)
@@ -57,13 +62,16 @@ def build_optimizers(
 class Maker:
     """Builds optimizers from the optimizer section; tasks get its method `make`."""
 
-    def __init__(self, experiment: Experiment, models: Mapping[str, nn.Module], single: bool) -> None:
+    def __init__(
+        self, experiment: Experiment, models: Mapping[str, nn.Module], single: bool, is_fused: bool = False
+    ) -> None:
         """Resolve the parameter groups.
 
         Raises:
             RefusedError: an entry matches nothing or everything.
         """
-        self._experiment = experiment
+        self._experiment, self._models = experiment, models
+        self._is_fused = is_fused
         described = describe(models, single)
         groups, keys = groups_of(experiment, list(described.values())), list(described)
         self._names = {key: parameter.names[0] for key, parameter in described.items()}
@@ -130,7 +138,7 @@ class Maker:
                     )
 
     def _instantiate(self, parameters: Any, **settings: Any) -> Optimizer:
-        node = self._experiment.optimizer
+        node = without_auto(self._experiment.optimizer)
         node = Node(node.target, {**node.kwargs, **settings})
         try:
             optimizer: Optimizer = instantiate(node, self._experiment.trust, "optimizer", parameters)
@@ -138,6 +146,8 @@ class Maker:
             if not node.target.startswith("torch.optim.") or settings:
                 raise
             raise RefusedError(f"optimizer: {node.target} cannot be built: {error}.{_advice(node.target)}") from None
+        if self._is_fused:
+            fuse(optimizer, self._models)
         return optimizer
 
     def _check_settings(self, group: Group, example: Tensor) -> None:

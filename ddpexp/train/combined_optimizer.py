@@ -98,7 +98,7 @@ def divide_for(
             )
         return algorithms
     if target == "sparse_adam":
-        sparse = {id(layer.weight) for model in models.values() for layer in model.modules() if _is_sparse(layer)}
+        sparse = {id(layer.weight) for model in models.values() for layer in model.modules() if is_sparse(layer)}
         if not sparse:
             raise RefusedError(
                 "optimizer=sparse_adam: no layer of the model has sparse gradients. Build its embeddings with "
@@ -127,5 +127,6 @@ def _is_hidden(parameter: Described, patterns: Sequence[str]) -> bool:
     return parameter.ndim == 2 and not (parameter.types & _EMBEDDINGS) and not named
 
 
-def _is_sparse(layer: nn.Module) -> bool:
+def is_sparse(layer: nn.Module) -> bool:
+    """Return whether the weight of a layer gets sparse gradients."""
     return isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse

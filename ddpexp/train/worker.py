@@ -22,6 +22,7 @@ import ddpexp.train.schedule  # noqa: F401
 from ddpexp.checkpoint.format import Checkpoint, Damaged, set_aside
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.reader import weights_sha256
+from ddpexp.config import fused
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.sampling import eval_batch_size, training_plan
@@ -41,7 +42,7 @@ from ddpexp.system import files
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative, shortest
 from ddpexp.system.hardware import usable_cores
-from ddpexp.train import compile_cache, gpu_memory, lazy_dynamo
+from ddpexp.train import compile_cache, fuse, gpu_memory, lazy_dynamo
 from ddpexp.train.average import slow_average_warning
 from ddpexp.train.build import (
     RunContext,
@@ -133,7 +134,8 @@ def join(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> RunCo
     for note in worker_args.get("notes", ()) if world.is_rank_zero else ():
         log.info(note)
     return RunContext(
-        run, experiment, layout, worker_args["data"], worker_args.get("init_from"), world, control, log
+        run, experiment, layout, worker_args["data"], worker_args.get("init_from"), world, control, log,
+        is_fused=fused.is_fused(experiment.optimizer, run.read(run.manifest)),
     )  # fmt: skip
 
 
@@ -191,7 +193,7 @@ def build(context: RunContext) -> Built:
     log.info(report.headline())
     evals = build_evals(experiment, splits, data, world.device, eval_batch_size(experiment, data.size))
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
-    _log_other_bits(experiment, plan.gradient_accumulation_steps, loop.optimizers.values(), log)
+    _log_other_bits(context, plan.gradient_accumulation_steps, loop.optimizers.values())
     _warn_of_late_starts(trainer, strategy, num_steps, log)
     if slow := slow_average_warning(trainer.ema_decay, num_steps):
         log.warning(slow)
@@ -204,10 +206,11 @@ def _warn_of_late_starts(trainer: Trainer, strategy: Strategy, num_steps: int, l
         log.warning(sentence)
 
 
-def _log_other_bits(
-    experiment: Experiment, gradient_accumulation_steps: int, optimizers: Iterable[Optimizer], log: logging.Logger
-) -> None:
+def _log_other_bits(context: RunContext, gradient_accumulation_steps: int, optimizers: Iterable[Optimizer]) -> None:
     """Log which options change the last bits of the weights."""
+    experiment, log = context.experiment, context.log
+    if context.is_fused:
+        log.info(fuse.describe(optimizers))
     if experiment.trainer.param_dtype != "fp32":
         log.info("trainer.param_dtype=bf16: the weights are not promised to be the same with every strategy")
     if other_bits := experiment.strategy.other_bits(experiment.trainer, gradient_accumulation_steps):

@@ -216,7 +216,8 @@ def test_another_optimizer_inherits_nothing_from_the_recipes_tuned_one() -> None
     tuned = experiment("recipe=mnist").optimizer
     other = experiment("recipe=mnist", "optimizer=adamw").optimizer
     assert tuned.target == "torch.optim.SGD"
-    assert other == Node("torch.optim.AdamW", {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-08, "weight_decay": 0.01})
+    keys = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-08, "weight_decay": 0.01, "fused": "auto"}
+    assert other == Node("torch.optim.AdamW", keys)
 
 
 GENERAL = {
@@ -258,7 +259,7 @@ def test_an_overridden_target_inherits_no_keys_of_another_one(
     typed = ["run.trust=[zoo]", *overrides.split()]
     made = composed(*typed)
     if expected == "as in the file":
-        expected = {"lr": 0.1, "momentum": 0, "nesterov": True, "weight_decay": 5e-4}
+        expected = {"lr": 0.1, "momentum": 0, "nesterov": True, "weight_decay": 5e-4, "fused": "auto"}
     target = next(word.partition("=")[2] for word in typed if word.startswith(f"{section}._target_="))
     assert made.values[section] == {"_target_": target, **expected}
     assert yaml.safe_load(made.text)[section] == made.values[section]

@@ -316,6 +316,16 @@ def test_threads_stay_as_they_were(ddpexp: Ddpexp, stopped: Path) -> None:
     assert json.loads((stopped / "manifest.json").read_text())["world"]["threads"] == found
 
 
+def test_an_optimizer_stays_fused_as_the_first_start_has_chosen(ddpexp: Ddpexp, stopped: Path) -> None:
+    """The first start had CPU workers; the manifest is changed to one of a start with GPUs."""
+    assert json.loads((stopped / "manifest.json").read_text())["resolved"] == {"optimizer.fused": False}
+    change(stopped / "manifest.json", resolved={"optimizer.fused": True})
+    done = again(ddpexp)
+    assert done.code == 0
+    assert "\noptimizer.fused=auto: parameters are updated in one kernel" in done.out
+    assert json.loads((stopped / "manifest.json").read_text())["resolved"] == {"optimizer.fused": True}
+
+
 def test_never_refuses_and_require_wants_a_checkpoint(ddpexp: Ddpexp, stopped: Path) -> None:
     before = listing(stopped)
     refused(

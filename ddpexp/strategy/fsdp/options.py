@@ -45,6 +45,11 @@ class FSDPOptions(Options):
     sequence_parallel: bool = False
     draws_values: ClassVar[bool] = True  # whether initial weights are needed
 
+    @property
+    def updates_on_host(self) -> bool:
+        """Return whether parameters and their optimizer are in the memory of the host."""
+        return self.offload
+
     def data_rank(self, rank: int, world_size: int) -> DataRank:
         """Return which share of the global batch a rank computes: the ranks of a tensor group the same one."""
         self._check_sizes(world_size)
