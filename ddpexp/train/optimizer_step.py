@@ -71,7 +71,7 @@ class Step:
     _places: list[tuple[int, int]] = field(default_factory=list)  # for each of them the pass and the position
     _weights: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
     _applied: tuple[str, ...] = ()  # optimizers that have already used the gradients of this round
-    _undo: Undo | None = None
+    _undo: Undo | None = field(init=False)
     _global_counts: GlobalCounts = field(init=False)
     _names: tuple[str, ...] = field(init=False)
     _draws: bool = field(init=False)
@@ -79,6 +79,7 @@ class Step:
     def __post_init__(self) -> None:
         """Look at the task and the optimizers once: the checks are slow."""
         self.manual = self.task if isinstance(self.task, HasTrainStep) else None
+        self._undo = Undo(self.strategy.modules) if self.precision.skips else None
         self._names = tuple(self.optimizers)
         self._global_counts = GlobalCounts(self._caller)
         # Whether an optimizer may draw random numbers; torch's own do not.
@@ -261,12 +262,11 @@ class Step:
         if self.clip_grad_value is not None:
             clip_values(_parameters(optimizers), self.clip_grad_value)
         self._applied += chosen
-        if self.precision.step(*optimizers):
-            self.moved = True
-            return True
-        if self._undo is not None:
+        stepped = self.precision.step(*optimizers)
+        self.moved |= stepped
+        if not stepped and self._undo is not None:
             self._undo.restore()
-        return False
+        return stepped
 
     def _suffix(self, chosen: Sequence[str]) -> str:
         return "" if len(chosen) == len(self._names) else f"/{'+'.join(chosen)}"
@@ -274,8 +274,8 @@ class Step:
     def _begin_micro_batch(self) -> None:
         if self._applied:
             self._end_round()
-        if self._passes_in_round == 0 and self.precision.skips:
-            self._undo = Undo(self.strategy.modules)
+        if self._passes_in_round == 0 and self._undo is not None:
+            self._undo.take()
         if self.manual is not None and self._passes_in_round % self.plan.gradient_accumulation_steps == 0:
             self._numbers.clear()  # the counts of another pass over the micro-batches may differ
         self._seed(*divmod(self._passes, self.plan.gradient_accumulation_steps))  # a manual task may do several turns

@@ -9,10 +9,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.replica import gradient_values
+from ddpexp.train.optimizer_average import inner_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CACHES_CASTS = torch.torch_version.TorchVersion(torch.__version__) >= "2.11"
@@ -72,6 +73,7 @@ class Precision:
         self._scale: _Scale | None = _Scale(device) if name == "fp16" else None
         self._gradient_weight = gradient_weight
         self._gradients = gradients
+        self._skip_on_device: set[Optimizer] = set()  # those that skip a step by themselves
         self._unscaled: set[int] = set()  # parameters whose gradients are already unscaled in this round
         self._nonfinite = torch.zeros((), device=device)  # 1 if a gradient of this `apply` is not finite
         self._nonfinite_in_round = torch.zeros((), device=device)
@@ -136,11 +138,21 @@ class Precision:
         self._nonfinite_in_round = torch.maximum(self._nonfinite_in_round, self._nonfinite)
 
     def step(self, *optimizers: Optimizer) -> bool:
-        """Update the parameters unless a non-finite gradient is to be skipped; return whether it was done."""
+        """Update the parameters unless a non-finite gradient is to be skipped; return whether it was done.
+
+        Fused optimizers look at the flag on the device, so that the host waits for it while they compute. In their
+        first step they do not: torch's SGD would keep a momentum without values if that is skipped.
+        """
+        if self.skips and self._skip_on_device.issuperset(optimizers):
+            for optimizer in optimizers:
+                inner_of(optimizer).found_inf = self._nonfinite  # type: ignore[attr-defined]
+                optimizer.step()
+            return not bool(self._nonfinite)
         if self.skips and bool(self._nonfinite):
             return False
         for optimizer in optimizers:
             optimizer.step()
+        self._skip_on_device.update(filter(_is_fused, optimizers))
         return True
 
     def update(self) -> None:
@@ -159,6 +171,11 @@ class Precision:
         with torch.no_grad():
             for values in by_dtype.values():
                 torch._amp_foreach_non_finite_check_and_unscale_(values, self._nonfinite, factor)
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and type(inner_of(optimizer)) in (SGD, Adam, AdamW)
 
 
 class _Scale:

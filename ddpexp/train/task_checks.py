@@ -262,6 +262,7 @@ def _is_plain(value: Any) -> bool:
 def unnoticed(modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
     """Switch to evaluation for a while, and leave buffers, modes and all random numbers as they were."""
     undo = Undo(modules)
+    undo.take()
     modes = [(module, module.training) for root in modules.values() for module in root.modules()]
     try:
         with torch.random.fork_rng([device.index] if device.type == "cuda" else []):

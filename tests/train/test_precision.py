@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpexp.errors import DdpexpError
 from ddpexp.train.precision import Precision
@@ -115,3 +116,46 @@ def test_an_overflow_in_a_backward_pass_does_not_depend_on_the_number_of_workers
         precision.unscale(optimizer := torch.optim.SGD(model.parameters(), lr=1.0))
         assert precision.step(optimizer) is finite
         optimizer.zero_grad()
+
+
+class Order(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Note when numbers are read on the host, and when a fused kernel runs."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense":
+            self.seen.append("read")
+        elif name.startswith("_fused_"):
+            self.seen.append("kernel")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {"amsgrad": True})],
+)
+@pytest.mark.parametrize("factors", [(1.0, math.inf, 1.0), (math.inf, 1.0, math.inf, 1.0)])
+def test_a_fused_optimizer_skips_on_the_device_and_the_host_reads_the_flag_afterwards(
+    kind: Any, settings: dict[str, Any], factors: tuple[float, ...]
+) -> None:
+    orders, ends = {}, {}
+    for fused in (True, None):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2, bias=False)
+        optimizer = kind(model.parameters(), lr=0.1, fused=fused, **settings)
+        precision, stepped = Precision("fp32", CPU, True), []
+        for factor in factors:
+            precision.backward(model.weight.sum() * factor, torch.tensor(0.5))
+            precision.unscale(optimizer)
+            with Order() as order:
+                stepped.append(precision.step(optimizer))
+            precision.update()
+            optimizer.zero_grad()
+        assert stepped == [math.isfinite(factor) for factor in factors]
+        orders[fused], ends[fused] = order.seen, model.weight.detach()
+    assert orders[True] == ["kernel", "read"]
+    torch.testing.assert_close(ends[True], ends[None])
