@@ -1,6 +1,7 @@
 """The norm of a gradient, row by row: the same bits whether a rank holds all rows of a parameter or some.
 
-The rows of all parameters have one order, in which their norms are added up.
+The rows of all parameters have one order, in which their norms are added up. On GPUs, where sums over ranks have no
+order of their own, whole parts of parameters are faster, except for the exact reduction.
 """
 
 from __future__ import annotations
@@ -37,6 +38,16 @@ def num_row_norms(shape: Sequence[int]) -> int:
 def norm_of_rows(norms: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of everything, given the norms of the rows of each parameter."""
     return torch.linalg.vector_norm(torch.cat([values.view(-1) for values in norms]))  # type: ignore[no-any-return]
+
+
+def norm_of_tensors(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the 2-norm of everything in few launches, summed in an order that depends on the parts that a rank holds.
+
+    Each row for itself takes a launch or more for each parameter: 163 for ResNet-50.
+    """
+    if not gradients:
+        return torch.zeros((), dtype=dtype)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype)))  # type: ignore[no-any-return]
 
 
 def norm_dtype(gradients: Iterable[Tensor]) -> torch.dtype:

@@ -7,19 +7,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ddpexp.distributed.transfers import is_host
 from ddpexp.distributed.world import Memory, World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.compiled import CompiledForward, compile_blocks, compile_model
 from ddpexp.strategy.mesh import DataRank
-from ddpexp.strategy.norm import norm_dtype, norm_of_rows, row_norms
+from ddpexp.strategy.norm import norm_dtype, norm_of_rows, norm_of_tensors, row_norms
 from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.sharded_optimizer import ShardedOptimizer
 from ddpexp.system.text import first_few
@@ -33,6 +34,8 @@ class Replicas:
 
     A subclass calls `share_initial_weights` and overrides `reduce_gradients`, at least.
     """
+
+    norm_by_rows: ClassVar[bool] = False  # on GPUs too: the norm has the same bits at every number of workers
 
     def __init__(
         self,
@@ -156,7 +159,9 @@ class Replicas:
             return torch.tensor(0.0, device=parameters[0].device if parameters else None)
         dtype = norm_dtype(values)
         with torch.no_grad():
-            return norm_of_rows([row_norms(value, dtype) for value in values])
+            if self.norm_by_rows or is_host(values[0].device):
+                return norm_of_rows([row_norms(value, dtype) for value in values])
+            return norm_of_tensors(values, dtype)
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
         """Clip the gradient norm to `limit`; return the norm before clipping."""

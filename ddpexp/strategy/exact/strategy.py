@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import ClassVar
 
 from torch import nn
 
@@ -26,6 +27,8 @@ class Exact(Replicas):
     On GPUs the host waits for the device once per round, and only if several ranks have flags to exchange (for several
     models or `strategy.find_unused_parameters`), or if there are large or complex buffers that do not change.
     """
+
+    norm_by_rows: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ class ExactFSDP(FSDP):
 
     Gradients are reduced after each micro-batch, and their partial sums kept. Buffers change as in `Exact`.
     """
+
+    norm_by_rows: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ddpexp.distributed.transfers import is_host
 from ddpexp.distributed.world import World
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.sharding import Sharding, first_row
 from ddpexp.strategy.init.construction import RESET
-from ddpexp.strategy.norm import norm_dtype, norm_of_rows, row_norms
+from ddpexp.strategy.norm import norm_dtype, norm_of_rows, norm_of_tensors, row_norms
 from ddpexp.strategy.replica import Models, Replicas, broadcast_rank_zero, check_same_models, gradient_values, unused
 from ddpexp.strategy.tensor.group import TensorGroup
 
@@ -135,16 +136,30 @@ class FSDP(Replicas):
 
     @torch.no_grad()
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the 2-norm of the reduced gradient, with the bits of whole gradients. Ranks: all; communicates."""
+        """Return the 2-norm of the reduced gradient, on CPUs with the bits of whole gradients.
+
+        Ranks: all; communicates.
+        """
         if not self._sharded:
             return super().gradient_norm(parameters)
-        dtype = norm_dtype(parameters)
+        dtype, device = norm_dtype(parameters), self._world.device
+        if not self.norm_by_rows and not is_host(device):
+            return self._norm_of_parts(parameters, dtype)
         norms = [self._all_row_norms(parameter.grad, dtype) for parameter in parameters if parameter.grad is not None]
-        device = self._world.device
         if not norms:
             return torch.zeros((), device=device)
         everything = torch.cat([values.view(-1).to(device) for values in norms])  # a row is zero on all ranks but one
         return norm_of_rows([replace(self._world, memory=self.memory).sum(everything)])
+
+    def _norm_of_parts(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the norm of the parts that ranks have, of which each counts once. Ranks: all; communicates."""
+        own = self.gradient_values([parameter for parameter in parameters if self._counts(parameter)])
+        square = norm_of_tensors(own, dtype).double().square().to(self._world.device)
+        return self._world.sum(square).sqrt().to(dtype)
+
+    def _counts(self, parameter: Tensor) -> bool:
+        """Return whether this rank's part of a parameter is the one that is counted, of all ranks that hold it."""
+        return self._replica == 0 if isinstance(parameter, DTensor) else self._world.is_rank_zero
 
     def _all_row_norms(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the norms of this rank's rows of a gradient, with zeros for the rows of the others."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ddpexp.distributed.transfers import is_host
 from ddpexp.distributed.world import World
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.fsdp.options import FSDPOptions
@@ -67,6 +68,8 @@ class TensorParallel(FSDP):
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of the reduced gradient. Ranks: all; communicates."""
         dtype = norm_dtype(parameters)
+        if not is_host(self._world.device):
+            return self._norm_of_parts(parameters, dtype)
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for parameter in parameters:
             if parameter.grad is not None and self._counts(parameter):

@@ -167,9 +167,19 @@ def in_bf16(world: World) -> None:
         assert {p.dtype for p in found.parameters()} == {torch.float32 if master else torch.bfloat16}
 
 
+def norms_of_parts(world: World, replicas: int = 1) -> None:
+    """On GPUs the norm is that of the parts that ranks have: on all ranks the norm of whole gradients, but for bits."""
+    found = FSDP(replace(OPTIONS, dp_replicate_size=replicas), world, seeded(Net))
+    with found.micro_batch(last=True):
+        found.train_model(torch.linspace(-1, 1, 45).view(5, 9)).square().sum().backward()
+    parameters = list(found.parameters())
+    torch.testing.assert_close(found._norm_of_parts(parameters, torch.float32), found.gradient_norm(parameters))
+
+
 def two_workers(world: World) -> None:
     """Everything that two workers show."""
     clipped_and_skipped(world)
+    norms_of_parts(world)
     every_optimizer(world)
     reduced_each_micro_batch(world)
     in_bf16(world)
@@ -177,6 +187,7 @@ def two_workers(world: World) -> None:
 
 def rows_of_replicas(world: World) -> None:
     """With hybrid sharding each rank knows which rows it holds, and of which replica."""
+    norms_of_parts(world, replicas=2)
     found = FSDP(replace(OPTIONS, dp_replicate_size=2), world, seeded(Net))
     for name, tensor in found.modules["model"].state_dict().items():
         shard = found.shard(name, tensor)

@@ -96,7 +96,10 @@ def equal(world: World) -> None:
             with strategy.micro_batch(last=True):
                 loss = loss_of(strategy.train_model, batch(step)[own]) * strategy.gradient_weight
                 loss.backward()  # type: ignore[no-untyped-call]
-            norms.append(float(strategy.clip(list(strategy.parameters()), 0.5)))
+            parameters = list(strategy.parameters())
+            on_gpus = float(strategy._norm_of_parts(parameters, torch.float64))
+            norms.append(float(strategy.clip(parameters, 0.5)))
+            assert on_gpus == pytest.approx(norms[-1], rel=1e-10)
             optimizer.step()
             strategy.clear_gradient()
         torch.testing.assert_close(norms, expected_norms, rtol=1e-10, atol=0.0)
