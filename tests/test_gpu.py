@@ -16,7 +16,7 @@ import torch
 
 from ddpexp.checkpoint.layout import lay_out, share
 from ddpexp.checkpoint.staging import Stage
-from ddpexp.distributed.transfers import LateFlag, gathered, rows
+from ddpexp.distributed.transfers import LateFlag, _copy_stream, gathered, moved, rows
 from ddpexp.launch.workers.cuda_guard import sentence
 from ddpexp.strategy.base import Shard
 from ddpexp.system import nvml
@@ -108,6 +108,24 @@ def test_rows_are_gathered_into_pinned_memory() -> None:
     tensor, indices = torch.randn(100, 3), torch.tensor([7, 99, 0, 7])
     assert rows(tensor, indices, pinned=True).is_pinned()
     assert torch.equal(gathered(tensor, indices, CUDA).cpu(), tensor[indices])
+
+
+def test_a_large_copy_is_done_while_the_gpu_computes_and_later_work_waits_for_it() -> None:
+    sleep: Any = torch.cuda._sleep
+    source = torch.arange(1 << 22).pin_memory()
+    computes: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    for _ in range(3):  # in memory that is used again
+        sleep(1_000_000_000)  # cycles: about half a second
+        computes.record()
+        there = moved(source, CUDA)
+        result = there.sum()
+        deadline = time.monotonic() + 5.0
+        while not _copy_stream(CUDA).query() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert _copy_stream(CUDA).query()
+        assert not computes.query()
+        del there
+        assert moved(source.roll(1), CUDA).sum() == result == source.sum()
 
 
 def test_a_late_flag_arrives_without_waiting_for_later_work() -> None:

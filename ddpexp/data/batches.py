@@ -286,10 +286,10 @@ def _fetch(data: IndexData, name: str, indices: Tensor, partners: Tensor | None,
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move every tensor in nested tuples, lists and mappings to the device."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return moved(batch, device)
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        moved = [to_device(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+        values = [to_device(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
