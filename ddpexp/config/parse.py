@@ -20,7 +20,7 @@ from ddpexp.config.build import build, convert, did_you_mean, nearest, shown, un
 from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
 from ddpexp.config.plugins import full_name, installed
-from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Predict, Recipe, Run, Trainer
+from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Auto, Data, Experiment, Predict, Recipe, Run, Trainer
 from ddpexp.config.validate import ALERT_URL, check, check_alert_url
 from ddpexp.data.mixture.weights import check_mixture
 from ddpexp.errors import RefusedError
@@ -219,7 +219,7 @@ def _data(values: Mapping[str, Any], trust: Trust, where: str = "data") -> Data:
         prepare=prepare,
         validation_fraction=convert(values.get("validation_fraction", 0.0), float, "data.validation_fraction"),
         num_workers=convert(values.get("num_workers", 0), int, "data.num_workers"),
-        on_device=convert(values.get("on_device", False), bool, "data.on_device"),
+        on_device=convert(values.get("on_device", False), Auto | bool, "data.on_device"),
         options=node.kwargs,
         stratify=convert(values.get("stratify"), bool | None, "data.stratify"),
         group_by=convert(values.get("group_by"), str | None, "data.group_by"),

@@ -34,12 +34,12 @@ def check_sampling(data: Data) -> None:
             f"data.weights={data.weights}: use balanced, a file (.npy, .txt or .csv) with a weight for each training "
             "sample, or a function, {_target_: mine.weights}."
         )
-    if data.on_device and (data.transform or data.eval_transform or data.collate):
+    if data.on_device is True and (data.transform or data.eval_transform or data.collate):
         raise RefusedError(
             "data.on_device=true: data.transform, data.eval_transform and data.collate run on the host, sample by "
             "sample. Use data.on_device=false."
         )
-    if data.on_device and data.prepare == "image_folder":
+    if data.on_device is True and data.prepare == "image_folder":
         raise RefusedError(
             "data.on_device=true keeps samples in the memory of the device, and images of many sizes stay on the host. "
             "Use data.on_device=false; data.augment_on=device computes their changes there."

@@ -161,7 +161,7 @@ class Data:
     prepare: str | None
     validation_fraction: float
     num_workers: int
-    on_device: bool
+    on_device: Auto | bool
     options: Mapping[str, Any]
     # Older runs do not have these.
     stratify: bool | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -15,6 +16,7 @@ from torch import Tensor
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.datasets import (
     IndexData,
+    PairedData,
     TokenData,
     fetch,
     finish,
@@ -109,7 +111,7 @@ class TrainBatches:
         Random numbers drawn by the data set are a function of seed, step and micro-batch. The augmentation by a data
         set with `of_epoch` is a function of seed, epoch and sample, however the batch is split.
         """
-        if isinstance(self.data, IndexData) and is_staged(self.data):
+        if isinstance(self.data, IndexData) and self._is_fetched:
             for staged, fetched in ahead(self._fetches(from_step, to_step), num_ahead(self.device), self.device):
                 yield [finish(staged, batch, self.device) for batch in fetched]
             return
@@ -129,11 +131,24 @@ class TrainBatches:
         for _ in range(from_step, to_step):
             yield [to_device(next(micro_batches), self.device) for _ in range(self.plan.gradient_accumulation_steps)]
 
+    @property
+    def _is_fetched(self) -> bool:
+        """Return whether batches are fetched ahead, or mixed with partners that are fetched with them."""
+        if self.on_device or not is_staged(self.data):
+            return False
+        return num_ahead(self.device) > 0 or self._is_paired
+
+    @cached_property
+    def _is_paired(self) -> bool:
+        return isinstance(whole_set(of_epoch(self.data, self.seed, 0)), PairedData)
+
     def _fetches(self, from_step: int, to_step: int) -> Iterator[Callable[[], tuple[IndexData, list[Any]]]]:
         """Yield for each step a function that fetches its micro-batches, on the host."""
         begun, share = -1, (-1, self.plan.micro_batch_size)
-        partner_blocks = self._blocks(from_step, to_step, partners=True)
-        for (first, block), (_, partner_block) in zip(self._blocks(from_step, to_step), partner_blocks, strict=True):
+        blocks, partner_blocks = itertools.tee(self._blocks(from_step, to_step))  # each sample is its own partner
+        if self._is_paired:
+            partner_blocks = self._blocks(from_step, to_step, partners=True)
+        for (first, block), (_, partner_block) in zip(blocks, partner_blocks, strict=True):
             if (epoch := first // self.steps_per_epoch) != begun:
                 data, begun = of_epoch(self.data, self.seed, epoch), epoch
             for indices, partners in zip(torch.from_numpy(block), torch.from_numpy(partner_block), strict=True):
@@ -221,7 +236,7 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches; another rank may have one more."""
-        if isinstance(self.data, IndexData) and is_staged(self.data):
+        if isinstance(self.data, IndexData) and is_staged(self.data) and not self.on_device:
             pinned = self.device.type == "cuda"
             tasks = (
                 partial(_fetch, self.data, self.name, torch.arange(start, stop), None, pinned)

@@ -15,6 +15,8 @@ from ddpexp.data.order import Order, Permutation, Shuffled, TrainingOrder
 from ddpexp.distributed.transfers import gathered
 from ddpexp.errors import RefusedError
 
+_SHARE = 0.1  # of the free memory of a GPU, for sets that are moved there without being asked for
+
 
 @runtime_checkable
 class IndexData(Protocol):
@@ -40,6 +42,16 @@ class DeviceData(Protocol):
 
     def to(self, device: torch.device) -> IndexData:
         """Return the same set on the device; its `gather` takes indices on the device and does not synchronise."""
+        ...
+
+
+@runtime_checkable
+class PlacedData(DeviceData, Protocol):
+    """An index data set that `data.on_device=auto` moves to a GPU that has room for it."""
+
+    @property
+    def is_faster_on_device(self) -> bool:
+        """Return whether batches are made there in less time."""
         ...
 
 
@@ -138,6 +150,7 @@ class Splits:
     train: Any
     evals: Mapping[str, Any]
     order: TrainingOrder | None = None  # of the training set; None: its own, or else a shuffle of all its samples
+    on_device: bool = False  # all samples are on the device, and so are the indices
 
 
 @dataclass(frozen=True)
@@ -247,7 +260,24 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
     there = {number: whole.to(device) for number, whole in wholes.items()}
     train, *evals = (_part_of(there[id(whole_set(part))], part, device) for part in parts.values())
     own = splits.train if isinstance(splits.train, OrderedData) else None  # an order is a matter of the host
-    return Splits(train, dict(zip(splits.evals, evals, strict=True)), splits.order or own)
+    return Splits(train, dict(zip(splits.evals, evals, strict=True)), splits.order or own, on_device=True)
+
+
+def belongs_on_device(splits: Splits, device: torch.device) -> bool:
+    """Return whether `data.on_device=auto` moves the sets to the device: a GPU with room for them.
+
+    They take a tenth of its free memory at most; the rest is for the model, whose size is not known yet.
+    """
+    if device.type != "cuda" or not prefer_device(splits):
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    return device_bytes(splits) <= _SHARE * free
+
+
+def prefer_device(splits: Splits) -> bool:
+    """Return whether batches of all sets are made in less time on a GPU."""
+    wholes = map(whole_set, (splits.train, *splits.evals.values()))
+    return all(isinstance(whole, PlacedData) and whole.is_faster_on_device for whole in wholes)
 
 
 def device_bytes(splits: Splits) -> int:

@@ -27,7 +27,7 @@ from ddpexp.config.parse import load
 from ddpexp.config.sampling import training_plan
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
-from ddpexp.data.datasets import Splits, device_bytes
+from ddpexp.data.datasets import Splits, device_bytes, prefer_device
 from ddpexp.data.samples import tensors_of
 from ddpexp.data.streams import Stream, sized
 from ddpexp.data.token_batches import ByTokens
@@ -100,7 +100,7 @@ def collect(
     plan = training_plan(experiment, data_size)
     before = _own_memory()
     splits = open_data(experiment, prepared, _ALONE) if num_samples is None else _placeholder(experiment, num_samples)
-    train, there = splits.train, experiment.data.on_device and num_samples is None
+    train, there = splits.train, num_samples is None and _on_device(experiment, splits)
     data_bytes = max(0, _own_memory() - before) if num_samples is None else None
     if isinstance(train, Stream):
         train, steps_per_epoch = sized(train, plan.micro_batch_size), trainer.max_steps or 0
@@ -176,13 +176,19 @@ def _some(train: Any, indices: Sequence[int]) -> Any:
     return Subset(train, indices)
 
 
+def _on_device(experiment: Experiment, splits: Splits) -> bool:
+    """Return whether the samples are in the memory of a GPU, if there is one, which `auto` finds out when it runs."""
+    wanted = experiment.data.on_device
+    return prefer_device(splits) if wanted == "auto" else wanted
+
+
 def _of_a_pass(
     experiment: Experiment, models: Models, single: bool, train: Any, num_samples: int, device: torch.device,
     notes: dict[str, str], num_passes: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the facts about a pass, by the fields of `Facts`: its batch, and what is kept for backward."""
     samples = min(num_samples, len(train), _MOST_SAMPLES)
-    on_device = experiment.data.on_device
+    on_device = experiment.data.on_device is True
     batch = to_device(EvalBatches(train, samples, 0, 1, _CPU, on_device=on_device).first(), device)
     scale = num_samples / samples
     found: dict[str, Any] = {

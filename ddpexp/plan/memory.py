@@ -31,7 +31,7 @@ def parts(facts: Facts, trainer: Trainer, strategy: Options, layout: Layout) -> 
     estimates.append(Part("temporary", facts.temporary_bytes, "in backward: gradients of activations"))
     estimates.append(Part("batch", facts.batch_bytes))
     if layout.device == "cuda":
-        estimates.append(Part("samples", facts.device_data_bytes, "data.on_device=true"))
+        estimates.append(Part("samples", facts.device_data_bytes, "data.on_device"))
     estimates.append(Part("data", facts.data_bytes, facts.notes.get("data", ""), on_host=True))
     estimates.append(
         Part("checkpoint", -(-saved // layout.world_size), "the copy of its share, while one is written", on_host=True)

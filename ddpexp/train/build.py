@@ -241,7 +241,7 @@ def build_evals(
     for name, dataset in splits.evals.items():
         evals[name] = EvalBatches(
             dataset, batch_size, rank.rank, rank.size, device, data.num_workers, trainer.timeout.data_seconds, name,
-            data.on_device, limit,
+            splits.on_device, limit,
         )  # fmt: skip
     return evals
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,17 @@ from ddpexp.config.instantiate import Node, instantiate
 from ddpexp.config.schema import Data, Experiment
 from ddpexp.data.batch_plan import counted
 from ddpexp.data.columns import column_of, labels_of, places_in
-from ddpexp.data.datasets import OrderedData, Splits, choose_samples, on_device, part, select, training_order
+from ddpexp.data.datasets import (
+    OrderedData,
+    Splits,
+    belongs_on_device,
+    choose_samples,
+    device_bytes,
+    on_device,
+    part,
+    select,
+    training_order,
+)
 from ddpexp.data.lengths import ByLength, checked_lengths
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.partition import Part, fold_parts, fraction_parts
@@ -45,7 +56,12 @@ def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
     if data.lengths is not None:
         splits = replace(splits, order=_by_length(splits, whole, data.lengths, experiment))
     splits = transformed(splits, experiment)
-    return on_device(splits, world.device) if data.on_device else splits
+    if data.on_device == "auto" and belongs_on_device(splits, world.device):
+        if world.is_rank_zero:
+            size = device_bytes(splits) / 1e6
+            logging.getLogger("ddpexp").info(f"data.on_device=auto: {size:,.0f} MB of samples in the GPU's memory")
+        return on_device(splits, world.device)
+    return on_device(splits, world.device) if data.on_device is True else splits
 
 
 def check_held_out(experiment: Experiment, splits: Splits, undivided: Splits) -> None:

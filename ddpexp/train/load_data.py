@@ -87,7 +87,7 @@ def _check_keys(experiment: Experiment) -> None:
         "data.weights": (data.weights, None, "null"),
         "data.samples_per_epoch": (data.samples_per_epoch, None, "null"),
         "data.lengths": (data.lengths, None, "null"),
-        "data.on_device": (data.on_device, False, "false"),
+        "data.on_device": (data.on_device is True, False, "false"),
         "data.num_workers": (data.num_workers, 0, "0: its rank reads it, or processes that it starts itself"),
     }
     for key, (value, needed, remedy) in wrong.items():
@@ -105,7 +105,7 @@ def build_batches(experiment: Experiment, splits: Splits, plan: BatchPlan, rank:
             train, plan, rank, trainer.seed, device, trainer.max_steps or 0, _check_state, data.num_workers
         )
     return TrainBatches(
-        train, plan, rank, trainer.seed, device, data.num_workers, trainer.timeout.data_seconds, data.on_device,
+        train, plan, rank, trainer.seed, device, data.num_workers, trainer.timeout.data_seconds, splits.on_device,
         splits.order,
     )  # fmt: skip
 

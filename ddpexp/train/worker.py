@@ -344,7 +344,7 @@ def situation(
     plan = training_plan(experiment, data.size)
     if batch_size is not None:
         plan = replace(plan, micro_batch_size=batch_size)
-    return gpu_memory.Situation(plan, trainer.precision, control.phase, experiment.data.on_device)
+    return gpu_memory.Situation(plan, trainer.precision, control.phase, experiment.data.on_device is True)
 
 
 def _read_configuration(run: RunDir, digest: str | None) -> str:

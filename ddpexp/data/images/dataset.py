@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from ddpexp.data.datasets import IndexData, Splits
 from ddpexp.data.order import mix
 from ddpexp.distributed.rng import AUGMENT, seed_of
-from ddpexp.distributed.transfers import gathered, moved, rows
+from ddpexp.distributed.transfers import moved, rows
 
 
 def load(prepared: Mapping[str, Any]) -> Splits:
@@ -83,7 +83,11 @@ class Images:
 
     def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Gather images as stored, and normalise them on the device. Shapes: as in `load`."""
-        return self.batch(rows(self.pixels, indices, device.type == "cuda"), indices, device)
+        return self.finish(self.fetch(indices, device.type == "cuda"), device)
+
+    def fetch(self, indices: Tensor, pinned: bool) -> tuple[Tensor, Tensor]:
+        """Gather images and labels as stored; may run in any thread."""
+        return rows(self.pixels, indices, pinned), rows(self.labels, indices, pinned)
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:
         """Return these images with the augmentation of one epoch."""
@@ -97,6 +101,11 @@ class Images:
         return Draws(key, seed_of(seed, AUGMENT, 0, 0), epoch % 2 == 1, self.crop)
 
     @property
+    def is_faster_on_device(self) -> bool:
+        """Return that a GPU flips and crops in less time than the host."""
+        return True
+
+    @property
     def num_bytes(self) -> int:
         """Return the size of pixels and labels."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (self.pixels, self.labels))
@@ -106,10 +115,9 @@ class Images:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return _OnDevice(**{**values, "pixels": self.pixels.to(device), "labels": self.labels.to(device)})
 
-    def batch(self, pixels: Tensor, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Make a batch of gathered pixels, which are moved to the device as bytes. Shapes: as in `load`."""
-        labels = gathered(self.labels, indices, device)
-        images = moved(pixels, device).float()
+    def finish(self, batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Move pixels as bytes to the device, and normalise them there. Shapes: as in `load`."""
+        labels, images = moved(batch[1], device), moved(batch[0], device).float()
         for channel, (shift, scale) in zip(
             images.unbind(1) if len(self.mean) > 1 else [images], self._norm, strict=True
         ):
@@ -154,7 +162,7 @@ class _AugmentedOnDevice:
             pixels = _windows(pixels, self.images.crop, self.images.reflect)[
                 torch.arange(len(pixels), device=pixels.device), :, top, left
             ]
-        return self.images.batch(pixels, indices, device)
+        return self.images.finish((pixels, rows(self.images.labels, indices, pinned=False)), device)
 
 
 @dataclass(frozen=True)
@@ -168,16 +176,22 @@ class _Augmented:
         return len(self.images)
 
     def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        return self.finish(self.fetch(indices, device.type == "cuda"), device)
+
+    def fetch(self, indices: Tensor, pinned: bool) -> tuple[Tensor, Tensor]:
         # A crop copies once more, so only what is not cropped is gathered straight into pinned memory.
-        pixels = rows(self.images.pixels, indices, pinned=device.type == "cuda" and not self.images.crop)
+        pixels = rows(self.images.pixels, indices, pinned and not self.images.crop)
         flipped, top, left = self.draws.of(indices.numpy())
         if self.images.flip:
             _hflip(pixels, np.flatnonzero(flipped))
         if self.images.crop:
             # numpy's gather is faster than torch's on a CPU.
             cut = _windows(pixels, self.images.crop, self.images.reflect).numpy()[np.arange(len(pixels)), :, top, left]
-            pixels = torch.from_numpy(cut)
-        return self.images.batch(pixels, indices, device)
+            pixels = torch.from_numpy(cut).pin_memory() if pinned else torch.from_numpy(cut)
+        return pixels, rows(self.images.labels, indices, pinned)
+
+    def finish(self, batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+        return self.images.finish(batch, device)
 
 
 def _hflip(pixels: Tensor, chosen: NDArray[np.int64]) -> None:

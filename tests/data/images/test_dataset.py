@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch.nn import functional
 
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Splits, hold_out, may_draw, on_device
+from ddpexp.data.datasets import Arrays, Splits, belongs_on_device, hold_out, may_draw, on_device
+from ddpexp.data.images import dataset
 from ddpexp.data.images.dataset import Images, load
 from ddpexp.data.images.files import prepare
 from ddpexp.system.hardware import count_gpus
@@ -251,3 +253,36 @@ def test_reflected_frames_have_no_black() -> None:
         windows = padded.unfold(2, height, 1).unfold(3, width, 1).permute(0, 2, 3, 1, 4, 5).flatten(1, 2)
         assert all((windows[number] == cut[number]).flatten(1).all(1).any() for number in range(len(cut)))
         assert not torch.equal(cut, data.gather(indices, CPU)[0])
+
+
+def test_batches_for_a_gpu_are_made_beside_the_main_thread_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = images(flip=True, crop=2)
+    expected = by_sample(batches(data).steps(0, 11))
+    threads = []
+
+    def windows(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return cut(*arguments)
+
+    cut = dataset._windows
+    monkeypatch.setattr(dataset, "_windows", windows)
+    monkeypatch.setattr("ddpexp.data.batches.num_ahead", lambda device: 2)  # as on a GPU
+    assert by_sample(batches(data).steps(0, 11)) == expected
+    assert len(threads) == 11
+    assert threading.main_thread() not in threads
+    tested = [labels.tolist() for _, labels in EvalBatches(data, 20, 0, 1, CPU)]
+    assert tested == torch.arange(COUNT).view(3, 20).tolist()
+
+
+@pytest.mark.parametrize(
+    ("device", "free", "moves"), [("cuda:0", 10.0, True), ("cuda:0", 9.9, False), ("cpu", 10, False)]
+)
+def test_images_go_to_a_gpu_by_themselves_if_they_take_a_tenth_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, device: str, free: float, moves: bool
+) -> None:
+    kept, held = hold_out(images(), 0.2)
+    splits = Splits(kept, {"validation": held})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * images().num_bytes, 0))
+    assert belongs_on_device(splits, torch.device(device)) is moves
+    others = Splits(kept, {"eval": Arrays([torch.arange(3)])})
+    assert not belongs_on_device(others, torch.device(device))
