@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from ddpexp.data.image_folder import colors
 from ddpexp.data.image_folder.device_colors import changed
@@ -74,18 +73,24 @@ class AugmentedOnDevice:
         begin = 0
         for row, (_, _, height, width) in enumerate(batch.boxes.tolist()):
             end = begin + height * width * options.channels
-            image = self._resized(pixels[begin:end].view(height, width, options.channels))
-            if batch.flipped[row]:
-                image = image.flip(2)
-            if batch.changes is not None:
-                image = changed(image, options, batch.changes.drawn[:, row].tolist())
-            images[row] = image
+            self._resize(pixels[begin:end].view(height, width, options.channels), images[row : row + 1])
             begin = end
+        images.round_().clamp_(0, 255)
+        if batch.flipped.any():
+            rows = moved(torch.from_numpy(np.flatnonzero(batch.flipped)), device)
+            images.index_copy_(0, rows, images.index_select(0, rows).flip(3))
+        if batch.changes is not None:
+            for image, numbers in zip(images, batch.changes.drawn.T.tolist(), strict=True):
+                image.copy_(changed(image, options, numbers))
         return self.images.normalized(images), moved(batch.labels, device)
 
-    def _resized(self, cut: Tensor) -> Tensor:
-        """Resize a cut to whole numbers. Shapes: (height, width, channels) to (channels, size, size)."""
-        planes = cut.permute(2, 0, 1)[None].float()
-        if planes.shape[2:] != (self.size, self.size):
-            planes = functional.interpolate(planes, (self.size, self.size), mode="bilinear", antialias=True)
-        return planes[0].round().clamp(0, 255)
+    def _resize(self, cut: Tensor, out: Tensor) -> None:
+        """Resize a cut: in one launch for its conversion and one more, as each has a size of its own.
+
+        Shapes: (height, width, channels) to (1, channels, size, size).
+        """
+        planes = cut.permute(2, 0, 1)[None]
+        if planes.shape == out.shape:
+            out.copy_(planes)
+        else:
+            torch.ops.aten._upsample_bilinear2d_aa.out(planes.float(), out.shape[2:], False, out=out)

@@ -10,17 +10,20 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
 from ddpexp.config.values import Composed
 from ddpexp.data.image_folder import colors, device_colors
 from ddpexp.data.image_folder.dataset import load
+from ddpexp.data.image_folder.images import ImageFolder
 from ddpexp.data.image_folder.options import Options
 from ddpexp.data.image_folder.prepare import prepare
 from ddpexp.errors import RefusedError
 from ddpexp.system.hardware import count_gpus
 from tests.data.image_folder.conftest import photo
+from tests.train.test_fuse import Launches
 
 CPU = torch.device("cpu")
 
@@ -110,13 +113,37 @@ EVERYTHING: dict[str, Any] = {"color_jitter": (0.4, 0.4, 0.4, 0.1), "rand_augmen
 def test_the_host_never_waits_for_what_the_device_computes(photos: Path) -> None:
     """Tensors of the device `meta` have no values, so whatever reads one fails."""
     batch = load(prepare(str(photos), size=16, augment_on="device", **EVERYTHING)).train.of_epoch(0, 0)
-    image = batch._resized(torch.empty(20, 25, 3, dtype=torch.uint8, device="meta"))
+    image = torch.empty(3, 16, 16, device="meta")
     drawn = batch.fetch(torch.arange(12), False).changes.drawn
     for row in range(12):
         changed = device_colors.changed(image, batch.images.options, drawn[:, row].tolist())
         assert (changed.device.type, changed.shape) == ("meta", (3, 16, 16))
     for number, operation in enumerate(device_colors.OPERATIONS):
         assert operation(torch.empty(3, 9, 9, device="meta"), 0.3, 1.0).shape == (3, 9, 9), number
+
+
+def test_an_image_takes_two_launches_and_has_the_pixels_that_it_has_by_itself(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = load(prepare(str(photos), size=16, augment_on="device")).train
+    batch, indices = train.of_epoch(0, 0), torch.arange(len(train))
+    fetched = batch.fetch(indices, False)
+    with monkeypatch.context() as patch, Launches() as launches:
+        patch.setattr(ImageFolder, "normalized", lambda images, pixels: pixels)  # with numbers of the host
+        batch.finish(fetched, torch.device("meta"))
+    few = 12  # of the whole batch
+    assert launches.counts["_upsample_bilinear2d_aa"] == len(train)
+    moves_nothing = ("view", "slice", "permute", "unsqueeze", "select", "empty", "lift_fresh")
+    assert sum(number for name, number in launches.counts.items() if name not in moves_nothing) <= 2 * len(train) + few
+    alone = torch.cat([batch.gather(indices[row : row + 1], CPU)[0] for row in range(len(train))])
+    assert torch.equal(batch.gather(indices, CPU)[0], alone)
+    begin, expected = 0, []
+    for (_, _, height, width), flipped in zip(fetched.boxes.tolist(), fetched.flipped.tolist(), strict=True):
+        planes = fetched.pixels[begin : begin + height * width * 3].view(1, height, width, 3).permute(0, 3, 1, 2)
+        image = functional.interpolate(planes.float(), (16, 16), mode="bilinear", antialias=True).round().clamp(0, 255)
+        expected.append(image.flip(3) if flipped else image)
+        begin += height * width * 3
+    assert torch.equal(batch.images.normalized(torch.cat(expected)), alone)
 
 
 @pytest.mark.gpu
