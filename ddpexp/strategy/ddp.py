@@ -42,7 +42,6 @@ class DDP(Replicas):
         channels_last: bool = False,
         compilation: Compilation | None = None,
         prepare: Callable[[Models], None] = lambda models: None,
-        deterministic: bool = False,
     ) -> None:
         """Build the model on this rank's device and wrap it, before any optimizer is built.
 
@@ -65,7 +64,7 @@ class DDP(Replicas):
             if isinstance(reducer, SharedMemoryReducer):
                 self.memory = reducer.memory
                 self._world = replace(world, memory=self.memory)
-            fixed = fixes_buckets(options, deterministic, world.world_size, world.device.type)
+            fixed = fixes_buckets(options, world.world_size, world.device.type)
             for name, parameters in trained.items():
                 module = self.wrapped[name]
                 if isinstance(reducer, SharedMemoryReducer) and Bucket.fits(

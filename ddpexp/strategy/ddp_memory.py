@@ -50,13 +50,14 @@ def _cut(model: str, members: Sequence[Parameter], cap: int) -> list[Bucket]:
     return [*full, *filling.values()]
 
 
-def fixes_buckets(options: DDPOptions, deterministic: bool, world_size: int, device: str) -> bool:
+def fixes_buckets(options: DDPOptions, world_size: int, device: str) -> bool:
     """Return whether DDP must have the same buckets in every step: the backend orders a sum by their layout.
 
     On CPUs gradients are summed in the order of the ranks, whatever the layout, unless a hook compresses them; a sum of
-    two is the same in either order.
+    two is the same in either order. DDP itself keeps its first buckets where it searches for unused parameters.
     """
-    return world_size > 2 and (options.comm_hook != "none" or (device == "cuda" and deterministic))
+    orders = options.comm_hook != "none" or device != "cpu"
+    return world_size > 2 and orders and not options.find_unused_parameters
 
 
 def transport(

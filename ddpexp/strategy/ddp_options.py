@@ -178,4 +178,4 @@ class DDPOptions(Options):
         }  # fmt: skip
         if trainer.reduction == "exact":
             return Exact(self, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)
-        return DDP(self, world, factory, deterministic=trainer.deterministic, **common)
+        return DDP(self, world, factory, **common)

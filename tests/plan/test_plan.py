@@ -141,11 +141,11 @@ def test_what_carries_the_gradients(nodes: int, workers: int, device: str, words
 
 
 def test_buckets_are_fixed_where_their_layout_orders_a_sum() -> None:
-    assert not fixes_buckets(OPTIONS, False, 8, "cuda")
-    assert fixes_buckets(OPTIONS, True, 3, "cuda")
-    assert not fixes_buckets(OPTIONS, True, 2, "cuda")
-    assert not fixes_buckets(OPTIONS, True, 8, "cpu")
-    assert fixes_buckets(replace(OPTIONS, comm_hook="fp16"), False, 3, "cpu")
+    assert fixes_buckets(OPTIONS, 3, "cuda")
+    assert not fixes_buckets(OPTIONS, 2, "cuda")
+    assert not fixes_buckets(OPTIONS, 8, "cpu")
+    assert fixes_buckets(replace(OPTIONS, comm_hook="fp16"), 3, "cpu")
+    assert not fixes_buckets(replace(OPTIONS, find_unused_parameters=True), 8, "cuda")  # DDP does not change them
 
 
 def test_only_a_search_for_unused_parameters_keeps_the_first_buckets() -> None:
