@@ -180,3 +180,24 @@ def test_a_shared_private_name_is_seen() -> None:
             self._started = None
 
     assert shared_names(Loop) == {"_bootstrap", "_started"}
+
+
+def collectives_in(text: str) -> set[str]:
+    """Return the functions of torch.distributed with which a module communicates."""
+    names = {
+        "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "batch_isend_irecv",
+        "broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+        "send",
+    }  # fmt: skip
+    called = (ast.unparse(node.func) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    return {name for name in called if name.rpartition(".")[0] in ("dist", "torch.distributed")} & {
+        f"{module}.{name}" for module in ("dist", "torch.distributed") for name in names
+    }
+
+
+def test_collectives_are_those_of_the_world_which_checks_devices() -> None:
+    assert collectives_in("dist.all_reduce(x)\ntorch.distributed.isend(x, 1)") == {
+        "dist.all_reduce", "torch.distributed.isend",
+    }  # fmt: skip
+    calling = {str(path.relative_to(ROOT)) for path in SOURCES if collectives_in(path.read_text())}
+    assert calling == {"ddpexp/distributed/world.py", "ddpexp/doctor/worker.py"}  # doctor measures the backend itself

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ddpexp.errors import RefusedError
+from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import STORE_FD
 from ddpexp.system.gpus import NUMBER, VISIBLE
@@ -113,6 +113,7 @@ class World:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place. Ranks: all; communicates."""
+        self._check_device("sum", tensor)
         if self.memory is not None:
             self.memory.sum(tensor)
         elif self.world_size > 1:
@@ -121,11 +122,64 @@ class World:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Give every rank the values of `source`, in place. Ranks: all; communicates."""
+        self._check_device("broadcast", tensor)
         if self.memory is not None:
             self.memory.broadcast(tensor, source)
         elif self.world_size > 1:
             dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
+
+    def all_gather(self, received: Sequence[Tensor], sent: Tensor, async_op: bool = False) -> Any:
+        """Receive what each rank sends; return None, or what to wait for if `async_op`.
+
+        Shapes: one tensor of the shape of `sent` for each rank. Ranks: all of two or more; communicates.
+        """
+        self._check_device("all_gather", sent, *received)
+        return dist.all_gather(list(received), sent, group=self.group, async_op=async_op)
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: list[int] | None = None,
+        sent_sizes: list[int] | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send each rank its part of a tensor; return None, or what to wait for if `async_op`.
+
+        Shapes: (n,), cut in the order of the ranks into parts of these sizes, which are equal if they are None.
+        Ranks: all of two or more; communicates.
+        """
+        self._check_device("all_to_all", received, sent)
+        return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self.group, async_op=async_op)
+
+    def send(self, tensor: Tensor, to: int) -> dist.Work:
+        """Send a tensor to a rank, which receives it; return what to wait for."""
+        self._check_device("send", tensor)
+        work = dist.isend(tensor, group=self.group, group_dst=to)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Wait for what a rank sends, and write it into a tensor."""
+        self._check_device("receive", tensor)
+        work = dist.irecv(tensor, group=self.group, group_src=source)
+        assert work is not None
+        work.wait()
+
+    def _check_device(self, operation: str, *tensors: Tensor) -> None:
+        """Check that a collective gets what its backend can carry; NCCL's own error does not say where from.
+
+        Raises:
+            DdpexpError: a tensor is on another device.
+        """
+        for tensor in tensors:
+            if tensor.device != self.device:
+                raise DdpexpError(
+                    f"World.{operation} was given a tensor on {tensor.device}, and the workers communicate what is on "
+                    f"their device, {self.device} on rank {self.rank}: move it there first, with "
+                    "tensor.to(world.device)."
+                )
 
     def gather_values(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order. Shapes: what JSON can hold. Ranks: all; communicates."""

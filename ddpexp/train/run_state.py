@@ -335,11 +335,11 @@ def _wholes(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
 
 def _gathered(shard: Shard, world: World) -> Iterator[Tensor]:
     """Yield the whole tensor on rank zero, some rows at a time; nothing on the others. Ranks: all; communicates."""
-    held, num_rows = shard.tensor, shard.shape[0]
-    row_bytes = math.prod(shard.shape[1:]) * held.element_size()
+    dtype, num_rows = shard.tensor.dtype, shard.shape[0]
+    row_bytes = math.prod(shard.shape[1:]) * dtype.itemsize
     for begin in range(0, num_rows, step := max(1, _PART_BYTES // max(row_bytes, 1))):
         end = min(begin + step, num_rows)
-        part = torch.zeros((end - begin, *shard.shape[1:]), dtype=held.dtype, device=held.device)
+        part = torch.zeros((end - begin, *shard.shape[1:]), dtype=dtype, device=world.device)
         if shard.replica == 0:
             _put(shard, part, begin)
         world.sum(part.view(-1).view(torch.uint8))  # exact: of each byte all summands but one are zero

@@ -240,6 +240,25 @@ def test_a_sharded_tensor_is_gathered_on_rank_zero_some_rows_at_a_time(
         assert by_rank == [[[62] * 96 + [48], [2], [100]], *[[[], [], []]] * (size - 1)]
 
 
+def test_rows_in_the_memory_of_the_host_are_gathered_through_the_device() -> None:
+    class Sums:
+        """Carries the sums of a world whose device is not the CPU, and sees where they are."""
+
+        def __init__(self) -> None:
+            self.devices: list[str] = []
+
+        def sum(self, tensor: torch.Tensor) -> None:
+            self.devices.append(tensor.device.type)
+
+        def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+            raise AssertionError("nothing is broadcast")
+
+    sums = Sums()
+    world = World(0, 0, 0, 2, 2, torch.device("meta"), memory=sums)
+    [part] = run_state._gathered(Shard(torch.ones(4, 4), (4, 4), 0), world)  # as strategy.offload=true leaves them
+    assert (sums.devices, part.shape) == (["meta"], (4, 4))
+
+
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2, 3), (0, 1, 0, 1)])
 def test_no_two_hosts_write_to_a_page(nodes: tuple[int, ...]) -> None:
     shards = [held(rank, 4, 0) for rank in range(4)]

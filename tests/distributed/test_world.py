@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddpexp.distributed.world import World
-from ddpexp.errors import RefusedError, WorkerError
+from ddpexp.errors import DdpexpError, RefusedError, WorkerError
 from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from tests.conftest import Call
@@ -82,6 +82,21 @@ def test_alone_every_method_gives_back_what_it_got() -> None:
     assert world.broadcast(value) is value
     world.barrier()
     assert value.item() == 3.0
+
+
+@pytest.mark.parametrize("operation", ["sum", "broadcast", "all_gather", "all_to_all", "send", "receive"])
+def test_a_collective_refuses_what_is_not_on_the_device_of_the_world(operation: str) -> None:
+    world, here = World(1, 1, 0, 2, 2, torch.device("meta")), torch.zeros(2)
+    others: dict[str, tuple[object, ...]] = {
+        "all_gather": ([torch.zeros(2, device="meta"), here], torch.zeros(2, device="meta")),
+        "all_to_all": (torch.zeros(2, device="meta"), here), "send": (here, 0), "receive": (here, 0),
+    }  # fmt: skip
+    with pytest.raises(DdpexpError) as refused:
+        getattr(world, operation)(*others.get(operation, (here,)))
+    assert str(refused.value) == (
+        f"World.{operation} was given a tensor on cpu, and the workers communicate what is on their device, meta on "
+        "rank 1: move it there first, with tensor.to(world.device)."
+    )
 
 
 def test_a_worker_that_cannot_have_its_gpu_is_refused_with_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:

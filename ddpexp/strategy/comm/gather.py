@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddpexp.distributed.world import World
@@ -53,7 +52,7 @@ class RowGather:
         if self._memory is not None:
             self._memory.end_round(self._slot_bytes)
         else:
-            dist.all_gather(list(slots), slots[self._world.rank].clone(), group=self._world.group)
+            self._world.all_gather(slots, slots[self._world.rank].clone())
 
 
 def _cut(rows: Sequence[Tensor], slot_bytes: int, num_rounds: int) -> list[list[Tensor]]:

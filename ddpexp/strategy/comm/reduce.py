@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -197,9 +197,9 @@ class BackendReducer:
 
     def __init__(self, world: World) -> None:
         """Use the world's process group."""
-        self._size = world.world_size
-        self._whole: list[tuple[Tensor, Tensor, dist.Work]] = []
-        self._chunked: list[tuple[Tensor, Tensor, Tensor, dist.Work]] = []
+        self._world, self._size = world, world.world_size
+        self._whole: list[tuple[Tensor, Tensor, Any]] = []
+        self._chunked: list[tuple[Tensor, Tensor, Tensor, Any]] = []
 
     def add(self, gradient: Tensor) -> None:
         """Start sending the gradient to all ranks, or its chunk r to rank r."""
@@ -207,13 +207,13 @@ class BackendReducer:
         if (size - 2) * length * gradient.element_size() < GATHERED_BYTES:
             scale(gradient, size, out=gradient)
             received = gradient.new_empty(size, length)
-            gather = dist.all_gather([as_bytes(row) for row in received], as_bytes(gradient), async_op=True)
+            gather = self._world.all_gather([as_bytes(row) for row in received], as_bytes(gradient), async_op=True)
             self._whole.append((gradient, received, gather))
         else:
             sent = gradient.new_zeros(size, -(-length // size))
             scale(gradient, size, out=sent.view(-1)[:length])
             received = torch.empty_like(sent)
-            exchange = dist.all_to_all_single(as_bytes(received), as_bytes(sent), async_op=True)
+            exchange = self._world.all_to_all(as_bytes(received), as_bytes(sent), async_op=True)
             self._chunked.append((gradient, sent, received, exchange))
 
     def finish(self) -> None:
@@ -223,7 +223,7 @@ class BackendReducer:
             exchange.wait()
             total = torch.empty_like(received[0])
             sum_in_order(received.unbind(), out=total)
-            gathers.append(dist.all_gather([as_bytes(row) for row in sent], as_bytes(total), async_op=True))
+            gathers.append(self._world.all_gather([as_bytes(row) for row in sent], as_bytes(total), async_op=True))
         for gradient, received, gather in self._whole:
             gather.wait()
             sum_in_order(received.unbind(), out=gradient)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddpexp.distributed.world import World
@@ -142,7 +141,7 @@ class OverBackend:
 
     def __init__(self, plan: Plan, world: World) -> None:
         """Use the world's process group."""
-        self._plan = plan
+        self._plan, self._world = plan, world
         self._size = world.world_size
         self._most = max(plan.num_blocks)
 
@@ -154,7 +153,7 @@ class OverBackend:
             for slot, block in zip(outgoing, sent, strict=False):
                 slot.copy_(block)
             received = out.new_empty(size, *outgoing.shape)
-            dist.all_gather([as_bytes(row) for row in received], as_bytes(outgoing))
+            self._world.all_gather([as_bytes(row) for row in received], as_bytes(outgoing))
             self._plan.sum([list(row) for row in received], out=out)
             return
         length = -(-out.numel() // size)
@@ -163,9 +162,9 @@ class OverBackend:
             slot.view(-1)[: block.numel()] = block
         outgoing = parts.transpose(0, 1).contiguous()
         received = torch.empty_like(outgoing)
-        dist.all_to_all_single(as_bytes(received), as_bytes(outgoing))
+        self._world.all_to_all(as_bytes(received), as_bytes(outgoing))
         chunk = out.new_empty(length)
         self._plan.sum([list(row) for row in received], out=chunk)
         whole = out.new_empty(size, length)
-        dist.all_gather([as_bytes(row) for row in whole], as_bytes(chunk))
+        self._world.all_gather([as_bytes(row) for row in whole], as_bytes(chunk))
         out.copy_(whole.view(-1)[: out.numel()])

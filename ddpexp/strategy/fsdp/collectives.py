@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -71,7 +70,7 @@ class BackendTransport:
 
     def __init__(self, world: World, num_shards: int) -> None:
         """Use the world's process group."""
-        self._size, self._replicas, self._group = world.world_size, world.world_size // num_shards, world.group
+        self._world, self._size, self._replicas = world, world.world_size, world.world_size // num_shards
 
     def receive(
         self, chunks: Tensor, write: Callable[[Tensor, Tensor], object]
@@ -80,7 +79,7 @@ class BackendTransport:
         write(chunks, chunks)
         sent = chunks if self._replicas == 1 else chunks.repeat(self._replicas, 1)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self._group)
+        self._world.all_to_all(as_bytes(received), as_bytes(sent))
         yield 0, received.view(self._size, -1).unbind()
 
 

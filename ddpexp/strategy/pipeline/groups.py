@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -34,35 +33,31 @@ class Groups:
         """
         place, _, _, within = mesh.place(world.rank)
         pipes = mesh.groups("pp_size")
-        own = next(ranks for ranks in pipes if world.rank in ranks)
-        groups = [group_of(world, pipes) for _ in range(4 if is_ring else 2)]
-        links = Links(place, own, world.device, groups[:2], groups[2:] or groups[:2], channels_last)
+        groups = [part_of(world, pipes) for _ in range(4 if is_ring else 2)]
+        links = Links(groups[:2], groups[2:] or groups[:2], channels_last)
         tensor = None
         if mesh.tp_size > 1:
-            group = group_of(world, mesh.groups("tp_size"))
-            tensor = TensorGroup(within, mesh.tp_size, group, world.device.type != "cpu")
+            layers = part_of(world, mesh.groups("tp_size"))
+            tensor = TensorGroup(within, mesh.tp_size, layers, world.device.type != "cpu")
         return cls(
             place,
-            _part_of(world, pipes),
-            _part_of(world, mesh.groups("dp_replicate_size", "dp_shard_size")),
-            _part_of(world, mesh.groups("dp_shard_size")),
+            part_of(world, pipes),
+            part_of(world, mesh.groups("dp_replicate_size", "dp_shard_size")),
+            part_of(world, mesh.groups("dp_shard_size")),
             tensor,
             links,
         )
 
 
-def _part_of(world: World, lists: Sequence[Sequence[int]]) -> World:
-    """Return the ranks of the list that has this one, as a world of their own. Ranks: all; communicates."""
-    ranks = next(ranks for ranks in lists if world.rank in ranks)
-    group = group_of(world, lists) if len(ranks) > 1 else None
-    return replace(world, rank=ranks.index(world.rank), world_size=len(ranks), memory=None, group=group)
+def part_of(world: World, lists: Sequence[Sequence[int]]) -> World:
+    """Return the ranks of the list that has this one, as a world of their own; this rank alone if none has it.
 
-
-def group_of(world: World, lists: Sequence[Sequence[int]]) -> Any:
-    """Return the process group of the list of ranks that has this one. Ranks: all, with the same lists."""
-    own = None
+    Ranks: all, with the same lists; communicates.
+    """
+    own, group = [world.rank], None
     for ranks in lists:
-        group = dist.new_group(list(ranks), timeout=timedelta(seconds=world.timeout_seconds))
-        if world.rank in ranks:
-            own = group
-    return own
+        if len(ranks) > 1:
+            joined = dist.new_group(list(ranks), timeout=timedelta(seconds=world.timeout_seconds))
+            if world.rank in ranks:
+                own, group = list(ranks), joined
+    return replace(world, rank=own.index(world.rank), world_size=len(own), memory=None, group=group)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.comm.reduce import as_bytes
 
@@ -34,15 +34,17 @@ class Links:
     for ever.
     """
 
-    place: int  # of this worker
-    ranks: Sequence[int]  # of the pipe
-    device: torch.device
-    groups: Sequence[Any]  # the process groups of activations and of gradients
-    closing: Sequence[Any]  # those between the last worker and the first
+    groups: Sequence[World]  # the pipe's workers, numbered by their place: for activations and for gradients
+    closing: Sequence[World]  # the same, between the last worker and the first
     channels_last: bool = False  # the memory format of received images
     _received: dict[Hashable, Kind] = field(default_factory=dict)  # by stages and kinds of batches
     _sent: dict[Hashable, Kind] = field(default_factory=dict)
     _pending: list[tuple[Any, Tensor]] = field(default_factory=list)  # messages, with the memory that they need
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this worker."""
+        return self.groups[0].device
 
     def send(self, stage: int, kind_of_batch: Hashable, output: Tensor) -> None:
         """Send the activations of a stage to the next one; does not wait.
@@ -114,22 +116,20 @@ class Links:
     def _send(self, tensor: Tensor, step: Literal[1, -1]) -> None:
         """Send to the next worker of the pipe (1), or to the one before (-1)."""
         if tensor.numel():
-            to, group = self._neighbour(step, is_gradient=step < 0)
+            to, world = self._neighbour(step, is_gradient=step < 0)
             message = as_bytes(tensor.contiguous())
-            self._pending.append((dist.isend(message, to, group=group), message))
+            self._pending.append((world.send(message, to), message))
 
     def _receive(self, tensor: Tensor, step: Literal[1, -1]) -> None:
         if tensor.numel():
-            source, group = self._neighbour(step, is_gradient=step > 0)
-            work = dist.irecv(as_bytes(tensor), source, group=group)
-            assert work is not None
-            work.wait()
+            source, world = self._neighbour(step, is_gradient=step > 0)
+            world.receive(as_bytes(tensor), source)
 
-    def _neighbour(self, step: int, is_gradient: bool) -> tuple[int, Any]:
-        """Return the rank of a neighbour, and the group of what it is sent or sends."""
-        place = self.place + step
-        groups = self.groups if 0 <= place < len(self.ranks) else self.closing
-        return self.ranks[place % len(self.ranks)], groups[is_gradient]
+    def _neighbour(self, step: int, is_gradient: bool) -> tuple[int, World]:
+        """Return the place of a neighbour, and the world of what it is sent or sends."""
+        own = self.groups[is_gradient]
+        place = own.rank + step
+        return place % own.world_size, own if 0 <= place < own.world_size else self.closing[is_gradient]
 
 
 def kind_of_output(stage: int, output: Tensor) -> Kind:

@@ -23,7 +23,7 @@ from ddpexp.strategy.init.construction import RESET
 from ddpexp.strategy.mesh import Mesh
 from ddpexp.strategy.norm import norm_dtype, norm_of_rows, row_norms
 from ddpexp.strategy.pipeline.evaluation import through_stages
-from ddpexp.strategy.pipeline.groups import Groups, group_of
+from ddpexp.strategy.pipeline.groups import Groups, part_of
 from ddpexp.strategy.pipeline.holding import Holding, construct
 from ddpexp.strategy.pipeline.options import PipelineOptions
 from ddpexp.strategy.pipeline.passes import Passes
@@ -80,16 +80,16 @@ class Pipeline(Replicas):
         self._passes = Passes(next(iter(self.modules.values())), holding.division, self._groups)
         _log(world, options, mesh, holding.division)
 
-    def _tied_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """Return the parameters that several workers hold, with the groups of these. Ranks: all; communicates."""
-        groups: dict[tuple[int, ...], Any] = {}
+    def _tied_groups(self) -> list[tuple[nn.Parameter, World]]:
+        """Return the parameters that several workers hold, with these workers. Ranks: all; communicates."""
+        groups: dict[tuple[int, ...], World] = {}
         tied = {}
         for name, parameter in self._holding.named.items():
             key = tuple(self._holding.places[name])
             if len(key) > 1 and id(parameter) not in tied:
                 if key not in groups:
                     pipes = self._mesh.groups("pp_size")
-                    groups[key] = group_of(self._world, [[ranks[place] for place in key] for ranks in pipes])
+                    groups[key] = part_of(self._world, [[ranks[place] for place in key] for ranks in pipes])
                 tied[id(parameter)] = parameter, groups[key]
         return [pair for number, pair in tied.items() if number in self._holding.own]
 
@@ -140,9 +140,9 @@ class Pipeline(Replicas):
         own = {id(p): p.grad for p in trained.values() if p.grad is not None}
         if self._groups.replicas.world_size > 1:
             _sum(list(own.values()), self._groups.replicas)
-        for parameter, group in self._tied:
+        for parameter, workers in self._tied:
             if parameter.grad is not None:
-                torch.distributed.all_reduce(parameter.grad, group=group)
+                workers.sum(parameter.grad)
         for _, parameter in self._holding.unheld:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)

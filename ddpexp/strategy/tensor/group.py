@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,7 +25,7 @@ class TensorGroup:
 
     rank: int  # in this group
     size: int
-    group: Any  # the process group; None: a plan, in which nobody communicates
+    world: World | None = None  # these ranks as a world of their own; None: a plan, in which nobody communicates
     adds_halves: bool = True  # whether the backend adds 16-bit numbers
     mesh: DeviceMesh | None = None  # of the dimensions replicate, shard, tensor, if other layers are sharded
 
@@ -35,7 +34,9 @@ class TensorGroup:
         """Divide the world into groups. Ranks: all; communicates."""
         sizes = (dp_replicate_size, world.world_size // size // dp_replicate_size, size)
         mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
-        return cls(world.rank % size, size, mesh["tensor"].get_group(), world.device.type != "cpu", mesh)
+        rank = world.rank % size
+        own = replace(world, rank=rank, world_size=size, memory=None, group=mesh["tensor"].get_group())
+        return cls(rank, size, own, world.device.type != "cpu", mesh)
 
     def mesh_of(self, dimensions: tuple[str, ...]) -> DeviceMesh:
         """Return the ranks among which this rank's part of the model is sharded, replicated, or both."""
@@ -52,21 +53,24 @@ class TensorGroup:
         group = two._flatten("data").get_group() if two.ndim > 1 else two.get_group()
         return replace(world, rank=world.rank // self.size, world_size=size, group=group)
 
+    def sum(self, tensor: Tensor) -> None:
+        """Sum over the group, in place. Ranks: those of the group; communicates."""
+        if self.world is not None:
+            self.world.sum(tensor)
+
     def add_up(self, tensor: Tensor) -> Tensor:
         """Return the sum over the group in new memory. Ranks: those of the group; communicates."""
-        if self.group is None:
-            return tensor.clone()
         halves = tensor.dtype in HALVES and not self.adds_halves
         total = tensor.float() if halves else tensor.contiguous().clone()
-        dist.all_reduce(total, group=self.group)
+        self.sum(total)
         return total.to(tensor.dtype)
 
     def side_by_side(self, tensor: Tensor) -> Tensor:
         """Return the last dimensions of all ranks, in their order. Ranks: those of the group; communicates."""
-        if self.group is None:
+        if self.world is None:
             return torch.cat([tensor] * self.size, -1)
         everything = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(everything, tensor.contiguous(), group=self.group)
+        self.world.all_gather(everything, tensor.contiguous())
         return torch.cat(everything, -1)
 
     def whole_rows(self, shard: Shard, columns_of: Callable[[int], Sequence[range]]) -> Shard:
@@ -76,9 +80,10 @@ class TensorGroup:
         counts = [end - begin for begin, end in pairwise(bounds)]
         own, row_bytes = counts[self.rank], local.shape[1] * local.element_size()
         received = local.new_empty(self.size, own, local.shape[1])
-        dist.all_to_all_single(
+        assert self.world is not None
+        self.world.all_to_all(
             as_bytes(received), as_bytes(local),
-            [own * row_bytes] * self.size, [count * row_bytes for count in counts], group=self.group,
+            [own * row_bytes] * self.size, [count * row_bytes for count in counts],
         )  # fmt: skip
         rows = local.new_empty(own, shard.shape[1])
         for rank, values in enumerate(received):

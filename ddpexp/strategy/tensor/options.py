@@ -72,4 +72,4 @@ def divide_for_a_rank(
     from ddpexp.strategy.tensor.layers import divide
     from ddpexp.strategy.tensor.plan import layers_of
 
-    divide(models, layers_of(models, plan, size, by_tokens), TensorGroup(0, size, None))
+    divide(models, layers_of(models, plan, size, by_tokens), TensorGroup(0, size))

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -36,10 +35,10 @@ class Tokens:
 
     def all_of(self, own: Tensor) -> Tensor:
         """Return the tokens of all ranks, in their order. Ranks: those of the group; communicates."""
-        if self.group.group is None:
+        if self.group.world is None:
             return torch.cat([own] * self.group.size, _TOKENS)
         everything = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.group.size)]
-        dist.all_gather([as_bytes(part) for part in everything], as_bytes(own.contiguous()), group=self.group.group)
+        self.group.world.all_gather([as_bytes(part) for part in everything], as_bytes(own.contiguous()))
         return torch.cat(everything, _TOKENS)
 
     def own_of(self, everything: Tensor) -> Tensor:
@@ -51,11 +50,11 @@ class Tokens:
 
         They are summed in the order of the ranks.
         """
-        if self.group.group is None:
+        if self.group.world is None:
             return self.own_of(everything)
         sent = torch.stack(everything.chunk(self.group.size, _TOKENS))
         received = torch.empty_like(sent)
-        dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group.group)
+        self.group.world.all_to_all(as_bytes(received), as_bytes(sent))
         total = received[0].float() if everything.dtype in HALVES else received[0]
         for part in received[1:]:
             total = total + part

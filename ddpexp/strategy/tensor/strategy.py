@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -56,7 +55,7 @@ class TensorParallel(FSDP):
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             own = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.reshape(-1) for gradient in own])
-            dist.all_reduce(flat, group=self._group.group)
+            self._group.sum(flat)
             for gradient, values in zip(own, torch.split(flat, [one.numel() for one in own]), strict=True):
                 gradient.copy_(values.view_as(gradient))
 
