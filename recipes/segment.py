@@ -106,8 +106,10 @@ class Segment:
         images, masks = batch
         scores = model(images).float()
         counts = (masks != IGNORED).flatten(1)
-        entropies = functional.cross_entropy(scores, masks, ignore_index=IGNORED, reduction="none").flatten(1)
-        loss = entropies.sum(1) / counts.sum(1).clamp(min=1)  # images count alike, whatever is ignored in them
+        flat = scores.flatten(2).transpose(1, 2).flatten(0, 1)  # (N, C): of images CUDA has no deterministic kernel
+        entropies = functional.cross_entropy(flat, masks.flatten(), ignore_index=IGNORED, reduction="none")
+        # Images count alike, whatever is ignored in them.
+        loss = entropies.view_as(counts).sum(1) / counts.sum(1).clamp(min=1)
         if self.dice:
             loss = (1 - self.dice) * loss + self.dice * self._dice_loss(scores, masks, counts)
         guesses = scores.argmax(1).flatten(1)
