@@ -144,6 +144,12 @@ class FSDPOptions(Options):
                 f"strategy.dp_replicate_size={replicas} leaves one {each} to each replica, so nothing is sharded: use "
                 f"{instead}."
             )
+        if layout.device == "cuda" and layout.backend == "gloo" and size > 1:
+            raise RefusedError(
+                "strategy=fsdp needs NCCL between GPU workers, and these use gloo, as MIG instances and "
+                "trainer.backend=gloo do: torch would set up NCCL beside it. Use whole GPUs with trainer.backend=auto, "
+                "or strategy=ddp."
+            )
         if self.offload and layout.device == "cpu":
             raise RefusedError(
                 "strategy.offload=true keeps what a GPU does not need at the moment in the memory of the CPU, and "

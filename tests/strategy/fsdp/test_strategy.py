@@ -107,6 +107,14 @@ def test_offload_needs_gpus_and_something_to_gather() -> None:
     replace(OPTIONS, offload=True).check_layout(TRAINER, Layout(1, 2, "cuda", "nccl", 1), 1)
 
 
+def test_gpu_workers_without_nccl_are_refused_as_torch_would_set_it_up_all_the_same() -> None:
+    OPTIONS.check_layout(TRAINER, Layout(1, 1, "cuda", "gloo", 1), 1)
+    with pytest.raises(
+        RefusedError, match=r"these use gloo, as MIG instances .* trainer\.backend=auto, or strategy=ddp"
+    ):
+        OPTIONS.check_layout(TRAINER, Layout(1, 2, "cuda", "gloo", 1), 1)
+
+
 def test_what_makes_other_bits_is_logged() -> None:
     each = replace(OPTIONS, reduce_each_micro_batch=True)
     assert each.other_bits(TRAINER, 2).startswith(
