@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import re
 from importlib import metadata
@@ -13,7 +12,7 @@ from ddpexp.doctor.gather import Facts
 from ddpexp.doctor.report import Finding, bad, doubtful, good
 from ddpexp.doctor.setting import Setting
 from ddpexp.run.repository import snapshot
-from ddpexp.system.hardware import count_gpus, why_hidden
+from ddpexp.system.hardware import count_gpus, torch_cuda, why_hidden
 
 _SHOWN = ("torch", "hydra-core", "omegaconf")
 # For a checkout that is not installed; pyproject.toml has the reasons. Another Python has ended the command already.
@@ -33,7 +32,7 @@ def gather_software(code: str | None) -> Facts:
         "supported": SUPPORTED,
         "ddpexp": ddpexp.__version__,
         "git": dict(git) if git is not None else None,
-        "torch_cuda": _torch_cuda(),
+        "torch_cuda": torch_cuda(),
         "gpus": count_gpus(),
         "why_no_gpu": why_hidden(),
     }
@@ -44,17 +43,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _torch_cuda() -> str | None:
-    """Return the version of CUDA that torch was built with, from its version file; None for other builds."""
-    spec = importlib.util.find_spec("torch")
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
-    except OSError:
-        return None
-    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return match[1] if match else None
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -131,11 +131,29 @@ def nccl_shares_gpus(environ: Mapping[str, str]) -> bool:
     return environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
-def why_hidden(answer: Driver, torch_has_cuda: bool, environ: Mapping[str, str]) -> str:
-    """Return why GPUs of this machine cannot be used, to follow a sentence; empty if all can or there are none."""
+def is_too_old(answer: Driver, torch_cuda: str | None) -> bool:
+    """Return whether the driver cannot run a torch that was built for a version of CUDA.
+
+    A newer minor version of CUDA runs with every driver of its major version.
+    Source: NVIDIA, CUDA compatibility, Minor version compatibility.
+    """
+    return bool(answer.cuda and torch_cuda) and int(answer.cuda.split(".")[0]) < int(str(torch_cuda).split(".")[0])
+
+
+def why_hidden(answer: Driver, torch_cuda: str | None, environ: Mapping[str, str]) -> str:
+    """Return why GPUs of this machine cannot be used, to follow a sentence; empty if all can or there are none.
+
+    `torch_cuda` is the version of CUDA for which torch was built; None: for none.
+    """
     if answer.error:
-        return f" (the driver's library reports: {answer.error})"
-    reason = "the installed torch is a CPU-only build" if not torch_has_cuda else _hidden_by(answer.gpus, environ)
+        return f" ({answer.error})"
+    if torch_cuda is None:
+        reason = "the installed torch is a CPU-only build"
+    elif is_too_old(answer, torch_cuda):
+        reason = f"the driver supports CUDA up to {answer.cuda}, and the installed torch is built for {torch_cuda}: "
+        reason += "update the driver, or install a torch for that CUDA"
+    else:
+        reason = _hidden_by(answer.gpus, environ)
     return f" ({len(answer.gpus)} here, but {reason})" if answer.gpus and reason else ""
 
 

@@ -36,7 +36,8 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> tuple[Device, ..
         return tuple(amd.visible(amd.gpus(), environ))
     if build == "cpu" or environ.get(VISIBLE) in ("", "-1"):
         return ()
-    return gpus.visible(nvml.driver().gpus, environ).devices
+    answer = nvml.driver()
+    return () if gpus.is_too_old(answer, torch_cuda()) else gpus.visible(answer.gpus, environ).devices
 
 
 def restricted_to(entries: Iterable[str]) -> dict[str, str]:
@@ -47,7 +48,22 @@ def restricted_to(entries: Iterable[str]) -> dict[str, str]:
 def why_hidden(environ: Mapping[str, str] = os.environ) -> str:
     """Return why GPUs of this machine cannot be used, to follow a sentence; empty if all can or there are none."""
     build = _torch_build()
-    return "" if build == "hip" else gpus.why_hidden(nvml.driver(), build == "cuda", environ)
+    cuda = (torch_cuda() or "") if build == "cuda" else None
+    return "" if build == "hip" else gpus.why_hidden(nvml.driver(), cuda, environ)
+
+
+def why_no_gpu(environ: Mapping[str, str] = os.environ) -> str:
+    """Return why workers are on CPUs although torch could use GPUs; empty if it could not and there are none."""
+    reason = why_hidden(environ)
+    if reason:
+        return f"none used{reason}"
+    return "none found; the installed torch can use NVIDIA's" if _torch_build() == "cuda" else ""
+
+
+def torch_cuda() -> str | None:
+    """Return the version of CUDA that torch was built for, from its version file; None for other builds."""
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", _torch_version_file() or "", re.MULTILINE)
+    return match[1] if match else None
 
 
 def usable_cores() -> int:
@@ -76,16 +92,23 @@ def threads_per_worker(workers: int) -> int:
 
 def _torch_build() -> Literal["cuda", "hip", "cpu"]:
     """Return what the installed torch computes on, from its version file, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return "cpu"
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text()
-    except OSError:
+    text = _torch_version_file()
+    if text is None:
         return "cuda"  # an unusual build: assume that it can
     if re.search(r"^hip\b[^=]*=\s*['\"]", text, re.MULTILINE):
         return "hip"
     return "cpu" if re.search(r"^cuda\b[^=]*=\s*None", text, re.MULTILINE) else "cuda"
+
+
+def _torch_version_file() -> str | None:
+    """Return the text of torch's version file; None if it has none, and that of a CPU-only build without torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "cuda = None"
+    try:
+        return Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
 
 
 def _cgroup_quota(root: Path = Path("/")) -> int | None:

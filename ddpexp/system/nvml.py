@@ -8,12 +8,15 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 # Return values of NVML. Source: its API reference, nvmlReturn_t
 _SUCCESS = 0
 _NO_PERMISSION = 4
 _FUNCTION_NOT_FOUND = 13  # also: this library is older than the function
 _UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+_LIBRARY = "libnvidia-ml.so.1"
+_REMEDY = ": install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all)"
 
 
 @dataclass(frozen=True)
@@ -39,32 +42,55 @@ class Driver:
     """What the NVIDIA driver answered."""
 
     gpus: tuple[Gpu, ...] = ()
-    error: str = ""  # why it did not answer although it is installed
+    error: str = ""  # why it did not answer although there is a GPU
+    cuda: str = ""  # the newest version of CUDA that it supports; empty: not known
 
 
 @functools.cache
 def driver() -> Driver:
-    """Return what the driver answers; no GPUs where there is no driver.
+    """Return what the driver answers; no GPUs where there is neither a driver nor a GPU.
 
     Cached: without persistence mode the driver initialises every GPU for the first question, which takes seconds.
     """
     try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
+        library = ctypes.CDLL(_LIBRARY)
     except OSError:
-        return Driver()
+        trace = trace_of_gpus(Path("/"))
+        return Driver(error=f"{trace} shows one, but {_LIBRARY} is not found{_REMEDY}" if trace else "")
     nvml = _Nvml(library)
     status = nvml.call("nvmlInit_v2")
     if status != _SUCCESS:
         # The library without a driver is no fault: it is in many container images, and on login nodes.
-        return Driver(error=nvml.error(status) if os.path.exists("/dev/nvidiactl") else "")
+        return Driver(error=_reported(nvml, status) if os.path.exists("/dev/nvidiactl") else "")
     try:
         count = ctypes.c_uint(0)
         status = nvml.call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         if status != _SUCCESS:
-            return Driver(error=nvml.error(status))
-        return Driver(tuple(_gpu(nvml, index) for index in range(count.value)))
+            return Driver(error=_reported(nvml, status))
+        version = nvml.number("nvmlSystemGetCudaDriverVersion_v2") or 0  # 13020 is 13.2
+        cuda = f"{version // 1000}.{version % 1000 // 10}" if version else ""
+        return Driver(tuple(_gpu(nvml, index) for index in range(count.value)), cuda=cuda)
     finally:
         nvml.call("nvmlShutdown")
+
+
+def trace_of_gpus(root: Path) -> str:
+    """Return which file of the kernel shows a GPU of NVIDIA's; empty if none does.
+
+    Containers see the devices on the bus of their host, also without its driver. Source: the kernel's documentation,
+    sysfs-bus-pci; 0x03 is the class of display controllers, which also has those for computing alone.
+    """
+    for path in (root / "proc/driver/nvidia/version", *sorted((root / "dev").glob("nvidia[0-9]*"))):
+        if path.exists():
+            return f"/{path.relative_to(root)}"
+    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
+        try:
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+        except OSError:
+            continue
+        if vendor == "0x10de" and kind.startswith("0x03"):
+            return f"/{device.relative_to(root)}"
+    return ""
 
 
 def obstacle(status: int, text: str, node_error: int | None) -> str:
@@ -80,6 +106,10 @@ def obstacle(status: int, text: str, node_error: int | None) -> str:
     if status != _SUCCESS:
         return text
     return "" if node_error in (None, errno.ENOENT) else os.strerror(node_error)
+
+
+def _reported(nvml: _Nvml, status: int) -> str:
+    return f"the driver's library reports: {nvml.error(status)}"
 
 
 def _gpu(nvml: _Nvml, index: int) -> Gpu:
@@ -130,9 +160,9 @@ class _Nvml:
             return _FUNCTION_NOT_FOUND
         return function(*arguments)
 
-    def number(self, name: str, handle: ctypes.c_void_p) -> int | None:
+    def number(self, name: str, *handle: ctypes.c_void_p) -> int | None:
         value = ctypes.c_uint(0)
-        return int(value.value) if self.call(name, handle, ctypes.byref(value)) == _SUCCESS else None
+        return int(value.value) if self.call(name, *handle, ctypes.byref(value)) == _SUCCESS else None
 
     def uuid(self, handle: ctypes.c_void_p) -> str:
         text = ctypes.create_string_buffer(_UUID_BYTES)

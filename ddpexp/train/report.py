@@ -19,7 +19,7 @@ from ddpexp.loggers.base import Logger
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.replica import Models
 from ddpexp.system.files import relative, write_json
-from ddpexp.system.hardware import usable_cores
+from ddpexp.system.hardware import usable_cores, why_no_gpu
 from ddpexp.system.text import first_few, metric_text, one_line
 from ddpexp.train.freezing import count_text
 from ddpexp.train.param_groups import group_texts
@@ -50,6 +50,8 @@ class Report:
         cores, local = usable_cores(), layout.world_size // layout.nodes
         crowded = f"; {local} share {counted(cores, 'core')}" if layout.device == "cpu" and local > cores else ""
         shared = ", gradients through shared memory" if self.shares_memory else ""
+        asks = layout.device == "cpu" and experiment.trainer.device == "auto"
+        no_gpu = why_no_gpu() if asks else ""
         is_stream = isinstance(self.train, StreamBatches)
         batch = plan.formula(experiment.data.batch_tokens)
         mesh = experiment.strategy.mesh(layout.world_size).drawn()
@@ -61,6 +63,7 @@ class Report:
             "model": f"{_model(experiment.model)}, {size}, {_numbers(experiment.trainer)}",
             **({"groups": f"{len(groups)}: {first_few(groups, 4)}"} if groups else {}),
             "world": f"{workers} ({layout.backend}{shared}), {counted(layout.threads, 'thread')} each{crowded}",
+            **({"gpus": no_gpu} if no_gpu else {}),
             **({"mesh": f"\n{'':8}".join(mesh)} if mesh else {}),
             "batch": f"{plan.global_batch_size} = {batch}",
             "steps": f"{self.num_steps:,}" if is_stream else f"{self.num_steps:,} ({self._epochs()})",

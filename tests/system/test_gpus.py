@@ -199,13 +199,86 @@ def test_a_gpu_counts_if_its_handle_and_its_node_open(status: int, node_error: i
 )  # fmt: skip
 def test_what_hides_a_gpu_is_named(gpus: list[Gpu], variable: str | None, reason: str) -> None:
     environ = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
-    assert why_hidden(Driver(tuple(gpus)), True, environ) == reason
+    assert why_hidden(Driver(tuple(gpus)), "13.0", environ) == reason
 
 
-def test_a_driver_that_does_not_answer_is_quoted() -> None:
-    assert why_hidden(Driver(error="Driver/library version mismatch"), True, {}) == (
-        " (the driver's library reports: Driver/library version mismatch)"
+def test_a_driver_that_does_not_answer_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    monkeypatch.setattr(library, "nvmlDeviceGetCount_v2", lambda _: 18)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    nvml.driver.cache_clear()
+    try:
+        assert why_hidden(nvml.driver(), "13.0", {}) == " (the driver's library reports: status 18)"
+    finally:
+        nvml.driver.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("driver", "built", "old"), [("12.8", "13.0", True), ("13.0", "13.2", False), ("", "13.0", False)]
+)
+def test_a_driver_of_an_older_cuda_runs_no_worker(
+    driver: str, built: str, old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = Driver((Gpu("GPU-0"),), cuda=driver)
+    monkeypatch.setattr(hardware, "_torch_version_file", lambda: f"cuda: Optional[str] = '{built}'\n")
+    monkeypatch.setattr(nvml, "driver", lambda: answer)
+    assert hardware.count_gpus({}) == (0 if old else 1)
+    assert hardware.why_no_gpu({}) == (
+        "none used (1 here, but the driver supports CUDA up to 12.8, and the installed torch is built for 13.0: update "
+        "the driver, or install a torch for that CUDA)"
+        if old
+        else "none found; the installed torch can use NVIDIA's"
     )
+
+
+def test_a_variable_that_hides_all_gpus_is_what_a_run_on_cpus_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_torch_version_file", lambda: "cuda: Optional[str] = '13.0'\n")
+    monkeypatch.setattr(nvml, "driver", lambda: Driver(tuple(recorded(FOUR))))
+    assert hardware.why_no_gpu({"CUDA_VISIBLE_DEVICES": ""}) == (
+        "none used (4 here, but CUDA_VISIBLE_DEVICES= hides all)"
+    )
+
+
+def test_a_gpu_without_its_library_is_seen_in_the_files_of_the_kernel(tmp_path: Path) -> None:
+    bus = tmp_path / "sys/bus/pci/devices"
+    for name, vendor, kind in (("0000:00:02.0", "8086", "030000"), ("0000:01:00.1", "10de", "040300")):
+        (bus / name).mkdir(parents=True)
+        (bus / name / "vendor").write_text(f"0x{vendor}\n")
+        (bus / name / "class").write_text(f"0x{kind}\n")
+    assert nvml.trace_of_gpus(tmp_path) == ""  # another maker's, and the sound device of a GPU
+    (bus / "0000:02:00.0").mkdir()
+    (bus / "0000:02:00.0/vendor").write_text("0x10de\n")
+    (bus / "0000:02:00.0/class").write_text("0x030200\n")
+    assert nvml.trace_of_gpus(tmp_path) == "/sys/bus/pci/devices/0000:02:00.0"
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    assert nvml.trace_of_gpus(tmp_path) == "/dev/nvidia0"
+
+
+@pytest.mark.parametrize(
+    ("build", "trace", "expected"),
+    [
+        ("'13.0'", "", "none found; the installed torch can use NVIDIA's"),
+        ("'13.0'", "/dev/nvidia0", "none used (/dev/nvidia0 shows one, but libnvidia-ml.so.1 is not found: install "
+         "NVIDIA's driver, or start the container with its GPUs (docker run --gpus all))"),
+        ("None", "", ""),
+    ],
+)  # fmt: skip
+def test_a_run_on_cpus_says_why_where_torch_can_use_gpus(
+    build: str, trace: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(_: str) -> None:
+        raise OSError
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    monkeypatch.setattr(hardware, "_torch_version_file", lambda: f"cuda: Optional[str] = {build}\n")
+    monkeypatch.setattr(nvml, "trace_of_gpus", lambda _: trace)
+    nvml.driver.cache_clear()
+    try:
+        assert hardware.count_gpus({}) == 0
+        assert hardware.why_no_gpu({}) == expected
+    finally:
+        nvml.driver.cache_clear()
 
 
 def test_the_driver_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
