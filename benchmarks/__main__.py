@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -53,6 +54,7 @@ QUICK = ("start", "cli", "steps", "reduction", "input", "order")
 def main() -> None:
     """Run the asked benchmarks and write what they find beside this file; with `--quick` only show it."""
     if sys.argv[1:2] == ["gpu"]:  # has options of its own, and needs no data
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, too
         raise SystemExit(import_module("benchmarks.gpu").main(sys.argv[2:]))
     lines = [f"  {name:<12}{title}{' (quick)' if name in QUICK else ''}" for name, title in BENCHMARKS.items()]
     parser = argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu`: training on GPUs, in pieces that fit into minutes and are kept one by one.
+"""`python -m benchmarks gpu`: ddpexp on GPUs, in pieces whose findings are kept the moment they are there.
 
 The same command runs the pieces that are missing. `benchmarks/on_gpu.sh` calls it on a machine with GPUs; there
 `gpu.json` is all that has to be brought back, and the same command with that file writes RESULTS.md anywhere.
@@ -12,74 +12,87 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.gpu_goals import Finding, write_readme
 from benchmarks.gpu_pieces import PIECES
-from benchmarks.gpu_place import Place
+from benchmarks.gpu_place import CutError, Place
 from benchmarks.suite import Bench, Chart, Report, Row
 from ddpexp.system.hardware import count_gpus
 
 TITLE = "Training on GPUs"
 OUT = Path(__file__).resolve().parent / "gpu-results"
+MOST_BYTES = 1_000_000
+_REPORT_SECONDS = 10.0
+_CELL = 300  # characters of a note in RESULTS.md
+_CPU_WORKERS = 8  # in place of GPUs
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the missing pieces, keep each at once, and write RESULTS.md; return the exit code."""
+    """Run the missing pieces, keep each finding at once, and write RESULTS.md; return the exit code."""
     words = _parser().parse_args(arguments)
     unknown = [name for name in words.pieces if name not in PIECES]
     if unknown:
         raise SystemExit(f"there is no piece {unknown[0]}; there are {', '.join(PIECES)}")
-    results = Results(words.out / ("quick.json" if words.quick else "gpu.json"))
-    wanted = words.pieces or list(PIECES)
-    missing = [name for name in wanted if not results.has(name)]
-    gpus = count_gpus() if words.device == "cuda" else 2  # workers in place of GPUs
-    if missing and not gpus:
+    name = "quick.json" if words.quick else "gpu.json"
+    results = Results(words.out if words.out.suffix == ".json" else words.out / name)
+    wanted = words.pieces or [name for name, piece in PIECES.items() if piece.correctness or words.only is None]
+    missing = results.missing(wanted)
+    gpus = count_gpus() if words.device == "cuda" else _CPU_WORKERS
+    if missing and not gpus and not results.pieces:
         raise SystemExit("this machine shows no GPU; --device cpu --quick tries every piece without one")
-    left = run_pieces(missing, results, words.device, words.quick, gpus, words.seconds)
-    found = results.report()
-    report.show(TITLE, found, 0.0)
-    if not words.quick:
-        report.write("gpu", TITLE, found, results.machine, results.date)
-    failed = [name for name in wanted if results.failed(name)]
-    for name in failed:
-        print(f"{name} failed: {results.failed(name)}")
+    if gpus:
+        run_pieces(missing, results, words.device, words.quick, gpus, words.seconds - _REPORT_SECONDS)
+    report.show(TITLE, results.report(), 0.0)
+    if not words.quick and words.device == "cuda":
+        report.write("gpu", TITLE, results.report(), results.machine, results.date)
+        write_readme({"date": results.date, "machine": results.machine, **asdict(results.report())})
+    for name in wanted:
+        print(f"{name:<14}{results.state(name)}")
+    left = results.missing(wanted)
     if left:
-        print(f"{len(left)} left ({', '.join(left)}): the same command runs them")
-    return 1 if failed else 0
+        print(f"left: {', '.join(left)}; the same command runs them")
+    return 1 if any(results.state(name).startswith("failed") for name in wanted) else 0
 
 
 def run(bench: Bench) -> Report:
     """Run all pieces, as one of all benchmarks."""
     results = Results(bench.folder / "gpu.json")
-    run_pieces(list(PIECES)[2:], results, "cuda", bench.quick, count_gpus(), float("inf"))
+    run_pieces(list(PIECES), results, "cuda", bench.quick, count_gpus(), float("inf"))
     return results.report()
 
 
-def run_pieces(
-    names: Sequence[str], results: Results, device: str, quick: bool, gpus: int, seconds: float
-) -> list[str]:
-    """Run pieces as long as there is time for the next one; return those that are left."""
-    began, left = time.monotonic(), []
+def run_pieces(names: Sequence[str], results: Results, device: str, quick: bool, gpus: int, seconds: float) -> None:
+    """Run pieces until the time is over, and keep what each finds at once."""
+    end = time.monotonic() + seconds
     for name in names:
-        piece, takes = PIECES[name]
-        if not quick and time.monotonic() - began + takes > seconds:
-            left.append(name)
+        piece, began = PIECES[name], time.monotonic()
+        if gpus < piece.gpus:
+            results.end(name, f"skipped: needs {piece.gpus} GPUs, and this machine shows {gpus}", 0.0)
             continue
+        if began >= end:
+            return
+        print(f"{name} ...", flush=True)
         folder = Path(tempfile.mkdtemp(prefix="gpu-"))
+        own_end = began + (float("inf") if quick else piece.seconds)
+        place = Place(folder, device, quick, gpus, min(end, own_end))
+        results.begin(name)
         try:
-            start = time.monotonic()
-            found = piece(Place(folder, device, quick, gpus))
-            results.keep(name, {**asdict(found), "seconds": round(time.monotonic() - start, 1)})
+            for finding in piece.run(place):
+                results.keep(name, finding)
+            state = "done"
+        except CutError:
+            state = f"cut after {piece.seconds:.0f} s" if own_end <= end else "cut: the time was over"
         except Exception as error:  # the others can still be measured
             traceback.print_exc()
-            results.keep(name, {"error": f"{type(error).__name__}: {str(error)[-2000:]}"})
+            state = f"failed: {type(error).__name__}: {str(error)[-2000:]}"
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    return left
+        results.end(name, state, time.monotonic() - began)
 
 
 class Results:
@@ -90,38 +103,72 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         kept: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
-        self._pieces: dict[str, Mapping[str, Any]] = kept.get("pieces", {})
+        self.pieces: dict[str, dict[str, Any]] = kept.get("pieces", {})
         self.machine: str = kept.get("machine") or report.machine()
         self.date: str = kept.get("date") or time.strftime("%Y-%m-%d")
 
-    def has(self, name: str) -> bool:
-        """Return whether a piece is finished."""
-        return "rows" in self._pieces.get(name, {})
+    def state(self, name: str) -> str:
+        """Return how a piece ended: done, or why not."""
+        return str(self.pieces.get(name, {}).get("state", "not begun"))
 
-    def failed(self, name: str) -> str | None:
-        """Return why a piece failed; it is tried again by the next call."""
-        return self._pieces.get(name, {}).get("error")
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Return the pieces that another call runs: those that have not begun first, then those that did not end."""
+        states = {name: self.state(name) for name in names}
+        fresh = [name for name, state in states.items() if state == "not begun"]
+        again = ("begun", "cut: ", "failed")
+        return fresh + [name for name, state in states.items() if state.startswith(again)]
 
-    def keep(self, name: str, piece: Mapping[str, Any]) -> None:
-        """Write a piece down, so that a call that is cut off loses only the one in progress."""
-        self._pieces[name] = piece
-        content = {"machine": self.machine, "date": self.date, "pieces": self._pieces}
+    def begin(self, name: str) -> None:
+        """Forget what a piece had found before."""
+        self.pieces[name] = {"state": "begun", "rows": [], "charts": [], "tests": []}
+
+    def keep(self, name: str, finding: Finding) -> None:
+        """Write a finding down, so that a call that is cut off loses only the work in progress."""
+        kind = {Row: "rows", Chart: "charts"}.get(type(finding), "tests")
+        self.pieces[name][kind].append(asdict(finding))
+        if isinstance(finding, Row):
+            print(f"  {finding.what}: {finding.figures}  {finding.ratio}  {finding.note[:200]}", flush=True)
+        self._write()
+
+    def end(self, name: str, state: str, seconds: float) -> None:
+        """Write down how a piece ended."""
+        self.pieces.setdefault(name, {"rows": [], "charts": [], "tests": []})
+        self.pieces[name] |= {"state": state, "seconds": round(seconds, 1)}
+        print(f"  {name}: {state}, {seconds:.1f} s", flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        text = self._text()
+        if len(text) > MOST_BYTES:  # texts of tests are what there is most of
+            for test in (test for piece in self.pieces.values() for test in piece["tests"]):
+                test["text"] = test["text"][-200:]
+            text = self._text()
         beside = self._path.with_suffix(".partial")
-        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.write_text(text)
         beside.replace(self._path)
 
+    def _text(self) -> str:
+        return json.dumps({"machine": self.machine, "date": self.date, "pieces": self.pieces}, indent=1) + "\n"
+
     def report(self) -> Report:
-        """Return all finished pieces in their order."""
-        done = [self._pieces[name] for name in PIECES if self.has(name)]
-        rows = [Row(**row) for piece in done for row in piece["rows"]]
-        return Report(rows, [Chart(**chart) for piece in done for chart in piece["charts"]])
+        """Return what all pieces have found, in their order, and which have not come to their end."""
+        found = [(name, self.pieces[name]) for name in PIECES if name in self.pieces]
+        rows = [Row(**row | {"note": _in_a_cell(row["note"])}) for _, piece in found for row in piece["rows"]]
+        rows += [Row(f"piece {name}", _in_a_cell(piece["state"])) for name, piece in found if piece["state"] != "done"]
+        return Report(rows, [Chart(**chart) for _, piece in found for chart in piece["charts"]])
+
+
+def _in_a_cell(text: str) -> str:
+    """Return the beginning of a text as a cell of a table can have it."""
+    return " ".join(text.split())[:_CELL].replace("|", "\\|")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"{', '.join(PIECES)}; all without one")
-    parser.add_argument("--out", type=Path, default=OUT, help="the folder for gpu.json (benchmarks/gpu-results)")
-    parser.add_argument("--seconds", type=float, default=540.0, help="begin no piece that would take longer (540)")
+    parser.add_argument("--out", type=Path, default=OUT, help="gpu.json, or the folder for it (benchmarks/gpu-results)")
+    parser.add_argument("--seconds", type=float, default=430.0, help="end within this time (430)")
+    parser.add_argument("--only", choices=("correctness",), help="leave out the pieces that measure speed")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: tries the program, measures nothing")
     return parser

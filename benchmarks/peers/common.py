@@ -25,13 +25,17 @@ def load(root: str, part: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def model(name: str, seed: int = 0) -> nn.Module:
-    """Build a model, with the same layers and weights as ddpexp: `linear`, `lenet`, `resnet18`, or perceptrons.
+    """Build a model with the layers and weights of ddpexp's: `linear`, `lenet`, `resnet18`, `resnet50` or perceptrons.
 
-    Those are `shallow`, with one hidden layer of 128, and `deep`, with four of 64: 10 tensors, 63,370 parameters.
+    The last are `shallow`, with one hidden layer of 128, and `deep`, with four of 64: 10 tensors, 63,370 parameters.
     """
     torch.manual_seed(seed)
     if name == "resnet18":
         return resnet18()
+    if name == "resnet50":
+        from recipes.imagenet import ResNet
+
+        return ResNet(1000, (3, 4, 6, 3), bottleneck=True)
     if name == "lenet":
         return nn.Sequential(
             nn.Conv2d(1, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.MaxPool2d(2), nn.ReLU(),

@@ -1,4 +1,4 @@
-"""A GPT in the sizes of GPT-2, and the best hand-written loop we know for it on one GPU: bf16, samples in its memory.
+"""A GPT in the sizes of GPT-2, and the best hand-written loop we know for it on one GPU, which is nanoGPT's.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 """
@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.tensorboard import SummaryWriter
 
-RATE = 0.0003
+RATE, BETAS, DECAY = 0.0003, (0.9, 0.95), 0.1
 
 
 @dataclass(frozen=True)
@@ -95,25 +96,51 @@ def loss_of(network: nn.Module, batch: Tensor, reduction: str) -> Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten(), reduction=reduction)
 
 
-def steps(order: Path, folder: Path, size: str, samples: int, every: int) -> Iterator[None]:
-    """Take every step of the order, and yield after each.
+def steps(
+    order: Path,
+    folder: Path,
+    size: str,
+    samples: int,
+    every: int,
+    micro_batches: int = 1,
+    clip: float | None = None,
+    compiles: bool = False,
+) -> Iterator[None]:
+    """Take every step of the order as nanoGPT's train.py does, and yield after each.
 
-    At the end leave the mean loss of the last record in `by_hand.json`.
+    The whole model compiled, AdamW fused on a GPU, and the next batch on its way while the last one computes. At the
+    end leave the mean loss of the last record in `by_hand.json`.
+
+    Source: Karpathy, nanoGPT (github.com/karpathy/nanoGPT, train.py).
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data, rows = tokens(size, samples).to(device), torch.from_numpy(np.load(order)).to(device)
+    data, rows = tokens(size, samples), torch.from_numpy(np.load(order))
     network = model(size).to(device)
-    optimizer = torch.optim.AdamW(network.parameters(), RATE)
-    writer, since = SummaryWriter(folder), torch.zeros((), device=device)
-    for step, row in enumerate(rows, start=1):
-        batch = data.index_select(0, row).long()
+    matrices = [parameter for parameter in network.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in network.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, RATE, betas=BETAS, fused=device.type == "cuda")
+    called: Any = torch.compile(network) if compiles else network
+
+    def moved(indices: Tensor) -> Tensor:
+        batch = data[indices].long()
+        return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch
+
+    parts = [part for row in rows for part in row.chunk(micro_batches)]
+    writer, since, batch = SummaryWriter(folder), torch.zeros((), device=device), moved(parts[0])
+    for number in range(1, len(parts) + 1):
         with torch.autocast(device.type, torch.bfloat16):
-            loss = loss_of(network, batch, "mean")
+            loss = loss_of(called, batch, "mean") / micro_batches
+        batch = moved(parts[number % len(parts)])
         loss.backward()  # type: ignore[no-untyped-call]
+        since += loss.detach()
+        if number % micro_batches:
+            continue
+        if clip is not None:
+            nn.utils.clip_grad_norm_(network.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-        since += loss.detach()
-        if step % every == 0:
+        if (step := number // micro_batches) % every == 0:
             mean = since.item() / every
             writer.add_scalar("loss", mean, step)
             (folder / "by_hand.json").write_text(json.dumps({"loss": mean}))

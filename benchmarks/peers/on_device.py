@@ -23,9 +23,9 @@ def steps(
     channels_last: bool,
     compiles: bool = True,
     every: int = EVERY,
-    parallel: bool = False,
+    precision: str = "bf16",
 ) -> Iterator[None]:
-    """Take every step of the order, and yield after each; `parallel` uses nn.DataParallel on all visible GPUs.
+    """Take every step of the order, and yield after each; `precision` is bf16 or fp16.
 
     At the end leave the mean loss of the last record in `by_hand.json`.
     """
@@ -35,16 +35,17 @@ def steps(
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     network = model(name).to(device, memory_format=memory_format)  # type: ignore[call-overload]
     called, loss_of = torch.compile(network) if compiles else network, nn.CrossEntropyLoss()
-    if parallel:
-        called = nn.DataParallel(network)
-    optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=0.9, nesterov=True, fused=device.type == "cuda")
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     writer, since = SummaryWriter(folder), torch.zeros((), device=device)
     for step, row in enumerate(rows, start=1):
         batch = images.index_select(0, row).float().mul_(1 / 127.5).sub_(1).contiguous(memory_format=memory_format)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, dtype):
             loss = loss_of(called(batch), labels.index_select(0, row))
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         since += loss.detach()
         if step % every == 0:

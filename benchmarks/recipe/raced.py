@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +39,13 @@ class Turns(Loss):
     So both get the same share of a machine whose speed drifts. Alone: one worker.
     """
 
-    def __init__(self, by_hand: Iterator[None], folder: str, block: int) -> None:
+    def __init__(self, by_hand: Iterator[None], folder: str, block: int, micro_batches: int = 1) -> None:
         """Take the other loop, which yields after each step, and how many steps a block has.
 
-        The times go into the folder.
+        The times go into the folder: of both loops, and of the host's work in both.
         """
         self._by_hand, self._block, self._calls, self._began = by_hand, block, 0, 0.0
-        self._file = Path(folder) / "blocks.jsonl"
+        self._micro_batches, self._file = micro_batches, Path(folder) / "blocks.jsonl"
 
     def step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int, dict[str, tuple[Tensor, int]]]:
         """Return the sum over the batch, after a block of the other loop where it is its turn. Shapes: as in `Loss`."""
@@ -52,13 +54,14 @@ class Turns(Loss):
 
     def take_turn(self) -> None:
         """Take a block of the other loop, if it is its turn."""
-        if self._calls % self._block == 0:
-            end = _now()
+        if self._calls % (self._block * self._micro_batches) == 0:
+            host, end = time.perf_counter(), _now()
             done = self._run_block()
-            theirs = _now() - end
+            their_host, their_end = time.perf_counter(), _now()
             if self._calls and done == self._block:
+                ends = (end - self._began, their_end - end, host - self._began, their_host - end)
                 with self._file.open("a") as file:
-                    print(json.dumps([(end - self._began) / done, theirs / done]), file=file)
+                    print(json.dumps([seconds / done for seconds in ends]), file=file)
             self._began = _now()
         self._calls += 1
 
@@ -70,6 +73,31 @@ class Turns(Loss):
                 torch.clear_autocast_cache()  # as at the end of its own autocast: the weights have changed
                 done += 1
         return done
+
+
+class Launches(Loss):
+    """The same, and what the host asks of the device in a few steps: launches, copies, waits."""
+
+    def __init__(self, file: str, begin: int, steps: int) -> None:
+        """Take the file for the counts of one step, and which steps are watched."""
+        self._file, self._begin, self._steps, self._calls = Path(file), begin, steps, 0
+        self._profiler: Any = None
+
+    def step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int, dict[str, tuple[Tensor, int]]]:
+        """Return the sum over the batch. Shapes: as in `Loss`."""
+        if self._calls == self._begin:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        if self._calls == self._begin + self._steps:
+            self._profiler.stop()
+            names = [event.name for event in self._profiler.events()]
+            kinds = {"operations": "aten::", "launches": "cuLaunchKernel", "copies": "cudaMemcpyAsync",
+                     "waits": ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")}  # fmt: skip
+            names = [name.replace("cudaLaunchKernel", "cuLaunchKernel") for name in names]
+            counts = {kind: sum(name.startswith(begin) for name in names) for kind, begin in kinds.items()}
+            self._file.write_text(json.dumps({kind: count / self._steps for kind, count in counts.items()}))
+        self._calls += 1
+        return super().step(model, batch)
 
 
 class InTurn(Turns):
@@ -95,10 +123,11 @@ class InTurnOnDevice(Turns):
         channels_last: bool,
         compiles: bool = True,
         every: int = EVERY,
+        precision: str = "bf16",
     ) -> None:
         """Take where data and order are, how many steps a block has, and from one record to the next."""
-        by_hand = on_device.steps(Path(data), Path(order), Path(folder), model, channels_last, compiles, every)
-        super().__init__(by_hand, folder, block)
+        where = (Path(data), Path(order), Path(folder))
+        super().__init__(on_device.steps(*where, model, channels_last, compiles, every, precision), folder, block)
 
 
 class NextToken:
@@ -112,10 +141,21 @@ class NextToken:
 class NextTokenInTurn(NextToken):
     """In turn with the GPT's loop by hand."""
 
-    def __init__(self, order: str, folder: str, block: int, size: str, samples: int, every: int) -> None:
-        """Take the order, the folder for the times, and what the model and the data are."""
-        by_hand = gpt.steps(Path(order), Path(folder), size, samples, every)
-        self._turns = Turns(by_hand, folder, block)
+    def __init__(
+        self,
+        order: str,
+        folder: str,
+        block: int,
+        size: str,
+        samples: int,
+        every: int,
+        micro_batches: int,
+        clip: float | None,
+        compiles: bool,
+    ) -> None:
+        """Take the order, the folder for the times, what model and data are, and how the loop by hand trains."""
+        by_hand = gpt.steps(Path(order), Path(folder), size, samples, every, micro_batches, clip, compiles)
+        self._turns = Turns(by_hand, folder, block, micro_batches)
 
     def step(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int, dict[str, tuple[Tensor, int]]]:
         """Return the sum over all tokens, after a block of the other loop where it is its turn. Shapes: as above."""
@@ -137,10 +177,10 @@ class Wide(nn.Module):
     """Many parameters and little to compute: what a checkpoint of it costs is not hidden behind the step."""
 
     def __init__(self, millions: float) -> None:
-        """Make square layers of up to 64 million weights each."""
+        """Make square layers of up to 67 million weights each."""
         super().__init__()
-        width = min(8192, int((millions * 1e6) ** 0.5))
-        count = max(1, round(millions * 1e6 / width**2))
+        count = math.ceil(millions * 1e6 / 8192**2)
+        width = int((millions * 1e6 / count) ** 0.5)
         self.first, self.last = nn.Linear(784, width), nn.Linear(width, 10)
         self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
 
