@@ -77,17 +77,19 @@ def _tests(
 ) -> Iterator[Finding]:
     """Yield each test when it has ended, then a row. The project's own settings of pytest need its plugins."""
     settings, results = place.folder / "pytest.ini", place.folder / "tests.jsonl"
-    settings.write_text("[pytest]\naddopts = -q -p no:cacheprovider -p no:timeout -p benchmarks.gpu_tests\n")
-    shared = ["-n", str(min(4, usable_cores())), "--dist", "load"] if importlib.util.find_spec("xdist") else []
-    command = [sys.executable, "-m", "pytest", "-c", str(settings), "--rootdir", str(ROOT), *shared, *words, *files]
+    settings.write_text("[pytest]\naddopts = -q --continue-on-collection-errors -p no:cacheprovider -p no:timeout\n")
+    several = len(files) > 1 and importlib.util.find_spec("xdist") is not None
+    shared = ["-n", str(min(4, usable_cores())), "--dist", "load"] if several else []
+    command = [sys.executable, "-m", "pytest", "-c", str(settings), "--rootdir", str(ROOT), *shared]
+    command += ["-p", "benchmarks.gpu_tests", *words, *files]
     results.touch()
     found: list[Outcome] = []
     with place.started(command, GPU_TESTS=str(results), GPU_TEST_SECONDS=str(seconds)) as program:
         code, cut = None, False
         while code is None and not cut:
             code, cut = program.wait(1.0), place.left() <= 0
-            lines = results.read_text().splitlines()
-            new = [Outcome(**json.loads(line)) for line in lines[len(found) :]]
+            lines = results.read_text().splitlines(keepends=True)
+            new = [Outcome(**json.loads(line)) for line in lines[len(found) :] if line.endswith("\n")]
             found += new
             yield from new
         problem = program.problem() if code not in (0, 1, 5) and not cut else ""  # 5: all were deselected

@@ -261,7 +261,7 @@ HOST: Mapping[str, Sequence[str]] = {
 def host(place: Place) -> Iterator[Finding]:
     """Yield what the host asks of the device in a step, by what is turned on."""
     for number, (name, words) in enumerate(HOST.items()):
-        file, begin, steps = place.folder / f"launches-{number}.json", *((2, 2) if place.quick else (20, 5))
+        file, begin, steps = place.folder / f"launches-{number}.json", *((2, 2) if place.quick else (8, 5))
         task = ("task._target_=raced.Launches", f"+task.file={file}", f"+task.begin={begin}", f"+task.steps={steps}")
         each = rate(place, f"host-{number}", (*task, *words), steps=60)
         counts = ", ".join(f"{count:,.0f} {kind}" for kind, count in json.loads(file.read_text()).items())

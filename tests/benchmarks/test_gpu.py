@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -161,6 +162,13 @@ def collected(findings: Iterator[Finding]) -> tuple[list[Finding], bool]:
     return found, False
 
 
+class UntilTwoTests(Place):
+    """A place whose time is over when two tests have ended."""
+
+    def left(self) -> float:
+        return 0.0 if len((self.folder / "tests.jsonl").read_text().splitlines()) == 2 else PATIENCE
+
+
 TESTS = """
 import os, time, pytest
 
@@ -170,25 +178,32 @@ def test_fails(): assert 1 == 2
 def test_is_skipped(): pass
 def test_hangs(): time.sleep(600)
 def test_passes_afterwards(): pass
-def test_outlasts_the_time(): time.sleep(10)
+def test_outlasts_the_time(): time.sleep(600)
 """
 
 
-def test_tests_are_kept_one_by_one_and_each_is_bounded(tmp_path: Path) -> None:
+def test_tests_are_kept_one_by_one_and_each_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu_correct.ROOT", tmp_path)
     path = tmp_path / "test_few.py"
     path.write_text(TESTS)
-    whole, cut = collected(_tests(place(tmp_path, PATIENCE), "few", [str(path)], "-k", "not outlasts", seconds=1))
-    outcomes = {one.test.rpartition("_")[2]: one for one in whole if isinstance(one, Outcome)}
+    for name in ("absent_package", "ddpexp.absent"):
+        (tmp_path / f"test_{name.partition('.')[0]}.py").write_text(f"import {name}\n")
+    files = [str(file) for file in sorted(tmp_path.glob("test_*.py"))]
+    whole, cut = collected(_tests(place(tmp_path, PATIENCE), "few", files, "-k", "not outlasts", seconds=1))
+    outcomes = {re.split("[_/]", one.test)[-1]: one for one in whole if isinstance(one, Outcome)}
     assert {name: one.outcome for name, one in outcomes.items()} == {
         "passes": "passed", "fails": "failed", "skipped": "skipped", "hangs": "failed", "afterwards": "passed",
+        "package.py": "skipped", "ddpexp.py": "failed",
     }  # fmt: skip
     assert "assert 1 == 2" in outcomes["fails"].text
     assert outcomes["skipped"].text == "no luck"
     assert "had not ended after 1 s" in outcomes["hangs"].text
+    assert outcomes["package.py"].text == "absent_package is not installed"
     assert isinstance(whole[-1], Row)
-    assert (whole[-1].figures, whole[-1].met, cut) == ("2 passed, 2 failed, 1 skipped", False, False)
+    assert (whole[-1].figures, whole[-1].met, cut) == ("2 passed, 3 failed, 2 skipped", False, False)
     (tmp_path / "tests.jsonl").unlink()
-    some, cut = collected(_tests(place(tmp_path, 5.0), "few", [str(path)], "-k", "passes or outlasts"))
+    until = UntilTwoTests(tmp_path, "cpu", True, 1)
+    some, cut = collected(_tests(until, "few", [str(path)], "-k", "passes or outlasts"))
     assert cut
     assert [one.outcome for one in some if isinstance(one, Outcome)] == ["passed", "passed"]
 
