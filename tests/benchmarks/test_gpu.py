@@ -244,12 +244,11 @@ GPU 2: NVIDIA RTX A6000 (UUID: GPU-44444444-aaaa-bbbb-cccc-000000000000)
     assert gpus_of("No devices found.\n") == ""
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_loop_by_hand_trains_within_a_task_as_it_does_alone(tmp_path: Path, micro_batches: int) -> None:
+def test_the_loop_by_hand_trains_within_a_task_as_it_does_alone(tmp_path: Path) -> None:
     """A task runs in autocast, which keeps weights that were cast until the outermost one ends."""
 
-    def loss(number: int, run: Callable[[Iterator[None], Path], object]) -> float:
-        folder = tmp_path / str(number)
+    def loss(run: Callable[[Iterator[None], Path], object], micro_batches: int = 1) -> float:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         np.save(folder / "order.npy", np.random.default_rng(0).integers(0, 64, (8, 4)))
         run(gpt.steps(folder / "order.npy", folder, "tiny", 64, 8, micro_batches, clip=1.0), folder)
@@ -260,7 +259,9 @@ def test_the_loop_by_hand_trains_within_a_task_as_it_does_alone(tmp_path: Path, 
         with torch.autocast("cpu", torch.bfloat16):
             turns.take_turn()
 
-    assert loss(0, within) == loss(1, lambda steps, _: list(steps))
+    alone = loss(lambda steps, _: list(steps))
+    assert loss(within) == alone
+    assert loss(lambda steps, _: list(steps), micro_batches=2) == pytest.approx(alone, rel=0.02)
 
 
 @pytest.mark.slow
@@ -272,7 +273,8 @@ def test_every_piece_runs_on_the_cpu_and_a_second_call_has_nothing_left(tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
     kept = json.loads((tmp_path / "quick.json").read_text())["pieces"]
     assert {name: piece["state"] for name, piece in kept.items()} == dict.fromkeys(PIECES, "done")
-    assert all(row["met"] is not False or row["ratio"] for piece in kept.values() for row in piece["rows"])
+    rows = [row for piece in kept.values() for row in piece["rows"]]
+    assert [row for row in rows if row["met"] is False and not row["bar"].startswith(("≤", "≥"))] == []
     again = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60.0)
     assert again.returncode == 0
     assert " ...\n" not in again.stdout
