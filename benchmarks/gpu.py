@@ -46,9 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     if missing and not gpus and not results.pieces:
         raise SystemExit("this machine shows no GPU; --device cpu --quick tries every piece without one")
     if gpus:
+        results.only_tries |= words.quick or words.device == "cpu"
         run_pieces(missing, results, words.device, words.quick, gpus, words.seconds - _REPORT_SECONDS)
     report.show(TITLE, results.report(), 0.0)
-    if not words.quick and words.device == "cuda":
+    if not results.only_tries:
         report.write("gpu", TITLE, results.report(), results.machine, results.date)
         write_readme({"date": results.date, "machine": results.machine, **asdict(results.report())})
     for name in wanted:
@@ -105,6 +106,7 @@ class Results:
         kept: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
         self.pieces: dict[str, dict[str, Any]] = kept.get("pieces", {})
         self.machine: str = kept.get("machine") or report.machine()
+        self.only_tries: bool = kept.get("only_tries", False)  # has figures of no GPU, or of tiny sizes
         self.date: str = kept.get("date") or time.strftime("%Y-%m-%d")
 
     def state(self, name: str) -> str:
@@ -148,7 +150,8 @@ class Results:
         beside.replace(self._path)
 
     def _text(self) -> str:
-        return json.dumps({"machine": self.machine, "date": self.date, "pieces": self.pieces}, indent=1) + "\n"
+        facts = {"machine": self.machine, "date": self.date, "only_tries": self.only_tries}
+        return json.dumps({**facts, "pieces": self.pieces}, indent=1) + "\n"
 
     def report(self) -> Report:
         """Return what all pieces have found, in their order, and which have not come to their end."""

@@ -70,7 +70,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("pieces")
 def test_each_finding_is_kept_at_once_and_a_piece_is_ended_when_the_time_is_over(tmp_path: Path) -> None:
     began = time.monotonic()
-    run_pieces(list(FEW), Results(tmp_path / "gpu.json"), "cpu", False, 1, seconds=3.0)
+    run_pieces(list(FEW), Results(tmp_path / "gpu.json"), "cpu", False, 1, seconds=2.0)
     assert time.monotonic() - began < 10.0
     assert not descendants()  # of a program that had started another
     again = Results(tmp_path / "gpu.json")
@@ -117,6 +117,9 @@ def test_results_of_another_machine_are_shown_and_written_without_a_gpu(
         assert "speed: 2 against 1; 2.0; met" in shown
         assert "left: several;" in shown
     assert [len(written), len(written[0]), len(written[1])] == [4, 5, 1]
+    assert gpu.main(["--out", str(tmp_path / "quick.json"), "--device", "cpu", "--quick", "works"]) == 0
+    assert gpu.main(["--out", str(tmp_path / "quick.json"), "works"]) == 0
+    assert len(written) == 4  # of what was only tried nothing is written
     with pytest.raises(SystemExit, match="this machine shows no GPU"):
         gpu.main(["--out", str(tmp_path / "none")])
     with pytest.raises(SystemExit, match="there is no piece speed"):
