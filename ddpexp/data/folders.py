@@ -33,10 +33,11 @@ class Stamp:
         return cls(path, status.st_size, status.st_mtime_ns)
 
 
-def data_folder(root: str | None, files: str) -> Path:
+def data_folder(root: str | None, files: str, source: str) -> Path:
     """Return the absolute path of the data folder; it may not exist, but is not anything else.
 
-    `files` names for messages what it is to hold. Raises: RefusedError.
+    With `source` auto a folder that `root` names has to exist: a mistyped path would otherwise train on a stand-in.
+    `files` names for messages what the folder is to hold. Raises: RefusedError.
     """
     if root is None:
         variable = os.environ.get("DDPEXP_DATA", "")
@@ -49,7 +50,11 @@ def data_folder(root: str | None, files: str) -> Path:
         if not stat.S_ISDIR(os.stat(folder).st_mode):
             raise RefusedError(f"data.root={folder} is not a folder: set data.root to the folder with {files}")
     except FileNotFoundError:
-        pass
+        if root is not None and source == "auto":
+            raise RefusedError(
+                f"data.root={folder} does not exist: set data.root to the folder with {files}, or set "
+                "data.source=download to download to a new folder"
+            ) from None
     except OSError as error:
         raise RefusedError(f"data.root={folder} cannot be used ({error.strerror}): set data.root to a folder") from None
     return folder

@@ -72,7 +72,7 @@ def prepare(
     augment = {"flip": flip, "alternate": alternate, "crop": crop, "reflect": reflect}
     if source == "embedded":
         return _embedded(embedded_train, embedded_test) | augment
-    folder = data_folder(root, "cifar-10-python.tar.gz")
+    folder = data_folder(root, "cifar-10-python.tar.gz", source)
     patience = patience or (AUTO_PATIENCE if source == "auto" else DOWNLOAD_PATIENCE)
     try:
         return _cifar10(folder, source, mirrors, patience) | augment

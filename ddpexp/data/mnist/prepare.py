@@ -77,7 +77,7 @@ def prepare(
             raise RefusedError(f"{key}={num} is not a valid number of digits: use one from 1 to {EMBEDDED_MOST}")
     if source == "embedded":
         return _embedded(embedded_train, embedded_test)
-    folder = data_folder(root, "the MNIST files")
+    folder = data_folder(root, "the MNIST files", source)
     if (
         root is not None
         and not idx.find([folder])

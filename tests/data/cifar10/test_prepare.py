@@ -101,6 +101,11 @@ def test_an_archive_is_decoded_once(packed: bytes, home: Path, tmp_path: Path) -
     assert again["facts"] == found["facts"]
 
 
+def test_a_named_folder_that_does_not_exist_has_no_stand_in(packed: bytes, home: Path, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"^data\.root=.*/nowhere does not exist: set data\.root"):
+        prepare(tmp_path / "nowhere", "auto")
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

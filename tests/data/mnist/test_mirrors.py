@@ -130,22 +130,22 @@ def test_auto_tries_a_failed_download_again_only_after_a_while(
     small: Small, server: Server, tmp_path: Path, home: Path
 ) -> None:
     warnings: list[str] = []
-    prepare(tmp_path / "new", "auto", server, warn=warnings.append)
+    prepare(tmp_path, "auto", server, warn=warnings.append)
     server.answers |= small.packed
-    assert prepare(tmp_path / "new", "auto", server, warn=warnings.append)["source"] == "embedded"
+    assert prepare(tmp_path, "auto", server, warn=warnings.append)["source"] == "embedded"
     assert len(server.requests) == 1
     assert "tried less than 10 minutes ago" in warnings[1]
     assert "HTTP Error 404" in warnings[1]
     note = home / ".ddpexp-cache" / "download-failed"
     os.utime(note, (time.time() - 700,) * 2)
-    assert prepare(tmp_path / "new", "auto", server)["source"] == "download"
+    assert prepare(tmp_path, "auto", server)["source"] == "download"
     assert not note.exists()
 
 
 def test_download_is_tried_at_once_when_required(small: Small, server: Server, tmp_path: Path) -> None:
-    prepare(tmp_path / "new", "auto", server, warn=lambda _: None)
+    prepare(tmp_path, "auto", server, warn=lambda _: None)
     server.answers |= small.packed
-    assert prepare(tmp_path / "new", "download", server)["source"] == "download"
+    assert prepare(tmp_path, "download", server)["source"] == "download"
 
 
 def test_auto_waits_five_seconds_at_most_for_first_bytes() -> None:

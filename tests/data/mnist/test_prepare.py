@@ -112,6 +112,15 @@ def test_text_that_names_no_folder_is_refused(text: str) -> None:
 # --- Files and cache ---
 
 
+def test_a_named_folder_that_does_not_exist_has_no_stand_in(small: Small, server: Server, tmp_path: Path) -> None:
+    server.answers |= small.packed
+    text = refusal(tmp_path / "nowhere", "auto", server)
+    assert text.startswith(f"data.root={tmp_path / 'nowhere'} does not exist: set data.root to the folder")
+    assert "data.source=download" in text
+    assert server.requests == []
+    assert prepare(tmp_path / "nowhere", "download", server)["source"] == "download"
+
+
 def test_files_that_are_absent_are_refused(tmp_path: Path, small: Small) -> None:
     text = refusal(tmp_path / "nowhere", "files")
     assert f"data.root={tmp_path / 'nowhere'} holds 0 of the four MNIST files" in text
@@ -198,7 +207,7 @@ def test_download_keeps_the_files_and_says_so(small: Small, server: Server, tmp_
 
 def test_auto_downloads_without_a_warning(small: Small, server: Server, tmp_path: Path) -> None:
     server.answers |= small.packed
-    assert prepare(tmp_path / "new", "auto", server)["source"] == "download"
+    assert prepare(tmp_path, "auto", server)["source"] == "download"
 
 
 @pytest.mark.parametrize("source", ["auto", "download"])
@@ -209,21 +218,20 @@ def test_only_what_is_missing_is_downloaded(source: str, root: Path, small: Smal
     assert server.requests == [TRAIN_LABELS]
 
 
-def test_closed_port_falls_back_to_drawn_digits_with_one_loud_line(small: Small, tmp_path: Path) -> None:
+def test_closed_port_falls_back_to_drawn_digits_with_one_loud_line(small: Small, home: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         nobody = Server(f"http://127.0.0.1:{unused.getsockname()[1]}/")
         warnings: list[str] = []
-        identity = prepare(tmp_path / "new", "auto", nobody, warn=warnings.append)
+        identity = prepare(None, "auto", nobody, warn=warnings.append)
     assert identity["name"] == "embedded-digits"
     assert identity["source"] == "embedded"
     (text,) = warnings
-    assert text.startswith(f"THIS IS NOT MNIST: data.root={tmp_path / 'new'} holds none of its files")
+    assert text.startswith(f"THIS IS NOT MNIST: data.root={home} holds none of its files")
     assert "30 + 20 synthetic digits" in text
     assert "Connection refused" in text
     assert "data.source=download" in text
     assert "\n" not in text
-    assert not (tmp_path / "new").exists()
 
 
 # --- Drawn digits ---
