@@ -91,7 +91,7 @@ def described(experiment: Experiment, prepared: Mapping[str, Any] | None) -> lis
     facts = {"data": str(prepared.get("note", prepared["name"]))}
     for name, key in (("train", "num_train"), ("eval", "num_test")):
         if key in prepared:
-            facts[name] = f"{prepared[key]:,} samples"
+            facts[name] = f"{prepared[key]:,} {prepared.get('unit', 'samples')}"
     for name, value in (prepared.get("facts") or {}).items():
         few = first_few(value, _SHOWN) if isinstance(value, list) else str(value)
         facts[name] = " x ".join(map(str, value)) if name == "shape" else few

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpexp.data.order import Order, Permutation, TrainingOrder, by_value
+from ddpexp.data.weights import as_numbers
 from ddpexp.errors import RefusedError
 
 _POOL = 200  # global batches: enough that their samples differ little in length, few enough that epochs stay random
@@ -95,10 +96,7 @@ def checked_lengths(values: Any, num_samples: int | None, key: str) -> NDArray[A
     Raises:
         RefusedError: they are no numbers, negative, or not one for each sample.
     """
-    try:
-        lengths = np.asarray(values).astype(np.float64)
-    except (ValueError, TypeError) as error:
-        raise RefusedError(f"{key} holds something other than numbers: {error}.") from None
+    lengths = as_numbers(values, key)
     if num_samples is not None and len(lengths) != num_samples:
         raise RefusedError(
             f"{key} gives {len(lengths):,} lengths for {num_samples:,} training samples: give one for each, also for "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from ddpexp.system.files import open_regular, read_regular_text
 
 FILES = (".npy", ".txt", ".csv")
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
+_DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # not 1_0 and other texts that Python reads
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,8 @@ def read_values(path: str, key: str) -> NDArray[Any]:
             with open_regular(file) as opened:
                 values: NDArray[Any] = np.load(opened, allow_pickle=False)
         else:
-            lines = [line.strip().strip('"') for line in read_regular_text(file).splitlines() if line.strip()]
+            text = read_regular_text(file).removeprefix("\ufeff")
+            lines = [line.strip().strip('"') for line in text.splitlines() if line.strip()]
             values = np.array(lines[1:] if file.suffix == ".csv" and lines and not _is_number(lines[0]) else lines)
     except OSError as error:
         raise RefusedError(f"{key}={path} cannot be read: {error.strerror or error}.") from None
@@ -163,16 +166,29 @@ def read_values(path: str, key: str) -> NDArray[Any]:
     return values
 
 
+def as_numbers(values: Any, key: str) -> NDArray[np.float64]:
+    """Return values as numbers; `key` is the override that gives them.
+
+    Raises:
+        RefusedError: they are not numbers, or texts other than decimal numbers.
+    """
+    try:
+        if (array := np.asarray(values)).dtype.kind == "U":
+            wrong = next((place for place, text in enumerate(array.flat) if not _DECIMAL.fullmatch(text)), None)
+            if wrong is not None:
+                raise ValueError(f"the value of sample {wrong} is {str(array.flat[wrong])!r}")
+        return array.astype(np.float64)
+    except (ValueError, TypeError) as error:
+        raise RefusedError(f"{key} holds something other than numbers: {error}.") from None
+
+
 def checked_weights(values: Any, num_samples: int | None, key: str) -> NDArray[np.float64]:
     """Return weights as numbers; `key` is the override that gives them, None as number of samples: not known yet.
 
     Raises:
         RefusedError: they are negative, not finite, all zero, or not one for each sample.
     """
-    try:
-        weights = np.asarray(values, dtype=np.float64)
-    except (ValueError, TypeError) as error:
-        raise RefusedError(f"{key} holds something other than numbers: {error}.") from None
+    weights = as_numbers(values, key)
     if weights.ndim != 1 or (num_samples is not None and len(weights) != num_samples):
         raise RefusedError(
             f"{key} gives {len(weights) if weights.ndim == 1 else f'an array of shape {weights.shape}'} "

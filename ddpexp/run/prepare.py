@@ -61,7 +61,7 @@ def _prepare(data: Data, trust: Trust, stored: bool) -> dict[str, Any] | None:
             f"data.prepare={data.prepare} must return its `facts` as a mapping, such as {{'num_classes': 10}}, not "
             f"{description['facts']!r}."
         )
-    _check_values(data, description.get("num_train"))
+    _check_values(data, description.get("num_train") if "unit" not in description else None)
     return _with_statistics(data, description) if description.get("standardize") else dict(description)
 
 

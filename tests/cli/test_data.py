@@ -45,6 +45,18 @@ def test_data_is_described_and_drawn(
         data([*typed, "--preview", str(tmp_path / "nowhere/sheet.png")])
 
 
+def test_tokens_are_not_called_samples_nor_counted_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    (tmp_path / "a.txt").write_text("0123456789" * 10)
+    (tmp_path / "w.txt").write_text("1\n" * 22)  # the text to train on has 22 windows
+    typed = ["recipe=gpt", f"data.path={tmp_path}/a.txt", "data.block_size=4", f"data.weights={tmp_path}/w.txt"]
+    assert data(typed) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert dict(lines[1:3]) == {"train": "90 tokens", "eval": "10 tokens"}
+
+
 def test_pixels_are_those_before_normalization() -> None:
     original = torch.randint(0, 256, (2, 3, 4, 5))
     normalized = (original / 255 - 0.5) / 0.25

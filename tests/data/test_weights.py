@@ -93,6 +93,12 @@ def test_values_are_read_from_files(tmp_path: Path) -> None:
         assert checked_weights(read_values(str(tmp_path / name), "data.weights"), 2, "data.weights").tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("name", ["w.txt", "w.csv"])
+def test_a_byte_order_mark_is_no_value(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("\ufeff0.5\n1e1\n", encoding="utf-8")
+    assert checked_weights(read_values(str(tmp_path / name), "data.weights"), 2, "data.weights").tolist() == [0.5, 10]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -102,7 +108,9 @@ def test_values_are_read_from_files(tmp_path: Path) -> None:
         ([0, 0, 0], "w: all weights are 0"),
         ([1, 2], "w gives 2 weights for 3 training samples: give one for each"),
         ([[1, 2]], r"w gives an array of shape \(1, 2\) for 3 training samples"),
-        (["a", "b", "c"], "w holds something other than numbers"),
+        (["a", "b", "c"], "w holds something other than numbers: the value of sample 0 is 'a'."),
+        (["1", "1_0", "3"], "w holds something other than numbers: the value of sample 1 is '1_0'."),
+        (["1", "2", "٣"], "w holds something other than numbers: the value of sample 2 is '٣'."),
     ],
 )
 def test_weights_that_mean_nothing_are_refused(values: Any, message: str) -> None:

@@ -26,7 +26,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
 
 TOKENS, BORDERS = "tokens.bin", "borders.bin"
-_VERSION = 1  # increase it when the content of caches changes: it is part of their names
+_VERSION = 2  # increase it when the content of caches changes: it is part of their names
 _CHUNK = 1 << 20  # bytes that are read at a time; a text is encoded in pieces of about this size that end at a line end
 _LONGEST_LINE = 1 << 24  # characters after which a piece ends in the middle of a line
 _BATCH = 16 * _CHUNK  # characters that are encoded in one call
@@ -52,8 +52,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Make sure that the tokens of the text are in a cache; return a description of the data.
 
-    The result is JSON: name, folder (absolute), hash (of the tokens and how they are divided), num_train, num_test (of
-    tokens), note, facts (with the record of the tokenizer), and the options that `load` needs.
+    The result is JSON: name, folder (absolute), hash (of the tokens and how they are divided), num_train, num_test and
+    their unit, note, facts (with the record of the tokenizer), and the options that `load` needs.
 
     Raises: RefusedError, if a file or an option is invalid.
     """
@@ -95,6 +95,7 @@ def prepare(
         "hash": _hash([record["sha256"], record["tokenizer"], border, block_size]),
         "num_train": border,
         "num_test": total - border,
+        "unit": "tokens",
         "note": _note(border, total - border, record, train, tokenizer),
         "facts": facts,
         "block_size": block_size,
@@ -270,6 +271,8 @@ def _pieces(sources: Sequence[_Source], encoding: str, documents: str | None) ->
                     rest += decoder.decode(chunk)
                 except UnicodeDecodeError as error:
                     raise RefusedError(_not_utf8(source.path, read + error.start)) from None
+                if not read and encoding == "utf-8":
+                    rest = rest.removeprefix("\ufeff")  # a byte order mark is no part of the text
                 read += len(chunk)
                 if documents == "file":
                     continue

@@ -81,6 +81,18 @@ def test_bytes_are_those_of_the_file(file: Path) -> None:
     assert Bytes().decode(Bytes().encode("größer")) == "größer"
 
 
+@pytest.mark.parametrize("documents", [None, "file", "line"])
+def test_a_byte_order_mark_at_the_begin_of_a_file_is_no_token(file: Path, documents: Any) -> None:
+    expected = tokens(prepared(file, documents=documents, eval_path=str(file)))
+    file.write_text(TEXT, encoding="utf-8-sig")
+    found = prepared(file, documents=documents, eval_path=str(file))
+    assert tokens(found) == expected
+    assert "\ufeff" not in found["facts"]["tokenizer"]["table"]
+    file.write_text("\ufeff", encoding="utf-8")
+    with pytest.raises(RefusedError, match="the text to train on has 0 tokens"):
+        prepared(file)
+
+
 def test_a_text_is_encoded_once(file: Path) -> None:
     found = prepared(file)
     made = os.stat(Path(found["folder"], TOKENS)).st_ino
