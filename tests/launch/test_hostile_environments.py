@@ -116,7 +116,7 @@ def test_each_start_is_right_or_refused_in_a_sentence(
 ) -> None:
     skip_without(starter)
     size = 2 if 2 in starter.sizes else starter.sizes[0]
-    right = 0
+    right, refused = 0, set()
     for seed in range(first, first + 10):
         environ = hostile(seed, _OWN.get(starter.name, starter.name))
         in_it = Recipe(Ddpexp(recipe.ddpexp.folder / f"{starter.name} {seed}", {**recipe.ddpexp.environ, **environ}))
@@ -127,12 +127,15 @@ def test_each_start_is_right_or_refused_in_a_sentence(
             assert done.result()["world_size"] == size, said
             assert size != 2 or done.result()["weights_sha256"] == undisturbed["weights_sha256"], said
         else:
-            assert re.search(_REFUSALS, said, re.MULTILINE), said
+            found = re.search(_REFUSALS, said, re.MULTILINE)
+            assert found, said
+            refused.add(found[0])
             assert not re.search(r"File .*/ddpexp/", said), said
-    print(f"{starter}: {right} of 10 right, the others refused")
+    print(f"{starter}: {right} of 10 right, the others refused:", *sorted(refused), sep="\n  ")
 
 
-_REFUSALS = (
-    r"^(\[rank \d\] )?ddpexp: .{20,}|^(srun|sbatch|salloc): (error|fatal)|^An ORTE daemon has unexpectedly failed"
+_REFUSALS = (  # that name the variable or the program
+    r"^(\[rank \d\] )?ddpexp: .*(\b(srun|mpirun|torchrun)\b|[A-Z]{3,}_[A-Z]{2,}|\bRANK\b).*"
+    r"|^(srun|sbatch|salloc): (error|fatal).*|^An ORTE daemon has unexpectedly failed"
 )
 _OWN = {"variables in shells": "shell", "torchrun on two machines": "torchrun", "torch.distributed.launch": "torchrun"}
