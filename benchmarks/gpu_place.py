@@ -184,7 +184,7 @@ class Place:
     def images(self, shape: tuple[int, ...]) -> Path:
         """Write random images once, brighter the higher the label: something to learn."""
         if self.quick:
-            shape = (256, shape[1], *((28, 28) if shape[1] == 1 else (8, 8)))
+            shape = (256, shape[1], *((28, 28) if shape[1] == 1 else (16, 16)))
         count = shape[0]
         folder = self.folder / f"images-{'x'.join(map(str, shape[1:]))}"
         if folder.exists():

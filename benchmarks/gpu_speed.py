@@ -188,7 +188,7 @@ def cifar10(place: Place) -> Iterator[Finding]:
 
 def deterministic(place: Place) -> Iterator[Finding]:
     """Yield what deterministic algorithms cost, and the exact reduction with them."""
-    micro = f"trainer.micro_batch_size={2 if place.quick else 128}"
+    micro = f"trainer.micro_batch_size={1 if place.quick else 128}"
     ways = {"fast": (), "deterministic": ("trainer.deterministic=true",)}
     ways["exact"] = (*ways["deterministic"], "trainer.reduction=exact")
     rates = {}
