@@ -23,7 +23,7 @@ _FREE = (
         "gpus", "nodes", "device", "backend", "threads", "log_every", "eval_every", "checkpoint_every",
         "checkpoint_every_seconds", "activation_checkpointing",
         "keep_last", "keep_best", "keep_best_k", "keep_every", "on_save_error", "grace_seconds", "eval_at_start",
-        "limit_eval_batches", "compare_replicas",
+        "limit_eval_batches", "compare_replicas", "numa_binding",
     )),
     *(f"strategy.{name}" for name in ("reduce_through", "bucket_cap_mb", "gradient_as_bucket_view",
         "find_unused_parameters", "shard_optimizer", "offload")),

@@ -117,6 +117,7 @@ class Trainer:
     freeze: Patterns | None = None
     freeze_until: FreezeUntil | tuple[FreezeUntil, ...] | None = None
     lora: LoRA | None = None
+    numa_binding: bool = True
 
     @property
     def computes_in(self) -> Literal["fp32", "bf16", "fp16"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
+from ddpexp.system import numa
 from ddpexp.system.fault_injection import fault_point
 
 _DEBUGGER_SECONDS = 7 * 24 * 3600.0
@@ -30,6 +32,8 @@ def join_world(experiment: Experiment, layout: Layout, control: Control) -> Worl
     if uses_nccl:
         flight_recorder.enable(os.environ)
     world = World.join(layout, _collective_timeout(experiment, control))
+    if world.device.type == "cuda" and experiment.trainer.numa_binding:
+        numa.bind(_pci_address(world.device), layout.threads)
     if uses_nccl:
         flight_recorder.answer_inquiries(control, os.environ)
     fault_point("joined")
@@ -46,6 +50,12 @@ def choose_algorithms(trainer: Trainer) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision(trainer.matmul_precision)
     torch.backends.cudnn.benchmark = trainer.cudnn_benchmark
+
+
+def _pci_address(gpu: torch.device) -> str:
+    properties: Any = torch.cuda.get_device_properties(gpu)
+    numbers = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def _keep_freed_memory() -> None:

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ddpexp.train.join import choose_algorithms
+from ddpexp.train.join import _pci_address, choose_algorithms
 from tests.fitting import TRAINER
 
 # Blocks of 4 MiB, 160 MiB in all, taken and given back as a step does, with nothing behind them in the heap.
@@ -40,6 +41,12 @@ def test_pages_are_not_returned_between_steps_unless_the_environment_says_so() -
     # Now and then a fragmented heap takes 3 to 5 of 200 blocks anew. Where pages are returned, every run takes them all.
     assert any(faults() < 2000 for _ in range(3))
     assert faults(MALLOC_MMAP_THRESHOLD_="1048576") > 100_000  # five steps of 40,960 pages each
+
+
+def test_a_gpu_has_the_address_that_the_kernel_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties)
+    assert _pci_address(torch.device("cuda", 0)) == "0000:3b:00.0"
 
 
 def test_deterministic_algorithms_do_not_fill_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
