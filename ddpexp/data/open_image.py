@@ -1,6 +1,6 @@
-"""Opening images: JPEG, PNG and WebP by their content, whatever the name of the file.
+"""Opening images in the usual formats by their content, whatever the name of the file.
 
-Pillow reads some forty more formats, and one of them, PostScript, by running the file in Ghostscript.
+Pillow reads some forty more, and one of them, PostScript, by running the file in Ghostscript.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from PIL import Image, UnidentifiedImageError
 
 from ddpexp.system.files import open_regular
 
-FORMATS = ("JPEG", "PNG", "WEBP")
-CALLED = "JPEG, PNG or WebP"
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+CALLED = "JPEG, PNG, WebP, BMP, GIF, TIFF or PNM"
 
 
 def open_image(file: str | os.PathLike[str] | BinaryIO) -> Image.Image:
-    """Open an image as `PIL.Image.open` does, and nothing but a JPEG, PNG or WebP.
+    """Open an image as `PIL.Image.open` does, and nothing but what is of one of `FORMATS`.
 
     Raises:
         UnidentifiedImageError: The file is none of these. OSError: It cannot be read. Pillow's decoders raise errors of

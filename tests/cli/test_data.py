@@ -50,7 +50,7 @@ def test_tokens_are_not_called_samples_nor_counted_as_such(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     (tmp_path / "a.txt").write_text("0123456789" * 10)
-    (tmp_path / "w.txt").write_text("1\n" * 22)  # the text to train on has 22 windows
+    (tmp_path / "w.txt").write_text("1\n" * 21)  # the text to train on has 21 windows
     typed = ["recipe=gpt", f"data.path={tmp_path}/a.txt", "data.block_size=4", f"data.weights={tmp_path}/w.txt"]
     assert data(typed) == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]

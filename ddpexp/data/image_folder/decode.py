@@ -75,13 +75,20 @@ def _opened(file: BinaryIO) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return open_image(file)
+            image = open_image(file)
+            if image.format == "TIFF" and _tag(image) in _TURNED:
+                image.load()  # Pillow turns a TIFF itself, some of its versions only here
+            return image
     except Exception as error:
         size = file.seek(0, os.SEEK_END)
         raise BrokenImageError("the file is empty" if size == 0 else _reason(error)) from None
 
 
 def _orientation(image: Image.Image) -> int:
+    return 1 if image.format == "TIFF" else _tag(image)  # Pillow turns a TIFF itself
+
+
+def _tag(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # damaged metadata of an image that is intact
@@ -103,7 +110,9 @@ def _plain(image: Image.Image, mode: str) -> Image.Image:
     if image.mode == mode:
         image.load()
         return image
-    if image.mode.startswith("I") or image.mode == "F":  # 16 bits
+    if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
+        raise BrokenImageError(f"its pixels are of 32 bits (mode {image.mode}), and none says what is white")
+    if image.mode.startswith("I"):  # 16 bits
         return image.convert("F").point(lambda value: value * (1 / 257)).convert("L").convert(mode)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")

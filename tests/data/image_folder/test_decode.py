@@ -25,8 +25,13 @@ def corners(image: Image.Image) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("mode", "suffix"),
-    [("RGB", "jpg"), ("RGB", "png"), ("RGB", "webp"), ("CMYK", "jpg"), ("P", "png"), ("RGBA", "png"), ("RGBA", "webp")],
-)
+    [
+        ("RGB", "jpg"), ("RGB", "png"), ("RGB", "webp"), ("CMYK", "jpg"), ("P", "png"), ("RGBA", "png"),
+        ("RGBA", "webp"),
+        ("RGB", "bmp"), ("P", "bmp"), ("RGB", "gif"), ("P", "gif"), ("RGB", "tif"), ("RGBA", "tiff"), ("CMYK", "tif"),
+        ("RGB", "jfif"), ("RGB", "ppm"),
+    ],
+)  # fmt: skip
 def test_every_mode_and_format_becomes_rgb(mode: str, suffix: str, tmp_path: Path) -> None:
     path = str(tmp_path / f"image.{suffix}")
     QUARTERS.convert(mode).save(path)
@@ -36,9 +41,21 @@ def test_every_mode_and_format_becomes_rgb(mode: str, suffix: str, tmp_path: Pat
     assert decode(path, StoredSize(100, 100), 1).mode == "L"
 
 
-@pytest.mark.parametrize("mode", ["L", "1", "LA", "I;16"])
-def test_grey_images_stay_grey(mode: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "image.png")
+@pytest.mark.parametrize(
+    ("mode", "suffix"),
+    [
+        ("L", "png"),
+        ("1", "png"),
+        ("LA", "png"),
+        ("I;16", "png"),
+        ("L", "pgm"),
+        ("I;16", "pgm"),
+        ("1", "tif"),
+        ("I;16", "tif"),
+    ],
+)
+def test_grey_images_stay_grey(mode: str, suffix: str, tmp_path: Path) -> None:
+    path = str(tmp_path / f"image.{suffix}")
     ramp = np.tile(np.arange(0, 256, 8, dtype=np.uint8), (20, 1))
     image = Image.fromarray(ramp.astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(ramp).convert(mode)
     image.save(path)
@@ -56,13 +73,14 @@ def test_transparent_parts_become_white(tmp_path: Path) -> None:
     assert (np.asarray(decode(path, StoredSize(100, 100), 3)) == 255).all()
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_orientation_is_applied(orientation: int, tmp_path: Path) -> None:
+def test_orientation_is_applied(orientation: int, suffix: str, tmp_path: Path) -> None:
     undo = {1: None, 2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}[orientation]  # of Pillow's transpositions
     stored = QUARTERS if undo is None else QUARTERS.transpose(Image.Transpose(undo))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    path = str(tmp_path / "image.jpg")
+    path = str(tmp_path / f"image.{suffix}")
     stored.save(path, exif=exif, quality=95)
     image = decode(path, StoredSize(100, 100), 3)
     assert size_of(path, StoredSize(100, 100)) == (32, 48)
@@ -90,13 +108,36 @@ def test_images_are_reduced_by_auto_only_where_it_saves_more_than_half(
     assert size_of(path, stored)[0] == decode(path, stored, 3).height == expected
 
 
+def test_the_first_frame_of_several_is_read(tmp_path: Path) -> None:
+    path = str(tmp_path / "image.gif")
+    QUARTERS.save(path, save_all=True, append_images=[Image.new("RGB", QUARTERS.size, "white")])
+    assert corners(decode(path, StoredSize(100, 100), 3)) == [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]
+
+
+@pytest.mark.parametrize("mode", ["F", "I"])
+def test_pixels_of_32_bits_have_no_known_white(mode: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "image.tif")
+    QUARTERS.convert("L").convert(mode).save(path)
+    with pytest.raises(BrokenImageError, match=rf"its pixels are of 32 bits \(mode {mode}\)"):
+        decode(path, StoredSize(100, 100), 3)
+
+
+@pytest.mark.parametrize("suffix", ["bmp", "gif", "tif", "ppm", "webp", "png"])
+def test_files_that_are_cut_off_are_reported_in_every_format(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"image.{suffix}"
+    photo(200, 200, 0).save(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(BrokenImageError):
+        decode(str(path), StoredSize(100, 100), 3)
+
+
 def test_broken_images_are_reported_with_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "image.jpg"
     photo(200, 200, 0).save(path)
     whole = path.read_bytes()
     for content, reason in (
         (b"", "empty"),
-        (b"<html>", "no JPEG, PNG or WebP image"),
+        (b"<html>", "it is no JPEG, PNG, WebP"),
         (whole[: len(whole) // 2], "truncated"),
     ):
         path.write_bytes(content)

@@ -139,7 +139,7 @@ def test_broken_images_stop_by_name_or_are_skipped_and_listed(
     (photos / "train/dog/2.jpg").write_bytes(b"<html>")
     text = refusal(photos, cache=cache)
     assert "2 broken images (train/cat/1.jpg: " in text
-    assert "train/dog/2.jpg: it is no JPEG, PNG or WebP image" in text
+    assert "train/dog/2.jpg: it is no JPEG, PNG, WebP, BMP, GIF, TIFF or PNM image" in text
     prepared = prepare(str(photos), cache=cache, broken="skip")  # type: ignore[arg-type]
     assert "2 broken images" in capsys.readouterr().err
     assert prepared["num_train"] == 10
