@@ -22,7 +22,8 @@ from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache, read_cache
 from ddpexp.data.hashes import hash_of_range
 from ddpexp.data.image_folder.options import Options, StoredSize
 from ddpexp.data.image_folder.pool import Pool, processes
-from ddpexp.data.image_folder.scan import Folder, ImageFile, scan
+from ddpexp.data.image_folder.scan import Folder, scan
+from ddpexp.data.image_folder.walk import ImageFile
 from ddpexp.data.npy import write_file, write_npy
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
@@ -73,6 +74,8 @@ def prepare(
     std: tuple[float, ...] = (0.229, 0.224, 0.225),
     size_from_epoch: tuple[tuple[int, ...], ...] | None = None,
     augment_on: Literal["host", "device"] = "host",
+    classes: tuple[str, ...] | None = None,
+    nested: bool = False,
 ) -> dict[str, Any]:
     """Make sure that a cache of the images below `root` exists; return a description of the data.
 
@@ -91,7 +94,7 @@ def prepare(
         raise RefusedError(
             f"data.cache={cache} data.broken={broken}: use one of {', '.join(_MODES)}, and stop or skip."
         )
-    return prepared(scan(root), stored, cache, broken, options)
+    return prepared(scan(root, classes, nested), stored, cache, broken, options)
 
 
 def prepared(folder: Folder, stored: StoredSize, cache: str, broken: str, options: Options) -> dict[str, Any]:
@@ -363,7 +366,8 @@ def _description(folder: Folder, cache: Cache, stored: StoredSize, options: Opti
         "num_train": num_train,
         "num_test": num_test,
         "note": f"{num_train:,} + {num_test:,} images of {len(folder.classes):,} classes, from {folder.root}"
-        + (f" ({folder.loose:,} beside the folders of classes left out)" if folder.loose else "")
+        + (f" ({folder.left_out})" if folder.left_out else "")
+        + (f", none of {first_few(folder.without_images)} to train on" if folder.without_images else "")
         + f", data.cache={mode} ({human(size)} in {cache.folder})",
         "cache": mode,
         "stored": list(stored),

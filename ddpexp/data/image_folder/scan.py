@@ -6,28 +6,20 @@ Standard library only, and fast to import: the launching command imports this mo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unicodedata import normalize
 
 from ddpexp.data.batch_plan import counted
+from ddpexp.data.image_folder.layout import Parts, check_depth, find_parts
+from ddpexp.data.image_folder.walk import SUFFIXES, ImageFile, Walk, folders, is_image
+from ddpexp.data.part_names import part_of
 from ddpexp.errors import RefusedError
+from ddpexp.system.text import first_few
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-_TRAIN = "train"
-_EVALUATION = ("val", "valid", "validation")
-_TEST = "test"
 _LISTED = 3
-
-
-@dataclass(frozen=True)
-class ImageFile:
-    """One image: its path below `data.root`, its class, and what changes when its content does."""
-
-    path: str
-    label: int
-    num_bytes: int
-    modified: int  # nanoseconds
 
 
 @dataclass(frozen=True)
@@ -36,14 +28,23 @@ class Folder:
 
     root: Path
     classes: tuple[str, ...]
-    loose: int  # images beside the folders of the classes, which are left out
     parts: dict[str, list[ImageFile]]
+    left_out: str  # which files were, for the first lines of a run; empty: none
+
+    @property
+    def without_images(self) -> list[str]:
+        """Return the classes of which there is no image to train on."""
+        seen = {file.label for file in self.parts.get("train", ())}
+        return [name for label, name in enumerate(self.classes) if label not in seen] if "train" in self.parts else []
 
 
-def scan(root: str | None) -> Folder:
+def scan(root: str | None, classes: Sequence[str] | None = None, nested: bool = False) -> Folder:
     """Find the images below a folder: `train/CLASS` and `val/CLASS`, or `CLASS` alone.
 
-    Hidden files and folders, and files that are no JPEG, PNG or WebP by their names, are left out.
+    Parts have their usual names in any case. Classes are those of the folders of the training part, sorted, unless
+    `classes` decides them; a name is the same class however Unicode composes its letters (NFC or NFD). Linked folders
+    are followed. Hidden files and folders, and files that are no images by their names, are left out.
+    With `nested` folders inside those of the classes belong to them, whatever their names.
 
     Raises:
         RefusedError: there is no such folder, or it is not laid out like that.
@@ -53,98 +54,124 @@ def scan(root: str | None) -> Folder:
             "data.root is not set: name the folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with CLASS/*.jpg."
         )
     folder = Path(os.path.abspath(os.path.expanduser(root)))
+    walk = Walk(folder)
     try:
-        parts = _parts(folder)
-        classes = sorted({name for place in parts.values() for name in _folders(place)})
-        _check_classes(folder, parts, classes)
-        labels = {name: label for label, name in enumerate(classes)}
-        files = {
-            part: [file for name in _folders(place) for file in _images(folder, place / name, labels[name])]
-            for part, place in parts.items()
-        }
+        parts = find_parts(folder)
+        by_class = {part: _class_folders(place) for part, place in parts.items()}
+        names = _classes(folder, parts, by_class, classes)
+        labels = {name: label for label, name in enumerate(names)}
+        files = {part: list(_labelled(walk, place, by_class[part], labels)) for part, place in parts.items()}
     except OSError as error:
         raise RefusedError(_unreadable(folder, error)) from None
     for part, place in parts.items():
-        _check_images(place, files[part], classes)
-    return Folder(folder, tuple(classes), sum(map(_loose, parts.values())), files)
+        _check_images(place, files[part], by_class[part], labels)
+    if not nested:
+        check_depth(folder, parts["train"], files["train"])
+    beside = [name for name in folders(folder) if part_of(name) is None] if parts["train"] != folder else []
+    left_out = _left_out(walk.left_out, sum(map(_loose, parts.values())), beside)
+    return Folder(folder, tuple(names), files, left_out)
 
 
 def scan_unlabelled(root: str | None, classes: Sequence[str]) -> Folder | None:
     """Find all images below a folder, in the order of their paths; their label is -1.
 
-    None if there are folders of parts or of the classes in it.
+    None if there are folders of classes in it, or of parts with folders.
 
     Raises:
         RefusedError: there is no such folder, or no image.
     """
     folder = Path(os.path.abspath(os.path.expanduser(root or "")))
-    if not root or not folder.is_dir() or {_TRAIN, *_EVALUATION, _TEST, *classes} & set(_folders(folder)):
+    if not root or not folder.is_dir():
         return None
+    walk = Walk(folder)
     try:
-        files = list(_images(folder, folder, -1))
+        parts = [name for name in folders(folder) if part_of(name) is not None and folders(folder / name)]
+        if parts or set(_class_folders(folder)) & set(classes):
+            return None
+        walk.begin_part(folder.parent)
+        files = list(walk.images(folder, -1))
     except OSError as error:
         raise RefusedError(_unreadable(folder, error)) from None
     if not files:
-        raise RefusedError(f"data.root={folder} holds no JPEG, PNG or WebP images: name a folder with some.")
-    return Folder(folder, tuple(classes), 0, {"eval": files})
-
-
-def _parts(folder: Path) -> dict[str, Path]:
-    """Return the folder of each part. Raises: OSError."""
-    names = _folders(folder)
-    if _TRAIN not in names:
-        lone = next((name for name in (*_EVALUATION, _TEST) if name in names), None)
-        if lone is not None and any(_folders(folder / lone)):
-            raise RefusedError(
-                f"data.root={folder} holds {lone}/ but no train/: name the folder that holds both, or put the images "
-                "to train on into train/CLASS/."
-            )
-        return {_TRAIN: folder}
-    parts = {_TRAIN: folder / _TRAIN}
-    evaluation = [name for name in _EVALUATION if name in names]
-    if len(evaluation) > 1:
         raise RefusedError(
-            f"data.root={folder} holds {' and '.join(f'{name}/' for name in evaluation)}: keep the one to evaluate on."
+            f"data.root={folder} holds no images (names ending in {', '.join(SUFFIXES)}): name a folder with some."
         )
-    if evaluation:
-        parts["eval"] = folder / evaluation[0]
-    if _TEST in names:
-        parts["test" if evaluation else "eval"] = folder / _TEST
-    return parts
+    return Folder(folder, tuple(classes), {"eval": files}, _left_out(walk.left_out))
 
 
-def _check_classes(folder: Path, parts: dict[str, Path], classes: Sequence[str]) -> None:
-    place = parts[_TRAIN]
-    train = _folders(place)
+def _class_folders(place: Path) -> dict[str, list[Path]]:
+    """Return the folders of each class, by its name in NFC. Raises: OSError."""
+    found: dict[str, list[Path]] = {}
+    for name in folders(place):
+        found.setdefault(normalize("NFC", name), []).append(place / name)
+    return found
+
+
+def _labelled(
+    walk: Walk, part: Path, by_class: Mapping[str, Sequence[Path]], labels: Mapping[str, int]
+) -> Iterator[ImageFile]:
+    walk.begin_part(part)
+    for name in sorted(by_class):
+        for place in by_class[name]:
+            yield from walk.images(place, labels[name])
+
+
+def _classes(
+    folder: Path, parts: Parts, by_class: Mapping[str, Mapping[str, Sequence[Path]]], given: Sequence[str] | None
+) -> list[str]:
+    """Return the names of the classes, after checks of the folders. Raises: RefusedError, OSError."""
+    place, train = parts["train"], by_class["train"]
     if not train:
         raise RefusedError(
             f"{_named(folder, place)} {_content(place)}, and data=image_folder reads one folder of images for each "
             "class: put them into folders named after their classes."
         )
-    if len(classes) == 1:
+    classes = sorted(train) if given is None else [normalize("NFC", name) for name in given]
+    if len(classes) == 1 or len(set(classes)) < len(classes):
         loose = _loose(place)
         beside = f" (and {counted(loose, 'image')} beside it, in no class)" if loose else ""
+        if given is not None:
+            raise RefusedError(f"data.classes=[{', '.join(given)}]: name two classes or more, each of them once.")
         raise RefusedError(
             f"{_named(folder, place)} holds one class, {classes[0]}{beside}, so there is nothing to tell apart: add a "
             "folder for each further class."
         )
-    unseen = sorted(set(classes) - set(train))
-    if unseen:
-        other = next(place for place in parts.values() if unseen[0] in _folders(place))
-        raise RefusedError(
-            f"{other} holds classes that {place} does not ({_listed(unseen)}), and a model cannot learn those: make "
-            "the folders of classes the same."
-        )
+    for part, own in by_class.items():
+        unseen = sorted(set(own) - set(classes))
+        if unseen and given is None:
+            raise RefusedError(
+                f"{parts[part]} holds classes that {place} does not ({first_few(unseen, _LISTED)}), and a model cannot "
+                "learn those: make the folders of classes the same."
+            )
+        if unseen:
+            raise RefusedError(
+                f"{parts[part]} holds folders that are none of the classes ({first_few(unseen, _LISTED)}): the classes "
+                f"are {first_few(classes, 10)}. Rename or remove the folders."
+            )
+    return classes
 
 
-def _check_images(place: Path, files: Sequence[ImageFile], classes: Sequence[str]) -> None:
+def _check_images(
+    place: Path, files: Sequence[ImageFile], by_class: Mapping[str, Sequence[Path]], labels: Mapping[str, int]
+) -> None:
     seen = {file.label for file in files}
-    empty = [name for label, name in enumerate(classes) if label not in seen and (place / name).is_dir()]
+    empty = [name for name in sorted(by_class) if labels[name] not in seen]
     if not files or empty:
         raise RefusedError(
-            f"{place} holds no JPEG, PNG or WebP images{f' of {_listed(empty)}' if files else ''} (names ending in "
+            f"{place} holds no images{f' of {first_few(empty, _LISTED)}' if files else ''} (names ending in "
             f"{', '.join(SUFFIXES)}): add some, or remove the folder{'s' if len(empty) > 1 else ''}."
         )
+
+
+def _left_out(suffixes: Mapping[str, int], loose: int = 0, beside: Sequence[str] = ()) -> str:
+    """Return what was left out: images and folders beside those that are read, and what is no image by its name."""
+    counts = [f"{count:,} {suffix}" for suffix, count in Counter(suffixes).most_common()]
+    texts = [
+        f"{loose:,} beside the folders of classes left out" if loose else "",
+        f"folders left out: {first_few(beside, _LISTED)}" if beside else "",
+        f"files left out: {first_few(counts, 8)}" if counts else "",
+    ]
+    return "; ".join(filter(None, texts))
 
 
 def _unreadable(folder: Path, error: OSError) -> str:
@@ -165,34 +192,10 @@ def _named(folder: Path, place: Path) -> str:
 
 def _content(place: Path) -> str:
     names = sorted(name for name in os.listdir(place) if not name.startswith("."))
-    return f"holds no folders, only {_listed(names)}" if names else "is empty"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else "")
-
-
-def _folders(place: Path) -> list[str]:
-    """Return the names of the folders in a folder, sorted, without hidden ones. Raises: OSError."""
-    with os.scandir(place) as entries:
-        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    return f"holds no folders, only {first_few(names, _LISTED)}" if names else "is empty"
 
 
 def _loose(place: Path) -> int:
     """Return how many images lie beside the folders of the classes. Raises: OSError."""
     with os.scandir(place) as entries:
-        return sum(entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".") for entry in entries)
-
-
-def _images(root: Path, place: Path, label: int) -> Iterator[ImageFile]:
-    """Yield the images in the folder of a class and in the folders below it, sorted by name. Raises: OSError."""
-    with os.scandir(place) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _images(root, Path(entry.path), label)
-        elif entry.name.lower().endswith(SUFFIXES):
-            found_stat = entry.stat()
-            yield ImageFile(os.path.relpath(entry.path, root), label, found_stat.st_size, found_stat.st_mtime_ns)
+        return sum(is_image(entry.name) and not entry.name.startswith(".") for entry in entries)

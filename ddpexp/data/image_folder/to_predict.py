@@ -13,16 +13,21 @@ from typing import Any
 import ddpexp.data.image_folder.prepare as labelled
 from ddpexp.data.image_folder.options import Options
 from ddpexp.data.image_folder.scan import scan_unlabelled
+from ddpexp.system.terminal import print_message
 
 
 def prepare(trained_on: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     """Prepare images as `ddpexp.data.image_folder.prepare.prepare` does, with or without classes.
 
-    Images without classes are one set, in the order of their paths (`whole`, `files`). Raises: RefusedError.
+    Classes are numbered as in training. Images without classes are one set, in the order of their paths (`whole`,
+    `files`). Raises: RefusedError.
     """
-    folder = scan_unlabelled(options.get("root"), trained_on.get("classes") or ())
+    classes = trained_on.get("classes") or options.get("classes")
+    folder = scan_unlabelled(options.get("root"), classes or ())
     if folder is None:
-        return labelled.prepare(**options)
+        return labelled.prepare(**{**options, "classes": classes})
+    if folder.left_out:
+        print_message(f"ddpexp: data.root={folder.root}: {folder.left_out}")
     names = {field.name for field in fields(Options)}
     chosen = Options(**{key: value for key, value in options.items() if key in names}).resolved()
     stored = chosen.stored_size(options.get("cache_size", "auto"))
