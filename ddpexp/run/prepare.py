@@ -15,6 +15,7 @@ from ddpexp.config.instantiate import Node, Trust, instantiate
 from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Data
 from ddpexp.data.cache import only_own_caches
+from ddpexp.data.mixture.facts import Source, shared_facts
 from ddpexp.errors import RefusedError
 from ddpexp.system import files
 from ddpexp.system.memory_file import memory_file, read_memory_file
@@ -44,7 +45,7 @@ def prepare(data: Data, trust: Trust, stored: bool = False) -> dict[str, Any] | 
 def _prepare(data: Data, trust: Trust, stored: bool) -> dict[str, Any] | None:
     if data.sources:
         _check_sources(data)
-        return _of_mixture({name: _prepare(source, trust, stored) for name, source in data.sources.items()})
+        return _of_mixture(data, {name: _prepare(source, trust, stored) for name, source in data.sources.items()})
     if data.prepare is None:
         _check_values(data, None)
         return None
@@ -110,11 +111,16 @@ def _check_sources(data: Data) -> None:
             )
 
 
-def _of_mixture(sources: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Return the description of a mixture: facts are those that all sources have alike."""
+def _of_mixture(data: Data, sources: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+    """Return the description of a mixture: facts are those that all sources have alike.
+
+    Raises:
+        RefusedError: they differ in a fact that one model cannot learn both ways.
+    """
     known = {name: source or {} for name, source in sources.items()}
-    every = [source.get("facts") or {} for source in known.values()]
-    shared = {key: value for key, value in every[0].items() if all(other.get(key) == value for other in every)}
+    shared = shared_facts(
+        [Source(name, source.get("facts") or {}, data.sources[name].options) for name, source in known.items()]
+    )
     hashes = [
         next((str(source[key]) for key in ("sha256", "hash") if key in source), None) for source in known.values()
     ]
