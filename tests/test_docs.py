@@ -126,6 +126,7 @@ ONLY_WITH = {
     "data.channels=1": ["data=image_folder"],
     "data.augment_on=device": ["data=image_folder"],
     "data.broken=skip": ["data=image_folder"],
+    "data.nested=true": ["data=image_folder"],
     "data.mixup=0.2": ["data=image_folder"],
     "data.cutmix=1": ["data=image_folder"],
     "data.documents=line": ["data=text"],

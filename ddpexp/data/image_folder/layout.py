@@ -57,8 +57,8 @@ def _check_classes(folder: Path, names: Sequence[str], lone: Sequence[str]) -> N
     if like := named_like_parts(names):
         raise RefusedError(
             f"data.root={folder} holds folders that are named like parts and not like classes "
-            f"({first_few(like, _LISTED)}): name them train, val and test, or put the folders of classes that are "
-            "called so into train/."
+            f"({first_few(list(like), _LISTED)}): name them train, val and test, or put the folders of classes that "
+            "are called so into train/."
         )
 
 

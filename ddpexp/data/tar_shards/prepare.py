@@ -16,6 +16,7 @@ import numpy as np
 
 from ddpexp.data.cache import cache_name, make_cache
 from ddpexp.data.hashes import is_reading_again
+from ddpexp.data.part_names import overlap
 from ddpexp.data.tar_shards import remote
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
@@ -80,7 +81,7 @@ def prepare(
         "hash": cache_name("tar_shards", [[one["identity"], list(files)] for one in sets.values()]),
         "num_train": sets["train"]["num_samples"],
         "num_test": sets["eval"]["num_samples"] if eval_path is not None else 0,
-        "note": f"tar shards: {counts}",
+        "note": f"tar shards: {counts}{overlap(*(one['shards'] for one in sets.values())) if len(sets) > 1 else ''}",
     }
 
 

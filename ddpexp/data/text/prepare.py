@@ -19,11 +19,13 @@ from typing import Any, Literal
 
 from ddpexp.data.batch_plan import counted
 from ddpexp.data.cache import cache_name, make_cache
+from ddpexp.data.part_names import named_like_parts, overlap
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.data.text.tokenizer import TOKENIZER_FILE, Chars, Library, Tokenizer, token_bytes
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
+from ddpexp.system.text import first_few
 
 TOKENS, BORDERS = "tokens.bin", "borders.bin"
 _VERSION = 2  # increase it when the content of caches changes: it is part of their names
@@ -80,11 +82,7 @@ def prepare(
     border = record["num_train"] if held_out else _border(total, eval_fraction)
     if documents is not None and not held_out:
         border = _at_a_document(cache.folder / BORDERS, border)
-    share = "" if held_out else f", the first {1 - eval_fraction:.0%} of {total:,}" if eval_fraction else ""
-    _check_length(border, block_size, f"the text to train on has {counted(border, 'token')}{share}")
-    if held_out or total > border:
-        share = "" if held_out else f", the last {eval_fraction:.0%} of {total:,}"
-        _check_length(total - border, block_size, f"the text to evaluate has {counted(total - border, 'token')}{share}")
+    _check_lengths(border, total, block_size, 0.0 if held_out else eval_fraction, bool(held_out))
     described = dict(record["tokenizer"])
     if described["kind"] == "tokenizers":
         described["folder"] = str(cache.folder)
@@ -96,7 +94,7 @@ def prepare(
         "num_train": border,
         "num_test": total - border,
         "unit": "tokens",
-        "note": _note(border, total - border, record, train, tokenizer),
+        "note": f"{_note(border, total - border, record, train, tokenizer)}{_overlap(train, held_out)}",
         "facts": facts,
         "block_size": block_size,
         "token_bytes": token_bytes(record["vocab_size"]),
@@ -114,6 +112,15 @@ def _check_options(block_size: int, eval_fraction: float, documents: str | None,
             f"data.end_token={end_token} ends each document, and data.documents=null has none: use data.documents=file "
             "or data.documents=line."
         )
+
+
+def _check_lengths(border: int, total: int, block_size: int, eval_fraction: float, own_files: bool) -> None:
+    """Check that the texts to train and to evaluate on have a window each; `own_files`: of those to evaluate on."""
+    share = f", the first {1 - eval_fraction:.0%} of {total:,}" if eval_fraction else ""
+    _check_length(border, block_size, f"the text to train on has {counted(border, 'token')}{share}")
+    if own_files or total > border:
+        share = "" if own_files else f", the last {eval_fraction:.0%} of {total:,}"
+        _check_length(total - border, block_size, f"the text to evaluate has {counted(total - border, 'token')}{share}")
 
 
 def _check_length(num_tokens: int, block_size: int, text: str) -> None:
@@ -155,6 +162,7 @@ def _sources(paths: str | tuple[str, ...] | None, key: str) -> list[_Source]:
         if os.path.isdir(path):
             files = sorted(str(file) for file in Path(path).rglob("*.txt") if not file.is_dir())
             problem = "holds no .txt file"
+            _check_one_part(key, Path(path), files)
         elif glob.has_magic(path) and not os.path.exists(path):
             files = sorted(path for path in glob.glob(path, recursive=True) if not os.path.isdir(path))
             problem = "matches no file"
@@ -164,6 +172,18 @@ def _sources(paths: str | tuple[str, ...] | None, key: str) -> list[_Source]:
             raise RefusedError(f"{key}={path} {problem}: name a text file, a folder of .txt files, or a pattern.")
         found += files
     return [_source(path, key) for path in found]
+
+
+def _check_one_part(key: str, folder: Path, files: Sequence[str]) -> None:
+    """Check that the files and folders in a folder of texts are not those of several parts."""
+    inside = sorted({Path(file).relative_to(folder).parts[0] for file in files})
+    parts = named_like_parts(name.removesuffix(".txt") for name in inside)
+    if len(set(parts.values())) > 1:
+        raise RefusedError(
+            f"{key}={folder} holds texts that are named like parts ({first_few(list(parts))}), and all of them would "
+            "be trained on: name the files or folders to train on as data.path, and those to evaluate on as "
+            "data.eval_path."
+        )
 
 
 def _source(path: str, key: str) -> _Source:
@@ -301,6 +321,10 @@ def _note(num_train: int, num_test: int, record: Mapping[str, Any], sources: Seq
         f"{num_train:,} + {num_test:,} tokens of {files}, "
         f"data.tokenizer={tokenizer} with {record['vocab_size']:,} different ones"
     )
+
+
+def _overlap(train: Sequence[_Source], held_out: Sequence[_Source]) -> str:
+    return overlap((source.path for source in train), (source.path for source in held_out))
 
 
 def _hash(values: Sequence[object]) -> str:

@@ -55,6 +55,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def test_every_file_of_every_sample_is_found_and_decoded(tmp_path: Path) -> None:
     files = ["jpg;png", "cls", "npy", "txt", "json"]
     prepared = prepare(str(write(tmp_path) / "train-*.tar"), str(tmp_path / "train-001.tar"), files)
+    assert prepared["note"].endswith(f"; 1 file of data.eval_path, such as {tmp_path}/train-001.tar, trained on too")
     assert (prepared["num_train"], prepared["num_test"]) == (30, 10)
     splits = load(prepared)
     for number in (29, 0, 17):

@@ -125,6 +125,42 @@ def test_folders_patterns_and_lists_are_read_in_the_order_of_their_names(file: P
     assert bytes(tokens(turned)) == ("x" * 20 + TEXT).encode()
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.txt", "Valid.txt"),
+        ("wiki.train.txt", "wiki.test.txt"),
+        ("Train/a.txt", "test/b.txt"),
+    ],
+)
+def test_a_folder_with_several_parts_is_refused(names: tuple[str, str], file: Path) -> None:
+    folder = file.parent / "parts"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(TEXT)
+    with pytest.raises(
+        RefusedError, match=r"holds texts that are named like parts \(.+, .+\), and all of them would be"
+    ):
+        prepared(folder)
+
+
+@pytest.mark.parametrize(
+    "names", [("test1.txt", "test2.txt"), ("train station.txt", "test tube.txt"), ("x.txt", "y/z.txt")]
+)
+def test_texts_of_one_part_are_read(names: tuple[str, str], file: Path) -> None:
+    for name in names:
+        (file.parent / "parts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / "parts" / name).write_text(TEXT)
+    assert prepared(file.parent / "parts")["num_train"] == int(2 * len(TEXT) * 0.9)
+
+
+def test_files_to_evaluate_on_among_those_to_train_on_are_counted(file: Path) -> None:
+    (file.parent / "b.txt").write_text(TEXT)
+    found = prepared(file.parent, eval_path=str(file.parent / "b.txt"))
+    assert found["note"].endswith(f"; 1 file of data.eval_path, such as {file.parent}/b.txt, trained on too")
+    assert "trained on" not in prepared(file, eval_path=str(file.parent / "b.txt"))["note"]
+
+
 def test_own_files_are_evaluated_in_place_of_the_end(file: Path) -> None:
     other = file.parent / "eval.text"
     other.write_text("other words than those before")
