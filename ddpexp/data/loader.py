@@ -161,12 +161,15 @@ class _Fetch:
             raise user_code_error(error, self._description(indices if fetch else [indices[len(samples)]])) from None
 
     def _collated(self, samples: Any, indices: list[int]) -> Any:
+        collate = self.data.collate if isinstance(self.data, Transformed) else default_collate
         try:
-            collate = self.data.collate if isinstance(self.data, Transformed) else default_collate
             return _in_shared_memory(collate(samples))
         except Exception as error:
             if (info := get_worker_info()) is not None and _is_no_room(error):
                 raise error_at_limit(error, info.num_workers) or no_room() from None
+            if collate is not default_collate:
+                name = getattr(collate, "__qualname__", type(collate).__qualname__)
+                raise user_code_error(error, f"data.collate={name}, {self._description(indices)}") from None
             other = first_mismatch(samples)
             if other is None:
                 raise user_code_error(error, self._description(indices)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,19 @@ def test_evaluation_draws_the_same_in_every_epoch_and_batch() -> None:
 def test_an_error_in_a_transform_names_the_sample() -> None:
     with pytest.raises(CodeError, match=r"broken \(sample \d+ of 60 in `train`\)"):
         list(TrainBatches(Transformed(Items(), (broken,)), plan_batches(12, 12, 1), 0, 3, CPU).steps(0, 1))
+
+
+def picky(samples: list[Any]) -> list[Any]:
+    raise KeyError("label")
+
+
+def test_an_error_in_a_collate_is_that_functions_whatever_its_samples_are() -> None:
+    rows = [(torch.zeros(1 + index % 2), index) for index in range(60)]  # which torch's own could not collate
+    with pytest.raises(CodeError) as caught:
+        list(TrainBatches(Transformed(rows, collate=picky), plan_batches(12, 12, 1), 0, 3, CPU).steps(0, 1))
+    assert re.fullmatch(
+        r"'label' \(data\.collate=picky, samples [\d, and]+ more of 60 in `train`\)", caught.value.message
+    )
 
 
 def arranged(data: Any, *overrides: str) -> Splits:
