@@ -9,11 +9,12 @@ from pathlib import Path
 import hydra
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddpexp.config.build import unknown_key
+from ddpexp.config.file_targets import inherited_keys
 from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.hydra_section import (
     check_no_ignored_options,
@@ -42,7 +43,6 @@ def compose_tree(overrides: list[str], added: Path | None) -> DictConfig:
     # Hydra's main composes twice, once to find out whether this is a sweep; its API composes once, in half the time.
     composed = without_inherited(overrides, added)
     with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE):
-        check_user_files(overrides, added)
         try:
             cfg = hydra.compose("config", [*_searched(added), *composed], return_hydra_config=True)
         except ConfigCompositionException as error:
@@ -123,12 +123,22 @@ def check_settings_of_hydra(cfg: DictConfig, overrides: list[str], added: Path |
     check_no_ignored_options([path for path in paths if path.is_file()])
 
     def files() -> list[Path]:
-        found = GlobalHydra.instance().config_loader()
-        default_list = found.compute_defaults_list("config", [*_searched(added), *overrides], RunMode.MULTIRUN).defaults
-        paths = [folder / f"{default.config_path}.yaml" for default in default_list for folder in folders]
-        return [path for path in paths if path.is_file()]
+        return [path for path, _ in _composed_files(overrides, added) if not path.is_relative_to(conf_folder())]
 
     check_nothing_ignored(cfg, lambda: hydra.compose("config", _searched(added), return_hydra_config=True), files)
+
+
+def _composed_files(overrides: Sequence[str], added: Path | None) -> list[tuple[Path, str]]:
+    """Return the files of which a command is composed, in order, each with the package where its keys belong.
+
+    Call it within `hydra.initialize_config_dir`.
+    """
+    folders = [conf_folder(), *([added] if added else []), *plugin_folders(), *searched_packages()]
+    found = GlobalHydra.instance().config_loader()
+    defaults = found.compute_defaults_list("config", [*_searched(added), *overrides], RunMode.MULTIRUN).defaults
+    places = [(default, folder / f"{default.config_path}.yaml") for default in defaults for folder in folders]
+    first = {id(default): (path, default.package or "") for default, path in reversed(places) if path.is_file()}
+    return [first[id(default)] for default in defaults if id(default) in first]
 
 
 def _nothing_to_delete(key: str, overrides: list[str], added: Path | None) -> RefusedError:
@@ -157,25 +167,44 @@ def sweep_in_file() -> SweepInFileError:
 
 
 def without_inherited(overrides: Sequence[str], added: Path | None) -> list[str]:
-    """Return overrides that also delete the keys which files give for another `_target_` than the overridden one."""
+    """Return overrides that also delete the keys which files give for another `_target_` than the one that counts.
+
+    Raises:
+        RefusedError: a file replaces the `_target_` of a typed option.
+    """
     typed = typed_targets(overrides)
-    if not typed:
-        return forced(overrides, ())
-    before = compose_tree([override for override in overrides if not is_in(override, typed)], added)
+    surplus, replaced = _inherited_in_files(overrides, added)
     removed: dict[str, list[str]] = {}
-    for name, target in typed.items():
-        node = OmegaConf.select(before, name)
-        same = isinstance(node, DictConfig) and names_the_same(name, node.get("_target_"), target)
-        if not same and not is_in(f"{name}._target_", removed):
-            removed[name] = keys_of_target(node, name)
+    if typed:
+        before = compose_tree([override for override in overrides if not is_in(override, typed)], added)
+        for name, target in typed.items():
+            node = OmegaConf.select(before, name)
+            same = isinstance(node, DictConfig) and names_the_same(name, node.get("_target_"), target)
+            if not same and not is_in(f"{name}._target_", removed):
+                removed[name] = keys_of_target(node, name)
     # Hydra cannot delete a null or an interpolation that does not resolve, so the key gets a plain value first.
     gone = [
         override
-        for name, keys in removed.items()
-        for key in keys
-        for override in (f"++{name}.{key}=0", f"~{name}.{key}")
+        for key in (*surplus, *(f"{name}.{key}" for name, keys in removed.items() for key in keys))
+        for override in (f"++{key}=0", f"~{key}")
     ]
     return [
         *gone,
-        *forced([override for override in overrides if override[0] != "~" or not is_in(override, removed)], removed),
+        *forced(
+            [override for override in overrides if override[0] != "~" or not is_in(override, removed)],
+            {*removed, *replaced},
+        ),
     ]
+
+
+def _inherited_in_files(overrides: Sequence[str], added: Path | None) -> tuple[list[str], set[str]]:
+    """Return what `inherited_keys` finds in the files of the user and of packages."""
+    if not (added or plugin_folders() or searched_packages()):
+        return [], set()
+    check_user_files(overrides, added)
+    try:
+        with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE):
+            files = _composed_files(overrides, added)
+    except HydraException:  # composing reports it
+        return [], set()
+    return inherited_keys(files, {override.lstrip("+").partition("=")[0]: override for override in overrides})

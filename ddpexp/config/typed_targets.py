@@ -52,4 +52,4 @@ def counts_unlisted(override: str) -> bool:
 def keys_of_target(node: Any, name: str) -> list[str]:
     """Return the keys of a section that belong to its target, not to every kind of data."""
     general = {"_target_", *DATA_KEYS} - {"prepare"} if name == "data" else {"_target_"}
-    return [str(key) for key in node if key not in general] if isinstance(node, DictConfig) else []
+    return [str(key) for key in node if key not in general] if isinstance(node, DictConfig | dict) else []

@@ -277,6 +277,46 @@ def test_an_overridden_target_of_an_inner_node_inherits_no_keys_of_another_one(m
     }  # fmt: skip
 
 
+OWN_TARGETS = """
+optimizer: {_target_: torch.optim.Adam, lr: 0.01}
+scheduler: {_target_: linear}
+strategy: {kind: local_sgd, sync_every: 4}
+callbacks: {early_stopping: {_target_: mine.Task, patience: 2}}
+logger: {tensorboard: {_target_: mine.Net}}
+model: {act: {_target_: torch.nn.ReLU}}
+"""
+
+
+def test_a_target_that_a_file_gives_inherits_no_keys_of_another_one(mine: Path) -> None:
+    net = "_target_: mine.Net\nhidden: 8\nact: {_target_: torch.nn.ELU, alpha: 2.0}\n"
+    write(mine / "model/net.yaml", net)
+    recipe = mine / "recipe/mine.yaml"
+    write(recipe, recipe.read_text() + OWN_TARGETS)
+    typed = [f"--config-dir={mine}", "recipe=mine"]
+    values = composed(*typed, "callbacks=early_stopping", "scheduler.floor=0.5").values
+    assert values["optimizer"] == {"_target_": "torch.optim.Adam", "lr": 0.01}
+    assert values["scheduler"] == {"_target_": "linear", "floor": 0.5}
+    assert values["strategy"] == {"kind": "local_sgd", "sync_every": 4}
+    assert values["callbacks"] == {"early_stopping": {"_target_": "mine.Task", "patience": 2}}
+    assert values["logger"]["tensorboard"] == {"_target_": "mine.Net"}
+    assert values["model"] == {"_target_": "mine.Net", "hidden": 8, "act": {"_target_": "torch.nn.ReLU"}}
+    assert composed(*typed, "optimizer._target_=torch.optim.SGD", "optimizer.lr=1").values["optimizer"] == {
+        "_target_": "torch.optim.SGD", "lr": 1,
+    }  # fmt: skip
+    assert refusal(*typed, "optimizer=adamw").startswith(
+        f"optimizer=adamw has no effect: {recipe} itself sets optimizer._target_ to torch.optim.Adam. Leave optimizer="
+    )
+
+
+def test_a_file_keeps_the_keys_of_the_same_target_in_the_file_that_it_builds_on(mine: Path) -> None:
+    recipe = mine / "recipe/mine.yaml"
+    write(recipe, recipe.read_text() + "optimizer: {_target_: torch.optim.Adam, lr: 0.01, eps: 0.1}\n")
+    later = "# @package _global_\ndefaults: [mine]\noptimizer: {_target_: torch.optim.Adam, lr: 0.02}\n"
+    write(mine / "recipe/later.yaml", later)
+    expected = {"_target_": "torch.optim.Adam", "lr": 0.02, "eps": 0.1}
+    assert composed(f"--config-dir={mine}", "recipe=later").values["optimizer"] == expected
+
+
 def test_an_optimizer_without_a_rate_of_its_own_is_refused_with_what_to_type() -> None:
     assert refusal("optimizer._target_=torch.optim.Adam").endswith(" Type it, for example optimizer.lr=0.01.")
 
