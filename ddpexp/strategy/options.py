@@ -99,10 +99,11 @@ class Compilation:
             return None
         return cls("default" if trainer.compile is True else str(trainer.compile), trainer.compile_blocks)
 
-    @property
-    def records_graphs(self) -> bool:
-        """Return whether the mode uses CUDA graphs, whose outputs later runs of the same graphs overwrite."""
-        return self.mode in ("reduce-overhead", "max-autotune")
+    @classmethod
+    def records_graphs(cls, trainer: TrainerOptions) -> bool:
+        """Return whether CUDA graphs are used, whose outputs later runs of the same graphs overwrite."""
+        compilation = cls.of(trainer)
+        return compilation is not None and compilation.mode in ("reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True)

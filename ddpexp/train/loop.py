@@ -31,6 +31,7 @@ from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.base import RunView
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.compare_replicas import ReplicaComparison
+from ddpexp.train.core_wait import core_wait_hint
 from ddpexp.train.due import NOTHING, Due, next_due
 from ddpexp.train.evaluation import Evaluation
 from ddpexp.train.freezing import LateStarts
@@ -87,7 +88,7 @@ class Loop:
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
             self.options.seed, self.options.reduction, self.options.clip_grad_norm, self.options.clip_grad_value,
-            self.num_steps, self._records_graphs(),
+            self.num_steps, Compilation.records_graphs(self.options),
             self.callbacks.call_on_gradients if self.callbacks.on_gradients else None,
             LateStarts.of(self.options, self.strategy.modules, self.strategy.single),
         )  # fmt: skip
@@ -163,17 +164,13 @@ class Loop:
 
     def _new_accumulator(self) -> MetricAccumulator:
         """Return an accumulator with a slot per micro-batch of the global batch, or per rank for a manual task."""
-        data, manual, copies = self.strategy.data, self._step.manual, self._records_graphs()
+        data, manual, copies = self.strategy.data, self._step.manual, Compilation.records_graphs(self.options)
         if manual is not None:
             return MetricAccumulator(self.world, data, [data.rank], data.size, manual.train_step, copies)
         num_micro_batches = self.train.plan.gradient_accumulation_steps
         first = data.rank * num_micro_batches
         slots = range(first, first + num_micro_batches)
         return MetricAccumulator(self.world, data, slots, num_micro_batches * data.size, self.task.step, copies)
-
-    def _records_graphs(self) -> bool:
-        compilation = Compilation.of(self.options)
-        return compilation is not None and compilation.records_graphs
 
     def _evaluate_before_steps(self) -> bool:
         """Evaluate at step 0 if configured, or redo an interrupted evaluation; return whether it was interrupted."""
@@ -246,6 +243,8 @@ class Loop:
     def _check_first_step(self, step: int, sums: Sums, batch: Any) -> None:
         """Check the task and the ranks by the first step of a start. Ranks: all; communicates."""
         self._comparison.compare(step + 1)
+        if self.world.is_rank_zero and (hint := core_wait_hint()):
+            logging.getLogger("ddpexp").info(hint)
         # Blocks run as they are written: for a check they would be compiled once more.
         with nullcontext() if self.options.compile_blocks is None else torch.compiler.set_stance("force_eager"):
             self._evaluation.check_metrics(sums)

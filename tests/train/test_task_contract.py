@@ -236,7 +236,9 @@ def test_what_waits_for_a_record_survives_a_change_of_the_recipes_metrics() -> N
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "ddpexp"]
+    return [
+        record.getMessage() for record in caplog.records if (record.name, record.levelname) == ("ddpexp", "WARNING")
+    ]
 
 
 @pytest.fixture
