@@ -67,7 +67,7 @@ def text_of(result: Mapping[str, Any]) -> str:
 
 def text_of_failure(failure: Failure) -> str:
     """Return what a message says of a run that failed."""
-    step = f" at step {failure.step}" if failure.step is not None else ""
+    step = f" after step {failure.step}" if failure.step is not None else ""
     return f"failed{step}: rank {failure.rank} on {failure.host}: {failure.kind}: {failure.message}"
 
 

@@ -178,7 +178,7 @@ def _first_cause(error: WorkerError) -> str:
 def _summary(error: WorkerError) -> str:
     """Return which rank failed, where and why, and which ranks were terminated as a consequence."""
     failure = error.failure
-    step = f" at step {failure.step}" if failure.step is not None else ""
+    step = f" after step {failure.step}" if failure.step is not None else ""
     phase = f" ({failure.phase}{step})" if failure.phase else step
     summary = f"rank {failure.rank} on {failure.host} failed{phase}: {_message(failure)}"
     if error.leader is not None:

@@ -157,7 +157,7 @@ def _failure(error: Mapping[str, Any]) -> str | None:
     """Return in one line which rank failed, and why."""
     rank, step = whole_of(error.get("rank")), whole_of(error.get("step"))
     place = f"rank {rank}" if rank is not None else ""
-    place += f" at step {step}" if place and step is not None else ""
+    place += f" after step {step}" if place and step is not None else ""
     return ": ".join(filter(None, (place, text_of(error.get("kind")), text_of(error.get("message"))))) or None
 
 

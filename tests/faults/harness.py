@@ -39,7 +39,7 @@ class Ended:
         assert (error["rank"], self.done.result()["status"]) == (rank, "failed"), error
         lines = [line for line in self.done.err.splitlines() if re.match(r"ddpexp: rank \d+ on .* failed", line)]
         assert len(lines) == 1, self.done.err
-        place = f" at step {error['step']}" if error["step"] is not None else ""
+        place = f" after step {error['step']}" if error["step"] is not None else ""
         assert lines[0].startswith(f"ddpexp: rank {rank} on {platform.node()} failed ({error['phase']}{place}): "), (
             lines
         )

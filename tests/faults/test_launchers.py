@@ -56,7 +56,9 @@ def test_a_rank_is_the_cause_for_all(recipe: Recipe, starter: Starter, fault: st
     shown = done.out + done.err
     if starter.name != "sbatch":
         assert (
-            len(re.findall(rf"^ddpexp: rank 1 on \S+ failed \(train at step 4\): {says}[^(\n]*", shown, re.MULTILINE))
+            len(
+                re.findall(rf"^ddpexp: rank 1 on \S+ failed \(train after step 4\): {says}[^(\n]*", shown, re.MULTILINE)
+            )
             >= 1
         ), shown
 

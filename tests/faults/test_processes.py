@@ -128,7 +128,7 @@ def test_what_a_failure_brings_about_is_not_taken_for_the_cause(recipe: Recipe) 
     add(recipe, LONG)
     done = recipe("trainer.gpus=2", "task._target_=points.Follows")
     assert re.search(
-        r"^ddpexp: rank 0 on \S+ failed \(train at step 2\): ValueError: the cause", done.err, re.MULTILINE
+        r"^ddpexp: rank 0 on \S+ failed \(train after step 2\): ValueError: the cause", done.err, re.MULTILINE
     ), done.err
 
 
@@ -250,9 +250,9 @@ def test_a_rank_with_a_collective_too_many_is_named(recipe: Recipe, size: int, w
     done = recipe(*overrides, *SOON, "task._target_=points.Extra", f"+task.size={size}")
     assert done.code == 1
     where = r"rank 1 in extra \(\S+points.py:\d+\)"
-    assert re.search(rf"^ddpexp: rank 1 on \S+ failed \(train at step 2\): {says}.*{where}", done.err, re.MULTILINE), (
-        done.err
-    )
+    assert re.search(
+        rf"^ddpexp: rank 1 on \S+ failed \(train after step 2\): {says}.*{where}", done.err, re.MULTILINE
+    ), done.err
 
 
 @pytest.mark.slow

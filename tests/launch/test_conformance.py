@@ -181,7 +181,7 @@ def test_a_failing_rank_ends_all_with_its_cause(
     assert done.result()["status"] == "failed"
     overrides = "ValueError: rank 1 has had enough" if how == "raise" else "sys.exit(7)"
     assert overrides in (done.out + done.err)
-    assert f"ddpexp: rank 1 on {error['host']} failed (train at step 2)" in done.out + done.err
+    assert f"ddpexp: rank 1 on {error['host']} failed (train after step 2)" in done.out + done.err
     if how == "raise":
         assert overrides in (done.run / "ranks/1.log").read_text()
 

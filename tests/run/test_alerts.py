@@ -97,4 +97,4 @@ def test_the_text_of_a_message() -> None:
     diverged = {**result, "metrics": {"eval/loss": None}}  # as result.json has what is not finite
     assert alerts.text_of(diverged) == "is done after step 60 in 12 s: eval/loss not finite"
     failure = Failure(rank=1, host="a", kind="ValueError", message="no", step=7, exit_code=1)
-    assert alerts.text_of_failure(failure) == "failed at step 7: rank 1 on a: ValueError: no"
+    assert alerts.text_of_failure(failure) == "failed after step 7: rank 1 on a: ValueError: no"

@@ -249,7 +249,7 @@ def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (path / "error.json").write_text('{"rank": 1, "kind": "ValueError", "step": 7, "message": "no canary-5f3c0b9d"}')
     row = one(made.path, "canary-5f3c0b9d/loss")
     assert row.overrides["data.token"] == "${MY_TOKEN}"
-    assert row.message == "rank 1 at step 7: ValueError: no ${MY_TOKEN}"
+    assert row.message == "rank 1 after step 7: ValueError: no ${MY_TOKEN}"
     assert "canary" not in str((row.overrides, row.metrics, row.message))
 
 

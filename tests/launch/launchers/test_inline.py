@@ -103,7 +103,7 @@ def test_a_failure_ends_as_under_every_launcher(recipe: Recipe, how: str, code: 
     error = json.loads((done.run / "error.json").read_text())
     assert (error["rank"], error["step"], error["phase"], error["exit_code"]) == (0, 2, "train", code)
     assert done.result()["status"] == "failed"
-    assert f"ddpexp: rank 0 on {error['host']} failed (train at step 2): " in done.err
+    assert f"ddpexp: rank 0 on {error['host']} failed (train after step 2): " in done.err
     if how == "raise":
         assert done.err.count("Traceback (most recent call last):") == 1
         assert done.err.endswith("ValueError: enough\n")
