@@ -48,10 +48,10 @@ class Task(Protocol):
         """Return `(loss_sum, count, {name: (sum, count)})` over the batch.
 
         Sums, not means: the loop divides by the count over the global batch, so that uneven slices, padding and
-        gradient accumulation give correct means. A `count` that is a number must be the same for every micro-batch, and
-        not 0. A count that depends on the data (tokens that are not padding) is a tensor, and costs one small reduction
-        per step. If the tensors of a whole global batch count nothing, there is no gradient. The names of the metrics
-        must be the same in every step.
+        gradient accumulation give correct means. In training a `count` that is a number must be the same for every
+        micro-batch of a step, on all ranks, and not 0. A count that depends on the data (tokens that are not padding)
+        is a tensor, and costs one small reduction per step. If the tensors of a whole global batch count nothing, there
+        is no gradient. The names of the metrics must be the same in every step.
 
         In evaluation (`not model.training`) the metrics may also hold what is no mean, for `finish` or torchmetrics:
 

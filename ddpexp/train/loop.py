@@ -170,7 +170,7 @@ class Loop:
         num_micro_batches = self.train.plan.gradient_accumulation_steps
         first = data.rank * num_micro_batches
         slots = range(first, first + num_micro_batches)
-        return MetricAccumulator(self.world, data, slots, num_micro_batches * data.size, self.task.step, copies)
+        return MetricAccumulator(self.world, data, slots, num_micro_batches * data.size, self.task.step, copies, True)
 
     def _evaluate_before_steps(self) -> bool:
         """Evaluate at step 0 if configured, or redo an interrupted evaluation; return whether it was interrupted."""

@@ -66,17 +66,20 @@ class MetricAccumulator:
         num_slots: int,
         source: Callable[..., Any] | None = None,
         copies: bool = False,
+        equal_counts: bool = False,
     ) -> None:
         """Start empty; this rank fills `slots` of the `num_slots` slots of a step, in the order of its micro-batches.
 
         `source` is the function of the task that returns the sums, for errors. `copies`: the next step may overwrite
-        what it has returned.
+        what it has returned. `equal_counts`: counts that are numbers must be the same in all slots of a step.
         """
         self._world, self._data = world, data
         self._keep = _to_numbers if is_host(world.device) else copied if copies else detached
         self._slots = slots
         self._num_slots = num_slots
         self._source = source
+        self._equal_counts = equal_counts
+        self._has_number: list[bool] = []  # for each of the steps: whether its counts are numbers
         self._steps: list[Sequence[Sums]] = []  # not reduced yet: for each step the sums of its micro-batches
         self._names: list[str] | None = None  # of the metrics, sorted; None before the first sums
         self._restored_names: list[str] = []  # of the metrics in restored rows
@@ -90,6 +93,8 @@ class MetricAccumulator:
     def add(self, sums: Sequence[Sums]) -> None:
         """Add a step. Shapes: one entry for each micro-batch of this rank, its tensors scalars; graphs are dropped."""
         self._steps.append([self._keep(micro_batch) for micro_batch in sums])
+        if self._equal_counts:
+            self._has_number.append(not isinstance(sums[-1][1], Tensor))
 
     def totals(self, stopped: bool = False, digest: int = 0) -> dict[str, tuple[float, float]] | None:
         """Return sum and count over everything added by name, or None if any rank passes `stopped`.
@@ -179,6 +184,8 @@ class MetricAccumulator:
         table = torch.stack(columns, dim=1).view(len(steps), -1, len(columns)).cpu()
         if self._world.world_size > 1:
             table, flag = self._over_ranks(table, flag, digest)
+            self._check_counts(table[:, :, 1])
+        self._has_number.clear()
         self._rows += [_sum_slots(slots) for slots in table.tolist()]
         return flag
 
@@ -203,6 +210,20 @@ class MetricAccumulator:
                 "other types or shapes, and those of all ranks are added up: return the same on every rank."
             )
         return summed[:-2].view(num_steps, self._num_slots, num_columns), bool(summed[-1])
+
+    def _check_counts(self, counts: Tensor) -> None:
+        """Check that counts that are numbers agree in each step. Shapes: (num_steps, num_slots), of all ranks.
+
+        Each rank has divided its gradient by its own.
+        """
+        for row in counts[self._has_number].tolist() if self._equal_counts else ():
+            other = next((count for count in row if count != row[0]), None)
+            if other is not None:
+                raise DdpexpError(
+                    f"{self._named_source()} returned the counts {row[0]:.15g} and {other:.15g} for micro-batches of "
+                    "one step on different ranks: a number must be the same for every micro-batch of a step, and each "
+                    "rank has divided by its own. Return a tensor where it depends on the data."
+                )
 
     def _metric_names(self) -> list[str]:
         return self._restored_names if self._names is None else self._names

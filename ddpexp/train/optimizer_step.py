@@ -176,8 +176,8 @@ class Step:
         """Add the gradient of `loss_sum / (count over the global batch)`.
 
         Several calls in one micro-batch each have a count of their own; they are matched across micro-batches by their
-        order. A count that is a number must be the same in every micro-batch. The total of a tensor is known only after
-        the whole global batch, so the totals of all calls must be equal, and every rank must make the same number of
+        order. A number must be the same in every micro-batch of a step. The total of a tensor is known only after the
+        whole global batch, so the totals of all calls must be equal, and every rank must make the same number of
         calls.
 
         Ranks: all.
@@ -276,8 +276,8 @@ class Step:
             self._end_round()
         if self._passes_in_round == 0 and self._undo is not None:
             self._undo.take()
-        if self.manual is not None and self._passes_in_round % self.plan.gradient_accumulation_steps == 0:
-            self._numbers.clear()  # the counts of another pass over the micro-batches may differ
+        if self._passes_in_round % self.plan.gradient_accumulation_steps == 0:
+            self._numbers.clear()  # those of another step, or another pass over the micro-batches, may differ
         self._seed(*divmod(self._passes, self.plan.gradient_accumulation_steps))  # a manual task may do several turns
         self._passes += 1
         self._current = self._passes_in_round
@@ -309,7 +309,7 @@ class Step:
     def _check_number(self, count: int, position: int) -> None:
         """Check a count that is a number.
 
-        It is assumed to be the count of every micro-batch on every rank.
+        It is assumed to be the count of every micro-batch of the step on every rank: see `MetricAccumulator`.
         """
         if not count > 0:
             raise DdpexpError(
@@ -322,7 +322,7 @@ class Step:
             gave = "gave update.backward" if self.manual is not None else "returned"
             raise DdpexpError(
                 f"{self._caller} {gave} the count {count} after {expected}: a number must be the same for every "
-                "micro-batch. Return a tensor where it depends on the data."
+                "micro-batch of a step. Return a tensor where it depends on the data."
             )
 
     def check(self) -> None:

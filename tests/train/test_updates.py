@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,14 @@ import pytest
 import torch
 from torch import nn
 
+from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
+from ddpexp.strategy.mesh import DataRank
+from ddpexp.train.metrics import MetricAccumulator
 from tests.conftest import Ddpexp
 from tests.fitting import Once, fit_alone, manual, near
 from tests.points import Recipe, weights
+from tests.ranks import on_ranks
 
 CODE = """\
 import random
@@ -381,6 +385,42 @@ def test_a_task_that_counts_nothing_with_a_number_is_refused(points: Any, fit: C
 
     with pytest.raises(DdpexpError, match=r"^the task's step gave the count 0, "):
         fit(Nothing())
+
+
+def test_a_count_that_is_a_number_may_be_another_one_in_each_step(points: Any, fit: Callable[..., Once]) -> None:
+    class Chunks(points.Sides):  # type: ignore[misc]
+        calls = 0
+
+        def step(self, model: Any, batch: Any) -> Any:
+            loss, count, _ = super().step(model, batch)
+            times = 1 + self.calls // 4 % 2  # in every second step of four micro-batches
+            self.calls += model.training
+            return loss * times, count * times, {}
+
+    expected = fit(points.Sides(), micro_batch_size=6).weights
+    assert near(fit(Chunks(), micro_batch_size=6).weights, expected, 1e-6)
+
+
+def numbers_of(counts: Sequence[Any], equal: bool) -> Callable[[World], str]:
+    def work(world: World) -> str:
+        sums = MetricAccumulator(world, DataRank(world.rank, 2), [world.rank], 2, equal_counts=equal)
+        for step in range(2):
+            sums.add([(torch.tensor(1.0), counts[world.rank * step], {})])
+        try:
+            sums.reduce(1, stop=False)
+        except DdpexpError as error:
+            return str(error)
+        return ""
+
+    return work
+
+
+def test_a_number_that_differs_between_ranks_is_named_before_it_is_recorded(tmp_path: Path) -> None:
+    found = on_ranks(tmp_path, 2, numbers_of([12, 7], equal=True))
+    assert found[0] == found[1]
+    assert found[0].startswith("the task returned the counts 12 and 7 for micro-batches of one step on different ranks")
+    assert on_ranks(tmp_path, 2, numbers_of([torch.tensor(12), torch.tensor(7)], equal=True)) == ["", ""]
+    assert on_ranks(tmp_path, 2, numbers_of([12, 7], equal=False)) == ["", ""]  # as in evaluation
 
 
 def test_a_global_batch_of_padding_alone_teaches_nothing_and_poisons_no_record(
