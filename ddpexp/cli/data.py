@@ -12,6 +12,7 @@ from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.config.schema import Experiment
 from ddpexp.data.hashes import reading_again
+from ddpexp.data.schema import Schema, guesses_about
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run.prepare import prepare
 from ddpexp.system.limits import human, reason_with_limit
@@ -95,12 +96,15 @@ def described(experiment: Experiment, prepared: Mapping[str, Any] | None) -> lis
     for name, value in (prepared.get("facts") or {}).items():
         few = first_few(value, _SHOWN) if isinstance(value, list) else str(value)
         facts[name] = " x ".join(map(str, value)) if name == "shape" else few
+    if "schema" in prepared:
+        facts |= Schema.read(prepared["schema"]).described()
     folder = prepared.get("folder")
     if isinstance(folder, str) and Path(folder).is_dir():
         size = sum(path.stat().st_size for path in Path(folder).iterdir() if path.is_file())
         facts["files"] = f"{human(size)} in {folder}"
-    width = max(map(len, facts))
-    return [f"{name:<{width}}  {value}" for name, value in facts.items()]
+    lines = [*facts.items(), *(("guess", guess) for guess in guesses_about(prepared))]
+    width = max(len(name) for name, _ in lines)
+    return [f"{name:<{width}}  {value}" for name, value in lines]
 
 
 def _draw(experiment: Experiment, prepared: Mapping[str, Any] | None, file: Path) -> None:

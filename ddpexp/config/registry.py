@@ -75,9 +75,10 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "tar_shards": "ddpexp.data.tar_shards.prepare.prepare",
         "text": "ddpexp.data.text.prepare.prepare",
     },
-    # Of kinds that need not have targets to predict for. They get the facts of the data that was trained on.
+    # Of kinds that read other data by the schema, or the facts, of the data that was trained on.
     "data.predict": {
         "arrays": "ddpexp.data.arrays.to_predict.prepare",
+        "hf": "ddpexp.data.hf.prepare.prepare_by",
         "image_folder": "ddpexp.data.image_folder.to_predict.prepare",
     },
 }

@@ -125,6 +125,11 @@ def write_cache(base: Path, name: str, fill: Callable[[Path], None], facts: Mapp
         return _commit(base, whole, name, facts, temp)
 
 
+def find_cache(bases: Sequence[Path], name: str) -> Cache | None:
+    """Return the complete cache `name` from the first base that has it; None if none has."""
+    return next((cache for base in bases if (cache := read_cache(base / CACHES / name))), None)
+
+
 def make_cache(
     bases: Sequence[Path],
     name: str,
@@ -144,9 +149,8 @@ def make_cache(
 
     Raises: RefusedError, if no base can be written.
     """
-    for base in bases:
-        if cache := read_cache(base / CACHES / name):
-            return cache
+    if (cache := find_cache(bases, name)) is not None:
+        return cache
     return in_first(bases, lambda base: _resume(base, name, fill, wait, sources), space)
 
 

@@ -17,7 +17,7 @@ from ddpexp.launch import Job, Layout, Participants
 from ddpexp.run import directory
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare_to_evaluate
-from ddpexp.run.stored_config import data_facts, job_identity
+from ddpexp.run.stored_config import job_identity, trained_data
 from ddpexp.run.worker_request import worker_request
 
 
@@ -43,7 +43,7 @@ class Evaluation(Job):
         self.experiment, self.request = experiment, worker_request(experiment)
         self.identity = job_identity(text)
         self._text, self._weights, self._split, self._answers = text, weights, tuple(split), answers
-        self._trained_on = data_facts(RunDir(home).read_if_present(RunDir(home).manifest)) if home else {}
+        self._trained_on = trained_data(RunDir(home).read_if_present(RunDir(home).manifest)) if home else {}
         self._stored = home is not None
         self._answer: int | None = None  # a file in memory
 

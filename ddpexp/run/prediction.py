@@ -18,7 +18,7 @@ from ddpexp.launch import Job, Layout, Participants, WorkerRequest
 from ddpexp.run import directory
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare_to_predict
-from ddpexp.run.stored_config import data_facts, job_identity
+from ddpexp.run.stored_config import data_facts, job_identity, trained_data
 from ddpexp.run.worker_request import worker_request
 
 WHOLE = "eval"  # the name of a set without targets
@@ -61,8 +61,8 @@ class Prediction(Job):
         source = self._source
         if not source.weights.exists():
             raise RefusedError(f"predict {source.weights}: there is no such file on {directory.host()}.")
-        facts = data_facts(self._manifest)
-        data = prepare_to_predict(self.experiment.data, self.experiment.trust, facts, source.home is not None)
+        trained_on = trained_data(self._manifest)
+        data = prepare_to_predict(self.experiment.data, self.experiment.trust, trained_on, source.home is not None)
         if data and data.get("whole") and source.split not in (None, WHOLE):
             raise RefusedError(f"--split {source.split}: there is only `{WHOLE}`, all that is to be predicted for.")
         prediction = {

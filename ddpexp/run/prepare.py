@@ -16,6 +16,7 @@ from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Data
 from ddpexp.data.cache import only_own_caches
 from ddpexp.data.mixture.facts import Source, shared_facts
+from ddpexp.data.schema import STATISTICS, Schema
 from ddpexp.errors import RefusedError
 from ddpexp.system import files
 from ddpexp.system.memory_file import memory_file, read_memory_file
@@ -63,22 +64,23 @@ def _prepare(data: Data, trust: Trust, stored: bool) -> dict[str, Any] | None:
             f"{description['facts']!r}."
         )
     _check_values(data, description.get("num_train") if "unit" not in description else None)
-    return _with_statistics(data, description) if description.get("standardize") else dict(description)
+    return _with_statistics(data, description) if _needs_statistics(description) else dict(description)
 
 
 def prepare_to_predict(data: Data, trust: Trust, trained_on: Mapping[str, Any], stored: bool) -> dict[str, Any] | None:
-    """Prepare the data for a trained model: classes and statistics are those of the run, and targets may be missing.
+    """Prepare the data for a trained model, by the schema of its run; targets may be missing.
 
-    `trained_on` are the facts of the data of the run. A set without targets has `whole` in its description: nothing is
-    held out of it.
+    `trained_on` describes the data of the run, as its manifest does. A set without targets has `whole` in its
+    description: nothing is held out of it.
 
     Raises:
         RefusedError: as `prepare`.
     """
-    if data.sources or not trained_on or key_of("data.predict", data.prepare) is None:
+    known = trained_on.get("schema") or trained_on.get("facts")  # of kinds of data without a schema
+    if data.sources or not known or key_of("data.predict", data.prepare) is None:
         return prepare(data, trust, stored)
     with only_own_caches(stored):
-        description = instantiate(Node(str(data.prepare), _arguments(data)), trust, "data.predict", trained_on)
+        description = instantiate(Node(str(data.prepare), _arguments(data)), trust, "data.predict", known)
     if not description.get("whole"):
         _check_values(data, description.get("num_train"))
     return dict(description)
@@ -90,9 +92,30 @@ def prepare_to_evaluate(data: Data, trust: Trust, trained_on: Mapping[str, Any],
     return prepare(data, trust, stored) if description and description.get("whole") else description
 
 
+def prepare_to_resume(data: Data, trust: Trust, trained_on: Mapping[str, Any], stored: bool) -> dict[str, Any] | None:
+    """Prepare the data of a run; other data than it was `trained_on` is read by the schema of the run.
+
+    Raises:
+        RefusedError: as `prepare`, or the data does not fit the schema.
+    """
+    now, known = prepare(data, trust, stored), trained_on.get("schema")
+    if now is None or not known or now.get("schema") in (None, known):
+        return now
+    with only_own_caches(stored):
+        node = Node(str(data.prepare), {**_arguments(data), "schema": known})
+        return dict(instantiate(node, trust, "data.prepare"))
+
+
 def _arguments(data: Data) -> Mapping[str, Any]:
     """Return the arguments of one of our own functions: tables read the column by which samples are grouped, too."""
     return {**data.options, "group_by": data.group_by} if data.prepare in _READ_GROUPS else data.options
+
+
+def _needs_statistics(description: Mapping[str, Any]) -> bool:
+    """Return whether the preparation leaves numbers open that depend on which samples are held out."""
+    return "schema" in description and (
+        description["standardize"] or Schema.read(description["schema"]).needs_statistics
+    )
 
 
 def _with_statistics(data: Data, description: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,10 +127,12 @@ def _with_statistics(data: Data, description: Mapping[str, Any]) -> dict[str, An
 def _check_sources(data: Data) -> None:
     """Raise RefusedError if samples of a source would be held out after its statistics are computed."""
     for name, source in data.sources.items():
-        if source.options.get("standardize") and (data.validation_fraction or data.folds is not None):
+        rules = (source.options.get("missing") or {}).values()
+        rule = next((f"missing={rule}" for rule in rules if rule in STATISTICS), None)
+        if (source.options.get("standardize") or rule) and (data.validation_fraction or data.folds is not None):
             raise RefusedError(
-                f"data.sources.{name}.standardize=true is computed before the mixture holds samples out: give the "
-                "source a file to evaluate on (eval_path), or leave one of the two out."
+                f"data.sources.{name}.{rule or 'standardize=true'} is computed before the mixture holds samples out: "
+                "give the source a file to evaluate on (eval_path), or leave one of the two out."
             )
 
 

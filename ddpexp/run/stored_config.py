@@ -191,8 +191,13 @@ def job_identity(text: str) -> dict[str, Any]:
     return values
 
 
+def trained_data(manifest: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the description of the data that a run was trained on, from its manifest."""
+    data = (manifest or {}).get("data")
+    return data if isinstance(data, Mapping) else {}
+
+
 def data_facts(manifest: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return all facts of the data that a run was trained on, from its manifest."""
-    data = (manifest or {}).get("data")
-    facts = data.get("facts") if isinstance(data, Mapping) else None
+    facts = trained_data(manifest).get("facts")
     return facts if isinstance(facts, Mapping) else {}

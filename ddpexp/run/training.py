@@ -25,11 +25,11 @@ from ddpexp.launch import Job, Layout, Participants
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import alerts, directory, lock, manifest, pretrained, repository, resume, sync
 from ddpexp.run.directory import RunDir
-from ddpexp.run.prepare import prepare, used_facts
+from ddpexp.run.prepare import prepare, prepare_to_resume, used_facts
 from ddpexp.run.resume_arguments import config_folder, config_options, config_path, restated_arguments
 from ddpexp.run.same_inputs import check_same_data, code_folder, code_of
 from ddpexp.run.start_files import StartFiles
-from ddpexp.run.stored_config import job_identity, parse_config
+from ddpexp.run.stored_config import job_identity, parse_config, trained_data
 from ddpexp.run.worker_request import worker_request
 from ddpexp.system import caller, files
 from ddpexp.system.limits import reason_with_limit
@@ -100,8 +100,9 @@ class Training(Job):
         data = self.experiment.data
         used_facts(self._text, data, prepare(data, self.experiment.trust, self._is_stored))
 
-    def _prepare(self) -> dict[str, Any] | None:
-        data = prepare(self.experiment.data, self.experiment.trust, self._is_stored)
+    def _prepare(self, manifest: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        trained_on = trained_data(manifest) if "data" in self.experiment.run.allow_changes else {}
+        data = prepare_to_resume(self.experiment.data, self.experiment.trust, trained_on, self._is_stored)
         self._files.resolve_facts(self.experiment.data, data)
         return data
 
@@ -158,14 +159,13 @@ class Training(Job):
         self._warn_of_deprecated_overrides()
         if self.vacant is not None:
             self.vacant()
-        # A new run directory is created only once the data is prepared. An existing one is locked first, so that a run
-        # that is in use is refused before its data is prepared.
+        # A new run directory is created only once the data is prepared; an existing one is locked before that.
         initial_weights = self._initial_weights(participants.earlier)
         is_new = self._existing(participants.earlier) is None
         data = self._prepare() if is_new else None
         run, previous = self._claim(participants.earlier)
         if not is_new:
-            data = self._prepare()
+            data = self._prepare(previous.manifest if previous else None)
         notes: list[str] = []
         if previous is not None:
             layout, notes = resume.resolve_layout(previous, layout, self.request.threads)
@@ -228,7 +228,8 @@ class Training(Job):
             time.sleep(0.1)
         if self._worker_args["pretrained"]:  # this host may have a cache of its own
             pretrained.fetch(self.experiment.model, run.config.read_text())
-        self._enter(run, prepare(self.experiment.data, self.experiment.trust, self._is_stored))
+        trained_on = trained_data(run.read_if_present(run.manifest))
+        self._enter(run, prepare_to_resume(self.experiment.data, self.experiment.trust, trained_on, self._is_stored))
 
     def fail(self, failure: Failure) -> None:
         """Write error.json and the result, unless another command owns the run: it is finished, or has no result yet.

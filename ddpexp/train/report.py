@@ -12,6 +12,7 @@ from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.data.batch_plan import counted, epochs_text
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.lengths import ByLength
+from ddpexp.data.schema import guesses_about
 from ddpexp.data.streams import Batches, StreamBatches
 from ddpexp.data.token_batches import ByTokens
 from ddpexp.launch import Layout
@@ -60,6 +61,7 @@ class Report:
         lines = {
             "recipe": " ".join([experiment.recipe.name, *self.run.options()]),
             "data": (note or f"{experiment.data.target}, {self.train.description}") + self._limits(),
+            **({"guess": f"\n{'':8}".join(guesses)} if (guesses := guesses_about(self.prepared)) else {}),
             "model": f"{_model(experiment.model)}, {size}, {_numbers(experiment.trainer)}",
             **({"groups": f"{len(groups)}: {first_few(groups, 4)}"} if groups else {}),
             "world": f"{workers} ({layout.backend}{shared}), {counted(layout.threads, 'thread')} each{crowded}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from ddpexp.data.arrays.store import changed
 from ddpexp.data.datasets import Splits
+from ddpexp.data.schema import Schema
 from ddpexp.distributed.transfers import gathered
 from ddpexp.errors import RefusedError
+
+_WIDE = (torch.float64, torch.int64, torch.int32)  # numbers that float32 may not hold
 
 
 def load(prepared: Mapping[str, Any]) -> Splits:
@@ -29,11 +32,12 @@ def load(prepared: Mapping[str, Any]) -> Splits:
     """
     if problem := changed(prepared["sources"]):
         raise RefusedError(problem)
-    facts, dtype = prepared["facts"], getattr(torch, prepared["dtype"])
-    scale = (torch.tensor(facts["mean"]), torch.tensor(facts["std"])) if prepared["standardize"] else None
+    schema = Schema.read(prepared["schema"])
+    scale = _vector(schema.mean), _vector(schema.std)
     if divisor := prepared.get("divisor"):
         scale = torch.zeros(()), torch.tensor(divisor)
-    parts = {name: _part(Path(prepared["folder"]), part, dtype, scale) for name, part in prepared["parts"].items()}
+    form = Form(getattr(torch, schema.dtype), *scale, _vector(schema.in_place_of_missing()))
+    parts = {name: _part(Path(prepared["folder"]), part, form) for name, part in prepared["parts"].items()}
     if "train" not in parts:  # to predict for
         whole = parts["eval"]
         if whole.targets is None and (value := prepared["placeholder"]) is not None:
@@ -43,16 +47,42 @@ def load(prepared: Mapping[str, Any]) -> Splits:
 
 
 @dataclass(frozen=True)
+class Form:
+    """How inputs as stored become those of a batch. Shapes: all but dtype (num_features,), or a number for all."""
+
+    dtype: torch.dtype
+    mean: Tensor | None = None
+    std: Tensor | None = None
+    fill: Tensor | None = None  # in place of missing values, which are stored as NaN
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Fill and standardize, in float64 where float32 may lack digits of what is stored. Shapes: (batch, ...)."""
+        if self.mean is None and self.fill is None:
+            return inputs.to(self.dtype)
+        numbers = torch.float64 if inputs.dtype in _WIDE and self.dtype.is_floating_point else self.dtype
+        inputs = inputs.to(numbers)
+        if self.fill is not None:
+            inputs = torch.where(inputs.isnan(), self.fill.to(inputs.device, numbers), inputs)
+        if self.mean is not None and self.std is not None:
+            inputs = (inputs - self.mean.to(inputs.device, numbers)) / self.std.to(inputs.device, numbers)
+        return inputs.to(self.dtype)
+
+    def to(self, device: torch.device) -> Form:
+        """Return the same on the device."""
+        tensors = {name: getattr(self, name) for name in ("mean", "std", "fill")}
+        return replace(self, **{name: one.to(device) for name, one in tensors.items() if one is not None})
+
+
+@dataclass(frozen=True)
 class Rows:
     """Inputs and targets as stored, and how they become batches.
 
-    Shapes: inputs (num_samples, ...), targets (num_samples, ...), groups (num_samples,), mean and std (num_features,).
+    Shapes: inputs (num_samples, ...), targets (num_samples, ...), groups (num_samples,).
     """
 
     inputs: Tensor
     targets: Tensor | None
-    dtype: torch.dtype
-    scale: tuple[Tensor, Tensor] | None = None  # mean and standard deviation of each column
+    form: Form
     groups: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
@@ -61,10 +91,7 @@ class Rows:
 
     def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, ...]:
         """Gather rows as stored; convert and standardize them on the device. Shapes: as in `load`."""
-        inputs = gathered(self.inputs, indices, device).to(self.dtype)
-        if self.scale is not None:
-            mean, std = (values.to(device, self.dtype) for values in self.scale)
-            inputs = (inputs - mean) / std
+        inputs = self.form(gathered(self.inputs, indices, device))
         return (inputs,) if self.targets is None else (inputs, gathered(self.targets, indices, device))
 
     def column(self, name: str) -> NDArray[Any] | None:
@@ -87,16 +114,19 @@ class Rows:
 
     def to(self, device: torch.device) -> Rows:
         """Return the same rows on the device."""
-        scale = None if self.scale is None else (self.scale[0].to(device), self.scale[1].to(device))
         targets = self.targets.to(device) if self.targets is not None else None
-        return replace(self, inputs=self.inputs.to(device), targets=targets, scale=scale)
+        return replace(self, inputs=self.inputs.to(device), targets=targets, form=self.form.to(device))
 
 
-def _part(folder: Path, part: Mapping[str, Any], dtype: torch.dtype, scale: tuple[Tensor, Tensor] | None) -> Rows:
+def _vector(values: Sequence[float] | None) -> Tensor | None:
+    return None if values is None else torch.tensor(values, dtype=torch.float64)
+
+
+def _part(folder: Path, part: Mapping[str, Any], form: Form) -> Rows:
     def mapped(name: str) -> Tensor:
         # Mapped copy-on-write, although nothing writes to it, because torch wants a writable array.
         return torch.from_numpy(np.load(folder / name, mmap_mode="c"))
 
     targets = mapped(part["targets"]) if part["targets"] else None
     groups = np.asarray(np.load(folder / part["groups"])) if part["groups"] else None
-    return Rows(mapped(part["inputs"]), targets, dtype, scale, groups)
+    return Rows(mapped(part["inputs"]), targets, form, groups)

@@ -14,15 +14,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpexp.data.arrays.sources import ARRAYS, GROUP_FILES, TABLES, Names, Part, Source
-from ddpexp.data.cache import cache_name, make_cache
+from ddpexp.data.arrays.sources import (
+    ARRAYS,
+    GROUP_FILES,
+    TABLES,
+    Classes,
+    ColumnKind,
+    Names,
+    Options,
+    Part,
+    Source,
+    TargetType,
+)  # fmt: skip
+from ddpexp.data.cache import Cache, cache_name, find_cache, make_cache
+from ddpexp.data.schema import Schema
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
 from ddpexp.system.limits import human
 
-_FEW_OF_A_CLASS = 10  # samples; below that whole numbers may be amounts
-_VERSION = 2  # increase it when the content of caches changes: it is part of their names
+_OF_TABLES = ("columns", "missing", "delimiter")  # options
+_DELIMITERS = {"tab": "\t", "\\t": "\t"}  # as they are typed
+_VERSION = 3  # increase it when the content of caches changes: it is part of their names
 
 
 def prepare(
@@ -32,71 +45,103 @@ def prepare(
     eval_path: str | None = None,
     eval_inputs: str | Names | None = None,
     eval_targets: str | Names | None = None,
-    target_type: Literal["auto", "class", "number", "none"] = "auto",
-    classes: Names | None = None,
+    target_type: TargetType = "auto",
+    classes: Classes | None = None,
     dtype: Literal["float32", "float64", "int64"] = "float32",
     standardize: bool = False,
+    columns: Mapping[str, ColumnKind] | None = None,
+    missing: Mapping[str, str | float] | None = None,
+    delimiter: str | None = None,
     group_by: str | None = None,
+    *,
+    schema: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Check files and their options, and store what cannot be mapped as it is; return a description of the data.
 
     The result is JSON: name, folder (of the cache), hash (of the files and what is read from them), num_train,
-    num_test, note, facts, and what `load` needs.
+    num_test, note, guesses (lines on what a person could doubt), schema, facts, and what `load` needs. With the
+    `schema` of a run every part is read by it; otherwise the training part decides one.
 
     Raises: RefusedError, if a file or an option is invalid.
     """
     parts = parts_of(path, inputs, targets, eval_path, eval_inputs, eval_targets, target_type)
     if group_by is not None and (group_by.endswith(GROUP_FILES) or parts[0].source.kind not in TABLES):
         group_by = None  # a file with a value for each sample, or no column
-    return described(parts, target_type, classes, dtype, standardize, group_by)
+    options = options_of(target_type, classes, dtype, group_by, columns, missing, delimiter)
+    if parts[0].source.kind not in TABLES and (key := next((key for key in _OF_TABLES if getattr(options, key)), None)):
+        raise RefusedError(f"data.{key} is for tables, and {parts[0].source} holds arrays: leave it out.")
+    return described(parts, options, standardize, schema)
+
+
+def options_of(
+    target_type: str,
+    classes: Classes | None,
+    dtype: str,
+    group_by: str | None,
+    columns: Mapping[str, ColumnKind] | None,
+    missing: Mapping[str, str | float] | None,
+    delimiter: str | None = None,
+) -> Options:
+    """Return what the options declare of columns. Raises: RefusedError."""
+    delimiter = _DELIMITERS.get(str(delimiter), delimiter)
+    if delimiter is not None and len(delimiter) != 1:
+        raise RefusedError(f"data.delimiter={delimiter}: use one character, or tab.")
+    names = tuple(map(str, classes)) if classes is not None else None
+    return Options(target_type, names, dtype, group_by, dict(columns or {}), dict(missing or {}), delimiter)
 
 
 def described(
-    parts: Sequence[Part],
-    target_type: str,
-    classes: Names | None,
-    dtype: str,
-    standardize: bool,
-    group_by: str | None = None,
+    parts: Sequence[Part], options: Options, standardize: bool, schema: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Check and store parts; return their description, as `prepare` does. Raises: RefusedError."""
-    options = {"target_type": target_type, "classes": classes, "dtype": dtype, "group_by": group_by}
-    identity = {"version": _VERSION, "parts": [asdict(part) for part in parts], **options}
+    sources = [source for part in parts for source in (part.source, part.labels) if source is not None]
+    cache = _cached(parts, options, sources, schema)
+    record = cache.record
+    decided = Schema.read(record["schema"])
+    if standardize and len(decided.shape) != 1:
+        raise RefusedError(
+            f"data.standardize=true is for rows of numbers, and a sample of {sources[0]} has the shape "
+            f"{list(decided.shape)}: use data.standardize=false, and normalize in the model."
+        )
+    shown = Schema.read(schema) if schema is not None else decided
+    num_train, num_test = (record["parts"].get(name, {}).get("samples", 0) for name in ("train", "eval"))
+    return {
+        "name": "arrays",
+        "folder": str(cache.folder),
+        "hash": hash_of(record, options),
+        "num_train": num_train,
+        "num_test": num_test,
+        "note": _note(num_train, num_test, decided, sources[0]),
+        "guesses": guesses_in(record, options, standardize) if schema is None else [],
+        "parts": record["parts"],
+        "sources": [asdict(source) for source in sources],
+        "standardize": standardize,
+        "schema": shown.as_json(),
+        "facts": shown.facts(),
+    }
+
+
+def _cached(
+    parts: Sequence[Part], options: Options, sources: Sequence[Source], schema: Mapping[str, Any] | None
+) -> Cache:
+    """Return the cache of parts, which may be the one whose training part has decided the same schema."""
+    identity = {"version": _VERSION, "parts": [asdict(part) for part in parts], **options.identity()}
+    bases = [Path(sources[0].path).parent, user_cache()]
+    known = Schema.read(schema).decided() if schema is not None else None
+    if known is not None:
+        found = find_cache(bases, cache_name("arrays", identity))
+        if found is not None and Schema.read(found.record["schema"]) == known:
+            return found
+        identity["schema"] = known.as_json()
 
     def fill(folder: Path) -> Mapping[str, Any]:
         from ddpexp.data.arrays.store import Reading  # late: numpy
 
-        return Reading(folder, target_type, classes, dtype, group_by).store(parts)
+        return Reading(folder, options, known).store(parts)
 
-    sources = [source for part in parts for source in (part.source, part.labels) if source is not None]
-    bases = [Path(sources[0].path).parent, user_cache()]
-    files = [source.path for source in sources]
     space = human(sum(source.size for source in sources))
-    record = (cache := make_cache(bases, cache_name("arrays", identity), fill, space, sources=files)).record
-    stored = record["parts"]
-    if standardize and len(shape := record["facts"]["shape"]) != 1:
-        raise RefusedError(
-            f"data.standardize=true is for rows of numbers, and a sample of {sources[0]} has the shape {shape}: use "
-            "data.standardize=false, and normalize in the model."
-        )
-    num_train, num_test = (stored[name]["samples"] if name in stored else 0 for name in ("train", "eval"))
-    names = parts[0].targets if sources[0].kind in TABLES else None
-    note = _note(num_train, num_test, record, sources[0])
-    if target_type == "auto" and _may_be_amounts(record["facts"], num_train):
-        note += "; these are whole numbers: data.target_type=number predicts amounts"
-    return {
-        "name": "arrays",
-        "folder": str(cache.folder),
-        "hash": hash_of(record, dtype),
-        "num_train": num_train,
-        "num_test": num_test,
-        "note": note,
-        "parts": stored,
-        "sources": [asdict(source) for source in sources],
-        "dtype": dtype,
-        "standardize": standardize,
-        "facts": {**record["facts"], "target_columns": list(names) if names else None},
-    }
+    files = [source.path for source in sources]
+    return make_cache(bases, cache_name("arrays", identity), fill, space, sources=files)
 
 
 def parts_of(
@@ -170,22 +215,30 @@ def names_of(names: str | Names | None) -> Names | None:
     return (names,) if isinstance(names, str) else tuple(names) if names else None
 
 
-def hash_of(record: Mapping[str, Any], dtype: str) -> str:
+def hash_of(record: Mapping[str, Any], options: Options) -> str:
     """Return a hash of what is trained on."""
-    facts = {key: value for key, value in record["facts"].items() if key != "num_outputs"}  # follows from the others
-    return hashlib.sha256(json.dumps([record["digests"], facts, dtype]).encode()).hexdigest()
+    facts = Schema.read(record["schema"]).facts()
+    known = {key: value for key, value in facts.items() if key not in ("num_outputs", "target_columns")}
+    declared = [dict(options.columns), dict(options.missing), options.delimiter]
+    what = [record["digests"], known, options.dtype, *([declared] if any(declared) else [])]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def _may_be_amounts(facts: Mapping[str, Any], num_samples: int) -> bool:
-    """Return whether classes are whole numbers of which most are rare, as prices are and classes are not."""
-    classes = facts.get("classes", ())
-    return len(classes) > num_samples / _FEW_OF_A_CLASS and all(map(str.isdigit, classes))
+def guesses_in(record: Mapping[str, Any], options: Options, standardize: bool) -> list[str]:
+    """Return the lines on what a person could doubt of what a training part has decided."""
+    rounded = [] if standardize or options.dtype != "float32" else record["rounded"]
+    return [
+        *record["guesses"],
+        *(
+            f"column {name} has digits that float32 lacks: data.standardize=true computes in float64 first, and "
+            "data.dtype=float64 keeps them"
+            for name in rounded
+        ),
+    ]
 
 
-def _note(num_train: int, num_test: int, record: Mapping[str, Any], source: Source) -> str:
-    facts = record["facts"]
-    what = f"{facts['num_classes']:,} classes" if "num_classes" in facts else "numbers as targets"
-    if not any(part["targets"] for part in record["parts"].values()):
-        what = "no targets"
-    shape = " x ".join(map(str, facts["shape"])) or "1"
-    return f"{num_train:,} + {num_test:,} samples of {shape} numbers, {what}, from {source.path}"
+def _note(num_train: int, num_test: int, schema: Schema, source: Source) -> str:
+    what = f"{len(schema.classes):,} classes" if schema.classes is not None else "numbers as targets"
+    shape = " x ".join(map(str, schema.shape)) or "1"
+    samples = f"{num_train:,} + {num_test:,} samples of {shape} numbers"
+    return f"{samples}, {what if schema.targets else 'no targets'}, from {source.path}"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 ARRAYS, TABLES = (".npy", ".npz"), (".csv", ".parquet")
 GROUP_FILES = (".npy", ".txt", ".csv")  # in which data.group_by may lie
 
 Names = tuple[str, ...]
+Classes = tuple[str | int, ...]
+TargetType = Literal["auto", "class", "number", "none"]
+ColumnKind = Literal["number", "category", "date", "text", "drop"]
 
 
 @dataclass(frozen=True)
@@ -44,3 +49,25 @@ class Part:
     def key(self) -> str:
         """Return the beginning of the keys of this part."""
         return self.source.key.removesuffix("path")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the options of the data section declare of columns, beside their names."""
+
+    target_type: str = "auto"
+    classes: Names | None = None
+    dtype: str = "float32"
+    group_by: str | None = None
+    columns: Mapping[str, ColumnKind] = field(default_factory=dict)
+    missing: Mapping[str, str | float] = field(default_factory=dict)
+    delimiter: str | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the options by which a cache is found again, as JSON."""
+        return {**vars(self), "columns": dict(self.columns), "missing": dict(self.missing)}
+
+    @property
+    def dropped(self) -> Names:
+        """Return the columns that are no inputs."""
+        return tuple(name for name, kind in self.columns.items() if kind == "drop")

@@ -1,66 +1,103 @@
-"""Mean and standard deviation of the columns, of the samples that are trained on."""
+"""Numbers of the samples that are trained on: mean and standard deviation, and what fills missing values."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ddpexp.data.arrays.sources import GROUP_FILES
 from ddpexp.data.cache import cache_name, make_cache
+from ddpexp.data.schema import STATISTICS, Schema
 from ddpexp.data.user_cache import user_cache
+from ddpexp.errors import RefusedError
 from ddpexp.system.files import digest
 
-_VERSION = 2  # increase it when the content of caches changes: it is part of their names
+_VERSION = 3  # increase it when the content of caches changes: it is part of their names
 _BLOCK = 1 << 16  # rows
 _DIGITS = 20  # binary digits of a mean below those of the std: the same where another numpy adds up
+_STATISTICS = ("mean", "std", "target_mean", "target_std")
 
 
 def with_statistics(prepared: Mapping[str, Any], division: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a description of data whose facts have `mean` and `std`, lists of a number for each column.
+    """Return a description of data whose schema has the numbers of the samples that are trained on.
 
-    Likewise `target_mean` and `target_std` of targets that are numbers; None where they are classes.
-
-    They are those of the training part alone: `division` holds the keys of the data section that hold samples out.
+    They are what fills missing values and, with `standardize`, mean and std of the inputs, a number for each feature,
+    and those of targets that are numbers. `division` holds the keys of the data section that hold samples out.
     """
-    identity = {"hash": prepared["hash"], **division}
+    schema = Schema.read(prepared["schema"])
+    identity = {"hash": prepared["hash"], "standardize": prepared["standardize"], **division}
     if (group_by := division["group_by"]) is not None and group_by.endswith(GROUP_FILES):
         identity["groups"] = digest(Path(os.path.expanduser(group_by)))
 
     def fill(folder: Path) -> Mapping[str, Any]:
-        return _statistics(prepared, division)
+        return _statistics(prepared, schema, division)
 
     arrays = Path(prepared["folder"])
     name = cache_name("arrays-statistics", {**identity, "version": _VERSION})
     cache = make_cache([arrays.parent.parent, user_cache()], name, fill, "1 MB", sources=list(arrays.iterdir()))
-    found = {key: cache.record[key] for key in ("mean", "std", "target_mean", "target_std")}
-    return {**prepared, "facts": {**prepared["facts"], **found}}
+    fills = (
+        value if one.fill is None else one.fill for one, value in zip(schema.inputs, cache.record["fills"], strict=True)
+    )
+    inputs = tuple(replace(one, fill=value) for one, value in zip(schema.inputs, fills, strict=True))
+    found: dict[str, Any] = {key: None if (value := cache.record[key]) is None else tuple(value) for key in _STATISTICS}
+    known = replace(schema, inputs=inputs, **found)
+    return {**prepared, "schema": known.as_json(), "facts": known.facts()}
 
 
-def _statistics(prepared: Mapping[str, Any], division: Mapping[str, Any]) -> dict[str, Any]:
+def _statistics(prepared: Mapping[str, Any], schema: Schema, division: Mapping[str, Any]) -> dict[str, Any]:
     import numpy as np  # late: the launching command imports this module, and often finds a cache
 
     folder, part = Path(prepared["folder"]), prepared["parts"]["train"]
     inputs = np.load(folder / part["inputs"], mmap_mode="r")
     trained = np.zeros(len(inputs), bool)
     trained[_kept(prepared, division, len(inputs))] = True
-    mean, std = _of_columns(inputs, trained)
-    found: dict[str, Any] = {"mean": mean, "std": std, "target_mean": None, "target_std": None}
-    if part["targets"] and "num_classes" not in prepared["facts"]:
+    found: dict[str, Any] = {"fills": _fills(inputs, trained, schema), **dict.fromkeys(_STATISTICS)}
+    if not prepared["standardize"]:
+        return found
+    found["mean"], found["std"] = _of_columns(inputs, trained, schema.in_place_of_missing(found["fills"]))
+    if part["targets"] and schema.classes is None:
         targets = np.load(folder / part["targets"], mmap_mode="r")
         found["target_mean"], found["target_std"] = _of_columns(targets.reshape(len(targets), -1), trained)
     return found
 
 
-def _of_columns(values: Any, trained: Any) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each column over the rows of which `trained` is true."""
+def _fills(inputs: Any, trained: Any, schema: Schema) -> list[float | None]:
+    """Return the number in place of missing values of each column of the inputs; None where there is none."""
     import numpy as np
 
-    blocks = [slice(begin, begin + _BLOCK) for begin in range(0, len(values), _BLOCK)]
-    count = int(trained.sum())
-    mean = sum(values[block][trained[block]].astype(np.float64).sum(0) for block in blocks) / count
-    square = sum(((values[block][trained[block]].astype(np.float64) - mean) ** 2).sum(0) for block in blocks) / count
+    fills: list[float | None] = []
+    for one, place in zip(schema.inputs, schema.places(), strict=True):
+        if one.missing not in STATISTICS:
+            fills.append(None)
+            continue
+        values = np.asarray(inputs[:, place], np.float64)[trained]
+        values = values[~np.isnan(values)]
+        if not len(values):
+            raise RefusedError(
+                f"data.missing.{one.name}={one.missing}: column {one.name} has no value in the samples that are "
+                "trained on: leave it out, or give a number."
+            )
+        fills.append(float(values.mean() if one.missing == "mean" else np.median(values)))
+    return fills
+
+
+def _of_columns(values: Any, trained: Any, fills: Any = None) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each column over the rows of which `trained` is true.
+
+    `fills` are the numbers in place of those that are missing. Shapes: (columns,).
+    """
+    import numpy as np
+
+    def read(begin: int) -> Any:
+        found = values[begin : begin + _BLOCK][trained[begin : begin + _BLOCK]].astype(np.float64)
+        return found if fills is None else np.where(np.isnan(found), fills, found)
+
+    blocks, count = range(0, len(values), _BLOCK), int(trained.sum())
+    mean = sum(read(begin).sum(0) for begin in blocks) / count
+    square = sum(((read(begin) - mean) ** 2).sum(0) for begin in blocks) / count
     std = np.array([float(f"{value:.6g}") for value in np.sqrt(square)])
     std[std == 0] = 1.0  # of a column with one value
     grid = 2.0 ** (np.floor(np.log2(std)) - _DIGITS)

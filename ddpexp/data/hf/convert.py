@@ -6,6 +6,8 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,16 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 from PIL import ImageOps
 
+from ddpexp.data.arrays.encode import combined
+from ddpexp.data.arrays.inputs import Reader, field_of
+from ddpexp.data.arrays.sources import Options
 from ddpexp.data.arrays.store import Reading
-from ddpexp.data.arrays.tables import Column
+from ddpexp.data.arrays.targets import TargetColumn, check_finite
 from ddpexp.data.hf.sets import columns_of, open_sets
 from ddpexp.data.image_folder.decode import BrokenImageError, decode
 from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.data.npy import npy_header
+from ddpexp.data.schema import Field, Schema
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.errors import RefusedError
 from ddpexp.system import files
@@ -53,81 +59,102 @@ def convert(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     sets = open_sets(request)
     conversion = _Conversion(folder, request)
     stored = {part: conversion.part(part, data) for part, data in sets.items()}
-    train = stored["train"]
-    if any(part["shape"] != train["shape"] for part in stored.values()):
-        raise RefusedError(
-            f"the samples of the sets of data.path={request['path']} have the shapes "
-            f"{' and '.join(str(part['shape']) for part in stored.values())}: make them the same."
-        )
-    facts = {"shape": train["shape"], **conversion.facts, **conversion.reading.facts}
-    digests = {
+    conversion.reading.digests = {
         f"{key}-{name}": _digest(folder / part[name])
         for key, part in stored.items()
         for name in ("inputs", "targets")
         if part[name]
     }
-    return {"parts": stored, "facts": facts, "digests": digests, "what": conversion.what}
+    return {"parts": stored, "what": conversion.what, **conversion.reading.record()}
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Inputs that are stored: the fields, and what else a schema has of them."""
+
+    shape: Sequence[int]
+    fields: Sequence[Field]
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Conversion:
-    """The conversion of parts, the training part first."""
+    """The conversion of parts, the training part first, by a schema that it decides if there is none."""
 
     def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
-        self.folder, self.request = folder, request
-        options = request["target_type"], request["classes"], request["dtype"], request["group_by"]
-        self.reading = Reading(folder, *options)
-        self.facts: dict[str, Any] = {}
+        known, self.options = request["schema"], Options(**request["options"])
+        self.folder, self.request, self.where = folder, request, f"data.path={request['path']}"
+        self.reading = Reading(folder, self.options, Schema.read(known) if known is not None else None)
         self.what = "numbers"
 
     def part(self, part: str, data: Any) -> dict[str, Any]:
-        request, where = self.request, f"data.path={self.request['path']}"
+        request = self.request
         columns_of(data, request, part)
         if len(data) == 0:
-            raise RefusedError(f"{where}: the set for {part} has no samples.")
-        inputs, shape = self._inputs(part, data)
-        targets = self._targets(data)
+            raise RefusedError(f"{self.where}: the set for {part} has no samples.")
+        file = f"{part}-inputs.npy"
+        inputs = self._inputs(file, data)
+        self.reading.check_shape(inputs.shape, f"{self.where} (for {part})")
+        targets = self.reading.targets([self._target(data, name) for name in request["targets"] or []], "data.targets")
+        self.reading.decide(inputs.shape, inputs.fields, targets, **inputs.more)
         groups = None
-        if request["group_by"] and part == "train":
-            codes = np.unique(np.array(data[request["group_by"]][:]), return_inverse=True)[1]
-            groups = self.reading.save("train-groups.npy", codes)
-        return {
-            "samples": len(data),
-            "shape": shape,
-            "inputs": inputs,
-            "targets": self.reading.save_targets(part, targets) if targets is not None else None,
-            "groups": groups,
-        }
+        if self.options.group_by and part == "train":
+            groups = np.unique(np.array(data[self.options.group_by][:]), return_inverse=True)[1]
+        return self.reading.stored(part, file, len(data), targets, groups)
 
-    def _inputs(self, part: str, data: Any) -> tuple[str, list[int]]:
+    def _inputs(self, file: str, data: Any) -> _Inputs:
         import datasets
 
         names = self.request["inputs"]
         known = data.features  # once: the library copies all of them for each use
         features = [known[name] for name in names]
-        file = f"{part}-inputs.npy"
         if isinstance(features[0], datasets.Image) and len(names) == 1:
             self.what = "images"
             return self._images(file, data.cast_column(names[0], datasets.Image(decode=False)), names[0])
-        if len(names) == 1 and getattr(features[0], "dtype", None) in ("string", "large_string"):
+        is_text = len(names) == 1 and getattr(features[0], "dtype", None) in ("string", "large_string")
+        if is_text and self.options.columns.get(names[0], "text") == "text":
             self.what = "texts"
             return self._texts(file, data, names[0])
         if len(names) == 1 and not isinstance(features[0], datasets.Value | datasets.ClassLabel):
             values = self._list(data, names[0])
-        else:
-            columns = zip(names, features, strict=True)
-            values = np.stack([self._numbers(data, name, feature) for name, feature in columns], 1)
-            self.facts |= {"num_features": len(names), "columns": list(names)}
-        return self.reading.save(file, values.astype(self.request["dtype"])), list(values.shape[1:])
+            self.reading.save(file, values.astype(self.options.dtype))
+            return _Inputs(values.shape[1:], [Field(names[0], "number")])
+        return self._columns(file, data, dict(zip(names, features, strict=True)))
 
-    def _numbers(self, data: Any, name: str, feature: Any) -> NDArray[np.float64]:
+    def _columns(self, file: str, data: Any, features: Mapping[str, Any]) -> _Inputs:
+        """Store columns of numbers and categories beside one another."""
+        schema, dtype = self.reading.schema, self.options.dtype
+        fields = schema.inputs if schema is not None else [self._field(name, one) for name, one in features.items()]
+        readers = [
+            Reader(one, f"{self.where}: column {name}", dtype) for one, name in zip(fields, features, strict=True)
+        ]
+        for reader, name in zip(readers, features, strict=True):
+            reader.add(_values(data, name), 1)
+        found = combined(readers, dtype, schema, may_have_index=False)
+        if schema is None:
+            self.reading.guesses += found.guesses
+            self.reading.rounded = list(found.rounded)
+        self.reading.save(file, found.inputs)
+        return _Inputs(found.inputs.shape[1:], found.fields, {"stored": found.inputs.dtype.name})
+
+    def _field(self, name: str, feature: Any) -> Field:
         import datasets
 
-        if not isinstance(feature, datasets.Value | datasets.ClassLabel) or feature.dtype in ("string", "large_string"):
+        if not isinstance(feature, datasets.Value | datasets.ClassLabel):
             raise RefusedError(
                 f"data.inputs={name} is a column of {_spoken(feature)}: use one such column by itself, or several of "
                 "numbers."
             )
-        return Column(name, _values(data, name)).numbers(f"data.path={self.request['path']}")
+        kind = self.options.columns.get(name) or (
+            "date" if feature.dtype.startswith(("date", "timestamp")) else "number"
+        )
+        if kind == "drop":
+            raise RefusedError(f"data.columns.{name}=drop leaves out a column that data.inputs names: choose one.")
+        if kind == "number" and feature.dtype in ("string", "large_string"):
+            raise RefusedError(
+                f"data.inputs={name} is a column of {_spoken(feature)}: use one such column by itself, or several of "
+                f"numbers, or read names as categories with data.columns={{{name}: category}}."
+            )
+        return field_of(name, kind, self.options.missing, self.options.dtype)
 
     def _list(self, data: Any, name: str) -> NDArray[Any]:
         try:
@@ -139,33 +166,30 @@ class _Conversion:
                 f"data.inputs={name} is a column of {_spoken(data.features[name])}, which are no numbers of one shape: "
                 "use another column, or make them the same length."
             )
-        wrong = np.argwhere(~np.isfinite(values))
-        if len(wrong):
-            raise RefusedError(f"data.inputs={name} holds {values[tuple(wrong[0])]} in row {wrong[0][0] + 1:,}.")
+        check_finite(values, f"data.inputs={name}", self.options.dtype)
         return values
 
-    def _targets(self, data: Any) -> NDArray[Any] | None:
+    def _target(self, data: Any, name: str) -> TargetColumn:
+        """Return a column of targets, in which classes go by the names that the data set gives them."""
         import datasets
 
-        names = self.request["targets"]
-        if not names:
-            return None
-        where = f"data.path={self.request['path']}: column "
-        if len(names) > 1:
-            columns = [Column(name, _values(data, name)).numbers(where) for name in names]
-            return np.stack(columns, 1).astype(np.float32)
-        feature = data.features[names[0]]
-        if isinstance(feature, datasets.ClassLabel) and self.reading.classes is None:
-            self.reading.classes = feature.names
-        values = Column(names[0], _values(data, names[0])).best()
-        return self.reading.targets(values, f"{where}{names[0]}")
+        feature, values = data.features[name], _values(data, name)
+        if not isinstance(feature, datasets.ClassLabel):
+            return TargetColumn(name, values, f"{self.where}: column {name}")
+        schema, options = self.reading.schema, self.reading.options
+        if schema is None and options.classes is None:
+            self.reading.options = options = replace(options, classes=tuple(feature.names))
+        others = options.classes is not None and set(options.classes).isdisjoint(feature.names)
+        if others if schema is None else schema.targets[0].numbered:
+            return TargetColumn(name, values, f"{self.where}: column {name}")
+        values = [feature.names[int(code)] if code >= 0 else "" for code in values]
+        return TargetColumn(name, values, f"{self.where}: column {name}")
 
-    def _texts(self, file: str, data: Any, name: str) -> tuple[str, list[int]]:
+    def _texts(self, file: str, data: Any, name: str) -> _Inputs:
         length, tokenizer = self.request["max_length"], tokenizers.configured(self.request["tokenizer"])
         assert tokenizer is not None, "checked before"
         size = tokenizers.token_bytes(tokenizer.vocab_size)
         padding = tokenizer.vocab_size
-        self.facts |= {"vocab_size": padding + 1, "pad_token": padding}
         with _Writer(self.folder / file, (len(data), length), "<i4") as writer:
             for begin in range(0, len(data), _BATCH):
                 texts = _checked(data[begin : begin + _BATCH][name], name, begin)
@@ -176,9 +200,10 @@ class _Conversion:
                     tokens = np.frombuffer(packed, f"<u{size}")[:length]
                     row[: len(tokens)] = tokens
                 writer.write(rows)
-        return file, [length]
+        more = {"vocab_size": padding + 1, "pad_token": padding, "dtype": "int64"}
+        return _Inputs([length], [Field(name, "text")], more)
 
-    def _images(self, file: str, data: Any, name: str) -> tuple[str, list[int]]:
+    def _images(self, file: str, data: Any, name: str) -> _Inputs:
         size, channels = self.request["image_size"], self.request["channels"]
         first = self._pixels(data[0][name], name, 0)
         height, width = first.shape[:2]
@@ -198,7 +223,7 @@ class _Conversion:
                             f"as data.image_size={min(size or 224, 224)}."
                         )
                 writer.write(np.stack(pixels).transpose(0, 3, 1, 2))
-        return file, [channels, height, width]
+        return _Inputs([channels, height, width], [Field(name, "image")], {"channels": channels})
 
     def _pixels(self, row: Any, name: str, number: int) -> NDArray[np.uint8]:
         """Decode an image, upright, cut from the middle to `image_size`. Shapes: (height, width, channels)."""
@@ -235,12 +260,16 @@ class _Writer:
 
 
 def _values(data: Any, name: str) -> Any:
-    """Return a column as texts or numbers. Raises: RefusedError, if one is missing."""
+    """Return a column as texts, numbers or moments; a missing value is empty, or NaN."""
     # Not data[name], which copies the descriptions of all columns.
     values = data.data.table.column(name)
-    listed = (values if data._indices is None else values.take(data._indices.table.column(0))).to_pylist()
-    _checked(listed, name, 0)
-    return listed if listed and isinstance(listed[0], str) else np.asarray(listed)
+    values = values if data._indices is None else values.take(data._indices.table.column(0))
+    listed = values.to_pylist()
+    if (first := next((value for value in listed if value is not None), None)) is None or isinstance(first, str):
+        return ["" if value is None else value for value in listed]
+    if isinstance(first, date):
+        return np.array(listed, "datetime64[us]")
+    return np.array([np.nan if value is None else value for value in listed])
 
 
 def _checked(values: Sequence[Any], name: str, begin: int) -> Sequence[Any]:

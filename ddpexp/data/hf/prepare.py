@@ -11,13 +11,14 @@ import importlib.util
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpexp.data.arrays.prepare import hash_of, names_of
-from ddpexp.data.arrays.sources import GROUP_FILES, Names
-from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache
+from ddpexp.data.arrays.prepare import guesses_in, hash_of, names_of, options_of
+from ddpexp.data.arrays.sources import GROUP_FILES, Classes, ColumnKind, Names, Options
+from ddpexp.data.cache import CACHES, Cache, cache_name, find_cache, make_cache
+from ddpexp.data.schema import Schema
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
@@ -25,7 +26,7 @@ from ddpexp.system.files import open_regular
 from ddpexp.system.memory_file import memory_file
 from ddpexp.system.programs import python
 
-_VERSION = 2  # increase it when the content of caches changes: it is part of their names
+_VERSION = 3  # increase it when the content of caches changes: it is part of their names
 _MODULE = "datasets"
 _MOST_PIXELS = 4096
 
@@ -43,18 +44,23 @@ def prepare(
     inputs: str | Names | None = None,
     targets: str | Names | None = None,
     target_type: Literal["auto", "class", "number", "none"] = "auto",
-    classes: Names | None = None,
+    classes: Classes | None = None,
     image_size: int | None = None,
     channels: Literal[1, 3] = 3,
     tokenizer: str = "bytes",
     max_length: int = 256,
     dtype: Literal["float32", "float64", "int64"] = "float32",
     standardize: bool = False,
+    columns: Mapping[str, ColumnKind] | None = None,
+    missing: Mapping[str, str | float] | None = None,
     group_by: str | None = None,
+    *,
+    schema: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make sure that the chosen columns are in a cache; return a description of the data.
 
-    The result is JSON, as that of `ddpexp.data.arrays.prepare.prepare`, which `load` understands.
+    The result is JSON, as that of `ddpexp.data.arrays.prepare.prepare`, which `load` understands; with the `schema` of
+    a run every set is read by it.
 
     Raises: RefusedError, if the data or an option is invalid.
     """
@@ -67,28 +73,49 @@ def prepare(
         raise RefusedError("data.target_type=none is for data without targets: leave out data.targets.")
     _check_sizes(image_size, channels, max_length)
     places = [_place(path, "data.path"), *([_place(eval_path, "data.eval_path")] if eval_path else [])]
+    group_by = None if group_by is None or group_by.endswith(GROUP_FILES) else group_by
+    options = options_of(target_type, classes, dtype, group_by, columns, missing)
     request = {
         "path": path, "name": name, "revision": revision, "split": split, "eval_path": eval_path,
-        "eval_split": eval_split, "inputs": names_of(inputs), "targets": names_of(targets), "target_type": target_type,
-        "classes": classes, "image_size": image_size, "channels": channels, "tokenizer": tokenizer,
-        "max_length": max_length, "dtype": dtype,
-        "group_by": None if group_by is None or group_by.endswith(GROUP_FILES) else group_by,
+        "eval_split": eval_split, "inputs": names_of(inputs), "targets": names_of(targets), "image_size": image_size,
+        "channels": channels, "tokenizer": tokenizer, "max_length": max_length, "options": options.identity(),
+        "schema": None,
     }  # fmt: skip
     identity = {"version": _VERSION, **request, "files": places, "tokenizer_files": _identity(tokenizer)}
     local = Path(os.path.abspath(os.path.expanduser(path))).parent if places[0] else None
     bases = [base for base in (local, user_cache()) if base is not None]
     files = [name for place in places for name, *_ in place]
-    cache = make_cache(bases, cache_name("hf", identity), lambda folder: _converted(folder, request), sources=files)
-    record = cache.record
-    if standardize and record["what"] != "numbers":
+    cache = _cached(bases, request, identity, files, Schema.read(schema).decided() if schema is not None else None)
+    if standardize and cache.record["what"] != "numbers":
         raise RefusedError(
             f"data.standardize=true is for columns of numbers, and data.inputs={inputs} is a column of "
-            f"{record['what']}: use data.standardize=false."
+            f"{cache.record['what']}: use data.standardize=false."
         )
-    description = _description(path, cache, dtype)
-    names = names_of(targets)
-    facts = {**description["facts"], "target_columns": list(names) if names else None}
-    return {**description, "facts": facts, "standardize": standardize}
+    known = Schema.read(schema if schema is not None else cache.record["schema"])
+    guesses = guesses_in(cache.record, options, standardize) if schema is None else []
+    return {**_description(path, cache, known, options), "standardize": standardize, "guesses": guesses}
+
+
+def prepare_by(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
+    """Prepare sets by the schema of the data that was trained on, as `prepare`. Raises: RefusedError."""
+    return prepare(**options, schema=schema)
+
+
+def _cached(
+    bases: Sequence[Path],
+    request: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    files: Sequence[str],
+    known: Schema | None,
+) -> Cache:
+    """Return the cache of a request, which may be the one whose training part has decided the same schema."""
+    if known is not None:
+        found = find_cache(bases, cache_name("hf", identity))
+        if found is not None and Schema.read(found.record["schema"]) == known:
+            return found
+        request = {**request, "schema": known.as_json()}
+        identity = {**identity, "schema": request["schema"]}
+    return make_cache(bases, cache_name("hf", identity), lambda folder: _converted(folder, request), sources=files)
 
 
 def is_on_hub(path: str) -> bool:
@@ -98,23 +125,23 @@ def is_on_hub(path: str) -> bool:
     return path.count("/") <= 1 and not path.startswith((".", "~", "/")) and "." not in os.path.basename(path)
 
 
-def _description(path: str, cache: Cache, dtype: str) -> dict[str, Any]:
+def _description(path: str, cache: Cache, schema: Schema, options: Options) -> dict[str, Any]:
     """Return what a cache holds, as `load` understands it."""
     record = cache.record
-    stored, facts = record["parts"], record["facts"]
+    stored = record["parts"]
     num_train, num_test = (stored[part]["samples"] if part in stored else 0 for part in ("train", "eval"))
     return {
         "name": "hf",
         "folder": str(cache.folder),
-        "hash": hash_of(record, dtype),
+        "hash": hash_of(record, options),
         "num_train": num_train,
         "num_test": num_test,
         "note": f"{num_train:,} + {num_test:,} samples of {record['what']}, from {path}",
         "parts": stored,
         "sources": [],
-        "dtype": "int64" if record["what"] == "texts" else dtype,
         "divisor": 255.0 if record["what"] == "images" else None,
-        "facts": facts,
+        "schema": schema.as_json(),
+        "facts": schema.facts(),
     }
 
 

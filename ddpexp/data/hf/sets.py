@@ -43,9 +43,10 @@ def open_sets(request: Mapping[str, Any]) -> dict[str, Any]:
 def columns_of(data: Any, request: Mapping[str, Any], part: str) -> None:
     """Check that a set has the columns that the options name. Raises: RefusedError."""
     features = data.features  # once: the library copies all of them for each use
-    group_by = [request["group_by"]] if request["group_by"] and part == "train" else []
+    group_by = request["options"]["group_by"]
+    groups = [group_by] if group_by and part == "train" else []
     for key, names in (
-        ("data.inputs", request["inputs"]), ("data.targets", request["targets"] or []), ("data.group_by", group_by),
+        ("data.inputs", request["inputs"]), ("data.targets", request["targets"] or []), ("data.group_by", groups),
     ):  # fmt: skip
         missing = next((name for name in names if name not in features), None)
         if missing is not None:
@@ -53,6 +54,12 @@ def columns_of(data: Any, request: Mapping[str, Any], part: str) -> None:
                 f"{key}={missing} is no column of data.path={request['path']} (for {part}): it has "
                 f"{first_few(list(features), 10)}."
             )
+
+
+def _texts(request: Mapping[str, Any]) -> list[str]:
+    """Return the columns of a `.csv` that are read as they stand there, and not by what the values look like."""
+    named = [name for name, kind in request["options"]["columns"].items() if kind in ("category", "text")]
+    return [*(request["targets"] or ()), *named]
 
 
 def _chosen(sets: Mapping[str, Any], name: str, key: str, path: str) -> Any:
@@ -80,7 +87,9 @@ def _opened(path: str, key: str, request: Mapping[str, Any]) -> Mapping[str, Any
             ending = os.path.splitext(files[0])[1].lower()
             if ending not in _KINDS:
                 raise RefusedError(f"{key}={path}: files of {', '.join(_KINDS)} are read, and folders.")
-            more = {"delimiter": "\t"} if ending == ".tsv" else {}
+            more: dict[str, Any] = {"delimiter": "\t"} if ending == ".tsv" else {}
+            if _KINDS[ending] == "csv":
+                more["converters"] = dict.fromkeys(_texts(request), str)
             return dict(datasets.load_dataset(_KINDS[ending], data_files={"train": files}, **more))
         return dict(datasets.load_dataset(path, request["name"], revision=request["revision"]))
     except RefusedError:

@@ -90,8 +90,8 @@ def test_whole_numbers_that_are_hardly_classes_are_pointed_out(
     values: Sequence[Any], options: dict[str, Any], is_doubted: bool
 ) -> None:
     path = written("prices.csv", "size,price\n" + "".join(f"{row},{value}\n" for row, value in enumerate(values)))
-    note = prepare(path, targets="price", **options)["note"]
-    assert ("; these are whole numbers: data.target_type=number predicts amounts" in note) == is_doubted
+    guesses = prepare(path, targets="price", **options)["guesses"]
+    assert ("data.target_type=number predicts amounts" in "".join(guesses)) == is_doubted
 
 
 def test_a_file_that_is_not_read_says_what_would_be() -> None:
@@ -170,12 +170,12 @@ def test_a_file_that_changes_between_preparation_and_loading_is_noticed() -> Non
         (FLOWERS, {"targets": None}, "data.targets is not set: name the column of "),
         (FLOWERS, {"inputs": "kind"}, "data.inputs and data.targets both name kind"),
         (FLOWERS, {"inputs": ("a", "b"), "targets": "a", "target_type": "none"}, "leave out data.targets"),
-        (FLOWERS, {"target_type": "number"}, "holds iris, lily, which are no numbers"),
-        (FLOWERS, {"classes": ("iris", "rose")}, "holds the class lily, which data.classes does not have"),
+        (FLOWERS, {"target_type": "number"}, "column kind holds 'iris' in row 1, which is no number"),
+        (FLOWERS, {"classes": ("iris", "rose")}, "holds the class lily in row 2, which data.classes does not have"),
         (FLOWERS, {"dtype": "int64"}, "column b holds 4.5 in row 2, which data.dtype=int64 would cut off"),
         (FLOWERS + "1,2", {}, "row 4 has 2 values, and there are 3 columns: the file may have been cut off"),
-        (FLOWERS + "1,,lily\n", {}, "column b is empty in row 4, which is no number"),
-        (FLOWERS + "1,nan,lily\n", {}, "column b holds nan in row 4: a model cannot learn from that"),
+        (FLOWERS + "1,,lily\n", {}, "column b is empty in row 4, where a number is needed"),
+        (FLOWERS + "1,nan,lily\n", {}, "column b holds 'nan' in row 4, where a number is needed"),
         (FLOWERS + "1,two,lily\n", {}, "column b holds 'two' in row 4, which is no number"),
         ("a,a\n1,2\n", {}, "has two columns named a"),
         ("a,kind\n1,iris\n2,iris\n", {}, "holds one class, iris, so there is nothing to tell apart"),
@@ -206,7 +206,7 @@ def test_a_table_that_is_wrong_is_refused(content: str | bytes, options: dict[st
         ({}, {"inputs": "x"}, "holds one array without a name"),
         ({}, {"eval_path": "x.npy"}, "data.eval_targets is not set"),
         ({"z": np.zeros((6, 3))}, {"eval_path": "z.npy", "eval_targets": "y.npy"}, "has the shape [3], and one of"),
-        ({"z": np.arange(6)}, {"eval_path": "x.npy", "eval_targets": "z.npy"}, "the 3 classes are 0 to 2"),
+        ({"z": np.arange(6)}, {"eval_path": "x.npy", "eval_targets": "z.npy"}, "holds the class 3 in row 4, which the"),
         ({"x": np.zeros((6, 2, 2))}, {"standardize": True}, "data.standardize=true is for rows of numbers"),
         ({"y": np.zeros((6, 2), int)}, {"target_type": "class"}, "has the shape [6, 2], and classes are one number"),
     ],
@@ -309,7 +309,7 @@ def test_rows_are_moved_to_a_device_as_they_are() -> None:
 
 
 def predicted_for(trained: dict[str, Any], **options: Any) -> dict[str, Any]:
-    return to_predict.prepare(trained["facts"], **{"targets": "kind", **options})
+    return to_predict.prepare(trained["schema"], **{"targets": "kind", **options})
 
 
 def test_a_table_without_targets_is_predicted_for_with_the_columns_of_the_run() -> None:
@@ -325,7 +325,7 @@ def test_a_table_without_targets_is_predicted_for_with_the_columns_of_the_run() 
 def test_an_array_without_targets_is_predicted_for() -> None:
     trained = prepare(**{**arrays(y=np.arange(6) / 2), "target_type": "number"})
     np.save("new.npy", np.zeros((2, 2)))
-    found = to_predict.prepare(trained["facts"], path="x.npy", targets="y.npy", eval_path="new.npy")
+    found = to_predict.prepare(trained["schema"], path="x.npy", targets="y.npy", eval_path="new.npy")
     inputs, targets = load(found).evals["eval"].gather(torch.arange(2), CPU)
     assert inputs.tolist() == [[0, 0], [0, 0]]
     assert targets.isnan().all()
@@ -345,7 +345,7 @@ def test_other_data_is_standardized_as_that_of_the_run_and_has_its_classes() -> 
     assert trained is not None
     written("o.csv", FLOWERS.replace("iris", "lily") + "9,9,iris")
     other = experiment("data.path=o.csv", "data.targets=kind", "data.standardize=true")
-    found = prepare_to_evaluate(other.data, other.trust, trained["facts"], stored=False)
+    found = prepare_to_evaluate(other.data, other.trust, trained, stored=False)
     assert found is not None
     assert {key: found["facts"][key] for key in ("mean", "std", "classes")} == {
         key: trained["facts"][key] for key in ("mean", "std", "classes")
@@ -367,8 +367,8 @@ def test_targets_that_are_numbers_have_a_mean_too_and_classes_none() -> None:
 def test_what_has_other_inputs_is_not_predicted_for() -> None:
     trained = prepare(**arrays())
     np.save("new.npy", np.zeros((2, 3)))
-    with pytest.raises(RefusedError, match=r"has the shape \[3\], and the model was trained on \[2\]"):
-        to_predict.prepare(trained["facts"], path="new.npy")
+    with pytest.raises(RefusedError, match=r"has the shape \[3\], and one of the training part \[2\]"):
+        to_predict.prepare(trained["schema"], path="new.npy")
     flowers = prepare(written("t.csv", FLOWERS), targets="kind")
     with pytest.raises(RefusedError, match=r"data\.inputs=b is no column of data\.path="):
         predicted_for(flowers, path=written("new.csv", "a\n1\n"))
@@ -383,7 +383,7 @@ def test_columns_of_parquet_files_are_read_with_pyarrow() -> None:
     assert everything(load(prepare("t.parquet", inputs="a", targets="b")).train) == ([[1.5], [2], [3]], [1, 0, 1])
     parquet.write_table(pyarrow.table({"a": [1, None], "l": [[1], [2]], "k": [0, 1]}), "n.parquet")
     for column, sentence in (
-        ("a", "column a has no value in row 2: "),
+        ("a", "column a has no value in row 2, where a number is needed: leave the row out"),
         ("l", "column l holds list<"),
         ("c", "data.inputs=c is no column of data.path="),
     ):

@@ -76,9 +76,9 @@ def test_names_of_columns_are_compared_a_few_times_each(
 
 
 def test_names_of_columns_to_predict_for_are_compared_a_few_times_each() -> None:
-    facts = prepare(**table(), targets=names_from(0, COUNT), inputs=names_from(COUNT, COUNT))["facts"]
-    known = {**facts, "columns": list(map(Name, facts["columns"]))}
+    schema = prepare(**table(), targets=names_from(0, COUNT), inputs=names_from(COUNT, COUNT))["schema"]
+    known = {**schema, "inputs": [{**one, "name": Name(one["name"])} for one in schema["inputs"]]}
     Name.compared = 0
     found = to_predict.prepare(known, **table("new.csv"), targets=names_from(0, COUNT))
-    assert found["facts"]["columns"] == facts["columns"]
+    assert found["schema"]["inputs"] == schema["inputs"]
     assert 0 < Name.compared < MOST * 2 * COUNT, Name.compared

@@ -129,14 +129,15 @@ def test_descriptions_of_columns_are_copied_no_more_often_for_many_columns(
     for count in (3, 30):
         names = [f"column {number}" for number in range(count)]
         data = datasets.Dataset.from_dict({name: [0.5, place, 2.5] for place, name in enumerate(names)}).select(rows)
-        request = {"path": "d", "inputs": names, "targets": None, "target_type": "none", "classes": None}
+        options = {"target_type": "none", "classes": None, "dtype": "float32", "group_by": None, "columns": {}}
+        request = {"path": "d", "inputs": names, "targets": None, "options": options, "schema": None}
         folder = tmp_path / str(count)
         folder.mkdir()
         copies.append(0)
         with monkeypatch.context() as patch:
             patch.setattr(datasets.Features, "copy", counted)
             patch.setattr("ddpexp.data.hf.convert.open_sets", lambda _, data=data: {"train": data})
-            record = convert(folder, {**request, "dtype": "float32", "group_by": None})
+            record = convert(folder, request)
         inputs = np.load(folder / record["parts"]["train"]["inputs"])
         assert inputs[:, -1].tolist() == [[0.5, count - 1, 2.5][row] for row in rows]
     assert copies[0] == copies[1] > 0
@@ -157,7 +158,7 @@ def test_starting_again_converts_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         (TABLE, {"split": "dev"}, "data.split=dev is no split of t.csv: it has train."),
         (TABLE, {"inputs": ("a", "kind")}, "data.inputs=kind is a column of "),
         (TABLE, {"inputs": "kind", "targets": "a", "standardize": True}, "data.standardize=true is for columns of"),
-        (TABLE + "1,,lily\n", {"inputs": "b"}, "data.path: column b has no value in row 4"),
+        (TABLE + "1,,lily\n", {"inputs": "b"}, "data.path=t.csv: column b has no value in row 4"),
         ("a,kind\n1,0\n2,-1\n", {}, "data.path=t.csv: column kind holds the class -1 in row 2"),
         ("a,kind\n", {}, "data.path=t.csv cannot be read by the library datasets: "),
         ('a,kind\n1,"2', {}, "data.path=t.csv cannot be read by the library datasets: "),
