@@ -129,7 +129,13 @@ def test_descriptions_of_columns_are_copied_no_more_often_for_many_columns(
     for count in (3, 30):
         names = [f"column {number}" for number in range(count)]
         data = datasets.Dataset.from_dict({name: [0.5, place, 2.5] for place, name in enumerate(names)}).select(rows)
-        options = {"target_type": "none", "classes": None, "dtype": "float32", "group_by": None, "columns": {}}
+        options: dict[str, Any] = {
+            "target_type": "none",
+            "classes": None,
+            "dtype": "float32",
+            "group_by": None,
+            "columns": {},
+        }
         request = {"path": "d", "inputs": names, "targets": None, "options": options, "schema": None}
         folder = tmp_path / str(count)
         folder.mkdir()
