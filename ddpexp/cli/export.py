@@ -39,6 +39,7 @@ _OF_DATA = (
     "size",
     "eval_size",
     "columns",
+    "schema",
     "target_mean",
     "target_std",
     "vocab_size",
