@@ -64,6 +64,15 @@ def find(run: Run, warn: Callable[[str], None], source: Path | None = None) -> P
     return path
 
 
+def located(run: Run, warn: Callable[[str], None]) -> Mapping[str, str]:
+    """Return the resolved path of run.init_from, the same for all workers; nothing where it is null.
+
+    Raises:
+        RefusedError: there are no such weights.
+    """
+    return {} if run.init_from is None else {"init_from": str(find(run, warn).resolve())}
+
+
 def converted(run: Run, path: Path, folder: Path) -> tuple[Path, str | None]:
     """Return the weights as safetensors, and the part of a file of torch.save that they were.
 

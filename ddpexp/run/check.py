@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ddpexp.checkpoint import initial
 from ddpexp.checkpoint.format import folder_name
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layout
@@ -27,7 +28,10 @@ from ddpexp.system import files
 
 _PREFIX, _OWNER = "ddpexp-check-", "owner.json"
 
-Part = Literal["one", "resumed", "two"]  # one worker; the same from its first checkpoint; two workers
+Part = Literal[
+    "one", "resumed", "two", "two_resumed"
+]  # workers; `resumed` from the first checkpoint of the part before
+_EARLIER: Mapping[Part, Part] = {"resumed": "one", "two": "resumed", "two_resumed": "two"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Check(Job):
     def __init__(self, experiment: Experiment, text: str, folder: Path, part: Part) -> None:
         """Take the shortened experiment, its YAML, and the temporary folder of all parts."""
         self.experiment, self.part = experiment, part
-        self.request = replace(worker_request(experiment), gpus=2 if part == "two" else 1)
+        self.request = replace(worker_request(experiment), gpus=2 if part.startswith("two") else 1)
         self.identity = job_identity(text)
         self.run = RunDir(folder / part)
         self._text, self._folder = text, folder
@@ -70,18 +74,22 @@ class Check(Job):
         text = with_facts(self._text, self.experiment.data, data)
         files.write(self.run.config, checked_text(text))
         files.write_json(self.run.manifest, {})
-        earlier = self._folder / {"one": "", "resumed": "one", "two": "resumed"}[self.part] / "checkpoints"
-        if self.part == "resumed":
-            (earlier / folder_name(1)).rename(self.run.checkpoints / folder_name(1))
-        shutil.rmtree(earlier, ignore_errors=True)  # there is room for those of one part
+        resumes = self.part.endswith("resumed")
+        if self.part in _EARLIER:
+            earlier = self._folder / _EARLIER[self.part] / "checkpoints"
+            if resumes:
+                (earlier / folder_name(1)).rename(self.run.checkpoints / folder_name(1))
+            shutil.rmtree(earlier, ignore_errors=True)  # there is room for those of one part
         if self.part == "one":
             pretrained.fetch(self.experiment.model, text)
+        found = {} if resumes else initial.located(self.experiment.run, lambda warning: None)
         request = {
             "config": text,
             "run": str(self.run.path),
             "part": self.part,
             "layout": asdict(layout),
             "data": data,
+            "init_from": initial.as_safetensors(self.experiment.run, found, self.run.path, []).get("init_from"),
         }
         self.arguments = [json.dumps(request)]
 

@@ -197,8 +197,7 @@ class Training(Job):
         """Return the resolved path of run.init_from for the first start, the same for all workers."""
         if self.experiment.run.init_from is None or resume.has_checkpoint(self._existing(owners)):
             return {}
-        path = initial.find(self.experiment.run, lambda text: print_message(f"ddpexp: warning: {text}"))
-        return {"init_from": str(path.resolve())}
+        return initial.located(self.experiment.run, lambda text: print_message(f"ddpexp: warning: {text}"))
 
     def shared(self) -> dict[str, Any]:
         """Return the path of the run directory, and hashes that prove that another host sees the same one."""

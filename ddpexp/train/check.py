@@ -31,7 +31,9 @@ from ddpexp.train.build import RunContext
 from ddpexp.train.join import join_world
 from ddpexp.train.process import open_log, run_rank
 from ddpexp.train.task_checks import named
-from ddpexp.train.trials import Subject, place_in_code
+from ddpexp.train.train_step_trials import means_in_train_step, never_trained, uneven_calls
+from ddpexp.train.trial_subject import Subject
+from ddpexp.train.trials import place_in_code
 
 _NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory): you tried to allocate (\d+)")
 
@@ -50,12 +52,13 @@ def _check(request: Mapping[str, Any], control: Control) -> None:
     run = RunDir(Path(request["run"]))
     if layout.device == "cpu" and request["part"] == "one":
         _limit_memory()
-    context = RunContext(run, experiment, layout, request["data"], None, world, control, log)
+    context = RunContext(run, experiment, layout, request["data"], request["init_from"], world, control, log)
     built = worker.build(context)
     worker.restore(context, built)
     examined = _Examined(context, built)
     try:
-        answer = {"one": examined.alone, "resumed": examined.trained, "two": examined.together}[request["part"]]()
+        parts = {"one": examined.alone, "two": examined.together}
+        answer = parts.get(request["part"], examined.trained)()
     finally:
         built.loop.logger.close()
     if world.is_rank_zero:
@@ -78,40 +81,56 @@ class _Examined:
             context.world,
         )
         self._findings: list[Finding] = []
-        self._failed: set[str] = set()
 
     def alone(self) -> dict[str, Any]:
         """Try the recipe, then train. Ranks: the only one."""
         loop, subject = self._built.loop, self._subject
-        evals = loop.evals
+        evals = loop.evals if loop.options.eval_every else {}
         before = self._attributes()
         self._try("data", lambda: trials.different_samples(loop.train, evals), "the same samples at the same index")
-        steps = [batches[0] for batches in _read(lambda: list(replace(loop.train, num_workers=0).steps(0, 2)))]
+        steps = _read(lambda: list(replace(loop.train, num_workers=0).steps(0, 2)))
         looked = next(iter(_read(lambda: [next(iter(evals.values())).first()] if evals else [])), None)
-        batch = looked if looked is not None else steps[0] if steps else None
+        firsts = [batches[0] for batches in steps]
+        batch = looked if looked is not None else firsts[0] if steps else None
         if steps and batch is not None:
-            self._try("forward", lambda: trials.different_losses(subject, steps[0]), "the same loss for the same batch")
-            problems, fine = self._sums_of_train_step(steps[0])
-            self._try("sums", lambda: [*problems, *trials.wrong_sums(subject, batch)], fine)
-            self._try("metrics", lambda: self._names(steps, evals), "the same metrics for every batch")
-            self._try("parameters", lambda: self._unused(steps[0]), "every parameter gets a gradient")
-        draws = _read(lambda: [trials.draws_on_host(subject, steps[0])])
+            self._try_batches(steps, batch, evals)
+        draws = _read(lambda: [trials.draws_on_host(subject, firsts[0])])
         answer = self.trained()
         return {
             **answer,
             "changed": before.changed(self._attributes()),
             "step": named(subject.function),
-            "eval_step": named(subject.task.step),
+            "eval_step": named(subject.task.step) if subject.has_step else "",
             "is_manual": subject.is_manual,
             "draws_on_host": draws == [True],
         }
 
+    def _try_batches(self, steps: list[list[Any]], batch: Any, evals: Mapping[str, EvalBatches]) -> None:
+        """Try the recipe with the micro-batches of two steps, and with a batch of an evaluation."""
+        subject, firsts = self._subject, [batches[0] for batches in steps]
+        self._try("forward", lambda: trials.different_losses(subject, firsts[0]), "the same loss for the same batch")
+        is_repeatable = "forward" not in self._problems
+        if subject.is_manual:
+            batches = [one for step in steps for one in step]
+            self._try("calls", lambda: uneven_calls(subject, batches), "workers meet in the same calls for every batch")
+        if is_repeatable:
+            problems, fine = self._sums_of_train_step(firsts[0])
+            self._try("sums", lambda: [*problems, *trials.wrong_sums(subject, batch)], fine)
+        self._try("metrics", lambda: self._names(firsts, evals), "the same metrics for every batch")
+        self._try("parameters", lambda: self._unused(firsts), "every parameter gets a gradient")
+        if is_repeatable and not self._problems & {"sums", "metrics"}:
+            self._try("last", lambda: self._last(firsts[0], evals), "the last batches are as the first ones")
+
+    @property
+    def _problems(self) -> set[str]:
+        return {finding.check for finding in self._findings if finding.ok is False}
+
     def together(self) -> dict[str, Any]:
         """Compare what the ranks compute for the same batch, then train. Ranks: all; communicates."""
-        loop, world = self._built.loop, self._context.world
+        loop, world, before = self._built.loop, self._context.world, self._attributes()
         losses = torch.zeros(2, world.world_size, dtype=torch.float64, device=world.device)
         size, there = loop.train.plan.micro_batch_size, loop.train.on_device
-        for row, trains in enumerate((True, False)):
+        for row, trains in enumerate((True, False) if self._subject.has_step else (True,)):
             try:
                 batch = EvalBatches(sized(loop.train.data, size), size, 0, 1, world.device, on_device=there).first()
                 losses[row, world.rank] = trials.loss_of(self._subject, batch, trains)
@@ -119,7 +138,9 @@ class _Examined:
                 losses[row, world.rank] = torch.nan
         world.sum(losses)
         trained, evaluated = losses.tolist()
-        return {**self.trained(), "losses": trained, "eval_losses": evaluated}
+        answer = self.trained()
+        changed = before.changed(self._attributes())
+        return {**answer, "losses": trained, "eval_losses": evaluated, "changed": changed}
 
     def trained(self) -> dict[str, Any]:
         """Train to the last step; return the hash of the weights and what was found. Ranks: all; communicates."""
@@ -157,13 +178,15 @@ class _Examined:
         """Return the problem of what a train_step gives update.backward, and what is known if there is none."""
         if not self._subject.is_manual:
             return [], "loss and metrics are sums over samples"
-        found = _read(lambda: [trials.means_in_train_step(self._subject, batch)])
+        found = _read(lambda: [means_in_train_step(self._subject, batch)])
         problem, are_sums = found[0] if found else (None, False)
-        known = "loss and metrics of an evaluation are sums over samples"
-        train = ", and so are the losses of train_step" if are_sums else "; not checked: the losses of train_step"
-        return [] if problem is None else [problem], known + train
+        losses = "losses of train_step are sums over samples" if are_sums else "losses of train_step are not checked"
+        evals = ", and so are loss and metrics of an evaluation" if are_sums else "; those of an evaluation are sums"
+        return [] if problem is None else [problem], losses + (evals if self._subject.has_step else "")
 
     def _names(self, steps: list[Any], evals: Mapping[str, EvalBatches]) -> str | None:
+        if not self._subject.has_step:
+            raise DdpexpError("the task has no step")
         if not self._subject.is_manual and (problem := trials.changing_names(self._subject, steps, "train")):
             return problem
         for name, batches in evals.items():
@@ -171,16 +194,40 @@ class _Examined:
                 return problem
         return None
 
-    def _unused(self, batch: Any) -> str | None:
-        names, place = trials.unused_parameters(self._subject, batch)
+    def _unused(self, batches: list[Any]) -> str | None:
         strategy = self._context.experiment.strategy
+        if self._subject.is_manual:
+            names, place = never_trained(self._subject, batches, self._trained_by_optimizers())
+            cause = "in any of the first steps"
+        else:
+            names, place = trials.unused_parameters(self._subject, batches[0])
+            cause = "because the loss does not depend on " + ("it" if len(names) == 1 else "them")
         if not names or (isinstance(strategy, DDPOptions) and strategy.find_unused_parameters):
             return None
         return (
-            f"{first_few(names)} {'gets' if len(names) == 1 else 'get'} no gradient, because the loss does not depend "
-            f"on {'it' if len(names) == 1 else 'them'}: {place}. Leave it out or set requires_grad_(False); if it is "
-            "used in some steps only, type strategy.find_unused_parameters=true."
+            f"{first_few(names)} {'gets' if len(names) == 1 else 'get'} no gradient, {cause}: {place}. Leave it out or "
+            "set requires_grad_(False); if it is used in some steps only, type strategy.find_unused_parameters=true."
         )
+
+    def _trained_by_optimizers(self) -> list[str]:
+        """Return the names of the parameters that the optimizers have, with their models where there are several."""
+        loop, modules = self._built.loop, self._subject.modules
+        chosen = {id(p) for optimizer in loop.optimizers.values() for group in optimizer.param_groups
+                  for p in group["params"]}  # fmt: skip
+        return [
+            f"{model}.{name}" if len(modules) > 1 else name
+            for model, root in modules.items()
+            for name, parameter in root.named_parameters()
+            if id(parameter) in chosen
+        ]
+
+    def _last(self, first: Any, evals: Mapping[str, EvalBatches]) -> str | None:
+        """Return the problem of the last batches; None too where the task fails for any, which training reports."""
+        trials.loss_of(self._subject, first)
+        try:
+            return trials.last_batches(self._subject, self._built.loop.train, evals)
+        except Exception as error:
+            return f"the last batch of an epoch, or of an evaluation, fails: {self._explained(error)}"
 
     def _attributes(self) -> Attributes:
         loop, subject = self._built.loop, self._subject

@@ -4,114 +4,20 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddpexp.data.batches import EvalBatches
+from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.samples import origin, tensors_of
 from ddpexp.data.streams import Batches
-from ddpexp.distributed.rng import seed_everything
-from ddpexp.errors import DdpexpError
-from ddpexp.strategy.replica import Models
 from ddpexp.system.text import first_few
-from ddpexp.task import HasTrainStep, Task
 from ddpexp.train.attributes import place_of
-from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import line_of, mean_for_a_sum, named, split_batch
-
-_SEED = 1  # of every trial
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What the trials look at."""
-
-    task: Task
-    model: Any  # without a strategy around it: a module, or several by name
-    modules: Models
-    precision: Precision
-    device: torch.device
-    world: Any = None  # that a train_step sees
-    is_copy: bool = False
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """Return the function of the task that trains."""
-        return self.task.train_step if isinstance(self.task, HasTrainStep) else self.task.step
-
-    @property
-    def is_manual(self) -> bool:
-        """Return whether the task trains by itself, so that its `step` is only evaluated."""
-        return isinstance(self.task, HasTrainStep)
-
-    def copied(self, trains: bool) -> Subject:
-        """Return a copy in training or evaluation mode; the subject itself where it cannot be copied."""
-        is_copy = True
-        try:
-            task, model = deepcopy((self.task, self.model))
-        except Exception:  # whatever an object of the user raises
-            task, model, is_copy = self.task, self.model, False
-        modules: Models = {"model": model} if isinstance(model, nn.Module) else dict(model)
-        for module in modules.values():
-            module.train(trains and not self.is_manual)
-        return replace(self, task=task, model=model, modules=modules, is_copy=is_copy)
-
-    def step(self, batch: Any, host_seed: int = _SEED) -> Any:
-        """Return the sums of a batch; torch's random numbers are the same each time.
-
-        `host_seed` seeds Python's and numpy's.
-        """
-        self._seed(host_seed)
-        with self.precision.autocast():
-            return self.task.step(self.model, batch)
-
-    def train_step(self, batch: Any, host_seed: int = _SEED) -> list[tuple[float, float]]:
-        """Return the losses and counts that a task's own train_step gives update.backward for a batch."""
-        assert isinstance(self.task, HasTrainStep)
-        if not self.is_copy:  # a train_step may change what it trains
-            raise DdpexpError("the task or the model cannot be copied")
-        self._seed(host_seed)
-        update: Any = _Update(self)
-        self.task.train_step(update, [batch])
-        losses: list[tuple[float, float]] = update.losses
-        return losses
-
-    def _seed(self, host_seed: int) -> None:
-        seed_everything(host_seed)
-        torch.manual_seed(_SEED)
-
-    @property
-    def tolerance(self) -> float:
-        """Return the relative difference that rounding may make."""
-        return 2e-2 if self.precision.lowers else 1e-3
-
-
-class _Update:
-    """An optimizer step that records the losses and changes no weights."""
-
-    step, num_steps = 0, 2
-
-    def __init__(self, subject: Subject) -> None:
-        self.models, self.world, self._precision = subject.model, subject.world, subject.precision
-        self.losses: list[tuple[float, float]] = []
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro-batch."""
-        return self._precision.autocast()
-
-    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
-        """Record a loss and its count."""
-        self.losses.append((float(loss_sum.detach()), float(count)))
-
-    def apply(self, *names: str) -> bool:
-        """Leave the weights as they are."""
-        return True
+from ddpexp.train.trial_subject import SEED, Subject, are_close
 
 
 def different_samples(train: Batches, evals: Mapping[str, EvalBatches]) -> str | None:
@@ -154,51 +60,25 @@ def different_losses(subject: Subject, batch: Any) -> str | None:
     )
 
 
-def loss_of(subject: Subject, batch: Any, trains: bool = True, host_seed: int = _SEED) -> float:
+def loss_of(subject: Subject, batch: Any, trains: bool = True, host_seed: int = SEED) -> float:
     """Return the loss of a batch in training or evaluation; of a task's own train_step, the total of its losses."""
     copy = subject.copied(trains)
     if trains and copy.is_manual:
-        return sum(loss for loss, _ in copy.train_step(batch, host_seed))
+        return sum(loss for loss, _ in copy.train_step(batch, host_seed).losses)
     with torch.set_grad_enabled(trains):
         return float(_number(copy.step(batch, host_seed)[0]))
 
 
 def draws_on_host(subject: Subject, batch: Any) -> bool:
     """Return whether the training loss depends on the random numbers of Python or numpy."""
-    one, other = (loss_of(subject, batch, host_seed=seed) for seed in (_SEED, _SEED + 1))
+    one, other = (loss_of(subject, batch, host_seed=seed) for seed in (SEED, SEED + 1))
     return not _equal(one, other, subject)
 
 
-def means_in_train_step(subject: Subject, batch: Any) -> tuple[str | None, bool]:
-    """Compare the losses that a train_step gives update.backward for a batch with those for its halves.
-
-    Returns the problem of a mean where a sum belongs, and whether all losses are known to be sums.
-    """
-    halves = split_batch(batch, 2)
-    if halves is None or not isinstance(subject.task, HasTrainStep):
-        return None, False
-    seen = [subject.copied(trains=True).train_step(part) for part in (batch, *halves)]
-    if not seen[0] or len({len(losses) for losses in seen}) > 1:
-        return None, False
-    are_sums = True
-    for (whole, count), (first, num_first), (second, num_second) in zip(*seen, strict=True):
-        counts = count == num_first + num_second and min(num_first, num_second) > 0
-        if counts and _close(whole, first + second, subject.tolerance):
-            continue
-        are_sums = False
-        if counts and _close(whole, (first * num_first + second * num_second) / count, subject.tolerance):
-            function = subject.task.train_step
-            return (
-                f"{named(function)} seems to give update.backward{line_of(function, '.backward(')} the mean of a loss, "
-                f"not its sum: {whole:.4g} over a count of {count:g}, and {first:.4g} and {second:.4g} over its "
-                f"halves. update.backward divides by the count itself, so the gradient is {count:g} times too small: "
-                'give it the sum (reduction="sum"), or the mean times the count.'
-            ), False
-    return None, are_sums
-
-
 def wrong_sums(subject: Subject, batch: Any) -> list[str]:
-    """Return the problems of a loss or a metric that is not additive over the samples of a batch."""
+    """Return the problems of a loss or a metric that is not additive over the samples of a batch, in evaluation."""
+    if not subject.has_step:
+        return []
     problem = mean_for_a_sum(subject.task, subject.model, subject.modules, batch, subject.precision, subject.device)
     problems = [problem] if problem is not None else []
     parts = split_batch(batch, 3)
@@ -243,18 +123,54 @@ def unused_parameters(subject: Subject, batch: Any) -> tuple[list[str], str]:
     """Return the parameters that get no gradient from a batch, and where the first one is made."""
     copy = subject.copied(trains=True)
     loss = copy.step(batch)[0]
-    if subject.is_manual or not isinstance(loss, Tensor) or not loss.requires_grad:
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
         return [], ""
     loss.backward()  # type: ignore[no-untyped-call]
+    return without_gradient(copy)
+
+
+def without_gradient(copy: Subject, among: Collection[str] | None = None) -> tuple[list[str], str]:
+    """Return the parameters of a copy that have no gradient, and where the first one is made; `among` some by name."""
     several = len(copy.modules) > 1
     names, place = [], ""
     for model, root in copy.modules.items():
         for path, module in root.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and parameter.grad is None:
-                    names.append(".".join(filter(None, [model if several else "", path, name])))
-                    place = place or _made_in(root, names[-1].split(".")[several:])
+                shown = ".".join(filter(None, [model if several else "", path, name]))
+                if parameter.requires_grad and parameter.grad is None and (among is None or shown in among):
+                    names.append(shown)
+                    place = place or _made_in(root, shown.split(".")[several:])
     return names, place
+
+
+def last_batches(subject: Subject, train: Batches, evals: Mapping[str, EvalBatches]) -> str | None:
+    """Return the problem of the last batches of an epoch or of an evaluation set, where the first ones have none.
+
+    Raises: what the task raises for them.
+    """
+    if isinstance(train, TrainBatches) and train.steps_per_epoch > 1:
+        alone = replace(train, num_workers=0)
+        first, last = (next(iter(alone.steps(step, step + 1))) for step in (0, train.steps_per_epoch - 1))
+        for batch in last:
+            loss_of(subject, batch)
+        if not subject.is_manual and not _uneven_counts(subject, first) and (problem := _uneven_counts(subject, last)):
+            return f"{problem} in the last step of an epoch: a number must be the same for every micro-batch of a step."
+        if not subject.is_manual and (problem := changing_names(subject, [first[0], last[-1]], "train")):
+            return problem
+    for name, batches in evals.items() if subject.has_step else ():
+        whole = replace(batches, num_workers=0, limit=None)
+        final = next(iter(replace(whole, rank=whole.num_batches - 1, world_size=whole.num_batches)))
+        if problem := changing_names(subject, [whole.first(), final], name):
+            return problem
+    return None
+
+
+def _uneven_counts(subject: Subject, batches: Sequence[Any]) -> str | None:
+    counts = [subject.copied(trains=True).step(batch)[1] for batch in batches]
+    other = next((count for count in counts if count != counts[0]), None)
+    if other is None or isinstance(counts[0], Tensor):
+        return None
+    return f"{named(subject.task.step)} returns the counts {counts[0]} and {other}"
 
 
 def _made_in(root: nn.Module, path: Sequence[str]) -> str:
@@ -295,20 +211,16 @@ def _additive(whole: tuple[Any, Any], parts: tuple[Any, Any], tolerance: float) 
         )
     if not all(map(math.isfinite, (*whole, *parts))):
         return True
-    if _close(whole[0], parts[0], tolerance) and _close(whole[1], parts[1], tolerance):
+    if are_close(whole[0], parts[0], tolerance) and are_close(whole[1], parts[1], tolerance):
         return True
-    return bool(whole[1] and parts[1]) and _close(whole[0] / whole[1], parts[0] / parts[1], tolerance)
-
-
-def _close(one: float, other: float, tolerance: float) -> bool:
-    return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-6)
+    return bool(whole[1] and parts[1]) and are_close(whole[0] / whole[1], parts[0] / parts[1], tolerance)
 
 
 def _equal(one: float, other: float, subject: Subject) -> bool:
     """Return whether two losses are the same: on GPUs, whose sums have no order, within rounding."""
     if math.isnan(one) and math.isnan(other):
         return True
-    return one == other if subject.device.type == "cpu" else _close(one, other, subject.tolerance)
+    return one == other if subject.device.type == "cpu" else are_close(one, other, subject.tolerance)
 
 
 def _shown(value: Any) -> str:

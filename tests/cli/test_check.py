@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddpexp.cli.check import judge, run_arguments, shortened
+from ddpexp.cli.check import run_arguments, shortened
+from ddpexp.cli.check_verdict import judge
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import load, parse
 from ddpexp.config.schema import Experiment
@@ -26,12 +28,13 @@ from ddpexp.run.lock import Owner
 from ddpexp.train import trials
 from ddpexp.train.attributes import Attributes
 from ddpexp.train.precision import Precision
-from ddpexp.train.trials import Subject
-from tests.cli.broken import broken
+from ddpexp.train.train_step_trials import means_in_train_step, never_trained, uneven_calls
+from ddpexp.train.trial_subject import Subject
+from tests.cli.broken.kinds import broken, faulty, odd
 from tests.conftest import ROOT, Ddpexp
 
 CONF = ROOT / "tests/cli/broken/conf"
-FILE = ROOT / "tests/cli/broken/broken.py"
+FILE = ROOT / "tests/cli/broken/kinds/broken.py"
 CPU = torch.device("cpu")
 
 
@@ -87,17 +90,17 @@ def test_a_metric_that_is_no_sum_is_found() -> None:
 
 
 def test_a_mean_that_a_train_step_gives_to_backward_is_found() -> None:
-    problem, are_sums = trials.means_in_train_step(subject(broken.ManualMean()), batch())
+    problem, are_sums = means_in_train_step(subject(broken.ManualMean()), batch())
     assert problem is not None
     place = line("update.backward(losses.mean()").rpartition(":")[2]
     assert f"ManualMean.train_step ({FILE}:" in problem
     assert f"seems to give update.backward in line {place} the mean of a loss, not its sum: " in problem
     assert not are_sums
-    assert trials.means_in_train_step(subject(broken.Manual()), batch()) == (None, True)
+    assert means_in_train_step(subject(broken.Manual()), batch()) == (None, True)
     adversarial = subject(broken.Adversarial(), broken.networks())
     pairs = torch.randn(12, 4), torch.zeros(12)
-    assert trials.means_in_train_step(adversarial, pairs) == (None, False)  # its noise is other noise for a half
-    assert trials.means_in_train_step(subject(broken.Manual()), batch(count=1)) == (None, False)
+    assert means_in_train_step(adversarial, pairs) == (None, False)  # its noise is other noise for a half
+    assert means_in_train_step(subject(broken.Manual()), batch(count=1)) == (None, False)
 
 
 def test_losses_are_compared_in_training_and_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +144,49 @@ def test_a_loss_that_depends_on_the_time_is_found() -> None:
     problem = trials.different_losses(subject(broken.ByTime()), batch())
     assert problem is not None
     assert "for the same batch, weights and random seed" in problem
+
+
+def test_a_number_that_is_another_one_at_the_end_of_an_epoch_is_found() -> None:
+    rows = broken.points(96, 0)
+    train = TrainBatches(rows, plan_batches(24, 12, 1), 0, 0, CPU)
+    *_, last = train.steps(0, train.steps_per_epoch)
+    place = last[1][0][0]  # the first row of the last micro-batch
+
+    class Chunks(broken.Sound):
+        def step(self, model: Any, batch: Any) -> Any:
+            loss, count, metrics = super().step(model, batch)
+            return loss, count - int(batch[0][0].equal(place)), metrics
+
+    assert trials.last_batches(subject(broken.Sound()), train, {}) is None
+    problem = trials.last_batches(subject(Chunks()), train, {})
+    assert problem is not None
+    assert "returns the counts 12 and 11 in the last step of an epoch: a number must be the same" in problem
+
+
+def test_a_last_batch_of_an_evaluation_that_is_left_out_here_is_tried() -> None:
+    evals = {"eval": EvalBatches(broken.points(33, 1), 12, 0, 1, CPU, limit=24)}
+    train = TrainBatches(broken.points(96, 0), plan_batches(24, 12, 1), 0, 0, CPU)
+    problem = trials.last_batches(subject(broken.Renaming()), train, evals)
+    assert problem is not None
+    assert "returns the metrics accuracy for one batch of `eval` and none for another" in problem
+
+
+def test_rounds_that_depend_on_the_batch_are_found_and_calls_of_the_model_may() -> None:
+    batches = [batch(broken.points(12, seed)) for seed in range(4)]
+    problem = uneven_calls(subject(faulty.UnevenRounds()), batches)
+    assert problem is not None
+    assert re.search(r"calls update\.micro_batch\(last=True\) \d times for one batch and \d times for another", problem)
+    assert uneven_calls(subject(broken.Manual()), batches) is None
+
+
+def test_parameters_that_a_train_step_never_trains_are_named_and_those_that_it_trains_rarely_are_not() -> None:
+    networks = broken.networks()
+    names = [f"{key}.{name}" for key, module in networks.items() for name, _ in module.named_parameters()]
+    missing, _ = never_trained(subject(faulty.Forgotten(), networks), [batch()], names)
+    assert missing == ["generator.weight", "generator.bias"]
+    assert never_trained(subject(broken.Adversarial(), networks), [batch()], names)[0] == []
+    rarely, net = odd.Rarely(), odd.Headed()
+    assert never_trained(subject(rarely, net), [batch()], [name for name, _ in net.named_parameters()])[0] == []
 
 
 def test_names_that_change_are_found() -> None:
@@ -241,18 +287,33 @@ ONE: Mapping[str, Any] = {
     "device": "cpu", "weights": "a", "findings": [], "changed": {}, "step": "Task.step (x.py:3)", "is_manual": False,
     "eval_step": "Task.step (x.py:3)", "draws_on_host": False,
 }  # fmt: skip
-TWO: Mapping[str, Any] = {"weights": "b", "findings": [], "losses": [1.5, 1.5], "eval_losses": [1.0, 1.0]}
+TWO: Mapping[str, Any] = {
+    "device": "cpu", "weights": "b", "findings": [], "losses": [1.5, 1.5], "eval_losses": [1.0, 1.0], "changed": {},
+}  # fmt: skip
 RECORDS: Mapping[str, Mapping[int, Mapping[str, float]]] = {
     "one": {1: {"train/loss": 1.0, "train/grad_norm": 2.0}, 2: {"train/loss": 0.9}},
     "resumed": {2: {"train/loss": 0.90001}},
+    "two_resumed": {2: {"train/loss": 0.9}},
     "two": {1: {"train/loss": 1.0, "train/grad_norm": 2.00001}},
 }  # fmt: skip
 
 
 def verdict(
-    one: Mapping[str, Any] = ONE, two: Any = TWO, records: Any = RECORDS, resumed: Any = None, *overrides: str
+    one: Mapping[str, Any] = ONE,
+    two: Any = TWO,
+    records: Any = RECORDS,
+    resumed: Any = None,
+    *overrides: str,
+    two_resumed: Any = None,
 ) -> dict[str, tuple[bool | None, str]]:
-    parts = {"one": one, "resumed": {"weights": "a", "findings": []} if resumed is None else resumed, "two": two}
+    parts = {
+        "one": one,
+        "resumed": {"weights": "a", "findings": []} if resumed is None else resumed,
+        "two": two,
+        "two_resumed": {"weights": two["weights"] if isinstance(two, dict) else "b", "findings": []}
+        if two_resumed is None
+        else two_resumed,
+    }
     return {finding.check: (finding.ok, finding.text) for finding in judge(parts, records, composed(*overrides)[0])}
 
 
@@ -298,6 +359,16 @@ def test_all_is_well() -> None:
             "each micro-batch.",
         ),
         ({"two": "rank 1: ValueError: no"}, "two", "at two workers: rank 1: ValueError: no"),
+        (
+            {
+                "two": {**TWO, "changed": {"Net.rows": "net.py:7"}},
+                "two_resumed": {"weights": "c", "findings": []},
+            },
+            "resume",
+            "at two workers the second step gives other weights after a resume than without one: this changed during the "
+            "steps, and is not in checkpoints: Net.rows (net.py:7). Keep it in a buffer of the model (register_buffer), "
+            "or in get_extra_state of a module.",
+        ),
         (
             {"records": {**RECORDS, "two": {1: {"train/loss": 1.1, "train/grad_norm": 2.0}}}},
             "workers",
@@ -411,15 +482,17 @@ CHECKS = {"data", "forward", "sums", "metrics", "parameters", "steps", "resume",
 
 def test_two_networks_under_manual_optimization_pass_and_nothing_is_left(ddpexp: Ddpexp, tmp_path: Path) -> None:
     code, states, problems = checked(
-        ddpexp, tmp_path, "task._target_=broken.Adversarial", "model._target_=broken.networks",
+        ddpexp, tmp_path, "task._target_=kinds.broken.Adversarial", "model._target_=kinds.broken.networks",
         "launcher=slurm", "trainer.nodes=3", "trainer.gpus=4",
     )  # fmt: skip
     assert (code, problems) == (0, [])
-    assert states == {**dict.fromkeys(CHECKS, True), "launcher": None}
+    assert states == {**dict.fromkeys(CHECKS | {"calls", "last"}, True), "launcher": None}
 
 
 def test_state_that_checkpoints_lack_and_a_rank_are_found_in_real_steps(ddpexp: Ddpexp, tmp_path: Path) -> None:
-    code, states, problems = checked(ddpexp, tmp_path, "model._target_=broken.Counting", "task._target_=broken.ByRank")
+    code, states, problems = checked(
+        ddpexp, tmp_path, "model._target_=kinds.broken.Counting", "task._target_=kinds.broken.ByRank"
+    )
     assert code == 1
     assert {name for name, ok in states.items() if ok is False} == {"resume", "rank"}
     assert f"Counting.scale ({line('self.scale *= 1.5')})" in problems[0]
@@ -427,7 +500,7 @@ def test_state_that_checkpoints_lack_and_a_rank_are_found_in_real_steps(ddpexp: 
 
 
 def test_an_evaluation_that_fails_is_found(ddpexp: Ddpexp, tmp_path: Path) -> None:
-    code, states, problems = checked(ddpexp, tmp_path, "task._target_=broken.Unfinished")
+    code, states, problems = checked(ddpexp, tmp_path, "task._target_=kinds.broken.Unfinished")
     place = line("def finish")
     assert (code, states["steps"]) == (1, False)
     [problem] = problems
@@ -435,9 +508,94 @@ def test_an_evaluation_that_fails_is_found(ddpexp: Ddpexp, tmp_path: Path) -> No
 
 
 def test_a_batch_that_does_not_fit_is_found_with_what_helps(ddpexp: Ddpexp, tmp_path: Path) -> None:
-    code, states, problems = checked(ddpexp, tmp_path, "task._target_=broken.TooLarge", "trainer.gpus=2")
+    code, states, problems = checked(ddpexp, tmp_path, "task._target_=kinds.broken.TooLarge", "trainer.gpus=2")
     assert (code, states["memory"]) == (1, False)
     [problem] = set(problems)
     assert "a micro-batch of 12 samples does not fit into the memory of this machine" in problem
     assert line("1 << 44") in problem
     assert "use trainer.micro_batch_size=6" in problem
+
+
+def test_buffers_that_differ_by_rank_are_one_finding(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    _, states, problems = checked(ddpexp, tmp_path, "model._target_=kinds.faulty.Seen")
+    assert [name for name, ok in states.items() if ok is False] == ["two"]
+    assert "the buffer model.seen differs between rank 0 and rank 1" in problems[0]
+
+
+def test_a_task_without_evaluation_is_checked(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    code, states, problems = checked(ddpexp, tmp_path, "task._target_=kinds.odd.OnlyTrains", "trainer.eval_every=0")
+    assert (code, problems) == (0, [])
+    assert states == {**dict.fromkeys(CHECKS | {"calls", "last"}, True), "metrics": None}
+
+
+@pytest.mark.slow
+def test_weights_of_torch_save_are_read_as_a_run_reads_them(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({"model": broken.Net().state_dict(), "epoch": 3}, f"{folder}/net.pth")
+        code, states, problems = checked(ddpexp, tmp_path, f"run.init_from={folder}/net.pth")
+    assert (code, problems, states["resume"]) == (0, [], True)
+
+
+BROKEN = [
+    ("sums", "broken.Mean", ""),
+    ("sums", "broken.NotAdditive", ""),
+    ("sums", "broken.ManualMean", ""),
+    ("sums", "faulty.ManualSpread", ""),
+    ("forward", "broken.ByTime", ""),
+    ("metrics", "faulty.Names", ""),
+    ("metrics", "broken.Renaming", ""),
+    ("last", "faulty.FixedSize", ""),
+    ("parameters", "broken.Sound", "model._target_=kinds.broken.Unused"),
+    ("parameters", "faulty.Forgotten", "model._target_=kinds.broken.networks"),
+    ("calls", "faulty.UnevenRounds", ""),
+    ("data", "broken.Sound", "data._target_=kinds.broken.load_noisy"),
+    ("memory", "broken.TooLarge", ""),
+    ("steps", "broken.Raising", ""),
+    ("steps", "faulty.CountByData", ""),
+    ("steps", "faulty.Detached", ""),
+    ("steps", "faulty.NoApply", ""),
+    ("steps", "faulty.Finished", ""),
+    ("resume", "broken.Stateful", ""),
+    ("resume", "faulty.OwnGenerator", ""),
+    ("resume", "faulty.ManualState", ""),
+    ("resume", "broken.Sound", "model._target_=kinds.broken.Counting"),
+    ("rank", "broken.EvalByRank", ""),
+    ("rank", "broken.ManualByRank", ""),
+    ("resume", "faulty.RankMemory", ""),
+    ("two", "broken.Sound", "model._target_=kinds.faulty.Seen"),
+    ("workers", "broken.PythonRandom", ""),
+    ("workers", "faulty.ByWorld", ""),
+    ("workers", "faulty.ManualByWorld", ""),
+]  # fmt: skip
+ODD = [
+    ("odd.OnlyTrains", "trainer.eval_every=0"),
+    ("odd.Episodes", ""),
+    ("odd.CountsSteps", "model._target_=kinds.odd.Steps"),
+    ("odd.FillsQueue", "model._target_=kinds.odd.Queue"),
+    ("odd.Padded", ""),
+    ("odd.Rarely", "model._target_=kinds.odd.Headed strategy.find_unused_parameters=true"),
+    ("odd.Table", ""),
+    ("odd.CountsExtra", "model._target_=kinds.odd.Extra"),
+    ("odd.Means", ""),
+    ("broken.Manual", "trainer.micro_batch_size=4"),
+    ("broken.Sound", "strategy.broadcast_buffers=false model._target_=kinds.faulty.Seen"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "task", "overrides"), BROKEN, ids=[f"{task} {more}" for _, task, more in BROKEN])
+def test_a_recipe_with_one_mistake_has_one_finding(
+    ddpexp: Ddpexp, tmp_path: Path, name: str, task: str, overrides: str
+) -> None:
+    code, states, problems = checked(ddpexp, tmp_path, f"task._target_=kinds.{task}", *overrides.split())
+    assert [found for found, ok in states.items() if ok is False] == [name], problems
+    assert (code, len(problems)) == (1, 1), problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "overrides"), ODD, ids=[f"{task} {more}" for task, more in ODD])
+def test_a_recipe_that_is_odd_and_right_has_no_finding(
+    ddpexp: Ddpexp, tmp_path: Path, task: str, overrides: str
+) -> None:
+    code, _, problems = checked(ddpexp, tmp_path, f"task._target_=kinds.{task}", *overrides.split())
+    assert (code, problems) == (0, [])

@@ -1,0 +1,125 @@
+"""The recipe that `ddpexp check` tries: its task and models, in copies, with the same random numbers each time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpexp.distributed.rng import seed_everything
+from ddpexp.errors import DdpexpError
+from ddpexp.strategy.replica import Models
+from ddpexp.task import HasTrainStep, Task
+from ddpexp.train.precision import Precision
+
+SEED = 1
+"""Of every trial."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The object of the trials."""
+
+    task: Task
+    model: Any  # without a strategy around it: a module, or several by name
+    modules: Models
+    precision: Precision
+    device: torch.device
+    world: Any = None  # that a train_step sees
+    is_copy: bool = False
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """Return the function of the task that trains."""
+        return self.task.train_step if isinstance(self.task, HasTrainStep) else self.task.step
+
+    @property
+    def is_manual(self) -> bool:
+        """Return whether the task trains by itself, so that its `step` is only evaluated."""
+        return isinstance(self.task, HasTrainStep)
+
+    @property
+    def has_step(self) -> bool:
+        """Return whether the task can be evaluated."""
+        return callable(getattr(self.task, "step", None))
+
+    def copied(self, trains: bool) -> Subject:
+        """Return a copy in training or evaluation mode; the subject itself where it cannot be copied."""
+        is_copy = True
+        try:
+            task, model = deepcopy((self.task, self.model))
+        except Exception:  # whatever an object of the user raises
+            task, model, is_copy = self.task, self.model, False
+        modules: Models = {"model": model} if isinstance(model, nn.Module) else dict(model)
+        for module in modules.values():
+            module.train(trains and not self.is_manual)  # without the noise of dropout, for whole and halves
+        return replace(self, task=task, model=model, modules=modules, is_copy=is_copy)
+
+    def step(self, batch: Any, host_seed: int = SEED) -> Any:
+        """Return the sums of a batch; torch's random numbers are the same each time.
+
+        `host_seed` seeds Python's and numpy's.
+        """
+        self._seed(host_seed)
+        with self.precision.autocast():
+            return self.task.step(self.model, batch)
+
+    def train_step(self, batch: Any, host_seed: int = SEED, step: int = 0) -> TriedStep:
+        """Have a task's own train_step do a step with a batch; gradients are computed, and no weights change."""
+        assert isinstance(self.task, HasTrainStep)
+        if not self.is_copy:  # a train_step may change what it trains
+            raise DdpexpError("the task or the model cannot be copied")
+        self._seed(host_seed)
+        update: Any = TriedStep(self, step)
+        self.task.train_step(update, [batch])
+        tried: TriedStep = update
+        return tried
+
+    def _seed(self, host_seed: int) -> None:
+        seed_everything(host_seed)
+        torch.manual_seed(SEED)
+
+    @property
+    def tolerance(self) -> float:
+        """Return the relative difference that rounding may make."""
+        return 2e-2 if self.precision.lowers else 1e-3
+
+
+class TriedStep:
+    """An optimizer step that records losses and calls, and changes no weights; as `ddpexp.task.OptimizerStep`."""
+
+    def __init__(self, subject: Subject, step: int) -> None:
+        """Begin step number `step`, from 0, with the models of a copy."""
+        self.models, self.world, self._precision = subject.model, subject.world, subject.precision
+        self.step, self.num_steps = step, max(step + 1, 2)
+        self.losses: list[tuple[float, float]] = []  # each with its count
+        self.calls: list[str] = []  # those that all workers must make alike
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of a micro-batch."""
+        if last:
+            self.calls.append("update.micro_batch(last=True)")
+        return self._precision.autocast()
+
+    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
+        """Compute the gradient of a loss, and record both."""
+        self.losses.append((float(loss_sum.detach()), float(count)))
+        if isinstance(count, Tensor):
+            self.calls.append("update.backward(..., a tensor)")
+        loss_sum.backward()  # type: ignore[no-untyped-call]
+
+    def apply(self, *names: str) -> bool:
+        """Leave the weights as they are."""
+        self.calls.append(f"update.apply({', '.join(map(repr, names))})")
+        return True
+
+
+def are_close(one: float, other: float, tolerance: float) -> bool:
+    """Return whether two numbers are equal within rounding."""
+    return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-6)
