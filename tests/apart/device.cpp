@@ -9,6 +9,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -163,6 +164,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", resize);
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("unfold", at::native::unfold);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
 }
