@@ -10,6 +10,7 @@ from typing import Any
 from ddpexp.config import commands
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
+from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Experiment
 from ddpexp.data.hashes import reading_again
 from ddpexp.data.schema import Schema, guesses_about
@@ -96,7 +97,7 @@ def described(experiment: Experiment, prepared: Mapping[str, Any] | None) -> lis
     for name, value in (prepared.get("facts") or {}).items():
         few = first_few(value, _SHOWN) if isinstance(value, list) else str(value)
         facts[name] = " x ".join(map(str, value)) if name == "shape" else few
-    if "schema" in prepared:
+    if key_of("data.prepare", experiment.data.prepare) is not None and "schema" in prepared:
         facts |= Schema.read(prepared["schema"]).described()
     folder = prepared.get("folder")
     if isinstance(folder, str) and Path(folder).is_dir():

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
 from ddpexp.system.yaml_text import load_yaml
 
-_READ_GROUPS = ("arrays", "hf")
+_TABLES = ("arrays", "hf")
 _DIVISION = ("validation_fraction", "fold", "folds", "stratify", "group_by")  # the keys that hold samples out
 
 
@@ -64,7 +65,7 @@ def _prepare(data: Data, trust: Trust, stored: bool) -> dict[str, Any] | None:
             f"{description['facts']!r}."
         )
     _check_values(data, description.get("num_train") if "unit" not in description else None)
-    return _with_statistics(data, description) if _needs_statistics(description) else dict(description)
+    return _with_statistics(data, description) if _needs_statistics(data, description) else dict(description)
 
 
 def prepare_to_predict(data: Data, trust: Trust, trained_on: Mapping[str, Any], stored: bool) -> dict[str, Any] | None:
@@ -93,29 +94,27 @@ def prepare_to_evaluate(data: Data, trust: Trust, trained_on: Mapping[str, Any],
 
 
 def prepare_to_resume(data: Data, trust: Trust, trained_on: Mapping[str, Any], stored: bool) -> dict[str, Any] | None:
-    """Prepare the data of a run; other data than it was `trained_on` is read by the schema of the run.
+    """Prepare the data of a run by the schema of what it was `trained_on`, if there is one.
 
     Raises:
         RefusedError: as `prepare`, or the data does not fit the schema.
     """
-    now, known = prepare(data, trust, stored), trained_on.get("schema")
-    if now is None or not known or now.get("schema") in (None, known):
-        return now
-    with only_own_caches(stored):
-        node = Node(str(data.prepare), {**_arguments(data), "schema": known})
-        return dict(instantiate(node, trust, "data.prepare"))
+    known = trained_on.get("schema")
+    if not known or data.prepare not in _TABLES:
+        return prepare(data, trust, stored)
+    return prepare(replace(data, options={**data.options, "schema": known}), trust, stored)
 
 
 def _arguments(data: Data) -> Mapping[str, Any]:
     """Return the arguments of one of our own functions: tables read the column by which samples are grouped, too."""
-    return {**data.options, "group_by": data.group_by} if data.prepare in _READ_GROUPS else data.options
+    return {**data.options, "group_by": data.group_by} if data.prepare in _TABLES else data.options
 
 
-def _needs_statistics(description: Mapping[str, Any]) -> bool:
+def _needs_statistics(data: Data, description: Mapping[str, Any]) -> bool:
     """Return whether the preparation leaves numbers open that depend on which samples are held out."""
-    return "schema" in description and (
-        description["standardize"] or Schema.read(description["schema"]).needs_statistics
-    )
+    if data.prepare not in _TABLES or "schema" in data.options:
+        return False
+    return bool(description["standardize"]) or Schema.read(description["schema"]).needs_statistics
 
 
 def _with_statistics(data: Data, description: Mapping[str, Any]) -> dict[str, Any]:
