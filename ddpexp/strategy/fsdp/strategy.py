@@ -85,18 +85,15 @@ class FSDP(Replicas):
         if channels_last:
             for module in self.modules.values():
                 module.register_forward_pre_hook(_channels_last)
-        self._shares_buffers = (
-            options.broadcast_buffers
-            and gradient_accumulation_steps is None
-            and world.world_size > 1
-            and any(next(module.buffers(), None) is not None for module in self.modules.values())
-        )
+        self._shares_buffers = options.broadcast_buffers and gradient_accumulation_steps is None
         self._buffers_due = True
 
     def _broadcast_buffers(self) -> None:
-        buffers = [buffer for module in self.modules.values() for buffer in module.buffers()]
-        with torch.no_grad():
-            broadcast_rank_zero(buffers, replace(self._world, memory=self.memory))
+        """Give every rank the buffers of rank zero. Ranks: all; communicates if there are any."""
+        if self._world.world_size > 1:
+            buffers = [buffer for module in self.modules.values() for buffer in module.buffers()]
+            with torch.no_grad():
+                broadcast_rank_zero(buffers, replace(self._world, memory=self.memory))
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
