@@ -24,7 +24,7 @@ Values = Sequence[str] | NDArray[Any]
 
 _DELIMITERS = ",;\t"
 _LONGEST_FIELD = 1 << 24
-_BLOCK = 1 << 12  # rows that are read at a time
+_BLOCK = 1 << 18  # values that are read at a time
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class _Csv:
         place_of = {name: place for place, name in enumerate(self.names)}
         places, rows, first = [place_of[name] for name in names], self._rows(), 1
         next(rows)
-        while lines := list(islice(rows, _BLOCK)):
+        while lines := list(islice(rows, max(1, _BLOCK // len(self.names)))):
             lines = list(filter(None, lines))  # without empty lines
             if set(map(len, lines)) - {len(self.names)}:
                 self._refuse_uneven(lines, first)

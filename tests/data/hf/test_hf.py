@@ -14,7 +14,7 @@ from PIL import Image
 
 from ddpexp.data.arrays.dataset import load
 from ddpexp.data.hf.convert import convert
-from ddpexp.data.hf.prepare import prepare
+from ddpexp.data.hf.prepare import prepare, prepare_by
 from ddpexp.errors import RefusedError
 
 datasets = pytest.importorskip("datasets")
@@ -64,6 +64,30 @@ def test_columns_of_files_are_inputs_and_targets(kind: str) -> None:
         "shape": [2], "num_features": 2, "columns": ["b", "a"], "classes": ["iris", "lily"], "num_classes": 2,
         "num_outputs": 2, "target_columns": ["kind"],
     }  # fmt: skip
+
+
+def test_an_evaluation_file_is_read_by_the_schema_of_the_training_file() -> None:
+    rows = [f"{row},{'xy'[row % 2]},{kind}" for row, kind in enumerate(["1", "2", "unknown", "01"] * 3)]
+    Path("t.csv").write_text("\n".join(["a,city,kind", *rows]))
+    Path("e.csv").write_text("kind,a,city\n2,7,y\n1,8,x\n01,9,x\n")
+    columns: dict[str, Any] = {"city": "category"}
+    options: dict[str, Any] = {"inputs": ("a", "city"), "targets": "kind", "columns": columns}
+    found = prepare("t.csv", eval_path="e.csv", **options)
+    assert found["facts"]["classes"] == ["01", "1", "2", "unknown"]
+    assert everything(load(found).evals["eval"]) == ([[7, 0, 1], [8, 1, 0], [9, 1, 0]], [2, 1, 0])
+    alone = prepare_by(found["schema"], path="e.csv", **options)
+    assert everything(load(alone).train) == ([[7, 0, 1], [8, 1, 0], [9, 1, 0]], [2, 1, 0])
+    Path("e.csv").write_text("kind,a,city\n3,7,y\n")
+    with pytest.raises(RefusedError, match="column kind holds the class 3 in row 1, which the training part does not"):
+        prepare_by(found["schema"], path="e.csv", **options)
+
+
+def test_labels_of_another_set_go_by_the_names_that_it_gives_them() -> None:
+    for name, labels in (("t", ["dog", "cat"]), ("e", ["cat", "dog"])):
+        features = datasets.Features({"a": datasets.Value("float32"), "y": datasets.ClassLabel(names=labels)})
+        datasets.Dataset.from_dict({"a": [1.0, 2.0], "y": [0, 1]}, features=features).save_to_disk(name)
+    found = prepare("t", inputs="a", targets="y", eval_path="e")
+    assert everything(load(found).evals["eval"])[1] == [1, 0]
 
 
 def test_images_are_pixels_from_0_to_1_of_one_size() -> None:
