@@ -51,6 +51,7 @@ MNIST_FILES = (
 # Threads of torch that wait for one another give up their core at once: more processes than cores share the machine,
 # and spinning until the other thread gets one takes several times the time. Read when torch is loaded, in commands too.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ["DDPEXP_HINTS"] = "off"  # tests share the cores with one another
 
 for _number in (signal.SIGINT, signal.SIGQUIT):
     if (
@@ -366,6 +367,7 @@ def digits_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain_environ(digits_cache: Path) -> dict[str, str]:
     """The environment of a user who has none of our settings."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_", "OMP_"))}
+    kept["DDPEXP_HINTS"] = "off"
     name, _, value = TAG.partition("=")
     return {
         **kept,

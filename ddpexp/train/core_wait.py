@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ddpexp.system.hardware import usable_cores
 
+_SWITCH = "DDPEXP_HINTS"  # off: where many runs share a machine on purpose, as tests do
 _SCHEDULED = Path("/proc/thread-self/schedstat")
 _LARGE_SHARE = 0.7  # waited: with two threads for each core it would be half
 
@@ -17,6 +18,8 @@ def core_wait_hint() -> str | None:
 
     Source: Documentation/scheduler/sched-stats.rst; kernels without it, and other systems, give no hint.
     """
+    if os.environ.get(_SWITCH) == "off":
+        return None
     with suppress(OSError, ValueError):
         ran, waited = map(int, _SCHEDULED.read_text().split()[:2])
         return hint(ran, waited, os.getloadavg()[0], usable_cores())

@@ -44,6 +44,7 @@ class Task:
 def test_a_run_says_once_that_it_waits(
     points: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.delenv("DDPEXP_HINTS")
     (tmp_path / "schedstat").write_text("1000 9000 12\n")
     monkeypatch.setattr(core_wait, "_SCHEDULED", tmp_path / "schedstat")
     monkeypatch.setattr(os, "getloadavg", lambda: (4000.0, 0.0, 0.0))
