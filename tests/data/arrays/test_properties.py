@@ -52,7 +52,7 @@ class Case:
         """Write columns in some order, some delimiter and one of two encodings."""
         columns = self.columns if columns is None else columns
         names = self.draw.sample(list(columns), len(columns))
-        quoting = self.draw.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+        quoting: Any = self.draw.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
         with open(path, "w", newline="", encoding=self.draw.choice(["utf-8", "utf-8-sig"])) as file:
             table = csv.writer(file, delimiter=self.draw.choice(",;\t"), quoting=quoting)
             table.writerows([names, *zip(*(columns[name] for name in names), strict=True)])
