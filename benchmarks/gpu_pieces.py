@@ -39,7 +39,7 @@ PIECES: Mapping[str, Piece] = {
     "resnet18": Piece(gpu_speed.resnet18, 110),
     "deterministic": Piece(gpu_speed.deterministic, 60),
     "checkpoint": Piece(gpu_speed.checkpoint, 50),
-    "host": Piece(gpu_speed.host, 100),
+    "host": Piece(gpu_speed.host, 130),
     "scaling": Piece(gpu_several.scaling, 90, gpus=2),
     "compiled": Piece(gpu_correct.compiled, 120),
 }
