@@ -152,6 +152,7 @@ def test_cache_of_one_folder_does_not_answer_for_another(
 ) -> None:
     fail_below(root, 30, monkeypatch)
     prepare(root, "files")
+    (tmp_path / "other").mkdir()
     assert "holds 0 of the four" in refusal(tmp_path / "other", "files")
     assert prepare(tmp_path / "other", "auto")["note"] == f"MNIST, 20 + 10 images, from files in {root}"
 
@@ -160,6 +161,7 @@ def test_download_goes_to_the_user_where_the_data_folder_cannot_be_written(
     small: Small, server: Server, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.answers |= small.packed
+    (tmp_path / "data").mkdir()
     fail_below(tmp_path / "data", 30, monkeypatch)
     identity = prepare(tmp_path / "data", "download", server)
     assert identity["note"].endswith(f"downloaded to {home}")
