@@ -198,8 +198,11 @@ task:
   _target_: shapes.nets.Sides
 model:
   _target_: shapes.nets.Net
+  hidden: 8
+  activation: {_target_: torch.nn.Tanh}
 data:
   _target_: shapes.nets.load
+  count: 64
 trainer:
   epochs: 1
   global_batch_size: 16
