@@ -103,7 +103,7 @@ def _tests(
 
 
 def recipes(place: Place) -> Iterator[Finding]:
-    """Yield one short run of each recipe whose operations differ from those of the others."""
+    """Yield one short run of each recipe that has operations of its own."""
     (place.folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 500)
     draw_masks(place.folder / "shapes", train=40, val=8)
     drawn = ("data.source=embedded", "data.embedded_train=2560", "data.embedded_test=128")

@@ -182,7 +182,7 @@ def cifar10(place: Place) -> Iterator[Finding]:
             f"{CIFAR10}, data.on_device={on_device}",
             f"{seconds:.2f} s against {theirs['seconds']:.2f} s for epochs 2 to {_CIFAR_EPOCHS}", f"{ratio:.3f}",
             bar=str(goal or ""), met=goal.met(ratio) if goal else None, value=ratio,
-            note=f"accuracy {accuracy:.2%} of drawn pictures, which are not CIFAR-10",
+            note=f"accuracy {accuracy:.2%} of drawn pictures, not of CIFAR-10",
         )  # fmt: skip
 
 

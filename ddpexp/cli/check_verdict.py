@@ -20,7 +20,7 @@ def judge(
     records: Records,
     experiment: Experiment,
 ) -> list[Finding]:
-    """Return what the parts show. `records` are those of each part's training steps, by step."""
+    """Return what the parts show. `records` hold the training steps of each part, by step."""
     one = parts["one"]
     assert isinstance(one, Mapping)
     findings = [Finding(**finding) for finding in one["findings"]]

@@ -100,7 +100,7 @@ def _declared(part: Part, table: Table, options: Options) -> tuple[Field, ...]:
     for key, listed in (("data.columns", options.columns), ("data.missing", options.missing)):
         if (unknown := next((name for name in listed if name not in names), None)) is not None:
             raise RefusedError(
-                f"{key} names {unknown}, which is no column of {part.source}: it has "
+                f"{key} names {unknown}, but {part.source} has no such column: it has "
                 f"{first_few(table.reader.names, 10)}."
             )
     if (
@@ -111,8 +111,8 @@ def _declared(part: Part, table: Table, options: Options) -> tuple[Field, ...]:
         )
     if (wrong := next((name for name in options.missing if name not in table.inputs), None)) is not None:
         raise RefusedError(
-            f"data.missing names {wrong}, which is no input: missing targets are not filled, since a model would learn "
-            "what was put there. Leave the rows out."
+            f"data.missing names {wrong}, but this column is not an input: missing targets are not filled, "
+            "since a model would learn what was put there. Leave the rows out."
         )
     fields = []
     for name in table.inputs:

@@ -220,7 +220,9 @@ def _numbers(column: TargetColumn, one: Field, dtype: str) -> NDArray[Any]:
         found = dates(values, where, 1)
     elif isinstance(values, np.ndarray):
         if values.dtype.kind not in "biuf":
-            raise RefusedError(f"{where} holds {values.dtype}, which are no numbers: use data.target_type=class.")
+            raise RefusedError(
+                f"{where} holds {values.dtype}, and targets must be numbers: use data.target_type=class."
+            )
         found = values.astype(np.float64)
     elif (read := numbers_of(values)) is not None:
         found = read
@@ -277,7 +279,7 @@ def names_of(values: Values, where: str) -> tuple[Mapping[str, int], Any]:
         wrong = np.flatnonzero(values != np.floor(values))
         if len(wrong):
             raise RefusedError(
-                f"{where} holds {values[wrong[0]]:g} in row {wrong[0] + 1}, which is no class: use "
+                f"{where} holds {values[wrong[0]]:g} in row {wrong[0] + 1}, and a class is a whole number: use "
                 "data.target_type=number."
             )
     unique, first, counts = np.unique(values, return_index=True, return_counts=True)

@@ -137,12 +137,12 @@ def not_a_number(where: str, value: Any, row: int, fill: str = "", use: str = ""
         )
     if is_decimal_comma(str(value)):
         point = str(value).replace(",", ".")
-        return RefusedError(f"{holds}, which is no number, since its point is a comma: write {point}{use}.")
-    return RefusedError(f"{holds}, which is no number: correct it{use}.")
+        return RefusedError(f"{holds}, with a decimal comma: write {point}{use}.")
+    return RefusedError(f"{holds}, and that is not a number: correct it{use}.")
 
 
 def not_a_date(where: str, value: Any, row: int) -> RefusedError:
     """Return the error for a value among dates."""
     return RefusedError(
-        f"{where} {spoken(value)} in row {row:,}, which is no date: write it as 2026-01-31 or 2026-01-31 12:30:00."
+        f"{where} {spoken(value)} in row {row:,}, and that is not a date: write 2026-01-31 or 2026-01-31 12:30:00."
     )

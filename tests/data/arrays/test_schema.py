@@ -132,15 +132,15 @@ def test_an_index_that_is_listed_as_an_input_stays() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"columns": {"town": "category"}}, "data.columns names town, which is no column of data.path="),
+        ({"columns": {"town": "category"}}, "data.columns names town, but data.path="),
         ({"columns": {"size": "drop"}, "inputs": ("size", "city")}, "data.columns.size=drop leaves out a column that"),
-        ({"missing": {"kind": "category"}}, "data.missing names kind, which is no input"),
+        ({"missing": {"kind": "category"}}, "data.missing names kind, but this column is not an input"),
         ({"missing": {"size": "none"}}, "data.missing.size=none: column size holds numbers"),
         (
             {"inputs": "city", "columns": {"city": "category"}, "missing": {"city": "mean"}},
             "column city holds names, which have no mean",
         ),
-        ({"columns": {"size": "date"}}, "column size holds '1.5' in row 1, which is no date: write it as 2026-01-31"),
+        ({"columns": {"size": "date"}}, "column size holds '1.5' in row 1, and that is not a date: write 2026-01-31"),
         ({"delimiter": ";;"}, "data.delimiter=;;: use one character, or tab."),
         ({"classes": ("a", "b", "a")}, "data.classes lists a twice"),
         ({"eval_path": "t.csv", "eval_inputs": ("size", "opened")}, "data.eval_inputs names 2 columns"),
