@@ -22,6 +22,7 @@ from benchmarks.race import Arm, Figures, last_json, race, ratio, refuse_other_w
 from benchmarks.starting import started
 from benchmarks.suite import Bench, records, result
 from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.data.adapters import MapStyle
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 
@@ -175,7 +176,8 @@ class Job:
         """Write down which samples each rank of ddpexp gets in each step."""
         plan = plan_batches(self.batch * self.workers, "auto", self.workers)
         ranks = [
-            TrainBatches(range(_TRAINING_SAMPLES), plan, rank, 0, torch.device("cpu")) for rank in range(self.workers)
+            TrainBatches(MapStyle(range(_TRAINING_SAMPLES)), plan, rank, 0, torch.device("cpu"))
+            for rank in range(self.workers)
         ]
         self.folder.mkdir(parents=True, exist_ok=True)
         np.save(self._order, np.stack([np.stack(list(rank.indices(0, self.steps))) for rank in ranks]))

@@ -22,6 +22,7 @@ import torch
 from benchmarks.equal import RECIPE
 from benchmarks.race import environ
 from benchmarks.suite import ROOT
+from ddpexp.data.adapters import MapStyle
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.system.process import stat
@@ -202,6 +203,6 @@ class Place:
         """Write which samples ddpexp takes in each step, for the loop by hand."""
         path = self.folder / f"order-{samples}-{batch}-{steps}.npy"
         plan = plan_batches(batch, "auto", 1)
-        rows = TrainBatches(range(samples), plan, 0, 0, torch.device("cpu")).indices(0, steps)
+        rows = TrainBatches(MapStyle(range(samples)), plan, 0, 0, torch.device("cpu")).indices(0, steps)
         np.save(path, np.stack(list(rows)))
         return path

@@ -16,7 +16,7 @@ import torch
 
 from ddpexp.checkpoint.layout import lay_out, share
 from ddpexp.checkpoint.staging import Stage
-from ddpexp.distributed.transfers import LateFlag, _copy_stream, gathered, moved, rows
+from ddpexp.distributed.transfers import LateFlag, _copy_stream, moved, rows
 from ddpexp.launch.workers.cuda_guard import sentence
 from ddpexp.strategy.base import Shard
 from ddpexp.system import nvml
@@ -107,7 +107,7 @@ def test_counts_that_are_tensors_and_exact_sums_stay_on_the_gpu(ddpexp: Ddpexp, 
 def test_rows_are_gathered_into_pinned_memory() -> None:
     tensor, indices = torch.randn(100, 3), torch.tensor([7, 99, 0, 7])
     assert rows(tensor, indices, pinned=True).is_pinned()
-    assert torch.equal(gathered(tensor, indices, CUDA).cpu(), tensor[indices])
+    assert torch.equal(moved(rows(tensor, indices, pinned=True), CUDA).cpu(), tensor[indices])
 
 
 def test_a_large_copy_is_done_while_the_gpu_computes_and_later_work_waits_for_it() -> None:

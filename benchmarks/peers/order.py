@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
+from ddpexp.data.adapters import MapStyle
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 
@@ -56,7 +57,9 @@ def main() -> None:
 
 def ours(_way: str, samples: int, world: int) -> Callable[[int], Iterator[Any]]:
     """Return what gives an epoch's batches of indices as a training run computes them."""
-    held = TrainBatches(range(samples), plan_batches(_BATCH * world, "auto", world), 0, 0, torch.device("cpu"))
+    held = TrainBatches(
+        MapStyle(range(samples)), plan_batches(_BATCH * world, "auto", world), 0, 0, torch.device("cpu")
+    )
 
     def epoch(number: int) -> Iterator[Any]:
         return held.indices(number * held.steps_per_epoch, (number + 1) * held.steps_per_epoch)

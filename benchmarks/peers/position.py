@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Splits
@@ -26,7 +27,7 @@ from ddpexp.data.text.dataset import Windows
 _BATCH, _WINDOW = 64, 256
 
 
-class Numbers(Dataset[Any]):
+class Numbers(IndexData):
     """As many samples as asked for, without the memory: each is its index."""
 
     def __init__(self, count: int) -> None:
@@ -41,7 +42,7 @@ class Numbers(Dataset[Any]):
         """Return the index itself."""
         return torch.tensor(index)
 
-    def gather(self, indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def fetch(self, indices: torch.Tensor, pinned: bool = False) -> torch.Tensor:
         """Return the indices themselves."""
         return indices
 
@@ -79,7 +80,8 @@ def main() -> None:
         seconds_of(of_kind(words.way, 1_000_000), seed=1)  # loads numpy and starts torch's threads
         print(json.dumps({"seconds": seconds_of(of_kind(words.way, words.samples), seed=0)}))
         return
-    step, numbers = words.samples // _BATCH * 4 // 5, Numbers(words.samples)
+    numbers: Any = Numbers(words.samples)
+    step = words.samples // _BATCH * 4 // 5
     from accelerate import Accelerator
     from accelerate.data_loader import skip_first_batches
 

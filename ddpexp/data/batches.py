@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -13,26 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.batch_plan import BatchPlan
-from ddpexp.data.datasets import (
-    IndexData,
-    PairedData,
-    TokenData,
-    fetch,
-    finish,
-    is_staged,
-    may_draw,
-    of_epoch,
-    training_order,
-    whole_set,
-)
 from ddpexp.data.loader import Key, load
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.prefetch import ahead, num_ahead
 from ddpexp.data.samples import describe_samples, user_code_error
 from ddpexp.data.token_batches import ByTokens
 from ddpexp.distributed.rng import AUGMENT, DATA, EVAL, seed_of, seed_torch
-from ddpexp.distributed.transfers import moved
+from ddpexp.distributed.transfers import moved, to_device
 from ddpexp.errors import RefusedError
 
 # Indices computed at a time: few at first, for a fast start, and then more; enough to amortise numpy's calls, but few
@@ -49,7 +38,7 @@ class TrainBatches:
     the r-th of w equal contiguous parts, in micro-batches. The incomplete last global batch of an epoch is dropped.
     """
 
-    data: Any
+    data: IndexData
     plan: BatchPlan
     rank: int
     seed: int
@@ -99,7 +88,7 @@ class TrainBatches:
 
     @cached_property
     def _order(self) -> TrainingOrder:
-        return training_order(self.data) if self.order is None else self.order
+        return self.data if self.order is None else self.order
 
     @property
     def _by_tokens(self) -> ByTokens | None:
@@ -111,46 +100,50 @@ class TrainBatches:
         Random numbers drawn by the data set are a function of seed, step and micro-batch. The augmentation by a data
         set with `of_epoch` is a function of seed, epoch and sample, however the batch is split.
         """
-        if isinstance(self.data, IndexData) and self._is_fetched:
+        if self.data.is_loaded:
+            keys = self._keys(from_step, to_step)
+            micro_batches = load(self.data, "train", keys, self.num_workers, self.device, self.timeout_seconds)
+            for _ in range(from_step, to_step):
+                yield [
+                    to_device(next(micro_batches), self.device) for _ in range(self.plan.gradient_accumulation_steps)
+                ]
+        elif self._is_fetched:
             for staged, fetched in ahead(self._fetches(from_step, to_step), num_ahead(self.device), self.device):
-                yield [finish(staged, batch, self.device) for batch in fetched]
-            return
-        if isinstance(self.data, IndexData):
-            seeded, begun = may_draw(self.data), -1
-            for first, block in self._blocks(from_step, to_step):
-                if (epoch := first // self.steps_per_epoch) != begun:
-                    data, begun = of_epoch(self.data, self.seed, epoch), epoch
-                indices = torch.from_numpy(block).view(-1, self.plan.micro_batch_size)
-                parts = iter((moved(indices, self.device) if self.on_device else indices).unbind())
-                for step in range(first, first + len(block)):
-                    numbers = range(self.plan.gradient_accumulation_steps)
-                    yield [self._gather(data, step, number, next(parts), seeded) for number in numbers]
-            return
-        keys = self._keys(from_step, to_step)
-        micro_batches = load(self.data, "train", keys, self.num_workers, self.device, self.timeout_seconds)
-        for _ in range(from_step, to_step):
-            yield [to_device(next(micro_batches), self.device) for _ in range(self.plan.gradient_accumulation_steps)]
+                yield [staged.stage(batch, self.device) for batch in fetched]
+        else:
+            yield from self._gathered(from_step, to_step)
+
+    def _gathered(self, from_step: int, to_step: int) -> Iterator[list[Any]]:
+        """Yield the micro-batches of each step, each made when it is asked for."""
+        begun = -1
+        for first, block in self._blocks(from_step, to_step):
+            if (epoch := first // self.steps_per_epoch) != begun:
+                data, begun = self.data.of_epoch(self.seed, epoch), epoch
+            indices = torch.from_numpy(block).view(-1, self.plan.micro_batch_size)
+            parts = iter((moved(indices, self.device) if self.on_device else indices).unbind())
+            for step in range(first, first + len(block)):
+                numbers = range(self.plan.gradient_accumulation_steps)
+                yield [self._gather(data, step, number, next(parts)) for number in numbers]
+
+    @cached_property
+    def _has_partners(self) -> bool:
+        return not self.on_device and self.data.of_epoch(self.seed, 0).has_partners
 
     @property
     def _is_fetched(self) -> bool:
-        """Return whether batches are fetched ahead, or mixed with partners that are fetched with them."""
-        if self.on_device or not is_staged(self.data):
-            return False
-        return num_ahead(self.device) > 0 or self._is_paired
-
-    @cached_property
-    def _is_paired(self) -> bool:
-        return isinstance(whole_set(of_epoch(self.data, self.seed, 0)), PairedData)
+        """Return whether batches are fetched ahead, or with the partners of their samples."""
+        ahead_of_steps = self.data.fetches_ahead and not self.on_device and num_ahead(self.device) > 0
+        return ahead_of_steps or self._has_partners
 
     def _fetches(self, from_step: int, to_step: int) -> Iterator[Callable[[], tuple[IndexData, list[Any]]]]:
         """Yield for each step a function that fetches its micro-batches, on the host."""
         begun, share = -1, (-1, self.plan.micro_batch_size)
         blocks, partner_blocks = itertools.tee(self._blocks(from_step, to_step))  # each sample is its own partner
-        if self._is_paired:
+        if self._has_partners:
             partner_blocks = self._blocks(from_step, to_step, partners=True)
         for (first, block), (_, partner_block) in zip(blocks, partner_blocks, strict=True):
             if (epoch := first // self.steps_per_epoch) != begun:
-                data, begun = of_epoch(self.data, self.seed, epoch), epoch
+                data, begun = self.data.of_epoch(self.seed, epoch), epoch
             for indices, partners in zip(torch.from_numpy(block), torch.from_numpy(partner_block), strict=True):
                 pairs = list(zip(indices.view(share), partners.view(share), strict=True))
                 yield partial(_fetch_step, data, pairs, self.device.type == "cuda")
@@ -203,8 +196,8 @@ class TrainBatches:
             yield step, order(np.arange(first, first + count)[:, None] * total + offsets)
             step, block = step + count, min(_GROWTH * block, _BLOCK)
 
-    def _gather(self, data: IndexData, step: int, number: int, indices: Tensor, seeded: bool) -> Any:
-        if seeded:
+    def _gather(self, data: IndexData, step: int, number: int, indices: Tensor) -> Any:
+        if self.data.draws_random:
             seed_torch(self._seed(step, number), self.device)
         return _gather(data, "train", indices, self.device)
 
@@ -223,7 +216,7 @@ class TrainBatches:
 class EvalBatches:
     """An evaluation set in batches that the ranks take in turn: each sample once, at every world size."""
 
-    data: Any
+    data: IndexData
     batch_size: int
     rank: int
     world_size: int
@@ -236,23 +229,23 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches; another rank may have one more."""
-        if isinstance(self.data, IndexData) and is_staged(self.data) and not self.on_device:
+        if self.data.is_loaded:
+            keys = ((seed_of(0, EVAL, 0, start), list(range(start, stop))) for start, stop in self._ranges())
+            for batch in load(self.data, self.name, keys, self.num_workers, self.device, self.timeout_seconds):
+                yield to_device(batch, self.device)
+        elif self.data.fetches_ahead and not self.on_device:
             pinned = self.device.type == "cuda"
             tasks = (
                 partial(_fetch, self.data, self.name, torch.arange(start, stop), None, pinned)
                 for start, stop in self._ranges()
             )
             for batch in ahead(tasks, num_ahead(self.device), self.device):
-                yield finish(self.data, batch, self.device)
-        elif isinstance(self.data, IndexData):
+                yield self.data.stage(batch, self.device)
+        else:
             for start, stop in self._ranges():
                 seed_torch(seed_of(0, EVAL, 0, start), self.device)
                 indices = torch.arange(start, stop, device=self.device if self.on_device else "cpu")
                 yield _gather(self.data, self.name, indices, self.device)
-        else:
-            keys = ((seed_of(0, EVAL, 0, start), list(range(start, stop))) for start, stop in self._ranges())
-            for batch in load(self.data, self.name, keys, self.num_workers, self.device, self.timeout_seconds):
-                yield to_device(batch, self.device)
 
     @property
     def num_batches(self) -> int:
@@ -275,9 +268,9 @@ class EvalBatches:
 
 
 def units_per_sample(data: Any) -> dict[str, int]:
-    """Return what the speed is recorded in, with the number in a sample: samples and, of `TokenData`, tokens."""
-    whole = whole_set(data)
-    return {"samples": 1, **({"tokens": whole.tokens_per_sample} if isinstance(whole, TokenData) else {})}
+    """Return what the speed is recorded in, with the number in a sample: samples and, of sequences, tokens."""
+    tokens = getattr(data, "tokens_per_sample", None)
+    return {"samples": 1, **({"tokens": tokens} if tokens else {})}
 
 
 def _gather(data: IndexData, name: str, indices: Tensor, device: torch.device) -> Any:
@@ -293,18 +286,6 @@ def _fetch_step(data: IndexData, pairs: list[tuple[Tensor, Tensor]], pinned: boo
 
 def _fetch(data: IndexData, name: str, indices: Tensor, partners: Tensor | None, pinned: bool) -> Any:
     try:
-        return fetch(data, indices, partners, pinned)
+        return data.fetch(indices, pinned) if partners is None else data.fetch_pairs(indices, partners, pinned)
     except Exception as error:
         raise user_code_error(error, describe_samples(data, indices.tolist(), name)) from error
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor in nested tuples, lists and mappings to the device."""
-    if isinstance(batch, Tensor):
-        return moved(batch, device)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        values = [to_device(value, device) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpexp.data.datasets import Arrays, IndexData, OrderedData, Splits
+from ddpexp.data.base import IndexData
+from ddpexp.data.datasets import Arrays, Splits
 from ddpexp.data.lengths import ByLength
 from ddpexp.data.loader import load
 from ddpexp.data.order import TrainingOrder
@@ -51,7 +52,7 @@ def fingerprint(
             continue
         content = {} if identified else _content(part, name, num_workers, until)
         found[name] = {"samples": len(part), **({"content": content} if content else {})}
-    if isinstance(splits.train, OrderedData):
+    if not isinstance(splits.train, Stream) and splits.train.brings_order:
         found["train"]["samples_per_epoch"] = splits.train.samples_per_epoch
     if isinstance(order, ByTokens):
         found["train"] |= {"lengths": order.digest, "samples_per_epoch": order.samples_per_epoch}
@@ -63,7 +64,7 @@ def fingerprint(
     return found
 
 
-def _content(part: Any, name: str, num_workers: int, until: float) -> dict[str, str]:
+def _content(part: IndexData, name: str, num_workers: int, until: float) -> dict[str, str]:
     """Return the hashes of a few samples; none if they cannot be read in time."""
     states = np.random.get_state(), random.getstate()
     try:
@@ -126,7 +127,7 @@ def _of_an_epoch(one: Mapping[str, Any]) -> Any:
     return one.get("samples_per_epoch", one.get("samples"))
 
 
-def contents(part: Any, name: str = "train", num_workers: int = 0, until: float = math.inf) -> dict[str, str]:
+def contents(part: IndexData, name: str = "train", num_workers: int = 0, until: float = math.inf) -> dict[str, str]:
     """Return a hash of each part of a sample over a few samples of a set, without random parts. Seeds all generators.
 
     Returns nothing if that takes longer than `until`, in seconds of the monotonic clock.
@@ -148,15 +149,15 @@ def contents(part: Any, name: str = "train", num_workers: int = 0, until: float 
     return {key: digest.hexdigest() for key, digest in sorted(digests.items()) if key not in unstable}
 
 
-def _samples(part: Any, name: str, num_workers: int) -> Iterator[Any]:
+def _samples(part: IndexData, name: str, num_workers: int) -> Iterator[Any]:
     """Yield each of a few samples several times, each time with another seed."""
     keys = ((seed, [index]) for index in _indices(part) for seed in range(_READS))
-    if num_workers and not isinstance(part, IndexData):
+    if num_workers and part.is_loaded:
         yield from load(part, name, keys, 1, torch.device("cpu"), _WORKER_SECONDS)
         return
     for seed, [index] in keys:
         seed_everything(seed)
-        yield part.gather(torch.tensor([index]), torch.device("cpu")) if isinstance(part, IndexData) else part[index]
+        yield part[index] if part.is_loaded else part.gather(torch.tensor([index]), torch.device("cpu"))
 
 
 def _rows(part: Arrays) -> dict[str, str]:

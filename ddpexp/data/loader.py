@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.loader_limits import (
     end_at_first_unsent,
     error_at_limit,
@@ -28,8 +29,7 @@ from ddpexp.data.loader_limits import (
     no_room,
     unsent,
 )
-from ddpexp.data.samples import describe_samples, first_mismatch, form, origin, tensors_of, user_code_error
-from ddpexp.data.transforms import Transformed
+from ddpexp.data.samples import describe_samples, first_mismatch, form, tensors_of, user_code_error
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import CodeError, LoaderError
 from ddpexp.system.process import die_with_parent
@@ -42,7 +42,7 @@ _DUMP_SECONDS = 0.5  # for a worker to write its stack
 
 
 def load(
-    data: Any, name: str, keys: Iterator[Key], num_workers: int, device: torch.device, timeout_seconds: float
+    data: IndexData, name: str, keys: Iterator[Key], num_workers: int, device: torch.device, timeout_seconds: float
 ) -> Iterator[Any]:
     """Yield a batch for each key, in order; one loader serves all epochs, so that its workers are started only once.
 
@@ -124,7 +124,7 @@ class _Fetch:
     Errors are returned instead of raised, because torch would wrap them in a text of its own and lose their type.
     """
 
-    data: Any
+    data: IndexData
     name: str
     current: memoryview  # the index of each worker's current sample, if samples are fetched one by one
 
@@ -136,32 +136,28 @@ class _Fetch:
         seed_everything(seed)
         try:
             samples = self._samples(indices, *epoch_seed)
-            if isinstance(self.data, Transformed):
-                seed_everything(seed)  # for `collate`
+            if self.data.collate is not default_collate:
+                seed_everything(seed)
             return self._collated(samples, indices)
         except (CodeError, LoaderError) as error:
             return error
 
     def _samples(self, indices: list[int], epoch_seed: int = 0) -> Any:
-        data, positions = origin(self.data, indices)
-        wrapper = self.data if isinstance(self.data, Transformed) else None
-        fetch = getattr(data, "__getitems__", None) if wrapper is None else None  # torch's own optional protocol
         info = get_worker_info()
-        worker = info.id if info is not None else 0
-        samples: list[Any] = []
+        worker, begun = info.id if info is not None else 0, indices
+
+        def begin(place: int | None) -> None:
+            nonlocal begun
+            begun = indices if place is None else [indices[place]]
+            self.current[worker] = -1 if place is None else indices[place]
+
         try:
-            if fetch:
-                self.current[worker] = -1
-                return fetch(positions)
-            for index, position in zip(indices, positions, strict=True):
-                self.current[worker] = index
-                samples.append(data[position] if wrapper is None else wrapper.sample(data, position, epoch_seed))
-            return samples
+            return self.data.load_samples(indices, begin, epoch_seed)
         except Exception as error:
-            raise user_code_error(error, self._description(indices if fetch else [indices[len(samples)]])) from None
+            raise user_code_error(error, self._description(begun)) from None
 
     def _collated(self, samples: Any, indices: list[int]) -> Any:
-        collate = self.data.collate if isinstance(self.data, Transformed) else default_collate
+        collate = self.data.collate
         try:
             return _in_shared_memory(collate(samples))
         except Exception as error:

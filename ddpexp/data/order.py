@@ -61,6 +61,17 @@ class Shuffled:
 
 
 @dataclass(frozen=True)
+class Listed:
+    """An order that is a table."""
+
+    indices: NDArray[np.int64]
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices at these positions."""
+        return self.indices[positions]
+
+
+@dataclass(frozen=True)
 class Permutation:
     """Map the positions of one epoch to sample indices, each index exactly once.
 

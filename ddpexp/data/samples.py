@@ -6,11 +6,9 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ddpexp.data.datasets import Subset
-from ddpexp.data.transforms import Transformed
+from ddpexp.data.base import IndexData
 from ddpexp.errors import CodeError
 from ddpexp.system.text import first_few
 
@@ -20,27 +18,14 @@ def user_code_error(error: Exception, description: str) -> CodeError:
     return CodeError(type(error).__name__, f"{error} ({description})".strip(), traceback.format_exc())
 
 
-def describe_samples(data: Any, indices: Sequence[int], name: str) -> str:
+def describe_samples(data: IndexData, indices: Sequence[int], name: str) -> str:
     """Describe samples of a data set in a message: their indices in it, and in the set that it is a subset of."""
     text = f"{'sample' if len(indices) == 1 else 'samples'} {first_few(indices)} of {len(data):,} in `{name}`"
-    whole, places = origin(data, indices)
-    if len(whole) == len(data) and whole is (data.data if isinstance(data, Transformed) else data):
+    whole, places = data.origin(indices)
+    if places is indices:
         return text
     verb = "is" if len(indices) == 1 else "are"
     return f"{text}, which {verb} {first_few(places)} of the {len(whole):,} in the whole set"
-
-
-def origin(data: Any, indices: Sequence[int]) -> tuple[Any, Sequence[int]]:
-    """Return the set that (nested) subsets were taken from, and the samples' indices in it."""
-    while True:
-        if type(data) is torch.utils.data.Subset:
-            data, indices = data.dataset, [data.indices[index] for index in indices]
-        elif isinstance(data, Transformed):
-            data = data.data
-        elif isinstance(data, Subset):
-            data, indices = data.data, data.places(torch.tensor(indices, dtype=torch.int64)).tolist()
-        else:
-            return data, indices
 
 
 def first_mismatch(samples: Sequence[Any]) -> int | None:

@@ -58,6 +58,7 @@ class Schema:
     target_std: tuple[float, ...] | None = None
     vocab_size: int | None = None
     pad_token: int | None = None
+    vocabulary: Mapping[str, Any] | None = None  # of a text: the record of its tokenizer
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Schema:

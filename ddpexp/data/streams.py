@@ -17,9 +17,10 @@ import torch
 from torch.utils.data import default_collate
 
 from ddpexp.data.batch_plan import BatchPlan
-from ddpexp.data.batches import TrainBatches, to_device
+from ddpexp.data.batches import TrainBatches
 from ddpexp.data.samples import first_mismatch, form, user_code_error
 from ddpexp.distributed.rng import DATA, HOST, seed_everything, seed_of
+from ddpexp.distributed.transfers import to_device
 from ddpexp.errors import DdpexpError, RefusedError
 
 
@@ -87,11 +88,6 @@ def first_samples(stream: Stream, count: int) -> list[Any]:
         return list(islice(stream.open(0, 1), count))
     except Exception as error:
         raise user_code_error(error, f"one of the first {count:,} samples of a stream") from None
-
-
-def sized(data: Any, count: int) -> Any:
-    """Return a set with a length: of a stream its first `count` samples."""
-    return first_samples(data, count) if isinstance(data, Stream) else data
 
 
 class _Shard:

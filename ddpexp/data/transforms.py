@@ -10,14 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from ddpexp.data.base import IndexData
 from ddpexp.distributed.rng import seed_everything, seed_of
-
-
-@runtime_checkable
-class _Items(Protocol):
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
 
 
 @runtime_checkable
@@ -26,15 +20,15 @@ class _HasSeed(Protocol):
 
 
 @dataclass(frozen=True)
-class Transformed:
-    """The samples of a map-style set, or of a (nested) subset of one, after transforms.
+class Transformed(IndexData):
+    """The samples of another set, or of a (nested) subset of one, after transforms.
 
     Before each sample is read and transformed, Python's, numpy's and torch's generators are seeded with a function of
     seed, epoch and sample, and so is a transform that has a generator of its own and a method `set_random_seed`. So a
     sample is the same at every number of workers, of DataLoader workers and in every micro-batch.
     """
 
-    data: Any
+    data: IndexData
     transforms: Sequence[Callable[[Any], Any]] = ()
     of_input: bool = True  # transform the first element of a sample that is a tuple, or else the whole sample
     collate: Callable[[list[Any]], Any] = default_collate
@@ -47,8 +41,20 @@ class Transformed:
         """Return a sample as its generators happen to be seeded."""
         return self.transformed(self.data[index])
 
-    def sample(self, whole: Any, index: int, epoch_seed: int) -> Any:
-        """Return sample `index` of the `whole` set that this is part of, as in the epoch that has this seed."""
+    def load_samples(self, indices: Sequence[int], begin: Callable[[int | None], None], epoch_seed: int) -> list[Any]:
+        """Load samples, and seed the generators before each with a number of this epoch."""
+        whole, places = self.data.origin(indices)
+        samples = []
+        for number, place in enumerate(places):
+            begin(number)
+            samples.append(self._sample(whole, place, epoch_seed))
+        return samples
+
+    def origin(self, indices: Sequence[int]) -> tuple[IndexData, Sequence[int]]:
+        """Return the set that samples are taken from, and their indices in it."""
+        return self.data.origin(indices)
+
+    def _sample(self, whole: IndexData, index: int, epoch_seed: int) -> Any:
         seed = seed_of(epoch_seed, 0, index, 0)
         torch.default_generator.manual_seed(0)  # albumentations adds torch's seed where a DataLoader's workers run
         for transform in self.transforms:
@@ -71,8 +77,3 @@ class Transformed:
             else:
                 value = transform(value)
         return value
-
-
-def is_map_style(data: Any) -> bool:
-    """Return whether samples of a set can be read one by one."""
-    return isinstance(data, _Items)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,18 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor in nested tuples, lists and mappings to the device."""
+    if isinstance(batch, Tensor):
+        return moved(batch, device)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        values = [to_device(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
+
+
 def _overlapped(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy pinned memory beside what the GPU computes; what is queued from here on waits for the copy."""
     own, current = _copy_stream(device), torch.cuda.current_stream(device)
@@ -43,11 +57,6 @@ def _overlapped(tensor: Tensor, device: torch.device) -> Tensor:
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def gathered(tensor: Tensor, indices: Tensor, device: torch.device) -> Tensor:
-    """Return rows of a tensor of the host on the device. Shapes: (num_rows, ...) and (batch,) to (batch, ...)."""
-    return moved(rows(tensor, indices, pinned=device.type == "cuda"), device)
 
 
 def rows(tensor: Tensor, indices: Tensor, pinned: bool) -> Tensor:

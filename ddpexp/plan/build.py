@@ -13,26 +13,28 @@ import resource
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.data import Subset
 
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.sampling import training_plan
 from ddpexp.config.schema import Experiment
-from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
+from ddpexp.data.adapters import MapStyle, sized
+from ddpexp.data.base import Subset
+from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, device_bytes, prefer_device
+from ddpexp.data.order import Listed
 from ddpexp.data.samples import tensors_of
-from ddpexp.data.streams import Stream, sized
+from ddpexp.data.streams import Stream
 from ddpexp.data.token_batches import ByTokens
-from ddpexp.data.transforms import Transformed
 from ddpexp.data.weights import Passes
+from ddpexp.distributed.transfers import to_device
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -120,7 +122,8 @@ def collect(
     if num_samples is None:
         size, passes = plan.micro_batch_size, plan.gradient_accumulation_steps
         if isinstance(splits.order, ByTokens):
-            train, size = _some(train, splits.order.largest.tolist()), len(splits.order.largest)
+            size = len(splits.order.largest)
+            train = Subset(train, Listed(splits.order.largest), 0, size)
         of_a_pass = _of_a_pass(experiment, models, single, train, size, device, notes, passes)
     else:
         of_a_pass = {"activations_bytes": None, "batch_bytes": None}
@@ -169,13 +172,6 @@ def _described(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Parameter]
         yield Parameter(name, p.numel(), p.numel() * p.element_size(), dtype, p.requires_grad)
 
 
-def _some(train: Any, indices: Sequence[int]) -> Any:
-    """Return some samples of a map-style set, transformed and collated as in the whole."""
-    if isinstance(train, Transformed):
-        return replace(train, data=Subset(train.data, indices))
-    return Subset(train, indices)
-
-
 def _on_device(experiment: Experiment, splits: Splits) -> bool:
     """Return whether the samples are in the memory of a GPU, if there is one, which `auto` finds out when it runs."""
     wanted = experiment.data.on_device
@@ -207,7 +203,7 @@ def _of_a_pass(
 def _placeholder(experiment: Experiment, num_samples: int) -> Splits:
     """Return data sets of this size without samples."""
     length, per_epoch = experiment.trainer.limit_train_samples or num_samples, experiment.data.samples_per_epoch
-    samples = range(min(num_samples, length))
+    samples = MapStyle(range(min(num_samples, length)))
     return Splits(samples, {}, Passes(per_epoch, len(samples)) if per_epoch is not None else None)
 
 

@@ -75,11 +75,11 @@ def prepare_to_predict(data: Data, trust: Trust, trained_on: Mapping[str, Any], 
     description: nothing is held out of it.
 
     Raises:
-        RefusedError: as `prepare`.
+        RefusedError: as `prepare`, or the data does not fit the schema.
     """
-    known = trained_on.get("schema") or trained_on.get("facts")  # of kinds of data without a schema
-    if data.sources or not known or key_of("data.predict", data.prepare) is None:
-        return prepare(data, trust, stored)
+    known = _schema_for(data, trained_on)
+    if known is None or key_of("data.predict", data.prepare) is None:
+        return prepare_to_resume(data, trust, trained_on, stored)
     with only_own_caches(stored):
         description = instantiate(Node(str(data.prepare), _arguments(data)), trust, "data.predict", known)
     if not description.get("whole"):
@@ -94,15 +94,30 @@ def prepare_to_evaluate(data: Data, trust: Trust, trained_on: Mapping[str, Any],
 
 
 def prepare_to_resume(data: Data, trust: Trust, trained_on: Mapping[str, Any], stored: bool) -> dict[str, Any] | None:
-    """Prepare the data of a run by the schema of what it was `trained_on`, if there is one.
+    """Prepare the data of a run by the schema of what it was `trained_on`, and so the sources of a mixture.
 
     Raises:
         RefusedError: as `prepare`, or the data does not fit the schema.
     """
+    return prepare(_by_schema(data, trained_on), trust, stored)
+
+
+def _by_schema(data: Data, trained_on: Mapping[str, Any]) -> Data:
+    """Return a section in which the schema of the data that was trained on is given, if it is of this kind of data."""
+    of_sources = trained_on.get("sources")
+    of_sources = of_sources if isinstance(of_sources, Mapping) else {}
+    sources = {name: _by_schema(source, of_sources.get(name) or {}) for name, source in data.sources.items()}
+    known = _schema_for(data, trained_on)
+    options = data.options if known is None else {**data.options, "schema": known}
+    return replace(data, options=options, sources=sources)
+
+
+def _schema_for(data: Data, trained_on: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the schema of the data that was trained on; None if there is none, or this is data of another kind."""
+    kind = key_of("data.prepare", data.prepare)
     known = trained_on.get("schema")
-    if not known or data.prepare not in _TABLES:
-        return prepare(data, trust, stored)
-    return prepare(replace(data, options={**data.options, "schema": known}), trust, stored)
+    same = kind == trained_on.get("name") or {kind, trained_on.get("name")} <= set(_TABLES)
+    return known if kind is not None and same and isinstance(known, Mapping) else None
 
 
 def _arguments(data: Data) -> Mapping[str, Any]:

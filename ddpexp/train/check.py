@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ddpexp.config.parse import load
+from ddpexp.data.adapters import sized
 from ddpexp.data.batches import EvalBatches
-from ddpexp.data.samples import origin
-from ddpexp.data.streams import sized
+from ddpexp.data.streams import Stream
 from ddpexp.errors import CodeError, DdpexpError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
@@ -232,7 +232,8 @@ class _Examined:
     def _attributes(self) -> Attributes:
         loop, subject = self._built.loop, self._subject
         sets = [loop.train.data, *(batches.data for batches in loop.evals.values())]
-        return Attributes([*subject.modules.values(), subject.task, *(origin(data, [0])[0] for data in sets)])
+        wholes = (data if isinstance(data, Stream) else data.origin([0])[0].returned for data in sets)
+        return Attributes([*subject.modules.values(), subject.task, *wholes])
 
     def _is_memory(self, error: Exception) -> bool:
         return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(_NO_MEMORY.search(str(error)))

@@ -12,25 +12,15 @@ from numpy.typing import NDArray
 
 from ddpexp.config.instantiate import Node, instantiate
 from ddpexp.config.schema import Data, Experiment
+from ddpexp.data.base import IndexData, Subset
 from ddpexp.data.batch_plan import counted
 from ddpexp.data.columns import column_of, labels_of, places_in
-from ddpexp.data.datasets import (
-    OrderedData,
-    Splits,
-    belongs_on_device,
-    choose_samples,
-    device_bytes,
-    on_device,
-    part,
-    select,
-    training_order,
-)
+from ddpexp.data.datasets import Splits, belongs_on_device, choose_samples, device_bytes, kind_of, on_device, select
 from ddpexp.data.lengths import ByLength, checked_lengths
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.partition import Part, fold_parts, fraction_parts
 from ddpexp.data.streams import Stream
 from ddpexp.data.token_batches import by_tokens
-from ddpexp.data.transforms import is_map_style
 from ddpexp.data.weights import FILES, Passes, Weighted, checked_groups, checked_weights, class_balanced, read_values
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
@@ -73,7 +63,7 @@ def check_held_out(experiment: Experiment, splits: Splits, undivided: Splits) ->
     if isinstance(splits.train, Stream):
         return
     size = experiment.trainer.global_batch_size
-    left, before = (training_order(train).samples_per_epoch for train in (splits.train, undivided.train))
+    left, before = (train.samples_per_epoch for train in (splits.train, undivided.train))
     fraction = experiment.data.validation_fraction
     if fraction and left < size <= before:
         raise RefusedError(
@@ -97,7 +87,7 @@ def _check_no_order(splits: Splits, key: str) -> None:
         raise RefusedError(
             f"{key}: an order of all {len(splits.train):,} samples comes with the data (Splits.order), and would ask "
             "for those that are left out. Leave the key out, or give the set itself an order and a method "
-            "select(indices) (ddpexp.data.datasets.SelectableData)."
+            "select(indices) (ddpexp.data.base.IndexData)."
         )
 
 
@@ -112,10 +102,10 @@ def _hold_out(splits: Splits, data: Data) -> Splits:
         off = "null" if data.folds else "0"
         raise RefusedError(f"{key}: {data.target} has a `validation` set of its own. Use {off}.")
     kept, held = _parts(train, data)
-    return replace(splits, train=select(train, *kept, key), evals={**splits.evals, "validation": part(train, *held)})
+    return replace(splits, train=select(train, *kept, key), evals={**splits.evals, "validation": Subset(train, *held)})
 
 
-def _parts(train: Any, data: Data) -> tuple[Part, Part]:
+def _parts(train: IndexData, data: Data) -> tuple[Part, Part]:
     """Return the samples to train on, and those that are held out."""
     stratify = data.folds is not None if data.stratify is None else data.stratify
     labels = labels_of(train) if stratify else None
@@ -127,23 +117,23 @@ def _parts(train: Any, data: Data) -> tuple[Part, Part]:
     return fold_parts(len(train), data.fold, data.folds, labels, groups)
 
 
-def _groups(train: Any, name: str) -> NDArray[Any]:
+def _groups(train: IndexData, name: str) -> NDArray[Any]:
     groups = read_values(name, "data.group_by") if name.endswith(FILES) else column_of(train, name)
     if groups is None:
         raise RefusedError(
-            f"data.group_by={name} is no column of the training set ({type(train).__name__}) and no file (.npy, .txt "
+            f"data.group_by={name} is no column of the training set ({kind_of(train)}) and no file (.npy, .txt "
             "or .csv) with a value for each training sample."
         )
     return checked_groups(groups, len(train), name)
 
 
-def _order(train: Any, whole: Any, experiment: Experiment) -> TrainingOrder:
+def _order(train: IndexData, whole: IndexData, experiment: Experiment) -> TrainingOrder:
     """Return the order of drawing from the samples to train on, which are part of the `whole` training set."""
     data = experiment.data
-    if isinstance(train, OrderedData):
+    if train.brings_order:
         name = "weights" if data.weights is not None else "samples_per_epoch"
         raise RefusedError(
-            f"data.{name}: `train` is a {type(train).__name__} with a training order of its own. Use data.{name}=null."
+            f"data.{name}: `train` is a {kind_of(train)} with a training order of its own. Use data.{name}=null."
         )
     length = data.samples_per_epoch or len(train)
     if data.weights is None:
@@ -163,42 +153,43 @@ def _order(train: Any, whole: Any, experiment: Experiment) -> TrainingOrder:
     return Weighted.of(weights, length)
 
 
-def _by_length(splits: Splits, whole: Any, name: str, experiment: Experiment) -> TrainingOrder:
+def _by_length(splits: Splits, whole: IndexData, name: str, experiment: Experiment) -> TrainingOrder:
     """Return the order of training with samples of similar length in the same batch."""
     train, key = splits.train, f"data.lengths={name}"
-    if isinstance(train, OrderedData) and train is not whole:
+    if train.brings_order and train is not whole:
         raise RefusedError(
-            f"{key}: `train` is a part of a {type(train).__name__} with a training order of its own, whose lengths are "
+            f"{key}: `train` is a part of a {kind_of(train)} with a training order of its own, whose lengths are "
             "not known. Hold out no samples, or use data.lengths=null."
         )
     values = read_values(name, "data.lengths") if name.endswith(FILES) else column_of(whole, name)
     if values is None:
         raise RefusedError(
-            f"{key} is no column of the training set ({type(whole).__name__}) and no file (.npy, .txt or .csv) with "
+            f"{key} is no column of the training set ({kind_of(whole)}) and no file (.npy, .txt or .csv) with "
             "the length of each training sample."
         )
     lengths = checked_lengths(values, len(whole), key)[places_in(train, whole)]
     most_tokens = experiment.data.batch_tokens
     if most_tokens is None:
-        return ByLength(splits.order or training_order(train), lengths, experiment.trainer.global_batch_size)
-    if not is_map_style(train) or splits.order is not None or isinstance(train, OrderedData):
+        return ByLength(splits.order or train, lengths, experiment.trainer.global_batch_size)
+    by_sample = train.is_loaded or experiment.data.transform or experiment.data.collate is not None
+    if not by_sample or splits.order is not None or train.brings_order:
         raise RefusedError(
             f"data.batch_tokens={most_tokens} makes batches of single samples, and `train` is a "
-            f"{type(train).__name__}, which makes its batches or brings an order itself. Use data.batch_tokens=null."
+            f"{kind_of(train)}, which makes its batches or brings an order itself. Use data.batch_tokens=null."
         )
     return by_tokens(lengths, most_tokens)
 
 
-def _weights(weights: str | Node, whole: Any, experiment: Experiment) -> NDArray[np.float64]:
+def _weights(weights: str | Node, whole: IndexData, experiment: Experiment) -> NDArray[np.float64]:
     if isinstance(weights, Node):
-        found = instantiate(weights, experiment.trust, "data.weights", whole)
+        found = instantiate(weights, experiment.trust, "data.weights", whole.returned)
         return checked_weights(found, len(whole), f"data.weights._target_={weights.target}")
     key = f"data.weights={weights}"
     return checked_weights(read_values(weights, "data.weights"), len(whole), key)
 
 
-def _no_labels(data: Any) -> str:
+def _no_labels(data: IndexData) -> str:
     return (
-        f"the labels of the training set, a {type(data).__name__}, are not known: give it an attribute `labels` with "
+        f"the labels of the training set, a {kind_of(data)}, are not known: give it an attribute `labels` with "
         "one for each sample."
     )

@@ -12,11 +12,13 @@ import torch
 from ddpexp.checkpoint.codec import encode
 from ddpexp.config.instantiate import Node, Trust, instantiate
 from ddpexp.config.schema import Data, Experiment, Trainer
+from ddpexp.data.adapters import MapStyle
+from ddpexp.data.base import IndexData
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Splits
 from ddpexp.data.mixture.dataset import mix
-from ddpexp.data.streams import Batches, Stream, StreamBatches, as_stream, first_samples
+from ddpexp.data.streams import Batches, Stream, StreamBatches, first_samples
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.train.recipe_checks import check_splits
 from ddpexp.train.transform_samples import own_arguments
@@ -55,14 +57,12 @@ def streams_checked(splits: Splits, experiment: Experiment) -> Splits:
     Raises:
         RefusedError: the configuration needs what a stream does not have.
     """
-    train = as_stream(splits.train)
-    if isinstance(train, Stream):
+    if isinstance(splits.train, Stream):
         _check_keys(experiment)
-    evals = {name: _evaluation_set(name, as_stream(part)) for name, part in splits.evals.items()}
-    return replace(splits, train=train, evals=evals)
+    return replace(splits, evals={name: _evaluation_set(name, part) for name, part in splits.evals.items()})
 
 
-def _evaluation_set(name: str, part: Any) -> Any:
+def _evaluation_set(name: str, part: IndexData | Stream) -> IndexData:
     if not isinstance(part, Stream):
         return part
     if part.num_samples is None:
@@ -73,7 +73,7 @@ def _evaluation_set(name: str, part: Any) -> Any:
     samples = first_samples(part, part.num_samples)
     if not samples:
         raise RefusedError(f"the evaluation set `{name}` is a stream without samples.")
-    return samples
+    return MapStyle(samples)
 
 
 def _check_keys(experiment: Experiment) -> None:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from ddpexp.config.build import did_you_mean
-from ddpexp.data.datasets import IndexData, Splits
-from ddpexp.data.streams import Stream, as_stream
+from ddpexp.data.adapters import adapted
+from ddpexp.data.base import IndexData
+from ddpexp.data.datasets import Splits
+from ddpexp.data.streams import Stream
 from ddpexp.errors import RefusedError
 from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.strategy.options import Options
@@ -69,23 +72,29 @@ def check_splits(splits: Any, target: str) -> Splits:
             f"{data} gave {shown(splits.evals)} as evals, where a mapping of names to data sets belongs: "
             'Splits(train, {"eval": ...}), {} for none.'
         )
-    for name, part in {"train": splits.train, **splits.evals}.items():
-        if isinstance(as_stream(part), Stream):
-            continue
-        if isinstance(part, DataLoader):
-            raise RefusedError(f"{data}: `{name}` is a DataLoader: return its data set; ddpexp makes the batches.")
-        if isinstance(part, IterableDataset) or not isinstance(part, _MapStyle | IndexData):
-            stream = (
+    found = {name: _adapted(part, name, data) for name, part in {"train": splits.train, **splits.evals}.items()}
+    return replace(splits, train=found["train"], evals={name: found[name] for name in splits.evals})
+
+
+def _adapted(part: Any, name: str, data: str) -> IndexData | Stream:
+    if isinstance(part, DataLoader):
+        raise RefusedError(f"{data}: `{name}` is a DataLoader: return its data set; ddpexp makes the batches.")
+    found = adapted(part)
+    if found is None:
+        kind = type(part).__name__
+        if isinstance(part, Iterable):
+            hint = (
                 " An iterable of unknown length is given as ddpexp.data.streams.Stream(open), where open(index, count) "
                 "returns its index-th of `count` parts."
             )
-            raise RefusedError(
-                f"{data}: `{name}` is a {type(part).__name__}: a data set needs __len__ and __getitem__ (map-style)."
-                f"{stream if isinstance(part, Iterable) else ''}"
-            )
-        if len(part) == 0:
-            raise RefusedError(f"{data} returned no samples for `{name}`.")
-    return splits
+        elif hasattr(part, "__len__"):
+            hint = f" One that makes batches inherits from ddpexp.data.base.IndexData: class {kind}(IndexData)."
+        else:
+            hint = ""
+        raise RefusedError(f"{data}: `{name}` is a {kind}: a data set needs __len__ and __getitem__ (map-style).{hint}")
+    if not isinstance(found, Stream) and len(found) == 0:
+        raise RefusedError(f"{data} returned no samples for `{name}`.")
+    return found
 
 
 def check_takes_directory(function: Callable[..., Any], keys: Iterable[str], named_by: str) -> None:

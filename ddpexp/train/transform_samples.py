@@ -12,10 +12,10 @@ from torch.utils.data import default_collate
 
 from ddpexp.config.instantiate import Node, Trust, instantiate, locate
 from ddpexp.config.schema import Data, Experiment
-from ddpexp.data.datasets import OrderedData, Splits
-from ddpexp.data.samples import origin
+from ddpexp.data.base import IndexData
+from ddpexp.data.datasets import Splits, kind_of
 from ddpexp.data.streams import Stream
-from ddpexp.data.transforms import Transformed, is_map_style
+from ddpexp.data.transforms import Transformed
 from ddpexp.errors import RefusedError
 
 _SAMPLE_KEYS = (
@@ -82,31 +82,31 @@ def transformed(splits: Splits, experiment: Experiment) -> Splits:
         transforms = tuple(_function(node, trust, place) for place, node in _places(key, nodes))
         return Transformed(part, transforms, data.transform_of == "input", collate)
 
-    order = splits.train if isinstance(splits.train, OrderedData) else splits.order
+    train = splits.train
     return replace(
         splits,
-        train=wrapped(splits.train, "train", "data.transform", data.transform),
+        train=wrapped(train, "train", "data.transform", data.transform),
         evals={
             name: wrapped(part, name, "data.eval_transform", data.eval_transform) for name, part in splits.evals.items()
         },
-        order=order if splits.order is None else splits.order,
+        order=train if splits.order is None and not isinstance(train, Stream) and train.brings_order else splits.order,
     )
 
 
-def _check_items(part: Any, name: str, key: str) -> None:
-    whole = part if isinstance(part, Stream) else origin(part, [])[0]
-    if not is_map_style(whole):
+def _check_items(part: IndexData | Stream, name: str, key: str) -> None:
+    if isinstance(part, Stream) or not part.has_samples:
+        kind = "Stream" if isinstance(part, Stream) else kind_of(part.origin([0])[0])
         raise RefusedError(
-            f"{key}: `{name}` is a {type(whole).__name__}, which does not load single samples: it needs "
+            f"{key}: `{name}` is a {kind}, which does not load single samples: it needs "
             f"__getitem__. Use {key}=null, and change the batches where they are made, in the data set or in the task."
         )
 
 
-def _check_images(part: Any, name: str, key: str, nodes: Sequence[Node]) -> None:
+def _check_images(part: IndexData, name: str, key: str, nodes: Sequence[Node]) -> None:
     """Raise RefusedError if images would reach `collate` as they are stored, or our own changes would be left out."""
     from ddpexp.data.image_folder.images import ImageFolder  # late: it imports Pillow
 
-    images = origin(part, [])[0]
+    images = part.origin([0])[0]
     if not isinstance(images, ImageFolder):
         return
     if not nodes:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.samples import origin, tensors_of
-from ddpexp.data.streams import Batches
+from ddpexp.data.samples import tensors_of
+from ddpexp.data.streams import Batches, Stream
 from ddpexp.system.text import first_few
 from ddpexp.train.attributes import place_of
 from ddpexp.train.task_checks import line_of, mean_for_a_sum, named, split_batch
@@ -31,21 +32,22 @@ def different_samples(train: Batches, evals: Mapping[str, EvalBatches]) -> str |
         readers[name] = (batches.data, batches.first)
     for name, (data, read) in readers.items():
         if not _same(read(), read()):
-            whole = origin(data, [0])[0]
-            function = next(
-                (
-                    found
-                    for key in ("gather", "__getitems__", "__getitem__", "open")
-                    if (found := getattr(whole, key, None))
-                ),
-                whole,
-            )
+            function = named(_function_of(data))
             return (
-                f"the set `{name}` returns different samples at the same index: {named(function)}. A resumed run and "
-                "one with another number of workers would train on other data. Take random numbers from torch, whose "
-                "generators are seeded for each micro-batch."
+                f"the set `{name}` returns different samples at the same index: {function}. A resumed run and one with "
+                "another number of workers would train on other data. Take random numbers from torch, whose generators "
+                "are seeded for each micro-batch."
             )
     return None
+
+
+def _function_of(data: IndexData | Stream) -> Any:
+    """Return the function of a recipe that makes the samples of a set."""
+    if isinstance(data, Stream):
+        return data.open
+    whole = data.origin([0])[0]
+    names = ("__getitems__", "__getitem__") if whole.is_loaded else ("fetch",)
+    return next(found for name in names if (found := getattr(whole.returned, name, None)))
 
 
 def different_losses(subject: Subject, batch: Any) -> str | None:

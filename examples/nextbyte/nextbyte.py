@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Splits
 from ddpexp.errors import RefusedError
 from ddpexp.loggers.base import Logger
@@ -17,7 +18,7 @@ from ddpexp.task import Sums
 
 
 @dataclass(frozen=True)
-class Windows:
+class Windows(IndexData):
     """Pieces of a text, each with the byte after it. Shapes: `text` is (bytes,) uint8."""
 
     text: Tensor
@@ -26,10 +27,10 @@ class Windows:
     def __len__(self) -> int:
         return (len(self.text) - 1) // self.context
 
-    def gather(self, indices: Tensor, device: torch.device) -> Tensor:
-        """Return a batch. Shapes: (batch, context + 1)."""
+    def fetch(self, indices: Tensor, pinned: bool = False) -> Tensor:
+        """Return samples. Shapes: (batch, context + 1)."""
         places = indices[:, None] * self.context + torch.arange(self.context + 1)
-        return self.text[places].to(device).long()
+        return self.text[places].long()
 
 
 def load(path: str | None, context: int) -> Splits:

@@ -135,9 +135,9 @@ def test_a_data_set_that_changes_is_found() -> None:
     noisy = broken.load_noisy().train
     train = TrainBatches(noisy, plan_batches(24, 12, 1), 0, 0, CPU)
     problem = trials.different_samples(train, {})
-    place = line("def gather")
+    place = line("def fetch")
     assert problem is not None
-    assert problem.startswith(f"the set `train` returns different samples at the same index: Noisy.gather ({place}). ")
+    assert problem.startswith(f"the set `train` returns different samples at the same index: Noisy.fetch ({place}). ")
 
 
 def test_a_loss_that_depends_on_the_time_is_found() -> None:

@@ -13,18 +13,19 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.batch_plan import plan_batches
-from ddpexp.data.batches import EvalBatches, TrainBatches, to_device, units_per_sample
+from ddpexp.data.batches import EvalBatches, TrainBatches, units_per_sample
 from ddpexp.data.datasets import Arrays, hold_out
 from ddpexp.data.order import Order, Permutation, Shuffled
+from ddpexp.distributed.transfers import to_device
 from ddpexp.errors import RefusedError
 
 CPU = torch.device("cpu")
 
 
-class Items(Dataset[tuple[Tensor, int, float]]):
+class Items(IndexData):
     """Item by item: the index, the process that fetched it, and a random number."""
 
     def __init__(self, count: int) -> None:
@@ -84,11 +85,11 @@ def test_steps_of_many_blocks_are_in_the_order_of_the_epochs() -> None:
 
 
 def test_a_start_in_the_middle_of_an_endless_epoch_costs_no_more_than_one_at_its_beginning() -> None:
-    class Endless:
+    class Endless(IndexData):
         def __len__(self) -> int:
             return 10**9
 
-        def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor]:
+        def fetch(self, indices: Tensor, pinned: bool = False) -> tuple[Tensor]:
             return (indices,)
 
     batches = train(Endless())
@@ -131,13 +132,13 @@ def test_random_numbers_of_a_data_set_do_not_depend_on_who_draws_them(num_worker
     assert len({number for step in expected for batch in step for number in batch}) > 140
 
 
-class Draws:
+class Draws(IndexData):
     """Gathers random numbers of torch."""
 
     def __len__(self) -> int:
         return 100
 
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+    def fetch(self, indices: Tensor, pinned: bool = False) -> tuple[Tensor, ...]:
         return (torch.rand(len(indices)),)
 
 

@@ -7,25 +7,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 
 CPU = torch.device("cpu")
 
 
-class Gathered:
+class Gathered(IndexData):
     """Whole batches: each sample with a number drawn for it."""
 
     def __len__(self) -> int:
         return 100
 
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+    def fetch(self, indices: Tensor, pinned: bool = False) -> tuple[Tensor, ...]:
         return indices, torch.rand(len(indices))
 
 
-class Fetched(Dataset[Any]):
+class Fetched(IndexData):
     """One sample at a time, through torch's DataLoader."""
 
     def __len__(self) -> int:

@@ -16,6 +16,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 import ddpexp.data.fingerprint
+from ddpexp.data.adapters import MapStyle, adapted
 from ddpexp.data.datasets import Arrays, Splits, hold_out
 from ddpexp.data.fingerprint import carried_over, contents, differences, fingerprint
 from tests.conftest import PATIENCE
@@ -37,6 +38,10 @@ class Items(Dataset[Any]):
         return self.sample(index)
 
 
+def hashes(sample: Callable[[int], Any]) -> dict[str, str]:
+    return contents(MapStyle(Items(sample)))
+
+
 @pytest.fixture(autouse=True)
 def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have sets read on a machine that is busy with other things too."""
@@ -49,7 +54,8 @@ def rows(count: int = 100, seed: int = 0) -> Arrays:
 
 
 def read(train: Any, known: bool = False, num_workers: int = 0, **evals: Any) -> dict[str, dict[str, Any]]:
-    return fingerprint(Splits(train, evals), known, num_workers)
+    sets = {name: adapted(one) for name, one in evals.items()}
+    return fingerprint(Splits(adapted(train), sets), known, num_workers)
 
 
 def test_lengths_and_content_distinguish_data_from_other_data() -> None:
@@ -92,16 +98,16 @@ KINDS: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_sample_is_hashed(kind: str) -> None:
     sample = KINDS[kind]
-    same, other = contents(Items(sample)), contents(Items(lambda i: sample(i + (i == 99))))
-    assert same == contents(Items(sample))
+    same, other = hashes(sample), hashes(lambda i: sample(i + (i == 99)))
+    assert same == hashes(sample)
     assert same.keys() == other.keys()
     assert same != other  # the last sample is among those that are read
 
 
 def test_of_unknown_objects_only_the_type_counts() -> None:
-    assert contents(Items(lambda i: (object(), i))) == contents(Items(lambda i: (object(), i)))
-    assert contents(Items(lambda i: object())) != contents(Items(lambda i: KINDS))
-    assert contents(Items(lambda i: torch.eye(2).to_sparse())) == contents(Items(lambda i: torch.zeros(2).to_sparse()))
+    assert hashes(lambda i: (object(), i)) == hashes(lambda i: (object(), i))
+    assert hashes(lambda i: object()) != hashes(lambda i: KINDS)
+    assert hashes(lambda i: torch.eye(2).to_sparse()) == contents(MapStyle(Items(lambda i: torch.zeros(2).to_sparse())))
 
 
 @pytest.mark.parametrize(
@@ -115,9 +121,9 @@ def test_of_unknown_objects_only_the_type_counts() -> None:
     ],
 )
 def test_what_is_random_in_a_sample_is_left_out(draw: Callable[[], Any]) -> None:
-    found = contents(Items(lambda i: (draw(), i)))
+    found = hashes(lambda i: (draw(), i))
     assert set(found) == {"[]", "[1]"}
-    assert found == contents(Items(lambda i: (draw(), i)))
+    assert found == hashes(lambda i: (draw(), i))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -171,7 +177,7 @@ def test_content_that_could_not_be_read_once_is_carried_over() -> None:
 
 
 def test_where_samples_lie_is_not_what_they_are() -> None:
-    assert contents(Items(lambda i: (f"/here/{i}.png", i))) == contents(Items(lambda i: (f"/there/{i}.png", i)))
+    assert hashes(lambda i: (f"/here/{i}.png", i)) == contents(MapStyle(Items(lambda i: (f"/there/{i}.png", i))))
 
 
 def fails(index: int) -> Any:

@@ -15,6 +15,7 @@ from typing import cast
 import pytest
 import torch
 
+from ddpexp.data.adapters import MapStyle
 from ddpexp.data.loader import load
 from ddpexp.errors import CodeError, LoaderError
 from tests.conftest import PATIENCE, Ddpexp
@@ -41,7 +42,7 @@ def test_an_error_of_a_sample_ends_the_workers_with_it() -> None:
     """Workers ignore SIGTERM: what is left to multiprocessing's own end would have the process wait for ever."""
     keys = iter([(0, [index]) for index in range(8)])
     try:
-        list(load(Raises(), "train", keys, 1, torch.device("cpu"), PATIENCE))
+        list(load(MapStyle(Raises()), "train", keys, 1, torch.device("cpu"), PATIENCE))
     except CodeError:
         pass
     assert multiprocessing.active_children() == []
@@ -50,7 +51,9 @@ def test_an_error_of_a_sample_ends_the_workers_with_it() -> None:
 @pytest.mark.smoke
 @pytest.mark.usefixtures("_no_collector")
 def test_a_loader_that_is_left_early_ends_its_workers_at_once() -> None:
-    batches = load([1, 2, 3, 4], "train", iter([(0, [0]), (0, [1]), (0, [2])]), 2, torch.device("cpu"), PATIENCE)
+    batches = load(
+        MapStyle([1, 2, 3, 4]), "train", iter([(0, [0]), (0, [1]), (0, [2])]), 2, torch.device("cpu"), PATIENCE
+    )
     next(batches)
     assert len(multiprocessing.active_children()) == 2
     cast("Generator[object]", batches).close()
@@ -114,7 +117,9 @@ def wait_carelessly(mark: Path) -> None:
 
 def test_it_is_not_caught_by_those_who_catch_every_exception(tmp_path: Path) -> None:
     keys = iter([(0, [index]) for index in range(8)])
-    batches = cast(Generator[object], load(Leaves(tmp_path / "now"), "train", keys, 1, torch.device("cpu"), 60))
+    batches = cast(
+        Generator[object], load(MapStyle(Leaves(tmp_path / "now")), "train", keys, 1, torch.device("cpu"), 60)
+    )
     next(batches)
     with pytest.raises(LoaderError, match="DataLoader worker 0 ended with exit code 3"):
         wait_carelessly(tmp_path / "now")

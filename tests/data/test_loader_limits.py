@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ddpexp.data import loader_limits
+from ddpexp.data.adapters import MapStyle
 from ddpexp.data.loader import load
 from ddpexp.data.loader_limits import error_at_limit, forget_half_made
 from ddpexp.data.transforms import Transformed
@@ -50,14 +51,14 @@ def test_a_worker_that_runs_out_of_descriptors_while_it_sends_ends_its_rank_with
 ) -> None:
     batch = Unsent(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     with pytest.raises(LoaderError, match=LIMIT):
-        first_batch(Transformed(Numbers(), collate=lambda samples: batch))
+        first_batch(Transformed(MapStyle(Numbers()), collate=lambda samples: batch))
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_batch_that_cannot_be_pickled_does_not_keep_its_rank_waiting(capfd: pytest.CaptureFixture[str]) -> None:
     batch = Unsent(TypeError("cannot pickle this"))
     with pytest.raises(LoaderError, match=r"^DataLoader worker 0 ended with exit code 1, and its batches are lost"):
-        first_batch(Transformed(Numbers(), collate=lambda samples: batch))
+        first_batch(Transformed(MapStyle(Numbers()), collate=lambda samples: batch))
     assert "TypeError: cannot pickle this" in capfd.readouterr().err
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from ddpexp.data.adapters import MapStyle
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Splits
@@ -48,7 +49,7 @@ def batches(order: ByTokens, epoch: int = 0, seed: int = 0) -> list[list[int]]:
 
 
 def train(order: ByTokens, size: int = 1, rank: int = 0, workers: int = 0) -> TrainBatches:
-    data = Transformed(Sequences(order.lengths))
+    data = Transformed(MapStyle(Sequences(order.lengths)))
     return TrainBatches(data, plan_batches(8, 1, size), rank, 0, CPU, workers, order=order)
 
 
@@ -138,7 +139,7 @@ def test_a_place_late_in_a_long_epoch_is_found_without_those_before() -> None:
 
 
 def test_other_lengths_and_other_sizes_are_other_data() -> None:
-    splits = Splits(Sequences(EVEN), {})
+    splits = Splits(MapStyle(Sequences(EVEN)), {})
     now, more, other = (
         fingerprint(splits, True, 0, by_tokens(lengths, most))
         for lengths, most in ((EVEN, 1000), (EVEN, 1200), (np.sort(EVEN), 1000))

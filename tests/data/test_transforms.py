@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
+from ddpexp.data.adapters import MapStyle, adapted
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Arrays, Splits, hold_out
@@ -84,7 +85,7 @@ def epoch(data: Any, size: int, micro: int, num_workers: int, number: int = 1) -
 
 @pytest.mark.parametrize("transform", [noisy, Seeded()])
 def test_a_sample_is_a_function_of_seed_epoch_and_sample_alone(transform: Any) -> None:
-    data = Transformed(Items(), (transform,))
+    data = Transformed(MapStyle(Items()), (transform,))
     alone = epoch(data, 1, 12, 0)
     assert len(alone) == len(set(alone.values())) == 60
     assert alone == epoch(data, 2, 3, 0) == epoch(data, 1, 4, 2)
@@ -92,8 +93,8 @@ def test_a_sample_is_a_function_of_seed_epoch_and_sample_alone(transform: Any) -
 
 
 def test_a_sample_is_the_same_in_a_part_of_the_set() -> None:
-    whole = epoch(Transformed(Items(), (noisy,)), 1, 12, 0, 0)
-    kept, _ = hold_out(Items(), 0.2)
+    whole = epoch(Transformed(MapStyle(Items()), (noisy,)), 1, 12, 0, 0)
+    kept, _ = hold_out(MapStyle(Items()), 0.2)
     batches = TrainBatches(Transformed(kept, (noisy,)), plan_batches(12, 12, 1), 0, 3, CPU)
     for [(values, indices)] in batches.steps(0, 4):
         for place, index in enumerate(indices.tolist()):
@@ -102,7 +103,7 @@ def test_a_sample_is_the_same_in_a_part_of_the_set() -> None:
 
 def test_evaluation_draws_the_same_in_every_epoch_and_batch() -> None:
     def evaluated(size: int, num_workers: int) -> list[float]:
-        batches = EvalBatches(Transformed(Items(), (noisy,)), size, 0, 1, CPU, num_workers)
+        batches = EvalBatches(Transformed(MapStyle(Items()), (noisy,)), size, 0, 1, CPU, num_workers)
         return [float(number) for values, _ in batches for number in values[3]]
 
     assert evaluated(7, 0) == evaluated(60, 1)
@@ -110,7 +111,7 @@ def test_evaluation_draws_the_same_in_every_epoch_and_batch() -> None:
 
 def test_an_error_in_a_transform_names_the_sample() -> None:
     with pytest.raises(CodeError, match=r"broken \(sample \d+ of 60 in `train`\)"):
-        list(TrainBatches(Transformed(Items(), (broken,)), plan_batches(12, 12, 1), 0, 3, CPU).steps(0, 1))
+        list(TrainBatches(Transformed(MapStyle(Items()), (broken,)), plan_batches(12, 12, 1), 0, 3, CPU).steps(0, 1))
 
 
 def picky(samples: list[Any]) -> list[Any]:
@@ -120,7 +121,7 @@ def picky(samples: list[Any]) -> list[Any]:
 def test_an_error_in_a_collate_is_that_functions_whatever_its_samples_are() -> None:
     rows = [(torch.zeros(1 + index % 2), index) for index in range(60)]  # which torch's own could not collate
     with pytest.raises(CodeError) as caught:
-        list(TrainBatches(Transformed(rows, collate=picky), plan_batches(12, 12, 1), 0, 3, CPU).steps(0, 1))
+        list(TrainBatches(Transformed(MapStyle(rows), collate=picky), plan_batches(12, 12, 1), 0, 3, CPU).steps(0, 1))
     assert re.fullmatch(
         r"'label' \(data\.collate=picky, samples [\d, and]+ more of 60 in `train`\)", caught.value.message
     )
@@ -129,7 +130,8 @@ def test_an_error_in_a_collate_is_that_functions_whatever_its_samples_are() -> N
 def arranged(data: Any, *overrides: str) -> Splits:
     made = compose(["data.source=embedded", "trainer.global_batch_size=12", "trainer.gpus=1", TRUST, *overrides])
     assert made is not None
-    return arrange(Splits(data, {"eval": data}), parse(made.values), ALONE)
+    part = adapted(data)
+    return arrange(Splits(part, {"eval": part}), parse(made.values), ALONE)
 
 
 def first(splits: Splits, name: str = "train") -> Any:

@@ -21,6 +21,7 @@ from tests.points import ITEMS, Recipe, wait_for, weights
 
 EVERY = ("trainer.gpus=2", "trainer.threads=1", "trainer.log_every=1")
 CODE = """
+from ddpexp.data.base import IndexData
 
 class Trouble(Items):
     # One sample is not like the others, and some kinds of trouble are rank one's alone.
@@ -86,7 +87,7 @@ class Batched(Trouble):
         return [self[index] for index in indices]
 
 
-class Gathered:
+class Gathered(IndexData):
     def __init__(self, trouble):
         self.rows = points(96, 0)
         self.trouble = trouble
@@ -94,10 +95,10 @@ class Gathered:
     def __len__(self):
         return 96
 
-    def gather(self, indices, device):
+    def fetch(self, indices, pinned=False):
         if self.trouble == "raises" and 77 in indices:
             raise ValueError("no luck")
-        number, rows, labels = self.rows.gather(indices, device)
+        number, rows, labels = self.rows.fetch(indices)
         if self.trouble == "poison":
             rows[number == 77] = float("nan")
         return number, rows, labels

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
+from ddpexp.data.adapters import MapStyle
 from ddpexp.data.datasets import Splits
 from ddpexp.errors import RefusedError
 from ddpexp.train.build import load_data
@@ -57,7 +58,7 @@ def test_a_fraction_that_leaves_no_batch_to_train_is_refused_with_the_largest_th
     fraction: str, left: int, most: str
 ) -> None:
     overrides = ["data.source=embedded", "trainer.global_batch_size=128", "trainer.gpus=1"]
-    undivided = Splits(list(range(200)), {})
+    undivided = Splits(MapStyle(range(200)), {})
 
     def check(value: str) -> None:
         made = compose([*overrides, f"data.validation_fraction={value}"])

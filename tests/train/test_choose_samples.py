@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
+from ddpexp.data.adapters import adapted
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Arrays, Splits
@@ -62,7 +63,7 @@ def rows() -> Arrays:
 def arranged(data: Any, *overrides: str) -> Splits:
     made = compose(["data.source=embedded", "trainer.global_batch_size=20", "trainer.gpus=1", *overrides])
     assert made is not None
-    return arrange(Splits(data, {}), parse(made.values), ALONE)
+    return arrange(Splits(adapted(data), {}), parse(made.values), ALONE)
 
 
 def seen(splits: Splits, steps: int, size: int = 1) -> list[list[int]]:
@@ -76,8 +77,6 @@ def seen(splits: Splits, steps: int, size: int = 1) -> list[list[int]]:
 
 def held_out(splits: Splits) -> list[int]:
     part = splits.evals["validation"]
-    if isinstance(part, torch.utils.data.Subset):
-        return list(part.indices)
     return list(map(int, part.gather(torch.arange(len(part)), CPU)[0]))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ddpexp.data.datasets import Splits
 from ddpexp.errors import DdpexpError, RefusedError
@@ -56,7 +56,7 @@ SPLITS = [
     (Splits(DataLoader(Stream()), {}), ": `train` is a DataLoader: return its data set; ddpexp makes the batches."),
     (Splits([1], {"eval": DataLoader(Stream())}), ": `eval` is a DataLoader: return its data set; ddpexp makes the"),
     (Splits(Stream(), {}), f": `train` is a Stream: {MAP_STYLE}"),
-    (Splits(Bare(), {}), f": `train` is a Bare: {MAP_STYLE}"),
+    (Splits(Bare(), {}), f": `train` is a Bare: {MAP_STYLE} One that makes batches inherits from ddpexp.data.base."),
     (Splits(iter([1]), {}), f": `train` is a list_iterator: {MAP_STYLE}"),
     (Splits([1], [[2]]), " gave a list of 1 as evals, where a mapping of names to data sets belongs: "),  # type: ignore[arg-type]
     (Splits([1], None), " gave None as evals, where a mapping of names to data sets belongs: "),  # type: ignore[arg-type]
@@ -71,8 +71,12 @@ def test_what_a_data_function_returns_is_named(splits: Any, sentence: str) -> No
 
 
 def test_data_that_can_be_read_by_index_is_accepted() -> None:
-    splits = Splits([1, 2], {"eval": range(3)})
-    assert check_splits(splits, "mine.load") is splits
+    found = check_splits(Splits([1, 2], {"eval": range(3), "part": Subset([1, 2, 3], [2, 0])}), "mine.load")  # type: ignore[arg-type]
+    sets = {"train": found.train, **found.evals}
+    assert {name: [one[index] for index in range(len(one))] for name, one in sets.items()} == {
+        "train": [1, 2], "eval": [0, 1, 2], "part": [3, 1],
+    }  # fmt: skip
+    assert [type(one.returned) for one in sets.values()] == [list, range, Subset]
 
 
 BELONGS = "where a torch.nn.Module, or a mapping of them, belongs."

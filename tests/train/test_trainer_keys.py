@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ddpexp.checkpoint.format import best_first, complete_checkpoints, scan
 from ddpexp.checkpoint.writer import Content, Writer
+from ddpexp.data.adapters import MapStyle
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device
@@ -115,7 +116,7 @@ class Numbers:
 def test_the_first_samples_are_evaluated_once_at_any_number_of_workers(
     points: Any, size: int, batch: int, limit: int | None, total: int
 ) -> None:
-    for data, column in ((points.points(33, 1), 0), (Numbers(33), slice(None))):
+    for data, column in ((points.points(33, 1), 0), (MapStyle(Numbers(33)), slice(None))):
         parts = [EvalBatches(data, batch, rank, size, CPU, limit=limit) for rank in range(size)]
         seen = [int(index) for part in parts for found in part for index in found[column]]
         assert sorted(seen) == list(range(total))
@@ -134,7 +135,7 @@ def test_the_samples_to_train_on_are_the_same_in_every_run_and_no_mere_cut(point
     assert choose_samples(kept, 72) is kept
     there = on_device(Splits(chosen, {"eval": held}), CPU)
     assert ids(there.train) == ids(chosen)
-    numbers = choose_samples(Numbers(96), 5)
+    numbers = choose_samples(MapStyle(Numbers(96)), 5)
     assert [int(numbers[place]) for place in range(5)] == ids(choose_samples(points.points(96, 0), 5))
 
 

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpexp.data.arrays.store import changed
+from ddpexp.data.base import LABELS, IndexData
 from ddpexp.data.datasets import Splits
 from ddpexp.data.schema import Schema
-from ddpexp.distributed.transfers import gathered
+from ddpexp.distributed.transfers import moved, rows
 from ddpexp.errors import RefusedError
 
 _WIDE = (torch.float64, torch.int64, torch.int32)  # numbers that float32 may not hold
@@ -74,7 +75,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(IndexData):
     """Inputs and targets as stored, and how they become batches.
 
     Shapes: inputs (num_samples, ...), targets (num_samples, ...), groups (num_samples,).
@@ -84,27 +85,27 @@ class Rows:
     targets: Tensor | None
     form: Form
     groups: NDArray[np.int64] | None = None
+    schema: Schema | None = None
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.inputs)
 
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, ...]:
-        """Gather rows as stored; convert and standardize them on the device. Shapes: as in `load`."""
-        inputs = self.form(gathered(self.inputs, indices, device))
-        return (inputs,) if self.targets is None else (inputs, gathered(self.targets, indices, device))
+    def fetch(self, indices: Tensor, pinned: bool = False) -> tuple[Tensor, ...]:
+        """Gather rows as stored."""
+        tensors = (self.inputs,) if self.targets is None else (self.inputs, self.targets)
+        return tuple(rows(tensor, indices, pinned) for tensor in tensors)
+
+    def stage(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+        """Move rows to the device, and convert and standardize them there. Shapes: as in `load`."""
+        return self.form(moved(batch[0], device)), *(moved(targets, device) for targets in batch[1:])
 
     def column(self, name: str) -> NDArray[Any] | None:
         """Return the class of each sample as `labels` or `targets`, and the groups as any other column."""
-        if name not in ("labels", "targets"):
+        if name not in LABELS:
             return self.groups
         is_class = self.targets is not None and self.targets.dtype == torch.int64
         return self.targets.cpu().numpy() if self.targets is not None and is_class else None
-
-    @property
-    def labels(self) -> NDArray[Any] | None:
-        """Return the class of each sample, if there are classes."""
-        return self.column("labels")
 
     @property
     def num_bytes(self) -> int:

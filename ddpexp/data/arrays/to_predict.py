@@ -27,8 +27,6 @@ def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
         RefusedError: as for training, or the data does not fit the schema.
     """
     options = {key: value for key, value in options.items() if key != "group_by"}
-    if "inputs" not in schema:  # the facts alone, which an older version has recorded
-        return labelled.prepare(**options)
     part = _alone(options)
     if part is None:
         return labelled.prepare(**options, schema=schema)

@@ -98,7 +98,7 @@ def prepare(
 
 def prepare_by(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     """Prepare sets by the schema of the data that was trained on, as `prepare`. Raises: RefusedError."""
-    return prepare(**options, schema=schema if "inputs" in schema else None)  # else the facts of an older version
+    return prepare(**options, schema=schema)
 
 
 def _cached(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpexp.data.datasets import IndexData, Splits
+from ddpexp.data.base import IndexData
+from ddpexp.data.datasets import Splits
 from ddpexp.data.image_folder.images import Augmented, ImageFolder
 from ddpexp.data.image_folder.mixed import Mixed
 from ddpexp.data.image_folder.on_device import AugmentedOnDevice

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.image_folder import colors, draws
 from ddpexp.data.image_folder.options import Options
 from ddpexp.data.image_folder.stores import Pixels, Store
@@ -34,13 +35,16 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class ImageFolder:
+class ImageFolder(IndexData):
     """The images of a part, resized and cut from the middle, as in evaluation."""
 
     store: Store
     labels: NDArray[np.int64]
     options: Options
     num_classes: int
+
+    draws_random = False
+    fetches_ahead = True
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -51,17 +55,13 @@ class ImageFolder:
         pixels = self.store.image(index)
         return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels), int(self.labels[index])
 
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return a batch as in evaluation. Shapes: as in `ddpexp.data.image_folder.dataset.load`."""
-        return self.finish(self.fetch(indices, device.type == "cuda"), device)
-
-    def fetch(self, indices: Tensor, pinned: bool) -> Fetched:
-        """Make a batch on the host; may run in any thread."""
+    def fetch(self, indices: Tensor, pinned: bool = False) -> Fetched:
+        """Make a batch as in evaluation on the host; may run in any thread."""
         samples = indices.numpy()
         boxes = draws.center_crops(self.store.shapes(samples), self.options.size, self._eval_size)
         return self.fetch_boxes(samples, boxes, np.zeros(len(samples), bool), None, pinned, self.options.size)
 
-    def finish(self, batch: Fetched, device: torch.device) -> tuple[Tensor, Tensor]:
+    def stage(self, batch: Fetched, device: torch.device) -> tuple[Tensor, Tensor]:
         """Move a batch to the device as bytes, and normalize it there.
 
         Shapes: as in `ddpexp.data.image_folder.dataset.load`.
@@ -135,7 +135,7 @@ class ImageFolder:
 
 
 @dataclass(frozen=True)
-class Augmented:
+class Augmented(IndexData):
     """The images of one epoch of training."""
 
     images: ImageFolder
@@ -146,19 +146,15 @@ class Augmented:
         """Return the number of images."""
         return len(self.images)
 
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return a batch of training. Shapes: as in `ddpexp.data.image_folder.dataset.load`."""
-        return self.images.finish(self.fetch(indices, device.type == "cuda"), device)
-
-    def fetch(self, indices: Tensor, pinned: bool) -> Fetched:
-        """Make a batch on the host; may run in any thread."""
+    def fetch(self, indices: Tensor, pinned: bool = False) -> Fetched:
+        """Make a batch of training on the host; may run in any thread."""
         images, samples = self.images, indices.numpy()
         boxes, flipped, changes = drawn(self.key, samples, images)
         return images.fetch_boxes(samples, boxes, flipped, changes, pinned, self.size)
 
-    def finish(self, batch: Fetched, device: torch.device) -> tuple[Tensor, Tensor]:
+    def stage(self, batch: Fetched, device: torch.device) -> tuple[Tensor, Tensor]:
         """Move a batch to the device, and normalize it there."""
-        return self.images.finish(batch, device)
+        return self.images.stage(batch, device)
 
 
 def drawn(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.image_folder import draws
 from ddpexp.data.image_folder.images import Augmented, Fetched
 from ddpexp.data.image_folder.on_device import AugmentedOnDevice, FetchedCuts
@@ -27,7 +28,7 @@ class FetchedPairs:
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(IndexData):
     """The images of one epoch of training, mixed; labels are probabilities."""
 
     augmented: Augmented | AugmentedOnDevice
@@ -36,11 +37,16 @@ class Mixed:
         """Return the number of images."""
         return len(self.augmented)
 
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return a batch in which each image is its own partner. Shapes: as in `finish`."""
-        return self.finish(self.fetch_pairs(indices, indices, device.type == "cuda"), device)
+    @property
+    def has_partners(self) -> bool:
+        """Return that images are mixed with their partners."""
+        return True
 
-    def fetch_pairs(self, indices: Tensor, partners: Tensor, pinned: bool) -> FetchedPairs:
+    def fetch(self, indices: Tensor, pinned: bool = False) -> FetchedPairs:
+        """Make a batch in which each image is its own partner."""
+        return self.fetch_pairs(indices, indices, pinned)
+
+    def fetch_pairs(self, indices: Tensor, partners: Tensor, pinned: bool = False) -> FetchedPairs:
         """Make a batch on the host, each sample in it once; may run in any thread."""
         samples = indices.numpy()
         every, rows = np.unique(np.concatenate([samples, partners.numpy()]), return_inverse=True)
@@ -55,12 +61,12 @@ class Mixed:
             boxes.tolist(),
         )
 
-    def finish(self, batch: FetchedPairs, device: torch.device) -> tuple[Tensor, Tensor]:
+    def stage(self, batch: FetchedPairs, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mix images with their partners on the device, and return them with the probabilities of the classes.
 
         Shapes: (batch, channels, size, size) and (batch, classes), float32.
         """
-        images, labels = self.augmented.finish(batch.images, device)  # type: ignore[arg-type]
+        images, labels = self.augmented.stage(batch.images, device)  # type: ignore[arg-type]
         rows, partners, shares = (moved(part, device) for part in (batch.rows, batch.partners, batch.shares))
         classes = one_hot(labels, self.augmented.images.num_classes).float()
         cut = [place for place, box in enumerate(batch.boxes) if box[2]]

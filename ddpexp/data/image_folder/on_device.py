@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.image_folder import colors
 from ddpexp.data.image_folder.device_colors import changed
 from ddpexp.data.image_folder.images import ImageFolder, drawn, empty
@@ -33,7 +34,7 @@ class FetchedCuts:
 
 
 @dataclass(frozen=True)
-class AugmentedOnDevice:
+class AugmentedOnDevice(IndexData):
     """The images of one epoch of training; `data.augment_on=device`."""
 
     images: ImageFolder
@@ -44,11 +45,7 @@ class AugmentedOnDevice:
         """Return the number of images."""
         return len(self.images)
 
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return a batch of training. Shapes: as in `ddpexp.data.image_folder.dataset.load`."""
-        return self.finish(self.fetch(indices, device.type == "cuda"), device)
-
-    def fetch(self, indices: Tensor, pinned: bool) -> FetchedCuts:
+    def fetch(self, indices: Tensor, pinned: bool = False) -> FetchedCuts:
         """Cut out on the host, in several threads; may run in any thread."""
         images, samples = self.images, indices.numpy()
         boxes, flipped, changes = drawn(self.key, samples, images)
@@ -65,7 +62,7 @@ class AugmentedOnDevice:
         images.in_threads(cut, len(samples))
         return FetchedCuts(out, boxes, flipped, changes, torch.from_numpy(images.labels[samples]))
 
-    def finish(self, batch: FetchedCuts, device: torch.device) -> tuple[Tensor, Tensor]:
+    def stage(self, batch: FetchedCuts, device: torch.device) -> tuple[Tensor, Tensor]:
         """Move the cuts to the device as bytes; resize, flip, change and normalize them there."""
         options, pixels = self.images.options, moved(batch.pixels, device)
         shape = len(batch.boxes), options.channels, self.size, self.size

@@ -25,6 +25,7 @@ from ddpexp.data.image_folder.pool import Pool, processes
 from ddpexp.data.image_folder.scan import Folder, scan
 from ddpexp.data.image_folder.walk import ImageFile
 from ddpexp.data.npy import write_file, write_npy
+from ddpexp.data.schema import Field, Schema
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import flush, json_line
@@ -76,12 +77,13 @@ def prepare(
     augment_on: Literal["host", "device"] = "host",
     classes: tuple[str, ...] | None = None,
     nested: bool = False,
+    schema: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make sure that a cache of the images below `root` exists; return a description of the data.
 
     The arguments are the keys of conf/data/image_folder.yaml. The result is JSON: name, folder (absolute), root,
     hash (of names, classes and sizes of the files, and of how they are decoded), num_train, num_test, note, cache
-    (raw, jpeg or none), parts, facts and options.
+    (raw, jpeg or none), parts, schema, facts and options. With the `schema` of a run the classes are its own.
 
     Raises: RefusedError, if the images or an option are invalid, or the cache cannot be written.
     """
@@ -94,7 +96,8 @@ def prepare(
         raise RefusedError(
             f"data.cache={cache} data.broken={broken}: use one of {', '.join(_MODES)}, and stop or skip."
         )
-    return prepared(scan(root, classes, nested), stored, cache, broken, options)
+    known = classes if schema is None else Schema.read(schema).classes
+    return prepared(scan(root, known, nested), stored, cache, broken, options)
 
 
 def prepared(folder: Folder, stored: StoredSize, cache: str, broken: str, options: Options) -> dict[str, Any]:
@@ -358,6 +361,17 @@ def _description(folder: Folder, cache: Cache, stored: StoredSize, options: Opti
     mode = cache.folder.name.split("-")[1]
     num_train, num_test = nums.get("train", 0), nums.get("eval", 0)
     size = sum(cache.record["sizes"].values())
+    schema = Schema(
+        (options.channels, options.size, options.size),
+        (Field("image", "image"),),
+        "float32",
+        (Field("class", "category", tuple(folder.classes)),),
+        num_outputs=len(folder.classes),
+        channels=options.channels,
+        mean=options.mean,
+        std=options.std,
+    )
+    facts = schema.facts()
     return {
         "name": "image_folder",
         "folder": str(cache.folder),
@@ -372,12 +386,7 @@ def _description(folder: Folder, cache: Cache, stored: StoredSize, options: Opti
         "cache": mode,
         "stored": list(stored),
         "parts": list(nums),
-        "facts": {
-            "classes": list(folder.classes),
-            "num_classes": len(folder.classes),
-            "shape": [options.channels, options.size, options.size],
-            "mean": list(options.mean),
-            "std": list(options.std),
-        },
+        "schema": schema.as_json(),
+        "facts": {key: facts[key] for key in ("classes", "num_classes", "num_outputs", "shape", "mean", "std")},
         **options.as_json(),
     }

@@ -13,19 +13,19 @@ from typing import Any
 import ddpexp.data.image_folder.prepare as labelled
 from ddpexp.data.image_folder.options import Options
 from ddpexp.data.image_folder.scan import scan_unlabelled
+from ddpexp.data.schema import Schema
 from ddpexp.system.terminal import print_message
 
 
-def prepare(trained_on: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
+def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     """Prepare images as `ddpexp.data.image_folder.prepare.prepare` does, with or without classes.
 
     Classes are numbered as in training. Images without classes are one set, in the order of their paths (`whole`,
     `files`). Raises: RefusedError.
     """
-    classes = trained_on.get("classes") or options.get("classes")
-    folder = scan_unlabelled(options.get("root"), classes or ())
+    folder = scan_unlabelled(options.get("root"), Schema.read(schema).classes or ())
     if folder is None:
-        return labelled.prepare(**{**options, "classes": classes})
+        return labelled.prepare(**options, schema=schema)
     if folder.left_out:
         print_message(f"ddpexp: data.root={folder.root}: {folder.left_out}")
     names = {field.name for field in fields(Options)}

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddpexp.data.datasets import IndexData, Splits
+from ddpexp.data.base import IndexData
+from ddpexp.data.datasets import Splits
 from ddpexp.data.order import mix
 from ddpexp.distributed.rng import AUGMENT, seed_of
 from ddpexp.distributed.transfers import moved, rows
@@ -61,7 +62,7 @@ def _words(key: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True)
-class Images:
+class Images(IndexData):
     """Images as stored, and how they are processed into batches; `flip` and `crop` apply only to training.
 
     Shapes: pixels (num_samples, channels, height, width) uint8; labels (num_samples,) of an integer type.
@@ -77,15 +78,15 @@ class Images:
     alternate: bool = False  # draw the flips once, and flip the other images in every other epoch
     reflect: bool = False  # pad with reflections in place of black
 
+    draws_random = False
+    fetches_ahead = True
+    is_faster_on_device = True  # a GPU flips and crops in less time
+
     def __len__(self) -> int:
         """Return the number of images."""
         return len(self.labels)
 
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Gather images as stored, and normalise them on the device. Shapes: as in `load`."""
-        return self.finish(self.fetch(indices, device.type == "cuda"), device)
-
-    def fetch(self, indices: Tensor, pinned: bool) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: Tensor, pinned: bool = False) -> tuple[Tensor, Tensor]:
         """Gather images and labels as stored; may run in any thread."""
         return rows(self.pixels, indices, pinned), rows(self.labels, indices, pinned)
 
@@ -101,11 +102,6 @@ class Images:
         return Draws(key, seed_of(seed, AUGMENT, 0, 0), epoch % 2 == 1, self.crop)
 
     @property
-    def is_faster_on_device(self) -> bool:
-        """Return that a GPU flips and crops in less time than the host."""
-        return True
-
-    @property
     def num_bytes(self) -> int:
         """Return the size of pixels and labels."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (self.pixels, self.labels))
@@ -115,7 +111,7 @@ class Images:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return _OnDevice(**{**values, "pixels": self.pixels.to(device), "labels": self.labels.to(device)})
 
-    def finish(self, batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    def stage(self, batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
         """Move pixels as bytes to the device, and normalise them there. Shapes: as in `load`."""
         labels, images = moved(batch[1], device), moved(batch[0], device).float()
         for channel, (shift, scale) in zip(
@@ -142,7 +138,7 @@ class _OnDevice(Images):
 
 
 @dataclass(frozen=True)
-class _AugmentedOnDevice:
+class _AugmentedOnDevice(IndexData):
     """The images of one epoch in the memory of a device. Shapes: flipped, top, left (num_samples,)."""
 
     images: Images
@@ -153,7 +149,7 @@ class _AugmentedOnDevice:
     def __len__(self) -> int:
         return len(self.images)
 
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: Tensor, pinned: bool = False) -> tuple[Tensor, Tensor]:
         pixels = self.images.pixels.index_select(0, indices)
         if self.images.flip:
             pixels = torch.where(self.flipped.index_select(0, indices).view(-1, 1, 1, 1), pixels.flip(-1), pixels)
@@ -162,11 +158,14 @@ class _AugmentedOnDevice:
             pixels = _windows(pixels, self.images.crop, self.images.reflect)[
                 torch.arange(len(pixels), device=pixels.device), :, top, left
             ]
-        return self.images.finish((pixels, rows(self.images.labels, indices, pinned=False)), device)
+        return pixels, rows(self.images.labels, indices, pinned=False)
+
+    def stage(self, batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+        return self.images.stage(batch, device)
 
 
 @dataclass(frozen=True)
-class _Augmented:
+class _Augmented(IndexData):
     """The images of one epoch."""
 
     images: Images
@@ -175,10 +174,7 @@ class _Augmented:
     def __len__(self) -> int:
         return len(self.images)
 
-    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        return self.finish(self.fetch(indices, device.type == "cuda"), device)
-
-    def fetch(self, indices: Tensor, pinned: bool) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: Tensor, pinned: bool = False) -> tuple[Tensor, Tensor]:
         # A crop copies once more, so only what is not cropped is gathered straight into pinned memory.
         pixels = rows(self.images.pixels, indices, pinned and not self.images.crop)
         flipped, top, left = self.draws.of(indices.numpy())
@@ -190,8 +186,8 @@ class _Augmented:
             pixels = torch.from_numpy(cut).pin_memory() if pinned else torch.from_numpy(cut)
         return pixels, rows(self.images.labels, indices, pinned)
 
-    def finish(self, batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-        return self.images.finish(batch, device)
+    def stage(self, batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+        return self.images.stage(batch, device)
 
 
 def _hflip(pixels: Tensor, chosen: NDArray[np.int64]) -> None:

@@ -13,11 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddpexp.data.datasets import IndexData, Splits, may_draw, of_epoch, select, training_order
+from ddpexp.data.base import IndexData
+from ddpexp.data.datasets import Splits, select
 from ddpexp.data.mixture.order import MixtureOrder
 from ddpexp.data.mixture.weights import stages
-from ddpexp.data.order import Order, by_value
+from ddpexp.data.order import Listed, Order, by_value
 from ddpexp.data.samples import form
+from ddpexp.data.streams import Stream
 from ddpexp.errors import DdpexpError, RefusedError
 
 
@@ -34,10 +36,10 @@ def mix(
     """
     names = list(parts)
     for name, part in parts.items():
-        if not hasattr(part.train, "__len__"):
+        if isinstance(part.train, Stream):
             raise RefusedError(f"data.sources.{name} is a stream, whose samples have no indices: a mixture needs them.")
     sets = [part.train for part in parts.values()]
-    orders = [part.order or training_order(part.train) for part in parts.values()]
+    orders = [part.order or part.train for part in parts.values()]
     lengths = [len(data) for data in sets]
     schedule = stages(weights, names)
     starts = [(stage.step * batch_size, stage.weights) for stage in schedule]
@@ -49,23 +51,29 @@ def mix(
         )
     by_size = [(0, [order.samples_per_epoch for order in orders])]
     order = MixtureOrder(orders, lengths, starts or by_size, total // batch_size * batch_size)
-    train = IndexMixture(names, sets, order) if all(isinstance(data, IndexData) for data in sets) else (
-        ItemMixture(names, sets, order)
-    )  # fmt: skip
+    kind = ItemMixture if any(data.is_loaded for data in sets) else IndexMixture
     evals = {
         name if key == "eval" else f"{name}_{key}": data
         for name, part in parts.items()
         for key, data in part.evals.items()
     }
-    return Splits(train, evals)
+    return Splits(kind(names, sets, order), evals)
 
 
 @dataclass(frozen=True)
-class _Mixture:
+class _Fetched:
+    """A batch of each source, by its number, and the places of the samples of the mixture in their sequence."""
+
+    parts: Mapping[int, Any]
+    back: Tensor
+
+
+@dataclass(frozen=True)
+class _Mixture(IndexData):
     """Data sets one after the other, and the order that mixes them."""
 
     names: Sequence[str]
-    parts: Sequence[Any]
+    parts: Sequence[IndexData]
     mixed: MixtureOrder
 
     def __len__(self) -> int:
@@ -81,42 +89,46 @@ class _Mixture:
         """Return the training order of an epoch."""
         return self.mixed.order(seed, epoch)
 
-    def select(self, indices: NDArray[np.int64]) -> Any:
+    def select(self, indices: NDArray[np.int64]) -> _Mixture:
         """Return the mixture of these samples alone."""
         return replace(self, **_selected(self, indices))
 
 
 @dataclass(frozen=True)
 class IndexMixture(_Mixture):
-    """A mixture of index data sets."""
+    """A mixture of sets that make batches."""
 
-    def gather(self, indices: Tensor, device: torch.device) -> Any:
-        """Gather from each source its own samples, and put them in the order of the indices. Shapes: as in theirs."""
+    def fetch(self, indices: Tensor, pinned: bool = False) -> _Fetched:
+        """Fetch from each source its own samples."""
         ends = np.array(list(accumulate(map(len, self.parts))))
         wanted = indices.numpy()
         sources = np.searchsorted(ends, wanted, side="right")
         places = dict(by_value(sources))
         firsts = {number: ends[number] - len(self.parts[number]) for number in places}
-        batches = [
-            self.parts[number].gather(torch.from_numpy(wanted[chosen] - firsts[number]), device)
+        batches = {
+            number: self.parts[number].fetch(torch.from_numpy(wanted[chosen] - firsts[number]), pinned)
             for number, chosen in places.items()
-        ]
+        }
+        return _Fetched(batches, torch.from_numpy(np.argsort(np.concatenate(list(places.values())))))
+
+    def stage(self, batch: _Fetched, device: torch.device) -> Any:
+        """Return the samples of all sources as one batch, in the order of the indices. Shapes: as in theirs."""
+        batches = [self.parts[number].stage(part, device) for number, part in batch.parts.items()]
         if len(batches) == 1:
             return batches[0]
-        back = torch.from_numpy(np.argsort(np.concatenate(list(places.values())))).to(device)
         try:
-            return _joined(batches, back)
+            return _joined(batches, batch.back.to(device))
         except (RuntimeError, TypeError, ValueError, KeyError) as error:
-            raise self._different(list(places), batches) from error
+            raise self._different(list(batch.parts), batches) from error
 
     def of_epoch(self, seed: int, epoch: int) -> IndexMixture:
         """Return the mixture with the augmentation of an epoch."""
-        return replace(self, parts=[of_epoch(part, seed, epoch) for part in self.parts])
+        return replace(self, parts=[part.of_epoch(seed, epoch) for part in self.parts])
 
     @property
-    def draws(self) -> bool:
-        """Return whether `gather` may use torch's random number generators."""
-        return any(map(may_draw, self.parts))
+    def draws_random(self) -> bool:  # type: ignore[override]
+        """Return whether a source may use torch's random number generators."""
+        return any(part.draws_random for part in self.parts)
 
     def _different(self, numbers: Sequence[int], batches: Sequence[Any]) -> DdpexpError:
         forms = "; ".join(f"{self.names[number]} {form(batch)}" for number, batch in zip(numbers, batches, strict=True))
@@ -124,26 +136,14 @@ class IndexMixture(_Mixture):
 
 
 class ItemMixture(_Mixture):
-    """A mixture of data sets of which at least one is read sample by sample."""
+    """A mixture of sets of which DataLoader workers load the samples of at least one."""
 
     def __getitem__(self, index: int) -> Any:
         """Return a sample."""
         ends = list(accumulate(map(len, self.parts)))
         source = bisect_right(ends, index)
         part, number = self.parts[source], index - ends[source] + len(self.parts[source])
-        if isinstance(part, IndexData):
-            return _first(part.gather(torch.tensor([number]), torch.device("cpu")))
-        return part[number]
-
-
-@dataclass(frozen=True)
-class _Table:
-    """An order that is a table."""
-
-    indices: NDArray[np.int64]
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self.indices[positions]
+        return part[number] if part.is_loaded else _first(part.gather(torch.tensor([number]), torch.device("cpu")))
 
 
 def _selected(mixture: _Mixture, indices: NDArray[np.int64]) -> dict[str, Any]:
@@ -153,13 +153,13 @@ def _selected(mixture: _Mixture, indices: NDArray[np.int64]) -> dict[str, Any]:
         own = indices[(indices >= first) & (indices < first + len(part))] - first
         if not len(own):
             raise RefusedError(f"of the source {name} no sample is left to train on: keep more samples.")
-        kept = select(part, _Table(own), 0, len(own), "a part of the mixture")
+        kept = select(part, Listed(own), 0, len(own), "a part of the mixture")
         parts.append(kept)
         first += len(part)
-    orders, lengths = [training_order(part) for part in parts], [len(part) for part in parts]
+    lengths = [len(part) for part in parts]
     share = len(indices) / len(mixture)
     mixed = replace(
-        mixture.mixed, sources=orders, lengths=lengths, samples_per_epoch=int(mixture.samples_per_epoch * share)
+        mixture.mixed, sources=parts, lengths=lengths, samples_per_epoch=int(mixture.samples_per_epoch * share)
     )
     return {"parts": parts, "mixed": mixed}
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Splits
 from ddpexp.data.open_image import open_image
 from ddpexp.data.order import Order, Permutation, by_value
@@ -36,7 +37,7 @@ def load(prepared: Mapping[str, Any]) -> Splits:
 
 
 @dataclass(frozen=True)
-class TarShards:
+class TarShards(IndexData):
     """A map-style data set: sample i is a tuple of its decoded files."""
 
     shards: Sequence[str]
@@ -136,7 +137,7 @@ def _pixels(image: Image.Image, size: int | None) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class InBlocks:
+class InBlocks(IndexData):
     """Shards that are trained on block by block."""
 
     shards: TarShards

@@ -17,13 +17,17 @@ import numpy as np
 from ddpexp.data.cache import cache_name, make_cache
 from ddpexp.data.hashes import is_reading_again
 from ddpexp.data.part_names import overlap
+from ddpexp.data.schema import Field, Kind, Schema
 from ddpexp.data.tar_shards import remote
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
 
 INDEX = "index.npy"  # of each sample: its shard, then offset, size and number of the alternative of each file
-DECODED = ("jpg", "jpeg", "png", "webp", "json", "txt", "cls", "npy")
+DECODED: Mapping[str, Kind] = {
+    "jpg": "image", "jpeg": "image", "png": "image", "webp": "image", "json": "number", "txt": "text",
+    "cls": "category", "npy": "number",
+}  # fmt: skip
 _VERSION = 2  # increase it when the content of indexes changes: it is part of their names
 _BLOCK = 1 << 20  # bytes
 _MOST_LINKS = 40  # from one member to the next, as Linux follows them
@@ -41,6 +45,7 @@ def prepare(
     block_samples: int = 1024,
     window_blocks: int = 16,
     cache_gb: float = 20.0,
+    schema: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Index the shards that two patterns name, unless a cache holds the index of the same files.
 
@@ -66,6 +71,9 @@ def prepare(
     limit = int(cache_gb * 1e9)
     if limit < 2 * remote.PART:
         raise RefusedError(f"data.cache_gb={cache_gb}: use {2 * remote.PART / 1e9:.3f} or more, room for two parts.")
+    decided = _schema(files, image_size)
+    if schema is not None:
+        _check_fits(decided, Schema.read(schema), files)
     sets = {"train": _indexed("data.path", path, files, limit)}
     if eval_path is not None:
         sets["eval"] = _indexed("data.eval_path", eval_path, files, limit)
@@ -74,6 +82,7 @@ def prepare(
         "name": "tar_shards",
         "sets": sets,
         "files": list(files),
+        "schema": decided.as_json(),
         "image_size": image_size,
         "shuffle": shuffle,
         "block_samples": block_samples,
@@ -83,6 +92,31 @@ def prepare(
         "num_test": sets["eval"]["num_samples"] if eval_path is not None else 0,
         "note": f"tar shards: {counts}{overlap(*(one['shards'] for one in sets.values())) if len(sets) > 1 else ''}",
     }
+
+
+def _schema(files: Sequence[str], image_size: int | None) -> Schema:
+    """Return what a sample consists of: its last file is the target, if it has several."""
+    fields = [Field(name, DECODED[name.partition(";")[0].rpartition(".")[2]]) for name in files]
+    split = max(1, len(fields) - 1)
+    channels = 3 if fields[0].kind == "image" else None
+    shape = () if channels is None or image_size is None else (channels, image_size, image_size)
+    return Schema(shape, tuple(fields[:split]), "float32", tuple(fields[split:]), channels=channels)
+
+
+def _check_fits(decided: Schema, known: Schema, files: Sequence[str]) -> None:
+    """Raise RefusedError if samples have other contents than those that were trained on."""
+    ours, theirs = ([[one.kind for one in part] for part in (one.inputs, one.targets)] for one in (decided, known))
+    if ours != theirs:
+        names = [str(one.name) for one in (*known.inputs, *known.targets)]
+        raise RefusedError(
+            f"data.files=[{','.join(files)}] makes samples of other kinds than those that were trained on: use "
+            f"data.files=[{','.join(names)}], or files of the same kinds."
+        )
+    if decided.shape != known.shape:
+        size = known.shape[-1] if known.shape else "null"
+        raise RefusedError(
+            f"data.image_size makes images of another size than those that were trained on: use data.image_size={size}."
+        )
 
 
 def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Splits
 from ddpexp.data.text.prepare import BORDERS, TOKENS
 from ddpexp.distributed.rng import AUGMENT, seed_of
@@ -51,7 +52,7 @@ def load(prepared: Mapping[str, Any]) -> Splits:
 
 
 @dataclass(frozen=True)
-class Windows:
+class Windows(IndexData):
     """Windows of a text, one after the other, from `offset`.
 
     In training each epoch has an offset of its own, so that the borders between windows move. In evaluation (`whole`)
@@ -67,6 +68,8 @@ class Windows:
     ends: Tensor | None = None
     host: bool = True  # the tokens are in the memory of the host
 
+    draws_random = False
+
     def __len__(self) -> int:
         """Return the number of windows; the same for every offset."""
         targets = len(self.tokens) - 1
@@ -80,26 +83,26 @@ class Windows:
         room = len(self.tokens) - 1 - len(self) * self.block_size
         return replace(self, offset=seed_of(seed, AUGMENT, epoch, 0) % (min(room, self.block_size - 1) + 1))
 
-    def gather(self, indices: Tensor, device: torch.device) -> Any:
-        """Return a batch. Shapes: as in `load`."""
-        plain = not self.whole and self.ends is None
-        if self.host:
-            if plain:  # rows of a view that overlap by a token: one copy
-                batch = _long(moved(torch.from_numpy(self._rows[indices.numpy()]), device))
-                return batch[:, :-1], batch[:, 1:]
-            begins = self._begins(indices)
-            places = begins.numpy()[:, None] + np.arange(self.block_size + 1)
-            batch = moved(torch.from_numpy(self.tokens.numpy()[places]), device)
-        else:
-            begins = self._begins(indices)
-            batch = self.tokens[begins[:, None] + torch.arange(self.block_size + 1, device=device)]
-        inputs, targets = (batch := _long(batch))[:, :-1], batch[:, 1:]
-        if plain:
-            return inputs, targets
-        return self._marked(inputs, targets, indices, begins, device)
+    def fetch(self, indices: Tensor, pinned: bool = False) -> tuple[Tensor, Tensor]:
+        """Return tokens as stored, one more than a window has, and the indices. Shapes: (batch, block_size + 1)."""
+        if self.host and self._is_plain:  # rows of a view that overlap by a token: one copy
+            return torch.from_numpy(self._rows[indices.numpy()]), indices
+        places = self._begins(indices)[:, None] + torch.arange(self.block_size + 1, device=indices.device)
+        return torch.from_numpy(self.tokens.numpy()[places.numpy()]) if self.host else self.tokens[places], indices
 
-    def _marked(self, inputs: Tensor, targets: Tensor, indices: Tensor, begins: Tensor, device: torch.device) -> Any:
+    def stage(self, batch: tuple[Tensor, Tensor], device: torch.device) -> Any:
+        """Return a batch. Shapes: as in `load`."""
+        tokens = _long(moved(batch[0], device))
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        return (inputs, targets) if self._is_plain else self._marked(inputs, targets, batch[1], device)
+
+    @property
+    def _is_plain(self) -> bool:
+        return not self.whole and self.ends is None
+
+    def _marked(self, inputs: Tensor, targets: Tensor, indices: Tensor, device: torch.device) -> Any:
         """Return a batch in which some targets do not count."""
+        begins = self._begins(indices)
         along = torch.arange(self.block_size, device=begins.device)
         if self.whole:  # targets of the window before
             repeated = along < (indices * self.block_size - begins)[:, None]

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpexp.data.batch_plan import counted
-from ddpexp.data.cache import cache_name, make_cache
+from ddpexp.data.cache import Cache, cache_name, find_cache, make_cache
 from ddpexp.data.part_names import named_like_parts, overlap
+from ddpexp.data.schema import Field, Schema
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.data.text.tokenizer import TOKENIZER_FILE, Chars, Library, Tokenizer, token_bytes
 from ddpexp.data.user_cache import user_cache
@@ -51,33 +52,21 @@ def prepare(
     eval_fraction: float = 0.1,
     documents: Literal["file", "line"] | None = None,
     end_token: str | None = None,
+    schema: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make sure that the tokens of the text are in a cache; return a description of the data.
 
     The result is JSON: name, folder (absolute), hash (of the tokens and how they are divided), num_train, num_test and
-    their unit, note, facts (with the record of the tokenizer), and the options that `load` needs.
+    their unit, note, schema, facts (with the record of the tokenizer), and the options that `load` needs. With the
+    `schema` of a run the text is encoded by its vocabulary.
 
-    Raises: RefusedError, if a file or an option is invalid.
+    Raises: RefusedError, if a file or an option is invalid, or the text does not fit the schema.
     """
     _check_options(block_size, eval_fraction, documents, end_token)
     train = _sources(path, "data.path")
     held_out = _sources(eval_path, "data.eval_path") if eval_path is not None else []
-    identity = {
-        "version": _VERSION,
-        "train": [vars(source) for source in train],
-        "eval": [vars(source) for source in held_out],
-        "tokenizer": tokenizers.identity(tokenizer),
-        "documents": documents,
-        "end_token": end_token,
-    }
-
-    def fill(folder: Path) -> Mapping[str, Any]:
-        return _Encoding(folder, tokenizer, documents, end_token).encode(train, held_out)
-
-    space = f"{4 * sum(source.size for source in (*train, *held_out)) / 1e6:,.0f} MB"
-    bases = [Path(train[0].path).parent, user_cache()]
-    files = [source.path for source in (*train, *held_out)]
-    cache = make_cache(bases, cache_name("text", identity), fill, space, "encoding the same text", files)
+    vocabulary = Schema.read(schema).vocabulary if schema is not None else None
+    cache = _cached(train, held_out, tokenizer, documents, end_token, vocabulary)
     record, total = cache.record, cache.record["num_tokens"]
     border = record["num_train"] if held_out else _border(total, eval_fraction)
     if documents is not None and not held_out:
@@ -86,7 +75,14 @@ def prepare(
     described = dict(record["tokenizer"])
     if described["kind"] == "tokenizers":
         described["folder"] = str(cache.folder)
-    facts = {"vocab_size": record["vocab_size"], "block_size": block_size, "tokenizer": described}
+    decided = Schema(
+        (block_size,),
+        (Field(None, "text"),),
+        "int64",
+        (Field(None, "text"),),
+        vocab_size=record["vocab_size"],
+        vocabulary=described,
+    )
     return {
         "name": "text",
         "folder": str(cache.folder),
@@ -95,11 +91,45 @@ def prepare(
         "num_test": total - border,
         "unit": "tokens",
         "note": f"{_note(border, total - border, record, train, tokenizer)}{_overlap(train, held_out)}",
-        "facts": facts,
+        "schema": decided.as_json(),
+        "facts": {"vocab_size": record["vocab_size"], "block_size": block_size, "tokenizer": described},
         "block_size": block_size,
         "token_bytes": token_bytes(record["vocab_size"]),
         "documents": documents is not None,
     }
+
+
+def _cached(
+    train: Sequence[_Source],
+    held_out: Sequence[_Source],
+    tokenizer: str,
+    documents: Literal["file", "line"] | None,
+    end_token: str | None,
+    vocabulary: Mapping[str, Any] | None,
+) -> Cache:
+    """Return the cache of texts, encoded by the vocabulary of a run if there is one."""
+    bases = [Path(train[0].path).parent, user_cache()]
+    identity = {
+        "version": _VERSION,
+        "train": [vars(source) for source in train],
+        "eval": [vars(source) for source in held_out],
+        "tokenizer": tokenizers.identity(tokenizer),
+        "documents": documents,
+        "end_token": end_token,
+    }
+    if vocabulary is not None:
+        known = {key: value for key, value in vocabulary.items() if key != "folder"}
+        found = find_cache(bases, cache_name("text", identity))
+        if found is not None and found.record["tokenizer"] == known:
+            return found
+        identity["tokenizer"] = known
+
+    def fill(folder: Path) -> Mapping[str, Any]:
+        return _Encoding(folder, tokenizer, documents, end_token, vocabulary).encode(train, held_out)
+
+    space = f"{4 * sum(source.size for source in (*train, *held_out)) / 1e6:,.0f} MB"
+    files = [source.path for source in (*train, *held_out)]
+    return make_cache(bases, cache_name("text", identity), fill, space, "encoding the same text", files)
 
 
 def _check_options(block_size: int, eval_fraction: float, documents: str | None, end_token: str | None) -> None:
@@ -205,6 +235,7 @@ class _Encoding:
     name: str  # of the tokenizer
     documents: str | None
     end_token: str | None
+    vocabulary: Mapping[str, Any] | None  # of a run; None: that of the tokenizer, or of the texts
 
     def encode(self, train: Sequence[_Source], held_out: Sequence[_Source]) -> dict[str, Any]:
         """Write the files of the cache; return its record. Raises: OSError."""
@@ -240,7 +271,10 @@ class _Encoding:
         }
 
     def _tokenizer(self, sources: Sequence[_Source]) -> Tokenizer:
-        tokenizer = tokenizers.configured(self.name)
+        known = self.vocabulary
+        tokenizer = tokenizers.configured(self.name) if known is None else tokenizers.from_record(known)
+        if isinstance(tokenizer, Chars):
+            _check_characters(sources, tokenizer.table)
         if tokenizer is not None:
             return tokenizer
         table: set[str] = set()
@@ -258,6 +292,22 @@ class _Encoding:
                 "tokens, or null."
             )
         return number.to_bytes(token_bytes(tokenizer.vocab_size), "little")
+
+
+def _check_characters(sources: Sequence[_Source], table: str) -> None:
+    """Raise RefusedError if a text holds a character that is not in the table of a run."""
+    for source in sources:
+        line = 1
+        for text, _ in _pieces([source], "utf-8", None):
+            unknown = set(text) - set(table)
+            if unknown:
+                place = min(text.index(character) for character in unknown)
+                raise RefusedError(
+                    f"{source.path} holds {text[place]!r} in line {line + text.count(chr(10), 0, place):,}, which is "
+                    f"none of the {len(table):,} characters that the model was trained on: leave it out, or train with "
+                    "data.tokenizer=bytes, which knows all."
+                )
+            line += text.count("\n")
 
 
 def _packed(sources: Sequence[_Source], tokenizer: Tokenizer, documents: str | None) -> Iterator[tuple[bytes, bool]]:

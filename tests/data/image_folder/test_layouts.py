@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unicodedata import normalize
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from ddpexp.data.image_folder.scan import scan, scan_unlabelled
 from ddpexp.data.image_folder.to_predict import prepare as to_predict
 from ddpexp.data.image_folder.walk import SUFFIXES
+from ddpexp.data.schema import Field, Schema
 from ddpexp.errors import RefusedError
 from tests.data.image_folder.conftest import photo
 
@@ -214,16 +216,20 @@ def test_classes_that_are_given_keep_their_numbers(tmp_path: Path) -> None:
         scan(str(root), ("fox", "dog"))
 
 
+def schema_of(*classes: str) -> dict[str, Any]:
+    return Schema((3, 8, 8), (Field("image", "image"),), "float32", (Field("class", "category", classes),)).as_json()
+
+
 def test_other_folders_are_numbered_as_in_training(
     tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(photos / "val")
     shutil.rmtree(photos / "train" / "cat")
-    prepared = to_predict({"classes": ["cat", "dog", "fox"]}, root=str(photos / "train"))
+    prepared = to_predict(schema_of("cat", "dog", "fox"), root=str(photos / "train"))
     assert prepared["facts"]["classes"] == ["cat", "dog", "fox"]
     assert "none of cat, fox to train on" in prepared["note"]
     pictures = touched(tmp_path / "pictures", "a.heic", "test/b.txt")
     photo(8, 8, 0).save(pictures / "test/c.bmp")
-    assert to_predict({"classes": ["cat", "dog"]}, root=str(pictures))["files"] == ["test/c.bmp"]
+    assert to_predict(schema_of("cat", "dog"), root=str(pictures))["files"] == ["test/c.bmp"]
     assert f"data.root={pictures}: files left out: 1 .heic, 1 .txt" in capsys.readouterr().err
     assert scan_unlabelled(str(photos), ("cat", "dog")) is None

@@ -130,7 +130,7 @@ def test_an_image_takes_two_launches_and_has_the_pixels_that_it_has_by_itself(
     fetched = batch.fetch(indices, False)
     with monkeypatch.context() as patch, Launches() as launches:
         patch.setattr(ImageFolder, "normalized", lambda images, pixels: pixels)  # with numbers of the host
-        batch.finish(fetched, torch.device("meta"))
+        batch.stage(fetched, torch.device("meta"))
     few = 12  # of the whole batch
     assert launches.counts["_upsample_bilinear2d_aa"] == len(train)
     moves_nothing = ("view", "slice", "permute", "unsqueeze", "select", "empty", "lift_fresh")

@@ -32,7 +32,7 @@ def test_description_has_facts_and_is_json(photos: Path) -> None:
     prepared = prepare(str(photos), size=16)
     assert prepared == json.loads(json.dumps(prepared))
     assert prepared["facts"] == {
-        "classes": ["cat", "dog"], "num_classes": 2, "shape": [3, 16, 16],
+        "classes": ["cat", "dog"], "num_classes": 2, "num_outputs": 2, "shape": [3, 16, 16],
         "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225],
     }  # fmt: skip
     assert (prepared["num_train"], prepared["num_test"], prepared["parts"]) == (12, 4, ["train", "eval"])

@@ -12,11 +12,14 @@ import torch
 from ddpexp.data.image_folder.dataset import load
 from ddpexp.data.image_folder.prepare import prepare
 from ddpexp.data.image_folder.to_predict import prepare as to_predict
+from ddpexp.data.schema import Field, Schema
 from ddpexp.errors import RefusedError
 from examples.photos.draw import main as draw
 from tests.conftest import ROOT, Ddpexp
 
-TRAINED = {"classes": ["cat", "dog"], "num_classes": 2}
+TRAINED = Schema(
+    (3, 16, 16), (Field("image", "image"),), "float32", (Field("class", "category", ("cat", "dog")),)
+).as_json()  # fmt: skip
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Arrays, Splits, belongs_on_device, hold_out, may_draw, on_device
+from ddpexp.data.datasets import Arrays, Splits, belongs_on_device, hold_out, on_device
 from ddpexp.data.images import dataset
 from ddpexp.data.images.dataset import Images, load
 from ddpexp.data.images.files import prepare
@@ -127,7 +127,7 @@ def test_another_epoch_or_seed_is_another_cut() -> None:
 
 
 def test_no_generator_is_seeded_for_augmentation_that_is_a_function_of_the_sample() -> None:
-    assert not may_draw(images(flip=True, crop=2))
+    assert not images(flip=True, crop=2).draws_random
 
 
 def test_what_is_evaluated_is_as_it_is_also_where_it_is_held_out() -> None:

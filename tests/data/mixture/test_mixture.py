@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from ddpexp.data.adapters import adapted
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Arrays, Splits, hold_out
@@ -131,7 +132,10 @@ def items(count: int, first: int) -> TensorDataset:
 
 @pytest.mark.parametrize("kinds", [(points, points), (points, items), (items, items)])
 def test_every_number_of_workers_has_the_same_batches(kinds: Any) -> None:
-    parts = {"a": Splits(kinds[0](100, 0), {"eval": [1]}), "b": Splits(kinds[1](40, 1000), {"eval": [2], "test": [3]})}
+    parts = {
+        "a": Splits(adapted(kinds[0](100, 0)), {"eval": [1]}),
+        "b": Splits(adapted(kinds[1](40, 1000)), {"eval": [2], "test": [3]}),
+    }
     splits = mix(parts, {0: {"a": 1, "b": 1}, 6: {"a": 9, "b": 1}}, None, 8)
     assert splits.evals == {"a": [1], "b": [2], "b_test": [3]}
 
@@ -166,7 +170,7 @@ def test_a_part_can_be_held_out() -> None:
 
 def test_sources_that_do_not_fit_together_are_named() -> None:
     other = Arrays((torch.zeros(40, 3), torch.zeros(40)))
-    train = mix({"a": Splits(points(100, 0), {}), "b": Splits(other, {})}, None, None, 8).train
+    train = mix({"a": Splits(points(100, 0), {}), "b": Splits(adapted(other), {})}, None, None, 8).train
     with pytest.raises(DdpexpError, match=r"a \(int64\[2\], float32\[2, 1\]\); b \(float32\[2, 3\], float32\[2\]\)"):
         train.gather(torch.tensor([0, 1, 100, 101]), CPU)
     with pytest.raises(RefusedError, match="an epoch of the mixture has 140 samples"):

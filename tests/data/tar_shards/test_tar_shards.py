@@ -309,3 +309,14 @@ def test_a_file_that_cannot_be_decoded_is_named(extension: str, data: bytes, tmp
         archive.addfile(member, io.BytesIO(data))
     with pytest.raises(DdpexpError, match=rf"a\.tar: sample 0 has a \.{extension} at byte 512 that cannot be decoded"):
         samples(str(tmp_path / "a.tar"), [extension])
+
+
+def test_a_run_reads_files_of_the_kinds_that_it_was_trained_on(tmp_path: Path) -> None:
+    pattern = str(write(tmp_path) / "train-*.tar")
+    schema = prepare(pattern, files=["png", "cls"], image_size=4)["schema"]
+    assert [[one["kind"] for one in schema[part]] for part in ("inputs", "targets")] == [["image"], ["category"]]
+    assert prepare(pattern, files=["jpg;png", "cls"], image_size=4, schema=schema)["num_train"] == 30
+    with pytest.raises(RefusedError, match=r"^data\.files=\[npy,cls\] makes .* use data\.files=\[png,cls\], or files"):
+        prepare(pattern, files=["npy", "cls"], image_size=4, schema=schema)
+    with pytest.raises(RefusedError, match=r"of another size .*: use data\.image_size=4\.$"):
+        prepare(pattern, files=["png", "cls"], image_size=6, schema=schema)

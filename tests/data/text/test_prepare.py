@@ -242,3 +242,27 @@ def test_a_tokenizer_of_the_library(file: Path) -> None:
     path.write_text("{}")
     with pytest.raises(RefusedError, match="is not a file of the library tokenizers"):
         prepared(file, tokenizer=str(path))
+
+
+def test_another_text_is_encoded_by_the_vocabulary_of_the_run(file: Path) -> None:
+    trained = prepared(file)
+    other = file.with_name("b.txt")
+    other.write_text("Der Sylter Boxkampf im Deich " * 4)  # other characters: a table of its own numbers them otherwise
+    table = sorted(set(TEXT))
+    found = prepared(other, schema=trained["schema"])
+    assert tokens(found) == [table.index(character) for character in other.read_text()]
+    assert found["schema"]["vocabulary"] == trained["schema"]["vocabulary"] != prepared(other)["schema"]["vocabulary"]
+    assert prepared(file, schema=trained["schema"]) == trained
+
+
+@pytest.mark.parametrize("documents", [None, "line"])
+def test_a_character_that_the_run_does_not_know_is_named_with_its_place(file: Path, documents: Any) -> None:
+    schema = prepared(file)["schema"]
+    other = file.with_name("b.txt")
+    other.write_text("Deich Deich\nDeich & Deich %\n")
+    with pytest.raises(RefusedError) as refused:
+        prepared(other, documents=documents, schema=schema)
+    assert str(refused.value) == (
+        f"{other} holds '&' in line 2, which is none of the {len(set(TEXT))} characters that the model was trained on: "
+        "leave it out, or train with data.tokenizer=bytes, which knows all."
+    )

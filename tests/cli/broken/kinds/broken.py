@@ -178,8 +178,8 @@ class Counting(nn.Module):
 
 
 class Noisy(Arrays):
-    def gather(self, indices: Tensor, device: torch.device) -> Any:
-        rows, labels = super().gather(indices, device)
+    def fetch(self, indices: Tensor, pinned: bool = False) -> Any:
+        rows, labels = super().fetch(indices, pinned)
         return rows + torch.from_numpy(np.random.default_rng().normal(size=tuple(rows.shape))).float(), labels
 
 
