@@ -96,7 +96,7 @@ class Windows(IndexData):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         return (inputs, targets) if self._is_plain else self._marked(inputs, targets, batch[1], device)
 
-    @property
+    @cached_property
     def _is_plain(self) -> bool:
         return not self.whole and self.ends is None
 

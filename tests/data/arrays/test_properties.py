@@ -94,6 +94,8 @@ def keeps_names(seed: int, folder: Path) -> bool:
     assert names_of(found, splits.evals["eval"]) == second["kind"]
     if "classes" in options:
         assert found["facts"]["classes"] == list(options["classes"])
+    later = prepare(paths[1], targets="kind", **options, schema=found["schema"])  # as a run evaluates and resumes
+    assert names_of(later, load(later).train) == second["kind"]
     inputs = splits.evals["eval"].gather(torch.arange(case.rows), CPU)[0]
     for place, name in enumerate(found["facts"]["columns"]):
         assert inputs[:, place].tolist() == pytest.approx(list(map(float, second[name])))
