@@ -18,7 +18,13 @@ def test_a_small_kind_is_added_by_the_text_alone(ddpexp: Ddpexp, tmp_path: Path)
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(re.sub("^  ", "", content, flags=re.MULTILINE))
-    command = ("--config-dir", str(tmp_path / "conf"), "recipe=waves", "trainer.reduction=exact", "trainer.micro_batch_size=16")
+    command = (
+        "--config-dir",
+        str(tmp_path / "conf"),
+        "recipe=waves",
+        "trainer.reduction=exact",
+        "trainer.micro_batch_size=16",
+    )
     runs = {}
     for workers in (1, 2):
         done = ddpexp(*command, f"trainer.gpus={workers}", f"run.dir={tmp_path}/{workers}")

@@ -119,7 +119,11 @@ def test_each_start_is_right_or_refused_in_a_sentence(
     right, refused = 0, set()
     for seed in range(first, first + 10):
         environ = hostile(seed, _OWN.get(starter.name, starter.name))
-        in_it = Recipe(Ddpexp(recipe.ddpexp.folder / f"{starter.name} {seed}", {**recipe.ddpexp.environ, **environ}))
+        in_it = Recipe(
+            Ddpexp(
+                recipe.ddpexp.folder / f"{starter.name.replace(',', '')} {seed}", {**recipe.ddpexp.environ, **environ}
+            )
+        )
         done = starter(in_it, size, "trainer.timeout.init_seconds=30")
         said = f"{environ}\n{done.out}\n{done.err}"
         if done.code == 0:
@@ -135,7 +139,8 @@ def test_each_start_is_right_or_refused_in_a_sentence(
 
 
 _REFUSALS = (  # that name the variable or the program
-    r"^(\[rank \d\] )?ddpexp: .*(\b(srun|mpirun|torchrun)\b|[A-Z]{3,}_[A-Z]{2,}|\bRANK\b).*"
+    r"^(\[rank \d\] )?ddpexp: .*(\b(srun|salloc|sbatch|mpirun|torchrun)\b|[A-Z]{3,}_[A-Z]{2,}|\bRANK\b).*"
     r"|^(srun|sbatch|salloc): (error|fatal).*|^An ORTE daemon has unexpectedly failed"
+    r"|unable to find the following environment variable:\s+SLURM_[A-Z_]+"
 )
 _OWN = {"variables in shells": "shell", "torchrun on two machines": "torchrun", "torch.distributed.launch": "torchrun"}

@@ -38,10 +38,12 @@ _HANDSHAKE_SECONDS = 5.0
 _STRANGE_SECONDS = 5.0  # how long another program may answer at the leader's port
 
 
-def lead(rendezvous: Rendezvous, size: int, seconds: float, unit: str) -> tuple[Meeting, list[dict[str, Any]]]:
+def lead(
+    rendezvous: Rendezvous, size: int, seconds: float, unit: str, starter: str | None = None
+) -> tuple[Meeting, list[dict[str, Any]]]:
     """Wait for all others; return the connections and the handshakes, ordered by index from 1.
 
-    `unit` is what a command stands for in messages: node or rank.
+    `unit` is what a command stands for in messages: node or rank; `starter` is the program whose variables give `size`.
 
     Raises:
         RefusedError: a command did not join within `seconds`, or two have the same index.
@@ -55,7 +57,8 @@ def lead(rendezvous: Rendezvous, size: int, seconds: float, unit: str) -> tuple[
             while len(joined) < size - 1:
                 if time.monotonic() >= deadline:
                     absent = sorted(set(range(1, size)) - set(joined))
-                    raise AbsentError(_missing(absent, size, seconds, unit) + _explain_loopback(rendezvous, address))
+                    hint = _explain_loopback(rendezvous, address) or _explain_variables(starter)
+                    raise AbsentError(_missing(absent, size, seconds, unit) + hint)
                 for peer, handshake in acceptor.wait(deadline):
                     if handshake is None:  # it has left, and may join again
                         joined.pop(peer.index, None)
@@ -260,6 +263,11 @@ def _explain_loopback(rendezvous: Rendezvous, address: str) -> str:
         f" Here {rendezvous.names[0]}={rendezvous.host} stands for {address}, which only this host reaches: use its "
         "address."
     )
+
+
+def _explain_variables(starter: str | None) -> str:
+    """Explain that others may be missing because a shell has kept the variables of another start."""
+    return f" The variables of {starter} count them: unset those if it has not started this command." if starter else ""
 
 
 def _missing(absent: Sequence[int], size: int, seconds: float, unit: str) -> str:

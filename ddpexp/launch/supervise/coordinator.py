@@ -108,8 +108,9 @@ def starter_lost(job: Job, name: str, leads: bool, parent: int) -> None:
 def _lead(
     job: Job, environment: LaunchEnvironment, rendezvous: Rendezvous, handshake: dict[str, Any], server: Server
 ) -> int:
-    unit = _unit(environment)
-    meeting, others = lead(rendezvous, handshake["size"], job.request.timeout.init_seconds, unit)
+    unit, seconds = _unit(environment), job.request.timeout.init_seconds
+    of_variables = environment.starter if environment.ends_with_parent else None
+    meeting, others = lead(rendezvous, handshake["size"], seconds, unit, of_variables)
     try:
         try:
             handshakes = [handshake, *others]

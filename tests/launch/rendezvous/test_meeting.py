@@ -206,6 +206,13 @@ def test_of_many_missing_ten_are_named(fixed: Fixed) -> None:
         lead(fixed, 100, 0.1, "rank")
 
 
+def test_what_counts_those_who_did_not_come_is_named(fixed: Fixed) -> None:
+    with pytest.raises(
+        RefusedError, match=r"\? The variables of srun count them: unset those if it has not started this"
+    ):
+        lead(fixed, 2, 0.1, "rank", "srun")
+
+
 @pytest.mark.fault(25)
 def test_a_leader_that_never_comes_is_missed_in_time(fixed: Fixed, tmp_path: Path) -> None:
     said = f"nobody answered at 127.0.0.1:{fixed.port} (Connection refused)"
