@@ -42,7 +42,7 @@ from ddpexp.sweep.settings import settings_of
 from tests.conftest import ROOT, Ddpexp, finish
 from tests.examples import DOCUMENTS, EXAMPLES
 
-KEPT = ROOT / "tests/kept"
+SAMPLES = ROOT / "tests/samples"
 
 # What stands for something else, and what it stands for here.
 PLACEHOLDERS = {
@@ -218,7 +218,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run, a sweep and weights."""
     folder = tmp_path_factory.mktemp("kept")
     for name in ("mnist", "sweep"):
-        shutil.copytree(KEPT / name, folder / name)
+        shutil.copytree(SAMPLES / name, folder / name)
     (folder / "sweep/sweep.yaml").write_text("words: [recipe=mnist, 'trainer.seed=1,2']\noptions: []\n")
     (folder / "examples").symlink_to(EXAMPLES)
     shutil.copy(next((folder / "mnist/checkpoints").glob("step-*/model.safetensors")), folder / "weights.safetensors")

@@ -59,10 +59,6 @@ OLD_WORDS = {
 SEES = re.compile(rf"\b(?:{'|'.join(OLD_WORDS)})")  # all at once: of most files nothing more is looked at
 
 # File and word that stay, and why.
-EXCEPTIONS = {
-    ("ddpexp/config/registry.py", "deviation"): "the former name of data.std, which older runs have",
-    ("conf/data/images.yaml", "deviation"): "the same",
-}
 
 
 def old_words(text: str) -> list[tuple[int, str, str]]:
@@ -89,9 +85,8 @@ def files() -> list[Path]:
 
 def test_old_words_do_not_come_back() -> None:
     seen = [(str(path.relative_to(ROOT)), *old) for path in files() for old in old_words(path.read_text())]
-    new = [f"{name}:{line}: {old!r}: {word}" for name, line, old, word in seen if (name, old) not in EXCEPTIONS]
+    new = [f"{name}:{line}: {old!r}: {word}" for name, line, old, word in seen]
     assert not new, "the field's word for it stands behind each:\n" + "\n".join(new)
-    assert EXCEPTIONS.keys() <= {(name, old) for name, _, old, _ in seen}, "not needed: remove them from EXCEPTIONS"
 
 
 def test_names_of_tests_are_free_of_old_words() -> None:

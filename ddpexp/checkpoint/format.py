@@ -13,8 +13,7 @@ Free of torch, so that the command can use it, too.
 
 A part is a tree of plain values and tensors (`ddpexp.checkpoint.codec`). A reader ignores unknown parts, and returns
 None for missing ones, so that new kinds of state are new parts, not a new format. The manifest ends with
-the SHA-256 of all its preceding bytes. Format 1 had `manifest.json`, without a hash of itself, and other files
-(`ddpexp.checkpoint.format_1`).
+the SHA-256 of all its preceding bytes.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ from ddpexp.system.files import dumps, parse_json, read_plain_file, relative
 FORMAT = 2
 MANIFEST = "checkpoint.json"
 CONFIG = "config.yaml"
-OLDER = "%s was written by an older version of ddpexp (format 1, whose manifest has no hash of its own)"
-_MANIFEST_1 = "manifest.json"
 _FOLDER = re.compile(r"step-(\d{8,})")
 _SEAL = ',\n  "sha256": "'
 _END = '"\n}\n'
@@ -70,7 +67,6 @@ class Checkpoint:
     folder: Path
     manifest: Mapping[str, Any]
     files: Mapping[str, File]
-    version: int = FORMAT
 
     @property
     def step(self) -> int:
@@ -162,7 +158,7 @@ def scan(folder: Path) -> Found:
     """Read the manifests of all checkpoints in a folder, but none of their files.
 
     Raises:
-        RefusedError: one of them was written by a newer version of ddpexp.
+        RefusedError: another version of ddpexp has written one of them in another format.
     """
     found = Found()
     for path in _folders(folder):
@@ -217,7 +213,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the manifest of one checkpoint.
 
     Raises:
-        RefusedError: a newer version of ddpexp has written it. OSError, ValueError: it is damaged.
+        RefusedError: another version of ddpexp has written it in another format. OSError, ValueError: it is damaged.
     """
     try:
         return _open(folder)
@@ -226,16 +222,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _open(folder: Path) -> Checkpoint:
-    if not os.path.lexists(folder / MANIFEST) and os.path.lexists(folder / _MANIFEST_1):
-        manifest, files = _manifest_1(folder)
-        version = 1
-    else:
-        manifest = _unsealed(read_plain_file(folder / MANIFEST))
-        _check_no_newer(folder, manifest)
-        files = {str(name): _file(record) for name, record in manifest["files"].items()}
-        version = int(manifest["format"])
-        if version != FORMAT:
-            raise ValueError(f"{MANIFEST} says that it is of format {version}")
+    manifest = _unsealed(read_plain_file(folder / MANIFEST))
+    if int(manifest["format"]) != FORMAT:
+        raise RefusedError(
+            f"{folder} was written by ddpexp {manifest.get('ddpexp')} (format {manifest['format']}), and this is "
+            f"{__version__}, which reads format {FORMAT}: install that version."
+        )
+    files = {str(name): _file(record) for name, record in manifest["files"].items()}
     if _FOLDER.fullmatch(folder.name) and manifest["step"] != _step(folder):  # copies may have any name
         raise ValueError("its manifest is that of another step")
     for name, file in files.items():
@@ -244,12 +237,12 @@ def _open(folder: Path) -> Checkpoint:
         isinstance(position, int | float) and not position >= 0 for position in manifest.get("records", {}).values()
     ):
         raise ValueError("its manifest holds numbers that cannot be")
-    return Checkpoint(folder, manifest, files, version)
+    return Checkpoint(folder, manifest, files)
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder has the manifest of a checkpoint; run directories have a `manifest.json`, too."""
-    return (folder / MANIFEST).is_file() or (is_named_so(folder) and (folder / _MANIFEST_1).is_file())
+    return (folder / MANIFEST).is_file()
 
 
 def is_named_so(folder: Path) -> bool:
@@ -324,27 +317,6 @@ def _unsealed(raw: bytes) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise ValueError(f"{MANIFEST} holds no object")
     return manifest
-
-
-def _manifest_1(folder: Path) -> tuple[dict[str, Any], dict[str, File]]:
-    """Read a manifest of format 1, which lists the pieces of all files together."""
-    manifest = parse_json(read_plain_file(folder / _MANIFEST_1))
-    _check_no_newer(folder, manifest)
-    pieces: dict[str, list[Piece]] = {}
-    for piece in manifest["pieces"]:
-        pieces.setdefault(piece["file"], []).append(Piece(piece["offset"], piece["num_bytes"], piece["sha256"]))
-    if int(manifest["world_size"]) < 1:
-        raise ValueError("its manifest holds numbers that cannot be")
-    parts = {name: sorted(found, key=lambda piece: piece.offset) for name, found in pieces.items()}
-    return manifest, {name: File(found[-1].offset + found[-1].num_bytes, found) for name, found in parts.items()}
-
-
-def _check_no_newer(folder: Path, manifest: Mapping[str, Any]) -> None:
-    if int(manifest.get("format", 0)) > FORMAT:
-        raise RefusedError(
-            f"{folder} was written by ddpexp {manifest.get('ddpexp')} (format {manifest['format']}), and this is "
-            f"{__version__}, which reads up to format {FORMAT}: install that version."
-        )
 
 
 def _file(record: Mapping[str, Any]) -> File:

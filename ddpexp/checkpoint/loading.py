@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from ddpexp.checkpoint.adapters import Merged, is_factor, layers_with_adapters, lora_of
-from ddpexp.checkpoint.format import OLDER, is_checkpoint, is_named_so, open_checkpoint
+from ddpexp.checkpoint.format import is_checkpoint, is_named_so, open_checkpoint
 from ddpexp.checkpoint.headers import is_foreign_folder, read_source
 from ddpexp.checkpoint.layout import ties
 from ddpexp.checkpoint.matching import Match, Selection, advice, match
@@ -121,8 +120,6 @@ def _check_hash(path: Path) -> None:
         problem = checkpoint.problem(files=[path.name])
         if problem is not None:
             raise OSError(problem)
-        if checkpoint.version == 1:
-            logging.getLogger("ddpexp").warning(OLDER, path.parent.name)
 
 
 def _may_be_missing(name: str) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpexp.checkpoint import format_1
 from ddpexp.checkpoint.codec import decode
 from ddpexp.checkpoint.format import Checkpoint
 from ddpexp.checkpoint.tensors import StoredTensor, open_tensors, read_tensors
@@ -71,8 +70,6 @@ def open_part(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def _part(checkpoint: Checkpoint, name: str, load: Callable[[Path], Mapping[str, Any]]) -> Any:
-    if checkpoint.version == 1:
-        return format_1.read_part(checkpoint, name, load)
     text, file = f"state.{name}.json", f"state.{name}.safetensors"
     if text not in checkpoint.files:
         return None
@@ -89,12 +86,9 @@ def read_rank_state(checkpoint: Checkpoint, rank: int) -> Any:
 
 
 def copy_into(
-    target: Mapping[str, Shard],
-    source: Mapping[str, StoredTensor] | Mapping[str, Tensor],
-    where: str,
-    casts: bool = False,
+    target: Mapping[str, Shard], source: Mapping[str, StoredTensor] | Mapping[str, Tensor], where: str
 ) -> None:
-    """Copy tensors by name into tensors of the same shapes and dtypes, which may differ with `casts`.
+    """Copy tensors by name into tensors of the same shapes and dtypes.
 
     Of a tensor in a file no more than the rows of the shard are read; those in memory are copied whole.
 
@@ -106,8 +100,7 @@ def copy_into(
         f"{name} is {tuple(source[name].shape)} of {source[name].dtype} there and {shard.shape} of "
         f"{shard.tensor.dtype} here"
         for name, shard in target.items()
-        if name in source
-        and (tuple(source[name].shape) != shard.shape or (source[name].dtype != shard.tensor.dtype and not casts))
+        if name in source and (tuple(source[name].shape), source[name].dtype) != (shard.shape, shard.tensor.dtype)
     ]
     if missing or extra or shapes:
         parts = [

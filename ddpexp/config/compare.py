@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddpexp.config.build import shown
-from ddpexp.config.registry import key_of, with_keys
+from ddpexp.config.registry import key_of
 from ddpexp.errors import RefusedError
 
 UNSET = object()  # the value of a key that one of the trees does not have
@@ -79,7 +79,6 @@ def compare(
     """
     chosen = _keys(typed, before, old, new)
     fixed = tuple(name for name in _FIXED if name != "data" or "data" not in (new["run"].get("allow_changes") or ()))
-    old, new = with_keys(old), with_keys(new)
     callbacks = _callbacks(new, typed), _callbacks(old, before)
     changes = []
     for key, was, now in _differences(old, new):
@@ -176,8 +175,6 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in [*old, *(name for name in new if name not in old)]:
             here = f"{key}.{name}" if key else str(name)
-            if name not in new and here.partition(".")[0] not in _OBJECTS:
-                continue  # of an older version
             yield from _differences(old.get(name, UNSET), new.get(name, UNSET), here)
     elif isinstance(old, bool) is not isinstance(new, bool) or old != new:
         yield key, old, new

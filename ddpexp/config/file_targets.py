@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 from ddpexp.config.folders import LISTED
-from ddpexp.config.registry import names_the_same
 from ddpexp.config.typed_targets import keys_of_target
 from ddpexp.errors import RefusedError
 from ddpexp.system.yaml_text import load_yaml
@@ -91,7 +90,7 @@ def _replaces(place: str, before: Any, values: Mapping[str, Any]) -> bool:
     """Return whether values name another class or function than the section before them."""
     name = _name(place)
     target = before.get(name) if isinstance(before, Mapping) else None
-    return target is not None and name in values and not names_the_same(place, target, values[name])
+    return target is not None and name in values and target != values[name]
 
 
 def _surplus(merged: Any, wanted: Any, place: str) -> Iterator[str]:

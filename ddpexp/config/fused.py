@@ -56,6 +56,6 @@ def resolve(experiment: Experiment, device: str, before: Mapping[str, Any] | Non
 
 
 def is_fused(optimizer: Node, manifest: Mapping[str, Any]) -> bool:
-    """Return the value of `optimizer.fused=auto` that a manifest records; false if there is none, as in older runs."""
+    """Return the value of `optimizer.fused=auto` that a manifest records; false if there is none."""
     resolved = manifest.get("resolved")
     return optimizer.kwargs.get("fused") == AUTO and isinstance(resolved, Mapping) and resolved.get(KEY) is True

@@ -22,7 +22,6 @@ from ddpexp.config.hydra_section import (
 )
 from ddpexp.config.plugins import plugin_folders, searched_packages
 from ddpexp.config.quick_yaml import quick_yaml
-from ddpexp.config.registry import names_the_same
 from ddpexp.config.typed_targets import forced, is_in, keys_of_target, typed_targets
 from ddpexp.config.user_files import check_user_files
 from ddpexp.config.versions import VERSION_BASE
@@ -179,7 +178,7 @@ def without_inherited(overrides: Sequence[str], added: Path | None) -> list[str]
         before = compose_tree([override for override in overrides if not is_in(override, typed)], added)
         for name, target in typed.items():
             node = OmegaConf.select(before, name)
-            same = isinstance(node, DictConfig) and names_the_same(name, node.get("_target_"), target)
+            same = isinstance(node, DictConfig) and node.get("_target_") == target
             if not same and not is_in(f"{name}._target_", removed):
                 removed[name] = keys_of_target(node, name)
     # Hydra cannot delete a null or an interpolation that does not resolve, so the key gets a plain value first.

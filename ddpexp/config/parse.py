@@ -8,7 +8,6 @@ import inspect
 import re
 import types
 import typing
-import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -55,8 +54,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     Raises:
         RefusedError: an unknown key, a wrong type, a name outside the allowlist or keys that contradict one another.
     """
-    values = registry.with_keys(values)
-    sections = list(Experiment.__dataclass_fields__)
+    values, sections = dict(values), list(Experiment.__dataclass_fields__)
     for key in values:
         if key not in sections:
             keys = [
@@ -297,30 +295,12 @@ def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
             f"{where}._target_={node.target} cannot be imported: {type(error).__name__}: {error}. Is its package "
             "complete?"
         ) from error
-    if contract is Launcher:
-        found = _as_launcher(found)
     if not (dataclasses.is_dataclass(found) and isinstance(found, type) and issubclass(found, contract)):
-        raise RefusedError(f"{where}._target_={node.target} is not a {where}.")
+        raise RefusedError(
+            f"{where}._target_={node.target} is not a {where}: it must be a dataclass that derives from "
+            f"{contract.__module__}.{contract.__name__}."
+        )
     return found(**_typed_arguments(found, node.kwargs, where))
-
-
-def _as_launcher(found: Any) -> Any:
-    """Return a class that has `launch` as a subclass of Launcher.
-
-    Version 0.1 did not ask launchers to derive from it.
-    """
-    if not dataclasses.is_dataclass(found) or not isinstance(found, type) or issubclass(found, Launcher):
-        return found
-    if not callable(getattr(found, "launch", None)):
-        return found
-    warnings.warn(
-        f"{found.__module__}.{found.__qualname__} should derive from {Launcher.__module__}.Launcher: the next version "
-        "requires it",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    names = {"__module__": found.__module__, "__qualname__": found.__qualname__, "__doc__": found.__doc__}
-    return type(found.__name__, (found, Launcher), names)
 
 
 def _typed_arguments(

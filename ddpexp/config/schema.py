@@ -94,7 +94,6 @@ class Trainer:
     deterministic: bool
     grace_seconds: float
     timeout: Timeout
-    # Older runs do not have these.
     param_dtype: Literal["fp32", "bf16"] = "fp32"
     master_weights: bool = True
     compile_blocks: str | None = None
@@ -139,7 +138,6 @@ class Run:
     init_from: str | None
     trust: tuple[str, ...]
     code: str | None
-    # Older runs do not have these.
     allow_changes: tuple[Literal["code", "data"], ...] = ()
     init_checkpoint: Literal["best", "last"] | int = "last"
     init_weights: Literal["raw", "ema"] = "raw"
@@ -164,7 +162,6 @@ class Data:
     num_workers: int
     on_device: Auto | bool
     options: Mapping[str, Any]
-    # Older runs do not have these.
     stratify: bool | None = None
     group_by: str | None = None
     fold: int | None = None
@@ -196,7 +193,7 @@ class Experiment:
     callbacks: Mapping[str, Node]  # in the order of their calls, by the key below `callbacks`
     trainer: Trainer
     run: Run
-    predict: Predict = Predict()  # older runs do not have it
+    predict: Predict = Predict()
 
     @property
     def trust(self) -> Trust:

@@ -23,7 +23,6 @@ from ddpexp.config.names import check_present
 from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.quick_yaml import quick_yaml
-from ddpexp.config.registry import names_the_same
 from ddpexp.config.restated import Place, Reader, UnrestatedError, leaves, unrestated
 from ddpexp.config.schema import TYPED_SECTIONS, Experiment
 from ddpexp.config.sentences import first_line, sentence, unknown_key_of
@@ -184,7 +183,7 @@ def _remove_inherited(cfg: DictConfig, typed: Mapping[str, str]) -> list[str]:
     others = []
     for name, target in typed.items():
         node = OmegaConf.select(cfg, name)
-        if isinstance(node, DictConfig) and not names_the_same(name, node.get("_target_"), target):
+        if isinstance(node, DictConfig) and node.get("_target_") != target:
             others.append(name)
             for key in keys_of_target(node, name):
                 del node[key]
@@ -192,7 +191,7 @@ def _remove_inherited(cfg: DictConfig, typed: Mapping[str, str]) -> list[str]:
 
 
 def _is_field(override: str) -> bool:
-    """Return whether the key is a field of every run, which the file of an older version may lack."""
+    """Return whether the key is a field of every run, which its file may lack."""
     section, _, name = override.partition("=")[0].partition(".")
     if (section, name) == ("logger", ALERT_URL):
         return True

@@ -41,12 +41,11 @@ def forced(overrides: Sequence[str], nodes: Iterable[str]) -> list[str]:
 def counts_unlisted(override: str) -> bool:
     """Return whether an override sets a key that counts although no file lists it.
 
-    That is a former one, or one of every remote logger: whether the logger of a package is remote is known only where
-    its class is imported.
+    That is one of every remote logger: whether the logger of a package is remote is known only where its class is
+    imported.
     """
-    key = override.partition("=")[0]
-    of_logger = _OF_REMOTE_LOGGERS.fullmatch(key)
-    return key == "logger.kind" or (of_logger is not None and of_logger[1] not in keys_of("logger"))
+    of_logger = _OF_REMOTE_LOGGERS.fullmatch(override.partition("=")[0])
+    return of_logger is not None and of_logger[1] not in keys_of("logger")
 
 
 def keys_of_target(node: Any, name: str) -> list[str]:

@@ -29,6 +29,7 @@ _IN_THREADS = 1 << 26  # bytes from which several threads read and hash
 _ANNOUNCED = 1 << 31  # bytes that take seconds to read
 _MOST_THREADS = 8  # more do not make a disk faster
 _FORGOTTEN_AFTER = 90 * 24 * 3600.0  # seconds
+_SWEPT, _SWEPT_EVERY = "swept", 24 * 3600.0  # a file whose time says when old notes were removed; seconds
 
 Sizes = Mapping[str, int]  # of files, by their paths in a folder
 Chunk = tuple[int, str]  # where it ends in its file, and its hash
@@ -192,11 +193,15 @@ def _has_note(note: str) -> bool:
 
 
 def _write_note(note: str) -> None:
-    """Write a note, an empty file, and remove old ones; without it the files are read again at the next start."""
+    """Write a note, an empty file, and daily remove old ones; without it the files are read at the next start."""
     with contextlib.suppress(OSError, RefusedError):
-        folder = _notes()
+        folder, now = _notes(), time.time()
         os.makedirs(folder, mode=0o700, exist_ok=True)
         (folder / note).touch()
+        swept = folder / _SWEPT
+        if swept.exists() and now - swept.stat().st_mtime < _SWEPT_EVERY:
+            return  # there may be ten thousands of notes
+        swept.touch()
         for entry in os.scandir(folder):
-            if time.time() - entry.stat(follow_symlinks=False).st_mtime > _FORGOTTEN_AFTER:
+            if now - entry.stat(follow_symlinks=False).st_mtime > _FORGOTTEN_AFTER:
                 os.unlink(entry)

@@ -72,9 +72,6 @@ class Truncatable(Protocol):
         ...
 
 
-Tracker = Logger  # deprecated alias for recipes that annotate `on_eval` with it; to be removed in the next release
-
-
 class Null:
     """Record nothing: the logger of every rank except zero."""
 

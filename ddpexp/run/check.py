@@ -19,7 +19,7 @@ from ddpexp.config.validate import check_layout
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.run import pretrained
-from ddpexp.run.directory import RunDir
+from ddpexp.run.directory import FORMAT, RunDir
 from ddpexp.run.lock import Owner
 from ddpexp.run.prepare import prepare, with_facts
 from ddpexp.run.stored_config import checked_text, job_identity
@@ -73,7 +73,7 @@ class Check(Job):
         data = prepare(self.experiment.data, self.experiment.trust)
         text = with_facts(self._text, self.experiment.data, data)
         files.write(self.run.config, checked_text(text))
-        files.write_json(self.run.manifest, {})
+        files.write_json(self.run.manifest, {"format": FORMAT})
         resumes = self.part.endswith("resumed")
         if self.part in _EARLIER:
             earlier = self._folder / _EARLIER[self.part] / "checkpoints"

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from ddpexp import __version__
 from ddpexp.checkpoint.format import complete_checkpoints
 from ddpexp.checkpoint.initial import CONVERTED
 from ddpexp.errors import Failure, RefusedError
@@ -27,6 +28,7 @@ from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.secrets import held_in, masked
 from ddpexp.system.yaml_text import load_yaml
 
+FORMAT = 1  # of run directories, as `manifest.json` says; increase it when an older one cannot be read any more
 _LATEST = 50  # run directories that `owned` searches
 _REMEDIES = {  # for damaged files
     "result.json": " Remove it, and resume: the run writes it again when it ends.",
@@ -114,7 +116,7 @@ class RunDir:
         """Read one of the JSON files.
 
         Raises:
-            RefusedError: it is missing, so this is not a run directory, or it is damaged.
+            RefusedError: it is missing, so this is not a run directory, it is damaged, or of another format.
         """
         remedy = _REMEDIES.get(path.name, "")
         try:
@@ -127,6 +129,11 @@ class RunDir:
             raise RefusedError(f"{path} is damaged and cannot be read: {error}.{remedy}") from None
         if not isinstance(content, dict):
             raise RefusedError(f"{path} is damaged: it holds no object.{remedy}")
+        if path == self.manifest and content.get("format") != FORMAT:
+            raise RefusedError(
+                f"{self.path} was written by another version of ddpexp (format {content.get('format')}), and this is "
+                f"{__version__}, which reads format {FORMAT}: use another run.dir, or install that version."
+            )
         return content
 
     def read_if_present(self, path: Path) -> dict[str, Any] | None:

@@ -45,7 +45,7 @@ class Owner:
     started: str  # start time of the process as the kernel counts it: a later process with the same PID has another one
     job: ScheduledJob | None
     since: str
-    pid_namespace: str = ""  # of `pid`; empty in what earlier versions wrote
+    pid_namespace: str = ""  # of `pid`
 
     @classmethod
     def here(cls) -> Owner:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import platform
 import re
@@ -16,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.launch import Layout, Participants
-from ddpexp.run.directory import RunDir
+from ddpexp.run.directory import FORMAT, RunDir
 from ddpexp.run.repository import Snapshot
 from ddpexp.system.files import first_free_name, sha256
 from ddpexp.system.job_schedulers import restart_count
 
 _OF_THE_RUN = (
+    "format",
     "data",
     "facts",
     "resolved",
     "config",
     "init_from",
     "earlier",
-    "starts",
 )  # keys of the whole run, not of a start
 
 
@@ -54,7 +53,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return the contents of manifest.json: the newest start, and in `earlier` how each previous start differed.
 
-    `before` is its current content, of this version or an older one; `diff` describes the patch of the code.
+    `before` is its current content; `diff` describes the patch of the code.
     """
     facts = {
         "started": datetime.now().astimezone().strftime("%Y-%m-%dT%H:%M:%S.%f%z"),
@@ -77,18 +76,14 @@ def describe(
     if start.resolved:
         of_the_run["resolved"] = dict(start.resolved)
     earlier = _earlier(before, facts) if before else []
-    return {**facts, "data": dict(data) if data else None, **of_the_run, "earlier": earlier}
+    return {"format": FORMAT, **facts, "data": dict(data) if data else None, **of_the_run, "earlier": earlier}
 
 
 def _earlier(before: Mapping[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the previous starts, oldest first, each with the values that differ from the next start."""
     last = {key: value for key, value in before.items() if key not in _OF_THE_RUN}
-    older, whole = before.get("earlier"), before.get("starts")
-    if isinstance(older, list):
-        return [*older, _differing(last, facts)]
-    # An older version stored every start completely, including the last one.
-    starts = [start for start in whole if isinstance(start, Mapping)][:-1] if isinstance(whole, list) else []
-    return [_differing(start, after) for start, after in itertools.pairwise([*starts, last, facts])]
+    older = before.get("earlier")
+    return [*(older if isinstance(older, list) else ()), _differing(last, facts)]
 
 
 def _differing(start: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def check_same_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mappin
     accepted = last.get("code") if isinstance(last, Mapping) else None
     before = inputs.get("code", accepted)
     if not isinstance(before, Mapping):
-        return []  # the checkpoint is of an older version
+        return []
     named = before.get("targets")
     both = [target for target in _targets(new) if isinstance(named, list) and target in named]
     now = sources.find(both, code_folder(new), _path(new)).fingerprint  # a new target is not a surprise

@@ -63,7 +63,7 @@ def recorded_facts(manifest: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _accepted(run: RunDir, manifest: Mapping[str, Any] | None, now: str) -> str | None:
     """Return the configuration that the last start accepted, or None if config.yaml, with the hash `now`, is that.
 
-    Also None if nothing records it: in a run directory of an older version.
+    Also None if nothing records it.
     """
     checkpoint = newest(run.checkpoints)
     record = manifest.get("config") if manifest else None

@@ -17,7 +17,6 @@ from ddpexp.checkpoint import initial
 from ddpexp.config import fused
 from ddpexp.config.compare import list_changes
 from ddpexp.config.plugins import launcher_name
-from ddpexp.config.registry import deprecation_warnings
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_batches, check_layout
 from ddpexp.errors import Failure, RefusedError
@@ -109,7 +108,6 @@ class Training(Job):
     def create(self) -> Path:
         """Create the run directory, or resume the run in it, for a later command."""
         alerts.check(self._text)
-        self._warn_of_deprecated_overrides()
         run, previous = self._claim(())
         self._notes = [*previous.notes, *list_changes(previous.changes)] if previous else []
         with self._refuse_if_unwritable(run):
@@ -156,7 +154,6 @@ class Training(Job):
         """Prepare the data, create the run directory or resume the run in it, and record what will run."""
         alerts.check(self._text)
         sync.check_usable(self.experiment)
-        self._warn_of_deprecated_overrides()
         if self.vacant is not None:
             self.vacant()
         # A new run directory is created only once the data is prepared; an existing one is locked before that.
@@ -188,10 +185,6 @@ class Training(Job):
             "notes": notes, "config": files.digest(run.config), "pretrained": fetched, **initial_weights
         }  # fmt: skip
         self._enter(run, data)
-
-    def _warn_of_deprecated_overrides(self) -> None:
-        for warning in deprecation_warnings(self.identity, self._new_overrides):
-            print_message(f"ddpexp: warning: {warning}")
 
     def _initial_weights(self, owners: Sequence[str]) -> Mapping[str, str]:
         """Return the resolved path of run.init_from for the first start, the same for all workers."""

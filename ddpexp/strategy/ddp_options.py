@@ -32,7 +32,7 @@ class DDPOptions(Options):
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
     powersgd_rank: int
     sync_batchnorm: bool
-    shard_optimizer: bool = False  # older runs do not have it
+    shard_optimizer: bool = False
 
     @property
     def divides_optimizer(self) -> str | None:

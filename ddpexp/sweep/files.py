@@ -56,9 +56,6 @@ class Files:
             metrics |= {name: value for name in last if (value := number_of(last[name])) is not None}
         done_step = whole_of(result.get("step"))
         ended = number_of(result.get("ended_at", False))
-        with suppress(OSError):
-            if ended is None and result and result.get("status") != "submitted":
-                ended = run.result.stat().st_mtime  # of an older version
         return cls(
             overrides=set_by(masked_tree(run.read_overrides(), mask)),
             result=masked_tree(result, mask),
@@ -246,9 +243,8 @@ def whole_of(value: Any) -> int | None:
 
 
 def _moment(text: Any) -> float | None:
-    for form in ("%Y-%m-%dT%H:%M:%S.%f%z", "%Y-%m-%dT%H:%M:%S%z"):  # older versions wrote no fractions
-        with suppress(TypeError, ValueError, OverflowError):
-            return datetime.strptime(text, form).timestamp()
+    with suppress(TypeError, ValueError, OverflowError):
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%f%z").timestamp()
     return None
 
 

@@ -207,8 +207,6 @@ def _times(
             else None
         )
         return started, None, seconds
-    if by_record is None and number_of(files.result.get("ended_at", False)) is None:
-        return started, ended, number_of(files.result.get("seconds", False))  # of an older version: those of training
     return started, ended, by_record if by_record is not None or ended is None or started is None else ended - started
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ddpexp.checkpoint.format import CONFIG, OLDER, Checkpoint
+from ddpexp.checkpoint.format import CONFIG, Checkpoint
 from ddpexp.checkpoint.layout import lay_out
 from ddpexp.checkpoint.reader import copy_into, open_model, open_part, read_part, read_rank_state, weights_sha256
 from ddpexp.checkpoint.writer import Content, Writer
@@ -166,8 +166,6 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
         RefusedError: it is of another model or of other optimizers, or was not made by a run.
     """
     where = f"the checkpoint of step {checkpoint.step}"
-    if checkpoint.version == 1 and loop.world.is_rank_zero:
-        logging.getLogger("ddpexp").warning(OLDER, where)
     parts = {name: read_part(checkpoint, name) for name in ("modules", "progress", "clock", "world")}
     parts["optimizers"] = open_part(checkpoint, "optimizers")  # each rank reads its share
     missing = next((name for name, part in parts.items() if not isinstance(part, Mapping)), None)
@@ -210,8 +208,7 @@ def _restore_average(checkpoint: Checkpoint, average: WeightAverage, name: str, 
         if loop.world.is_rank_zero:
             logging.getLogger("ddpexp").warning("%s holds no average of the weights: it starts from the weights", where)
         return
-    casts = checkpoint.version == 1  # averages had the type of their parameters
-    copy_into(target, saved, f"{where} ({name}.ema.safetensors)", casts)
+    copy_into(target, saved, f"{where} ({name}.ema.safetensors)")
 
 
 def _restore_callbacks(checkpoint: Checkpoint, callbacks: Callbacks, world: World) -> None:

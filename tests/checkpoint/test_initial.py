@@ -17,8 +17,8 @@ from ddpexp.config.schema import Run
 from ddpexp.errors import RefusedError
 from tests.conftest import ROOT
 
-KEPT = ROOT / "tests/kept/stopped"
-RUN = Run(str(KEPT), "auto", str(KEPT), (), None)
+SAMPLES = ROOT / "tests/samples/stopped"
+RUN = Run(str(SAMPLES), "auto", str(SAMPLES), (), None)
 
 
 def found(**changes: Any) -> Path:
@@ -40,7 +40,7 @@ def test_a_checkpoint_of_a_run_is_chosen() -> None:
     assert "there is no intact checkpoint of that step. There are those of " in refused(init_checkpoint=999)
     assert "that run keeps no best checkpoint, which needs trainer.keep_best" in refused(init_checkpoint="best")
     assert found(init_weights="ema") == newest
-    without = str(ROOT / "tests/kept/mnist")
+    without = str(ROOT / "tests/samples/mnist")
     assert "holds no average of the weights. Use run.init_weights=raw." in refused(
         init_from=without, init_weights="ema"
     )
@@ -79,7 +79,7 @@ def refused_selection() -> str:
 
 
 def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
-    run = shutil.copytree(KEPT, tmp_path / "run")
+    run = shutil.copytree(SAMPLES, tmp_path / "run")
     newest = max((run / "checkpoints").glob("step-*"))
     step = int(newest.name.removeprefix("step-"))
     data = bytearray((newest / "model.safetensors").read_bytes())

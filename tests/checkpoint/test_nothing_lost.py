@@ -5,7 +5,6 @@ Nothing that was trained is lost in silence.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -17,9 +16,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.checkpoint.format import newest_checkpoint, newest_intact, scan
-from ddpexp.checkpoint.loading import load_weights
-from ddpexp.checkpoint.reader import read_part, weights_sha256
-from tests.conftest import ROOT, Ddpexp, Done, finish
+from tests.conftest import Ddpexp, Done, finish
 from tests.points import Recipe, wait_for
 
 CODE = """\
@@ -58,7 +55,6 @@ def no_memory(*words):
     raise MemoryError
 """
 SHORT = ("trainer.checkpoint_every=2", "trainer.eval_every=0", "trainer.log_every=1")
-KEPT = ROOT / "tests/kept"
 
 
 @pytest.fixture(scope="session")
@@ -256,74 +252,3 @@ def test_of_two_hundred_damages_none_is_accepted_with_another_value(
             assert "resumed after step 6 of 8" in done.out
             assert done.result()["weights_sha256"] == finished.result()["weights_sha256"]
         shutil.rmtree(folder)
-
-
-# --- What older versions have written ---
-
-
-@pytest.fixture
-def kept(tmp_path: Path) -> Path:
-    """A copy of the kept directories, with the user's recipe where its run directories say that it is not any more."""
-    return shutil.copytree(KEPT, tmp_path / "kept")
-
-
-def test_a_run_of_format_1_is_resumed_with_a_warning_and_ends_with_the_same_weights(ddpexp: Ddpexp, kept: Path) -> None:
-    done = ddpexp("resume", str(kept / "stopped"), "--config-dir", str(kept / "project/conf"))
-    assert done.code == 0, done.err
-    assert "was written by an older version of ddpexp (format 1" in done.out
-    undisturbed = ddpexp(
-        "--config-dir", str(kept / "project/conf"), "recipe=mine", "trainer.threads=1", "trainer.log_every=4",
-        "trainer.ema_decay=0.9", "trainer.checkpoint_every=3", "scheduler=cosine", "optimizer.lr=0.02",
-        "trainer.gpus=2",
-        "run.dir=undisturbed",
-    )  # fmt: skip
-    assert undisturbed.code == 0, undisturbed.err
-    results = [
-        json.loads((run / "result.json").read_text()) for run in (kept / "stopped", ddpexp.folder / "undisturbed")
-    ]
-    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
-    assert results[0]["metrics"] == results[1]["metrics"]
-    # The averages, too, are what they would have been.
-    files = [
-        newest_checkpoint(run / "checkpoints") / "model.ema.safetensors"
-        for run in (kept / "stopped", ddpexp.folder / "undisturbed")
-    ]
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_the_hash_of_weights_that_an_older_version_has_written_is_what_it_was(kept: Path) -> None:
-    recorded = json.loads((kept / "finished/result.json").read_text())
-    spec = importlib.util.spec_from_file_location("mine", kept / "project/mine.py")
-    assert spec is not None
-    assert spec.loader is not None
-    mine = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mine)
-    model = mine.Net(8)
-    one = scan(kept / "finished/checkpoints").complete[0]
-    load_weights({"model": model}, one.folder, "evaluate")
-    model.turned.copy_(read_part(one, "modules")["model"]["buffers"]["turned"])  # which is in no state_dict
-    assert weights_sha256({"model": model}) == recorded["weights_sha256"] == one.manifest["weights_sha256"]
-
-
-def test_a_run_of_format_1_is_evaluated_with_its_averages(ddpexp: Ddpexp, kept: Path) -> None:
-    recorded = json.loads((kept / "finished/result.json").read_text())
-    done = ddpexp("evaluate", str(kept / "finished"), "--config-dir", str(kept / "project/conf"))
-    assert done.code == 0, done.err
-    assert "  ".join(f"{name} {value:.6g}" for name, value in recorded["metrics"].items()) in done.out
-    assert "was written by an older version of ddpexp (format 1" in done.out
-
-
-def test_a_run_of_a_shipped_recipe_resumes_without_a_record_of_whether_its_configuration_was_edited(
-    ddpexp: Ddpexp, kept: Path
-) -> None:
-    config = kept / "mnist/config.yaml"
-    config.write_text(config.read_text().replace("log_every: 5", "log_every: 6"))
-    done = ddpexp("resume", str(kept / "mnist"))
-    assert done.code == 0, done.err
-    assert "resumed after step 50 of 60" in done.out
-
-
-def test_a_sweep_of_an_older_version_is_shown(ddpexp: Ddpexp, kept: Path) -> None:
-    shown = ddpexp("table", str(kept / "sweep"))
-    assert shown.code == 0, shown.err
-    assert "0.01" in shown.out

@@ -19,7 +19,7 @@ from tests.listed import options
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with runs, weights and configs."""
-    kept = ROOT / "tests/kept"
+    kept = ROOT / "tests/samples"
     (tmp_path / "outputs/mnist").mkdir(parents=True)
     (tmp_path / "outputs/mnist/first").symlink_to(kept / "finished")
     (tmp_path / "my runs").mkdir()

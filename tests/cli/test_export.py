@@ -24,7 +24,7 @@ FEW = ("data.source=embedded", "data.embedded_train=8", "data.embedded_test=8")
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    return Path(shutil.copytree(ROOT / "tests/kept/mnist", tmp_path / "RUN"))
+    return Path(shutil.copytree(ROOT / "tests/samples/mnist", tmp_path / "RUN"))
 
 
 def test_the_command_writes_a_folder_and_prints_the_difference(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +66,8 @@ def test_what_is_wrong_is_refused(run: Path, arguments: list[str], sentence: str
 
 def test_a_folder_without_a_run_or_without_a_checkpoint_is_named(run: Path) -> None:
     Path("empty").mkdir()
-    shutil.rmtree("RUN/checkpoints/step-00000050")
+    for checkpoint in Path("RUN/checkpoints").iterdir():
+        shutil.rmtree(checkpoint)
     for folder, sentence in (
         ("empty", "export empty: it is no run directory, and holds no weights. Name a run directory."),
         ("RUN", "export RUN: RUN/checkpoints holds no complete checkpoint."),

@@ -40,7 +40,7 @@ def test_an_override_that_no_file_can_record_is_refused_by_its_name(text: str) -
             compose_command(argv)
         assert str(caught.value).startswith(refused)
     with pytest.raises(RefusedError, match="is not UTF-8"):
-        override_file(ROOT / "tests/kept/finished/config.yaml", [override], ())
+        override_file(ROOT / "tests/samples/finished/config.yaml", [override], ())
     assert "caf\\xe9" in sanitize(override)
 
 

@@ -122,9 +122,9 @@ class Shell:
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "folder"
     (folder / "outputs/mnist").mkdir(parents=True)
-    (folder / "outputs/mnist/first").symlink_to(ROOT / "tests/kept/finished")
+    (folder / "outputs/mnist/first").symlink_to(ROOT / "tests/samples/finished")
     (folder / "my runs/abc").mkdir(parents=True)
-    (folder / "conf").symlink_to(ROOT / "tests/kept/project/conf")
+    (folder / "conf").symlink_to(ROOT / "tests/samples/project/conf")
     (folder / "script.py").touch()
     (folder / "weights.safetensors").touch()
     return folder

@@ -130,7 +130,7 @@ def test_a_current_folder_that_is_removed_is_one_sentence_and_2(tmp_path: Path) 
 def test_for_a_lost_config_the_command_that_copies_it_from_a_checkpoint_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str | None, sentence: str
 ) -> None:
-    run = shutil.copytree(ROOT / "tests/kept/finished", tmp_path / "run")
+    run = shutil.copytree(ROOT / "tests/samples/finished", tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     config, newest = run / "config.yaml", max((run / "checkpoints").glob("step-*"))
     shutil.move(config, newest / "config.yaml")
@@ -144,8 +144,10 @@ def test_for_a_lost_config_the_command_that_copies_it_from_a_checkpoint_is_given
 
 
 def test_a_damaged_config_without_a_copy_is_reported_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = shutil.copytree(ROOT / "tests/kept/finished", tmp_path / "run")
+    run = shutil.copytree(ROOT / "tests/samples/finished", tmp_path / "run")
     monkeypatch.chdir(tmp_path)
+    for copy in run.glob("checkpoints/*/config.yaml"):
+        copy.unlink()
     (run / "config.yaml").write_text("- a\n")
     assert refused(resume, ["run"], ["ddpexp", "resume", "run"]) == (
         "resume run: run/config.yaml is not the configuration of a run. No checkpoint holds a copy: put one back, or "

@@ -190,10 +190,6 @@ def test_a_key_that_came_with_a_newer_version_changes_nothing(stored: dict[str, 
         assert changes(older, stored, f"{key}=1") == {key: "typed"}
 
 
-def test_a_key_that_a_newer_version_has_no_more_changes_nothing(stored: dict[str, Any]) -> None:
-    assert compare({**stored, "trainer": {**stored["trainer"], "old": 1}, "gone": {"a": 1}}, stored, ()) == []
-
-
 def test_a_new_key_of_the_users_own_code_must_be_given(stored: dict[str, Any]) -> None:
     old = changed(changed(stored, "model._target_", "mine.Net"), "data._target_", "mine.load")
     for key, kind in {"model.dropout": "untyped", "data.crop": "fixed"}.items():

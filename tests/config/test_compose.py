@@ -125,7 +125,7 @@ def test_a_recipe_that_names_no_model_or_no_data_is_refused(mine: Path) -> None:
     assert (made.model.target, dict(made.data.options)) == ("ddpexp.recipes.mnist.Linear", {"samples": 64})
 
 
-def test_loggers_are_chosen_as_a_list_and_the_former_key_still_counts() -> None:
+def test_loggers_are_chosen_as_a_list() -> None:
     board = {"tensorboard": Node("tensorboard", {})}
     for overrides, expected in (
         ([], board),
@@ -134,8 +134,6 @@ def test_loggers_are_chosen_as_a_list_and_the_former_key_still_counts() -> None:
         (["logger=none"], {}),
         (["logger.tensorboard=null"], {}),
         (["~logger.tensorboard"], {}),
-        (["logger.kind=none"], {}),
-        (["logger=none", "logger.kind=tensorboard"], board),
     ):
         made = composed(*overrides)
         assert parse(made.values).logger == load(made.text).logger == expected, overrides
@@ -736,9 +734,8 @@ def test_overrides_replace_single_keys_of_a_run_directorys_file(written: Path) -
 def test_another_target_over_a_run_directorys_file_inherits_nothing(written: Path) -> None:
     values, text = override_file(written, ["data._target_=zoo.load", "data.count=3", "run.trust=[zoo]"])
     assert values["data"] == {"_target_": "zoo.load", **GENERAL, "count": 3} == yaml.safe_load(text)["data"]
-    for name in ("mnist", "ddpexp.data.mnist.load"):
-        values, _ = override_file(written, [f"data._target_={name}", "data.root=x"])
-        assert (values["data"]["root"], values["data"]["source"]) == ("x", "auto")
+    values, _ = override_file(written, ["data._target_=mnist", "data.root=x"])
+    assert (values["data"]["root"], values["data"]["source"]) == ("x", "auto")
     with pytest.raises(RefusedError, match=r"data\.count is not a known key"):
         override_file(written, ["data._target_=mnist", "data.count=3"])
 

@@ -239,15 +239,19 @@ def test_files_are_read_at_every_start_where_nothing_can_be_noted(
         assert read == [folder]
 
 
-def test_notes_of_long_ago_are_removed(tmp_path: Path) -> None:
+def test_notes_of_long_ago_are_removed_once_a_day(tmp_path: Path) -> None:
     text(tmp_path)
     notes = user_cache() / "verified"
     old = notes / "old"
     old.touch()
     os.utime(old, (1e9, 1e9))
     table(tmp_path)
+    assert old.exists(), "thousands of notes are not looked at for each new one"
+    os.utime(notes / hashes._SWEPT, (1e9, 1e9))
+    (tmp_path / "other").mkdir()
+    table(tmp_path / "other")
     assert not old.exists()
-    assert len(list(notes.iterdir())) == 2
+    assert len(list(notes.iterdir())) == 4
 
 
 def test_damaged_cache_that_cannot_be_replaced_is_not_used(

@@ -110,11 +110,12 @@ def package(folder: Path, value: str, code: str = "", option: str = "toy", targe
 LAUNCHER = """\
 from dataclasses import dataclass
 
+from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.launchers.local import Spawn
 
 
 @dataclass(frozen=True)
-class Toy:
+class Toy(Launcher):
     def launch(self, job, server=None):
         return Spawn().launch(job, server)
 """
@@ -125,10 +126,10 @@ class Toy:
     [
         ("toy:Tiy", LAUNCHER, r"launcher\._target_=toy\.Tiy: toy has no Tiy\. Did you mean Toy\?"),
         ("toy.inner:Toy", LAUNCHER, r"launcher\._target_=toy\.inner\.Toy: toy has no inner\..*"),
-        ("toy:Toy", "class Toy:\n    pass\n", r"launcher\._target_=toy\.Toy is not a launcher\."),
+        ("toy:Toy", "class Toy:\n    pass\n", r"launcher\._target_=toy\.Toy is not a launcher: it must .* from ddpexp\.launch\.launchers\.base\.Launcher\."),
         ("toy:Toy", "class Toy:\n    def launch(self, job, server=None): ...\n",
-         r"launcher\._target_=toy\.Toy is not a launcher\."),
-        ("toy:Toy", "def Toy():\n    pass\n", r"launcher\._target_=toy\.Toy is not a launcher\."),
+         r"launcher\._target_=toy\.Toy is not a launcher: it must .* from ddpexp\.launch\.launchers\.base\.Launcher\."),
+        ("toy:Toy", "def Toy():\n    pass\n", r"launcher\._target_=toy\.Toy is not a launcher: it must .* from ddpexp\.launch\.launchers\.base\.Launcher\."),
         ("toy:Toy", "Toy = 3\n", r"launcher\._target_=toy\.Toy is not a class or function of an allowed module\."),
         ("toy:os.system", "import os\n", (
             r"launcher\._target_=toy\.os\.system reaches the module os through another "

@@ -77,7 +77,7 @@ def test_a_resumed_run_keeps_the_reference_whatever_loggers_it_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLACK_WEBHOOK", "https://hooks.example.com/services/abc")
-    text = (ROOT / "tests/kept/mnist/config.yaml").read_text()
+    text = (ROOT / "tests/samples/mnist/config.yaml").read_text()
     config = tmp_path / "config.yaml"
     config.write_text(text)
     kept = ("launcher", "logger")

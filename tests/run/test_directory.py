@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpexp import __version__
 from ddpexp.checkpoint.format import newest_checkpoint
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Layout
@@ -172,9 +173,9 @@ def test_a_missing_or_damaged_file_is_refused(tmp_path: Path, text: str | None) 
         RunDir(tmp_path).layout()
 
 
-@pytest.mark.parametrize("manifest", ["{}", '{"world": 3}', '{"world": {"nodes": 1}}'])
-def test_a_manifest_without_a_layout_is_refused(tmp_path: Path, manifest: str) -> None:
-    (tmp_path / "manifest.json").write_text(manifest)
+@pytest.mark.parametrize("manifest", [{}, {"world": 3}, {"world": {"nodes": 1}}], ids=str)
+def test_a_manifest_without_a_layout_is_refused(tmp_path: Path, manifest: dict[str, object]) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, **manifest}))
     with pytest.raises(RefusedError, match=r"is not a run directory: manifest\.json "):
         RunDir(tmp_path).layout()
 
@@ -184,7 +185,7 @@ def test_the_newest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> Non
         folder = tmp_path / f"step-{step:08d}"
         folder.mkdir()
         if complete:
-            (folder / "manifest.json").write_text("{}")
+            (folder / "checkpoint.json").write_text("{}")
     assert newest_checkpoint(tmp_path).name == "step-00000200"
     with pytest.raises(RefusedError, match="holds no complete checkpoint"):
         newest_checkpoint(tmp_path / "nowhere")
@@ -230,3 +231,15 @@ def test_a_folder_that_is_there_may_have_a_secret_in_its_name(here: Path, monkey
     monkeypatch.setenv("MY_TOKEN", "q5zk-planted")
     (here / "q5zk-planted").mkdir()
     assert create("q5zk-planted/run", "x").path.is_dir()
+
+
+@pytest.mark.parametrize("format", [None, 0, 2, "1"])
+def test_a_run_directory_of_another_format_is_refused(tmp_path: Path, format: object) -> None:
+    run = RunDir(tmp_path)
+    run.manifest.write_text(json.dumps({"format": format} if format is not None else {}))
+    with pytest.raises(RefusedError) as refused:
+        run.read(run.manifest)
+    assert str(refused.value) == (
+        f"{tmp_path} was written by another version of ddpexp (format {format}), and this is {__version__}, which "
+        "reads format 1: use another run.dir, or install that version."
+    )

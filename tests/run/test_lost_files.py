@@ -117,7 +117,7 @@ def test_a_run_that_is_made_longer_is_not_refused_for_what_it_has_lost(run: RunD
 
 
 def test_a_run_of_an_older_version_has_lost_nothing(tmp_path: Path) -> None:
-    run = RunDir(shutil.copytree(ROOT / "tests/kept/finished", tmp_path / "run"))
+    run = RunDir(shutil.copytree(ROOT / "tests/samples/finished", tmp_path / "run"))
     assert inspected(run).endswith("nothing to do.")
 
 

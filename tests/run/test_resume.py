@@ -228,6 +228,7 @@ def test_the_same_command_resumes_and_lists_nothing(ddpexp: Ddpexp, stopped: Pat
     first, second = starts_of(stopped)
     assert {key for key in first if first[key] != second[key]} <= {"started", "command"}
     assert set(second) == {
+        "format",
         "changes", "code_diff", "command", "git", "hosts", "inputs", "owners", "packages", "platform", "python",
         "restart",
         "started", "world",
@@ -499,8 +500,10 @@ def test_a_submission_resumes_in_the_same_directory_and_not_twice(ddpexp: Ddpexp
 
 
 def test_a_longer_finished_run_without_checkpoints_reports_that_it_starts_anew(tmp_path: Path) -> None:
-    run = RunDir(shutil.copytree(ROOT / "tests/kept/finished", tmp_path / "run"))
-    longer = Start("run", run.config.read_text().replace("epochs: 2", "epochs: 9"), ["trainer.epochs=9"])
+    run = RunDir(shutil.copytree(ROOT / "tests/samples/finished", tmp_path / "run"))
+    text = run.config.read_text().replace("allow_changes: []", "allow_changes: [code]")  # which is not there any more
+    assert "[code]" in text
+    longer = Start("run", text.replace("epochs: 2", "epochs: 9"), ["trainer.epochs=9", "run.allow_changes=[code]"])
     assert not any("starts from step 0" in note for note in inspect(run, longer).notes)
     shutil.rmtree(run.checkpoints)
     note = "the run was finished at step 12 and has no checkpoint any more: it starts from step 0"

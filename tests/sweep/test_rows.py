@@ -127,12 +127,6 @@ def test_the_time_is_that_of_the_newest_start(tmp_path: Path) -> None:
     assert one(made.path).seconds == pytest.approx(7, abs=1e-3)
 
 
-def test_runs_of_older_versions_have_the_time_of_their_training(tmp_path: Path) -> None:
-    path = run(tmp_path / "run", seconds=3.5)
-    os.utime(path / "result.json", (2e9, 2e9))  # it was copied
-    assert one(path).seconds == 3.5
-
-
 def moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%dT%H:%M:%S.%f%z")
 

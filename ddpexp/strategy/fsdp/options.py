@@ -38,7 +38,7 @@ class FSDPOptions(Options):
     dp_replicate_size: int
     gather_in_evaluation: bool
     init: Literal["whole", "replay", "reset_parameters"]
-    reduce_each_micro_batch: bool = False  # older runs do not have these
+    reduce_each_micro_batch: bool = False
     offload: bool = False
     tp_size: int = 1
     tp_plan: tuple[DividedLayers, ...] | None = None

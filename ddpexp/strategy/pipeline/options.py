@@ -29,7 +29,7 @@ class PipelineOptions(Options):
     pp_size: int
     split_before: tuple[str | int, ...] | None
     schedule: Schedule
-    stages_per_worker: int = 1  # older runs do not have these
+    stages_per_worker: int = 1
     dp_shard_size: int = 1
     tp_size: int = 1
     tp_plan: tuple[DividedLayers, ...] | None = None

@@ -22,7 +22,7 @@ from tests.conftest import ROOT
 from tests.sweep.made import Made
 from tests.sweep.made import run as made_run
 
-KEPT = ROOT / "tests/kept"
+SAMPLES = ROOT / "tests/samples"
 
 
 def listing(folder: Path) -> dict[Path, bytes]:
@@ -60,7 +60,7 @@ def test_metrics_that_are_not_finite_are_nan(trained: ddpexp.Run, tmp_path: Path
 
 
 def test_a_damaged_line_of_the_metrics_is_left_out_with_a_warning(tmp_path: Path) -> None:
-    copy = shutil.copytree(KEPT / "finished", tmp_path / "copy")
+    copy = shutil.copytree(SAMPLES / "finished", tmp_path / "copy")
     lines = ['{"step": 1}', '{"step": 2, "tr', '{"step": 3}', "", "\0\0", '{"step": 4}', '{"step": 5, "tr']
     (copy / "metrics.jsonl").write_text("\n".join(lines))
     with pytest.warns(UserWarning, match=r"copy/metrics\.jsonl, lines 2, 5: damaged, so left out") as caught:
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_there_is_not_is_refused(
 
 
 def test_a_run_without_a_best_checkpoint_or_an_average_says_so() -> None:
-    run = ddpexp.open_run(KEPT / "mnist")
+    run = ddpexp.open_run(SAMPLES / "mnist")
     with pytest.raises(ddpexp.RefusedError, match="keeps no best checkpoint"):
         run.model("best")
     with pytest.raises(ddpexp.RefusedError, match=r"holds no average of the weights\. Use weights='raw'\."):
@@ -171,7 +171,7 @@ def test_a_run_without_a_best_checkpoint_or_an_average_says_so() -> None:
 
 
 def test_a_run_of_an_older_version_opens() -> None:
-    run = ddpexp.open_run(KEPT / "finished", config_dir=KEPT / "project/conf")
+    run = ddpexp.open_run(SAMPLES / "finished", config_dir=SAMPLES / "project/conf")
     checkpoint = newest(run.path / "checkpoints")
     assert checkpoint is not None
     state, expected = run.model(weights="raw").state_dict(), read_tensors(checkpoint.folder / "model.safetensors")
@@ -245,4 +245,4 @@ def test_a_sweep_without_an_objective_or_a_value_has_no_best(tmp_path: Path) -> 
     with pytest.raises(
         ddpexp.RefusedError, match=r"is not the directory of a sweep\. It is a run: use ddpexp.open_run"
     ):
-        ddpexp.open_sweep(KEPT / "finished")
+        ddpexp.open_sweep(SAMPLES / "finished")

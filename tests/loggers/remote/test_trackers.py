@@ -232,7 +232,7 @@ def test_a_server_gets_the_configuration_media_and_the_best_checkpoint(
 def test_nothing_secret_is_in_the_database_and_artifacts_of_mlflow(python: str, tmp_path: Path) -> None:
     value = "q5zk-planted-7wyx"
     run, store = tmp_path / f"of-{value}" / f"run-{value}", tmp_path / "store"
-    shutil.copytree(ROOT / "tests/kept/mnist", run)
+    shutil.copytree(ROOT / "tests/samples/mnist", run)
     text = {"step": 10**6, "time": 2.0, "kind": "text", "name": f"a {value}", "text": f"b {value}"}
     (run / "media.jsonl").write_text(json.dumps(text) + "\n")
     with (run / "metrics.jsonl").open("a") as more:

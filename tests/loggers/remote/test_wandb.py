@@ -56,7 +56,7 @@ def recorded(python: str, run: Path) -> tuple[list[dict[str, Any]], dict[str, An
 
 def test_what_an_interrupted_process_did_not_write_is_sent_again_and_nothing_else(python: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(ROOT / "tests/kept/mnist", run)
+    shutil.copytree(ROOT / "tests/samples/mnist", run)
     values = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     media = {
         "step": values[-1]["step"],
@@ -97,7 +97,7 @@ def test_what_an_interrupted_process_did_not_write_is_sent_again_and_nothing_els
 def test_nothing_secret_is_in_the_files_of_wandb(python: str, tmp_path: Path) -> None:
     value = "q5zk-planted-7wyx"
     run = tmp_path / f"of-{value}" / f"run-{value}"
-    shutil.copytree(ROOT / "tests/kept/mnist", run)
+    shutil.copytree(ROOT / "tests/samples/mnist", run)
     with (run / "metrics.jsonl").open("a") as more:
         more.write(json.dumps({"step": 10**6, "epoch": 9.0, "time": 2.0, f"train/{value}": 1.0}) + "\n")
     keys = ("group", "project", "entity")
