@@ -128,6 +128,7 @@ def test_batches_by_tokens_visit_every_sequence_once_at_any_number_of_workers(dd
     assert json.loads((ddpexp.folder / "two/result.json").read_text())["weights_sha256"] == digest, two.err
 
 
+@pytest.mark.slow
 def test_a_trained_gpt_continues_a_prompt(ddpexp: Ddpexp) -> None:
     small = ("model.width=16", "model.layers=1", "data.context=16", "trainer.max_steps=2", "trainer.gpus=1")
     done = train(ddpexp, "nextbyte", *small)
@@ -182,6 +183,7 @@ def test_the_debugger_session_of_the_documents(ddpexp: Ddpexp) -> None:
         ), line
 
 
+@pytest.mark.slow
 def test_profilers_of_the_documents(ddpexp: Ddpexp) -> None:
     assert (
         "python -m cProfile -o out.prof -m ddpexp recipe=mnist launcher=inline trainer.max_steps"

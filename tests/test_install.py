@@ -160,6 +160,7 @@ def test_an_installed_wheel_runs_from_any_folder(python: Path, tmp_path: Path) -
     assert run(python, "-m", "pip", "check", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_runs_a_users_recipe(python: Path, tmp_path: Path) -> None:
     for name, text in CONFIGS.items():
         write(tmp_path / "conf" / name, text)
@@ -169,6 +170,7 @@ def test_an_installed_wheel_runs_a_users_recipe(python: Path, tmp_path: Path) ->
     assert json.loads((tmp_path / "run/result.json").read_text())["recipe"] == "mine"
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_runs_from_inside_a_checkout(python: Path, checkout: Path, tmp_path: Path) -> None:
     overrides = (*SMALL, "trainer.gpus=2")
     commands: list[list[str | Path]] = [[python.with_name("ddpexp")], [python, "-m", "ddpexp"]]
@@ -179,6 +181,7 @@ def test_an_installed_wheel_runs_from_inside_a_checkout(python: Path, checkout: 
         assert (folder / "result.json").is_file()
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "elsewhere"])
 def test_a_checkout_that_is_not_installed_works(checkout: Path, tmp_path: Path, inside: bool) -> None:
     environ = {} if inside else {"PYTHONPATH": str(checkout)}
@@ -207,6 +210,7 @@ def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_a_clone_named_as_the_package_works_from_the_folder_above_it(
     editable: Path, checkout: Path, tmp_path: Path
 ) -> None:

@@ -250,7 +250,7 @@ POINTS = [
 """Where a rank is killed in a save, and which rank."""
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(("place", "rank"), POINTS)
 def test_a_rank_killed_at_any_point_of_a_save_loses_no_checkpoint(
     recipe: Recipe, undisturbed: Callable[..., Done], place: str, rank: int
@@ -268,6 +268,7 @@ def test_a_rank_killed_at_any_point_of_a_save_loses_no_checkpoint(
     assert "resumed after step" in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "place", "rank"),
     [
@@ -316,6 +317,7 @@ def test_a_save_that_ends_with_the_command_loses_no_checkpoint(
     same(recipe(*overrides, run=run), undisturbed(*overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("number", [*range(3), *(pytest.param(one, marks=pytest.mark.slow) for one in range(3, 6))])
 def test_killed_at_a_random_moment(recipe: Recipe, undisturbed: Callable[..., Done], number: int) -> None:
@@ -590,6 +592,7 @@ def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
     assert len(records(run)) == len(records(expected.run))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_size_of_a_micro_batch_may_follow_the_number_of_workers(recipe: Recipe) -> None:
     overrides = (*LONG, *SGD, "trainer.micro_batch_size=auto")
     process, run = recipe.start(*overrides, "trainer.gpus=2", environ={"DDPEXP_FAULT": "checkpoint.renamed:kill:0:3"})
@@ -600,6 +603,7 @@ def test_the_size_of_a_micro_batch_may_follow_the_number_of_workers(recipe: Reci
     assert [record["step"] for record in records(run) if "train/loss" in record] == [*range(7, 60, 7), 60]
 
 
+@pytest.mark.slow
 @pytest.mark.fault(10)
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_stop_in_the_middle_of_an_evaluation_saves_and_the_next_start_evaluates(
@@ -655,6 +659,7 @@ def test_usr1_saves_and_continues(recipe: Recipe, undisturbed: Callable[..., Don
     assert done.result()["weights_sha256"] == undisturbed(*overrides).result()["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_time_alone_may_trigger_checkpoints(recipe: Recipe) -> None:
     overrides = (
         *LONG,

@@ -49,6 +49,7 @@ def test_the_recipe_ends_where_the_document_says(ddpexp: Ddpexp, tmp_path: Path)
     assert result["metrics"]["eval/loss"] == pytest.approx(loss_in("migrate.py"), abs=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", BEFORE)
 def test_a_program_that_the_recipe_replaces_ends_with_the_same_loss(program: str, tmp_path: Path) -> None:
     needed = NEEDS.get(program)

@@ -58,6 +58,7 @@ def test_one_command_runs_with_all_of_its_parts(done: Done) -> None:
         assert line in text
 
 
+@pytest.mark.slow
 def test_its_run_is_resumed_and_evaluated_with_it_and_refused_without(
     done: Done, ddpexp: Ddpexp, installed: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_every_verb_answers(ddpexp: Ddpexp, runs: dict[str, Done], tmp_path: Pat
     assert re.search(said, found.out or found.err), found.out + found.err
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_loader_workers_resumes_to_the_same_weights(ddpexp: Ddpexp) -> None:
     recipe = Recipe(ddpexp)
     words = (*ITEMS, "trainer.gpus=2", "trainer.checkpoint_every=2")
@@ -92,6 +93,7 @@ def test_a_killed_run_with_loader_workers_resumes_to_the_same_weights(ddpexp: Dd
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.slow
 def test_a_small_sweep_is_done(ddpexp: Ddpexp, tmp_path: Path) -> None:
     done = ddpexp("-m", *SMALL, "trainer.seed=0,1", "trainer.gpus=1", f"hydra.sweep.dir={tmp_path}/sweep")
     assert (done.code, done.err.count("\n")) == (0, 1), done.err  # what it starts

@@ -171,6 +171,7 @@ def test_an_ignored_signal_is_a_difference() -> None:
         signal.signal(signal.SIGHUP, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fork", "new"])
 def test_warnings_are_what_the_environment_says(ddpexp: Ddpexp, plain_environ: dict[str, str], how: str) -> None:
     code = "class Warns(Sides):\n    def step(self, model, batch):\n        __import__('warnings').warn('odd', UserWarning)\n"

@@ -184,6 +184,7 @@ def test_outlasts_the_time(): time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_tests_are_kept_one_by_one_and_each_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.gpu_correct.ROOT", tmp_path)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # these tests are not shared out

@@ -516,6 +516,7 @@ def test_a_batch_that_does_not_fit_is_found_with_what_helps(ddpexp: Ddpexp, tmp_
     assert "use trainer.micro_batch_size=6" in problem
 
 
+@pytest.mark.slow
 def test_buffers_that_differ_by_rank_are_one_finding(ddpexp: Ddpexp, tmp_path: Path) -> None:
     _, states, problems = checked(ddpexp, tmp_path, "model._target_=kinds.faulty.Seen")
     assert [name for name, ok in states.items() if ok is False] == ["two"]

@@ -273,6 +273,7 @@ def test_a_run_without_checkpoints_starts_no_other(ddpexp: Ddpexp, copied: Path)
     assert not done.run.exists()
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("name", ["left.pth", "it's $left.bin", "left.safetensors"])
 def test_a_file_of_torch_save_is_named_with_a_line_that_converts_it(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

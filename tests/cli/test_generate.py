@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from ddpexp.cli.generate import Options, parse_options
 from ddpexp.errors import RefusedError
-from tests.conftest import Ddpexp
+from tests.conftest import Ddpexp, Done
 
 
 def test_options_stand_anywhere_among_the_arguments() -> None:
@@ -48,7 +49,8 @@ def test_an_option_that_means_nothing_is_refused(typed: str, sentence: str) -> N
         parse_options(["run", *typed.split()])
 
 
-def test_a_run_writes_without_its_data_and_the_same_for_a_seed(ddpexp: Ddpexp) -> None:
+def trained(ddpexp: Ddpexp) -> tuple[Done, Path]:
+    """Return a run of a tiny GPT, and the file of its text, which is there no more."""
     text = ddpexp.folder / "text.txt"
     text.write_text("abc def ghi\n" * 100)
     done = ddpexp(
@@ -57,15 +59,26 @@ def test_a_run_writes_without_its_data_and_the_same_for_a_seed(ddpexp: Ddpexp) -
     )  # fmt: skip
     assert (done.code, done.err) == (0, "")
     text.unlink()
+    return done, text
+
+
+def test_a_run_writes_without_its_data(ddpexp: Ddpexp) -> None:
+    done, _ = trained(ddpexp)
     written = ddpexp("generate", str(done.run), "--prompt", "abc", "--tokens", "20", "--device", "cpu")
     assert (written.code, written.err) == (0, "")
     assert re.fullmatch(r"abc[a-i \n]{20}\n", written.out)
     refused = ddpexp("generate", str(done.run), "--prompt", "xyz")
     assert refused.code == 2
     assert refused.err.startswith("ddpexp: the text holds 'x', which is not among the 11 characters")
+
+
+@pytest.mark.slow
+def test_a_run_writes_the_same_for_a_seed_and_names_what_it_would_read_from_the_environment(ddpexp: Ddpexp) -> None:
+    done, text = trained(ddpexp)
+    words = ("generate", str(done.run), "--prompt", "abc", "--tokens", "20", "--device", "cpu")
+    written = ddpexp(*words)
     config = done.run / "config.yaml"
     config.write_text(config.read_text().replace(f"path: {text}", "path: ${oc.env:DATA_FOLDER}/text.txt"))
-    words = ("generate", str(done.run), "--prompt", "abc", "--tokens", "20", "--device", "cpu")
     environ = {"DATA_FOLDER": str(ddpexp.folder)}
     refused = ddpexp(*words, environ=environ)
     restated = "data.path=${oc.env:DATA_FOLDER}/text.txt"

@@ -46,6 +46,7 @@ def written(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.variants(2)
 @pytest.mark.fault(63, 65)
 @pytest.mark.parametrize(("overrides", "sentence"), REFUSED, ids=[overrides.split()[0] for overrides, _ in REFUSED])
 def test_a_wrong_override_ends_the_command_with_2_one_sentence_and_nothing_written(

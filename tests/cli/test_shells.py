@@ -173,6 +173,7 @@ MORE = [
 OF_THE_SHELL = ("python -W er", "python -W error ")  # not ours; bash completes it with the package bash-completion
 
 
+@pytest.mark.variants(1)
 @EVERY_SHELL
 def test_tab_completes_in_a_real_shell_without_noise(shell: Shell) -> None:
     for typed, wanted in COMPLETED:

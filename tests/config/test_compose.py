@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,15 +178,26 @@ def check_choice(recipe: str, choice: Mapping[str, str]) -> None:
     assert parse(made.values).recipe.name == recipe
 
 
+def turns(*groups: str) -> Iterator[dict[str, str]]:
+    """Yield choices of an option of each group until every option of all of them has had its turn."""
+    names = {group: options(group) for group in groups}
+    for number in range(max(map(len, names.values()))):
+        yield {group: found[number % len(found)] for group, found in names.items()}
+
+
+def test_every_shipped_recipe_and_every_optimizer_schedule_and_model_composes() -> None:
+    for choice in turns("recipe", "optimizer", "scheduler", "model"):
+        check_choice(choice.pop("recipe"), choice)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", options("recipe"))
 def test_every_shipped_recipe_composes_with_every_optimizer_schedule_and_model(recipe: str) -> None:
-    optimizers, schedulers, models = map(options, ("optimizer", "scheduler", "model"))
-    for number in range(max(len(optimizers), len(schedulers), len(models))):
-        together = {"optimizer": optimizers, "scheduler": schedulers, "model": models}
-        check_choice(recipe, {group: names[number % len(names)] for group, names in together.items()})
+    for choice in turns("optimizer", "scheduler", "model"):
+        check_choice(recipe, choice)
 
 
-@pytest.mark.variants(3)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("recipe", options("recipe"))
 def test_every_shipped_recipe_composes_with_every_strategy_logger_and_launcher(recipe: str) -> None:
     for group in ("strategy", "logger", "launcher"):

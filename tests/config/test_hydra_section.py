@@ -71,6 +71,7 @@ IGNORED = [
 ]  # fmt: skip
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize(("text", "said", "advice"), IGNORED, ids=[said for _, said, _ in IGNORED])
 def test_a_setting_of_hydras_that_would_have_no_effect_is_refused_in_a_file(
     tmp_path: Path, text: str, said: str, advice: str

@@ -15,6 +15,7 @@ LONG = {"x": "a" * 60_000, "y": "${x}${x}"}
 DEEP = {"y": "${oc.env:NONE," * 400 + "x" + "}" * 400}
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("values", [TEXTS, LISTS, WIDE, LONG, DEEP], ids=["texts", "lists", "wide", "long", "deep"])
 def test_what_stands_for_too_much_is_refused(values: dict[str, object]) -> None:
     plain = Container.resolve_parse_tree

@@ -152,18 +152,21 @@ def keys_of(base: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], tuple[An
 
 
 def check_nothing_leaves(
-    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plants: list[str], every: bool
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plants: list[str], every: int
 ) -> int:
-    """Plant in every key, and check that both ways to read a run directory refuse it, or do not use that key."""
+    """Plant in a key of so many, and check that both ways to read a run directory refuse it, or do not use that key.
+
+    All plants if every key is tried, else one of them.
+    """
     register_resolver("stolen", lambda name: os.environ[name], replace=True)  # as programs and notebooks have them
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of what is imported for the first time
     environ = Environ(os.environ) | {NAME: SECRET}
     monkeypatch.setattr(os, "environ", environ := Environ(environ))
     attempts = 0
-    for number, (name, tree, place) in enumerate(keys_of(base)):
-        for plant in plants if every else [plants[number % len(plants)]]:
+    for number, (name, tree, place) in enumerate(keys_of(base)[::every]):
+        for plant in plants if every == 1 else [plants[number % len(plants)]]:
             theirs = planted(tree, place, plant)
-            for keeps in (RESUME, EVALUATE) if every or place[0] in RESUME else (RESUME,):
+            for keeps in (RESUME, EVALUATE) if every == 1 or place[0] in RESUME else (RESUME,):
                 error, learned = attempt(tmp_path / "config.yaml", theirs, keeps)
                 where = f"{name}: {place} = {plant} for {keeps}: {error}"
                 attempts += 1
@@ -180,17 +183,17 @@ def check_nothing_leaves(
     return attempts
 
 
-def test_what_is_planted_in_any_key_of_any_option_counts_only_when_it_is_restated(
+def test_what_is_planted_in_a_key_of_an_option_counts_only_when_it_is_restated(
     base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert check_nothing_leaves(base, tmp_path, monkeypatch, PLANTS, every=False) > 400
+    assert check_nothing_leaves(base, tmp_path, monkeypatch, PLANTS, every=5) > 100
 
 
 @pytest.mark.slow
 def test_everything_that_reaches_outside_is_refused_in_every_key(
     base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert check_nothing_leaves(base, tmp_path, monkeypatch, PLANTS, every=True) > 5000
+    assert check_nothing_leaves(base, tmp_path, monkeypatch, PLANTS, every=1) > 5000
 
 
 TRUSTED = f"run.trust=[oc.env:{NAME},https://data.example.org,hub:stanford/imdb,tracker:8080]"

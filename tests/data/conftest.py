@@ -48,6 +48,14 @@ class Server:
     requests: list[str] = field(default_factory=list)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give the tests of a file a user cache folder: that of the machine keeps notes of all tests, to be looked over."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))
+        yield
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give each test its own user cache folder, and no network but its own."""

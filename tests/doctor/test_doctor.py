@@ -44,6 +44,7 @@ def test_each_line_of_json_is_a_finding(ddpexp: Ddpexp) -> None:
     assert list(ddpexp.folder.iterdir()) == [], "nothing is written"
 
 
+@pytest.mark.slow
 def test_under_torchrun_one_rank_reports_for_all(ddpexp: Ddpexp) -> None:
     python = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
     process = ddpexp.paste(f"{python} -m ddpexp doctor launcher=torchrun-env trainer.device=cpu")

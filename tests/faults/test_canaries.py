@@ -349,7 +349,7 @@ def test_no_verb_runs_the_code_of_a_sweep_or_reads_it_for_long(place: Place, nam
     assert not list(place.folder.rglob("canary"))
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.fault("S17")
 @pytest.mark.parametrize(
     "overrides", [[], ["-m", "trainer.seed=0,1"], ["plan"], ["--cfg=job", "--resolve"]], ids=" ".join
@@ -628,6 +628,7 @@ REPOSITORIES: dict[str, tuple[Callable[[Place], None], bool]] = {  # and whether
 }  # fmt: skip
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault("S4")
 @pytest.mark.parametrize("name", REPOSITORIES)
 def test_a_snapshot_of_a_repository_runs_no_program_of_it(place: Place, name: str) -> None:
@@ -683,7 +684,7 @@ def test_whether_a_file_is_changed_that_a_filter_translates_is_not_known(place: 
 # --- Ctrl-C ---
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.fault(11)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(

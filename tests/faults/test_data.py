@@ -138,6 +138,7 @@ def troubled(recipe: Recipe, *overrides: str, environ: dict[str, str] | None = N
 # --- DataLoader workers ---
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(54)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_dataloader_worker_that_is_killed_ends_the_run_with_its_rank_and_signal(recipe: Recipe, number: int) -> None:
@@ -151,6 +152,7 @@ def test_a_dataloader_worker_that_is_killed_ends_the_run_with_its_rank_and_signa
     assert error["phase"] in ("data", "train", "evaluate", "save")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(54)
 def test_what_a_task_catches_does_not_hide_the_death_of_a_dataloader_worker(recipe: Recipe) -> None:
     overrides = ("trainer.epochs=10000", "task._target_=points.Careless", "trainer.timeout.data_seconds=600")
@@ -161,6 +163,7 @@ def test_what_a_task_catches_does_not_hide_the_death_of_a_dataloader_worker(reci
     running.ended().failed(rank=1, says=r"LoaderError: DataLoader worker [01] was killed by SIGKILL")
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(54)
 @pytest.mark.parametrize(
     ("trouble", "end"), [("leaves", "ended with exit code 3"), ("crashes", "was killed by SIGSEGV")]
@@ -226,6 +229,7 @@ def test_an_error_that_torch_could_not_pass_on_is_passed_on(recipe: Recipe) -> N
     assert ended.failed(rank=int(ended.error["rank"]), says=says, step=False)["kind"] == "Odd"
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(60, 61)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_samples_that_do_not_fit_together_are_named_with_their_forms(recipe: Recipe, num_workers: int) -> None:
@@ -322,6 +326,7 @@ def in_little_shared_memory(recipe: Recipe, *overrides: str, mounted_with: str =
     return finish(process, run)
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(56)
 @pytest.mark.parametrize("form", ["tensor", "array", "numbers", "full"])
 def test_batches_that_do_not_fit_into_shared_memory_say_its_size_and_what_to_do(recipe: Recipe, form: str) -> None:
@@ -338,6 +343,7 @@ def test_batches_that_do_not_fit_into_shared_memory_say_its_size_and_what_to_do(
     assert (done.out + done.err).count(warning) == 1
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(56)
 @pytest.mark.parametrize(
     ("mounted_with", "sentence"),
@@ -355,6 +361,7 @@ def test_shared_memory_that_has_no_room_for_a_loader_gets_one_sentence(
     assert "Traceback" not in done.out + done.err
 
 
+@pytest.mark.slow
 @pytest.mark.fault(56)
 def test_without_dataloader_workers_little_shared_memory_is_enough(recipe: Recipe) -> None:
     done = in_little_shared_memory(recipe, "data.train=tensor", "trainer.epochs=1")

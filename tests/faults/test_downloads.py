@@ -122,6 +122,7 @@ WRONG: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(57, "S11")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_file_is_refused_before_any_worker_starts(commands: Commands, files: Path, wrong: str) -> None:
@@ -165,6 +166,7 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(57, 58, "S11")
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_mirror_is_refused_with_its_address_and_nothing_is_kept(
@@ -190,6 +192,7 @@ def test_of_several_commands_without_data_one_downloads_and_all_train(commands: 
     assert len({done.result()["weights_sha256"] for done in ends}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.fault(59)
 def test_a_command_killed_in_its_download_does_not_hold_the_next_one_up(commands: Commands, mirror: Server) -> None:
     requested = threading.Event()

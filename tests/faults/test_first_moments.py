@@ -128,7 +128,7 @@ def marked(*often: str) -> list[Any]:
     ]
 
 
-@pytest.mark.variants(4)
+@pytest.mark.variants(1)
 @pytest.mark.fault(7)
 @pytest.mark.parametrize("starter", marked("torchrun", "Open MPI", "MPICH"))
 def test_a_starter_that_is_killed_before_a_commands_first_line_leaves_nothing(recipe: Recipe, starter: Starter) -> None:
@@ -238,6 +238,7 @@ def ways() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.variants(2)
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a container")
 @pytest.mark.parametrize(("starter", "way"), ways())

@@ -122,6 +122,7 @@ def clear_queue() -> None:
 STARTED = ("torchrun", "elastic", "Open MPI", "MPICH", "srun")
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.fault(7)
 @pytest.mark.parametrize("starter", [one for one in params(sizes=False) if str(one.values[0]) in STARTED])

@@ -131,6 +131,7 @@ def memory() -> Iterator[Path]:
         remove(group)
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(20)
 @pytest.mark.parametrize("victim", ["rank", "server"])
 def test_out_of_memory_is_reported_with_the_limit(recipe: Recipe, memory: Path, tmp_path: Path, victim: str) -> None:
@@ -164,6 +165,7 @@ def children(pid: int) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.fault(20)
 def test_a_kill_that_the_kernel_did_not_count_is_not_called_out_of_memory(recipe: Recipe) -> None:
     process, run = recipe.start(*EVERY, environ={"DDPEXP_FAULT": "forward:kill:1:5"})
@@ -392,6 +394,7 @@ def test_more_workers_than_cores_are_reported_in_the_headline(recipe: Recipe) ->
     assert world.endswith(f"1 thread each; {cores + 1} share {cores} core{'s' if cores > 1 else ''}")
 
 
+@pytest.mark.slow
 def test_a_disk_that_will_not_hold_all_that_are_kept_is_warned_of_once(recipe: Recipe, disk: Path) -> None:
     overrides = ("model._target_=points.Big", "trainer.epochs=1")
     done = recipe("trainer.gpus=2", *overrides, run=disk / "run")
@@ -413,6 +416,7 @@ def processes() -> Iterator[Path]:
         remove(group)
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(23)
 @pytest.mark.parametrize(
     ("allowed", "workers", "says"),
@@ -432,6 +436,7 @@ def test_a_process_too_many_ends_the_run_with_the_limit(
     assert ended.error["message"] in last
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(23)
 @pytest.mark.parametrize("allowed", [50_000, 100_000, 400_000])
 def test_too_little_address_space_is_named(recipe: Recipe, allowed: int) -> None:

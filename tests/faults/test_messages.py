@@ -106,6 +106,7 @@ def recipe(recipe: Recipe) -> Recipe:
     return recipe
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(21)
 @pytest.mark.parametrize(
     ("how", "kind", "says", "traces"),
@@ -168,6 +169,7 @@ def opened(ddpexp: Ddpexp, redirection: str, *overrides: str) -> tuple[int, str,
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(22)
 @pytest.mark.parametrize(
     "redirection",

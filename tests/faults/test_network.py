@@ -130,6 +130,7 @@ def test_a_loopback_interface_that_is_down_is_refused_with_the_cure(recipe: Reci
     assert namespaced(recipe, ("--net",), "ip link set lo up", f"launcher={launcher}").code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault(75)
 @pytest.mark.skipif(os.geteuid() != 0, reason="a namespace of its own takes root")
 def test_a_host_whose_own_name_stands_for_no_address_trains(recipe: Recipe) -> None:
@@ -139,7 +140,7 @@ def test_a_host_whose_own_name_stands_for_no_address_trains(recipe: Recipe) -> N
 
 
 @pytest.mark.fault(75)
-@pytest.mark.variants(3)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("endpoint", "sentence"),
     [

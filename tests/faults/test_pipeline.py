@@ -57,6 +57,7 @@ def recipe(recipe: Recipe) -> Recipe:
     return recipe
 
 
+@pytest.mark.slow
 @pytest.mark.fault(1, 3, 4, 5, 6, 19)
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("action", [*(one for one in ENDS if one == "sleep"), *(one for one in ENDS if one != "sleep")])

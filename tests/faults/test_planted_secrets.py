@@ -98,6 +98,7 @@ def project(tmp_path: Path, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(folder, {**environ, **NAMED, **home, "PYTHONWARNINGS": "default"}), CODE)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("S10")
 def test_a_project_in_a_folder_with_the_secret_in_its_name_leaves_it_nowhere(project: Recipe) -> None:
     folder, conf = project.ddpexp.folder, ("--config-dir", str(project.folder / "conf"))

@@ -162,6 +162,7 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(recipe: Recipe, fault
     assert "most recent call first" in other
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.fault(5)
 @pytest.mark.parametrize(
@@ -210,6 +211,7 @@ def test_a_rank_whose_checkpoint_takes_long_holds_up_nobody_before_its_time(reci
     assert error["phase"] == "save"
 
 
+@pytest.mark.slow
 @pytest.mark.fault(5)
 @pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["everything", "the ranks"])
 def test_what_was_stopped_as_a_whole_continues(recipe: Recipe, whole: bool) -> None:
@@ -265,6 +267,7 @@ def test_a_fork_server_that_is_stopped_too_is_ended_by_force(recipe: Recipe) -> 
     running.ended().failed(rank=1, says="Hang: .*stopped")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(5)
 def test_a_worker_that_is_never_started_is_missed(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "late").mkdir()

@@ -83,6 +83,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.fault(1, 3, 4, 5, 6, 19)
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("workers", [2, 3])

@@ -22,6 +22,7 @@ LONG = ("trainer.gpus=2", "trainer.epochs=10000", "trainer.log_every=1", "traine
 """A run that nothing but the signal ends, and no limit for how long that takes."""
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(12)
 @pytest.mark.parametrize("point", ["written", "recorded", "renamed"])
 def test_a_stop_while_a_checkpoint_is_written_waits_for_it(recipe: Recipe, tmp_path: Path, point: str) -> None:
@@ -36,6 +37,7 @@ def test_a_stop_while_a_checkpoint_is_written_waits_for_it(recipe: Recipe, tmp_p
     assert next(path.name for path in complete_checkpoints(run / "checkpoints")) == f"step-{step:08}"
 
 
+@pytest.mark.slow
 @pytest.mark.fault(15)
 def test_an_interrupt_of_one_rank_alone_is_no_success(recipe: Recipe) -> None:
     running = Running(recipe, *LONG)

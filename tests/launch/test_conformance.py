@@ -117,6 +117,7 @@ SHARDED = ("strategy=fsdp", "strategy.min_block_mb=0.003")
 """Instead of the buckets of WORDS."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("starter", "size"), params(often=["torchrun"]))
 def test_every_launcher_shards_the_model_and_gives_the_weights_of_replicas(
     recipe: Recipe, expected: dict[int, dict[str, Any]], tmp_path: Path, starter: Starter, size: int
@@ -138,6 +139,7 @@ MESH = (
 """A pipeline of two stages, each of which divides its layer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("starter", "size"), [one for one in params(often=["sbatch"]) if one.values[1] == 4])
 def test_every_launcher_divides_layers_into_stages_and_among_tensor_groups(
     recipe: Recipe, in_a_mesh: Done, starter: Starter, size: int

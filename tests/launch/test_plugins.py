@@ -58,6 +58,7 @@ def test_an_installed_launcher_runs_an_experiment(recipe: Recipe, example: Path)
     assert (again.code, niceness(again)) == (0, ["3", "3"])
 
 
+@pytest.mark.slow
 def test_its_run_is_evaluated_with_and_without_it(recipe: Recipe, example: Path) -> None:
     done = recipe("launcher=polite", environ=seeing(example))
     overrides = ("evaluate", str(done.run), "--config-dir", str(recipe.folder / "conf"))
@@ -171,6 +172,7 @@ def test_a_class_that_the_entry_point_does_not_name_is_not_allowed(recipe: Recip
     assert not (tmp_path / "imported").exists()
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("value", ["toy:Toy", "toy:Toy [extra]"])
 def test_a_class_may_be_offered_by_a_shorter_name_than_its_own(recipe: Recipe, tmp_path: Path, value: str) -> None:
     environ = package(tmp_path, value, "from toy.deep import Toy\n", target="toy.Toy")

@@ -324,6 +324,7 @@ def test_what_has_nothing_to_save_ends_by_the_signal_that_came(polls: Polls) -> 
     assert (done.code, done.err) == (140, "interrupted by SIGUSR2; step None saved: False\n")
 
 
+@pytest.mark.slow
 def test_the_end_of_the_job_replaces_the_stop_for_a_requeue(polls: Polls) -> None:
     polls.start(2, "long")
     wait_for(lambda: bool(polls.marks("long")))
@@ -350,6 +351,7 @@ def test_what_does_not_save_in_time_is_killed(polls: Polls) -> None:
     assert (done.code, done.err) == (143, "interrupted by SIGTERM; step 5 saved: False\n")
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("whom", ["command", "rank zero"])

@@ -69,7 +69,7 @@ def command(ddpexp: Ddpexp, made: Path) -> Ddpexp:
     return ddpexp
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_sweep_ends_in_a_table_and_a_stopped_job_resumes_exactly(command: Ddpexp, name: str) -> None:
     typed = (f"recipe={name}", *RECIPES[name], *SHORT)

@@ -121,6 +121,7 @@ def test_a_run_of_an_older_version_has_lost_nothing(tmp_path: Path) -> None:
     assert inspected(run).endswith("nothing to do.")
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_resumes_and_its_log_names_what_it_has_lost(ddpexp: Ddpexp, run: RunDir) -> None:
     unfinished(run)
     assert inspected(run) == ""
@@ -139,6 +140,7 @@ def test_an_unfinished_run_resumes_and_its_log_names_what_it_has_lost(ddpexp: Dd
         assert line in run.log.read_text()
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["empty", "half", "gone"])
 def test_a_damaged_result_says_what_to_do_and_that_works(ddpexp: Ddpexp, run: RunDir, how: str) -> None:
     before = json.loads(run.result.read_text())

@@ -136,6 +136,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(ddpexp: Ddpexp, run: Path) ->
     assert listing(run) == before
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_finished_run_ends_well(ddpexp: Ddpexp, run: Path) -> None:
     before = listing(run)
     done = finish(torchrun(ddpexp, *SMALL, "run.dir=run", "launcher=torchrun-env"), run)
@@ -451,6 +452,7 @@ def test_ranks_that_are_started_externally_are_restarted_in_the_same_way(recipe:
     assert "1 worker instead of 2" in spawned.out
 
 
+@pytest.mark.slow
 def test_elastic_starts_its_ranks_for_a_run_that_resumes(ddpexp: Ddpexp, stopped: Path) -> None:
     done = resumed(ddpexp, "run", "launcher=elastic", "optimizer.lr=0.02")
     assert done.code == 0, done.err
@@ -467,6 +469,7 @@ SLURM = {
 """Programs that answer as Slurm does: whether a job is submitted twice can be seen without a cluster."""
 
 
+@pytest.mark.slow
 def test_a_submission_resumes_in_the_same_directory_and_not_twice(ddpexp: Ddpexp, stopped: Path) -> None:
     (ddpexp.folder / "bin").mkdir()
     for name, text in SLURM.items():
@@ -551,6 +554,7 @@ def test_what_is_no_run_is_refused_with_its_name(ddpexp: Ddpexp, run: Path) -> N
         refused(resumed(ddpexp, *overrides), sentence)
 
 
+@pytest.mark.slow
 def test_code_of_ones_own_is_trusted_again_or_named(recipe: Recipe) -> None:
     done, run = interrupted(recipe, number=signal.SIGINT)
     conf = recipe.folder / "conf"
@@ -601,6 +605,7 @@ def test_a_configuration_that_changes_while_a_run_starts_is_not_believed(ddpexp:
     assert "RefusedError: run/config.yaml has changed since the command read it" in found.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_run_resumes_from_the_login_node_and_in_the_users_own_srun(ddpexp: Ddpexp, stopped: Path) -> None:
     if "SLURM_CONF" not in os.environ:

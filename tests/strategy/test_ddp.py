@@ -137,7 +137,7 @@ def plain(recipe: Recipe) -> Done:
     return done
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("overrides", "tolerance"),
     [
@@ -177,6 +177,7 @@ TRANSPORTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
@@ -236,12 +237,14 @@ def test_a_model_that_a_micro_batch_does_not_reach_lacks_nothing() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_modules_without_anything_to_train_are_left_unwrapped(recipe: Recipe) -> None:
     done = recipe("task._target_=points.Left", "model._target_=points.half_frozen", "trainer.gpus=2")
     assert done.code == 0, done.err
     assert {name.split(".")[0] for name in weights(done)} == {"left", "right"}
 
 
+@pytest.mark.slow
 def test_batch_norm_keeps_rank_zeros_statistics_with_and_without_broadcast(recipe: Recipe) -> None:
     runs = {
         value: recipe("model._target_=points.Norm", "trainer.gpus=2", f"strategy.broadcast_buffers={value}")
@@ -260,6 +263,7 @@ def test_batch_norm_keeps_rank_zeros_statistics_with_and_without_broadcast(recip
         assert f"{name} {value:.6g}" in seen.out
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("size", "overrides", "wrapped"),
     [

@@ -12,6 +12,7 @@ from ddpexp.launch.launchers.local import Spawn
 from tests.conftest import Call
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(("case", "size"), [("equal", 2), ("resumed", 2)])
 def test_every_strategy_freezes_alike(case: str, size: int, tmp_path: Path, forked_servers: None) -> None:
     try:

@@ -21,6 +21,7 @@ OPTIONS = LocalOptions("local_sgd", 10, 0)
 OUTER = DiLoCoOptions("diloco", 10, 0, 0.7, 0.9)
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("case", ["equal", "buffers", "norms"])
 def test_ranks_train_to_the_weights_of_a_loop_by_hand(case: str, tmp_path: Path, forked_servers: None) -> None:
     works("tests.strategy.local", case, 3, tmp_path / "logs")
@@ -64,6 +65,7 @@ COMMON = ("optimizer=adamw", "trainer.gpus=2", "trainer.max_steps=8", "trainer.c
 DILOCO = ("strategy=diloco", "strategy.sync_every=3")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_within_a_round_ends_with_the_same_weights(recipe: Recipe) -> None:
     whole = recipe(*COMMON, *DILOCO)
     assert whole.code == 0, whole.err

@@ -48,12 +48,14 @@ def sharded(recipe: Recipe, *overrides: str, run: Path | None = None) -> dict[st
     return done.result()
 
 
+@pytest.mark.slow
 def test_it_trains_to_the_weights_of_replicas(recipe: Recipe, whole: dict[str, object]) -> None:
     theirs = sharded(recipe, "strategy.children=true")
     assert theirs["weights_sha256"] == whole["weights_sha256"]
     assert theirs["metrics"] == whole["metrics"]
 
 
+@pytest.mark.slow
 def test_it_clips_by_the_norm_of_all_rows(recipe: Recipe) -> None:
     overrides = ("trainer.clip_grad_norm=0.1",)
     ours, theirs = (
@@ -79,6 +81,7 @@ def test_its_checkpoints_and_average_are_those_of_replicas(recipe: Recipe) -> No
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("first", "second"),
     [("sharded", "ddp"), ("ddp", "sharded"), pytest.param("sharded", "sharded", marks=pytest.mark.slow)],
@@ -94,6 +97,7 @@ def test_either_strategy_resumes_what_the_other_began(
     assert ended.result()["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_what_it_cannot_do_is_refused(recipe: Recipe) -> None:
     done = recipe(*WORDS, "strategy=sharded", "trainer.reduction=exact", environ=SHARDED)
     assert done.code == 2

@@ -78,6 +78,7 @@ run()
 """
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(23)
 @pytest.mark.parametrize(("refused", "code"), [("2,3", 0), ("1", 1)])
 def test_a_job_that_cannot_be_started_waits_for_those_that_run_and_else_fails(

@@ -22,6 +22,7 @@ def test_elastic_jobs_have_slots_too(sweeps: Sweeps) -> None:
     assert sweep.results()["0001_trainer.seed=1"]["weights_sha256"] == sweeps.solo("trainer.seed=1")
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_the_launcher_can_be_swept_and_the_login_node_submits_the_rest_as_one_array(sweeps: Sweeps) -> None:
     sweep = sweeps("launcher=spawn,slurm", "trainer.seed=0,1", "trainer.threads=1")

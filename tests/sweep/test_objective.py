@@ -49,6 +49,7 @@ def test_a_trial_that_fails_is_reported_to_optuna_and_listed(sweeps: Sweeps) -> 
     assert "13 units bring bad luck" in sweep.err
 
 
+@pytest.mark.slow
 def test_a_study_in_which_every_trial_fails_is_a_failure_and_no_traceback(sweeps: Sweeps) -> None:
     overrides = (
         "hydra/sweeper=optuna",

@@ -165,6 +165,7 @@ ODD: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("jobs", ODD.values(), ids=ODD.keys())
 def test_odd_sweeps_are_drawn_without_a_message(tmp_path: Path, jobs: list[tuple[list[str], dict[str, Any]]]) -> None:
     made = Made(tmp_path / "sweep")
@@ -175,6 +176,7 @@ def test_odd_sweeps_are_drawn_without_a_message(tmp_path: Path, jobs: list[tuple
     assert width == 1500
 
 
+@pytest.mark.slow
 def test_a_home_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
     made = sweep(tmp_path / "sweep", 3)
     (tmp_path / "file").touch()
@@ -188,6 +190,7 @@ def test_a_home_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_style_that_lies_about_changes_nothing(tmp_path: Path) -> None:
     made = sweep(tmp_path / "sweep", 3)
     picture.draw(rows_of(made.path), "eval/loss", "min", tmp_path / "one.png")

@@ -61,6 +61,7 @@ def test_a_config_file_makes_a_command_a_sweep(sweeps: Sweeps) -> None:
     assert (plan.code, "add hydra.mode=RUN for one run" in plan.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_job_has_the_pipes_and_sockets_of_the_same_run_alone_and_no_more(sweeps: Sweeps) -> None:
     sweep = sweeps("task._target_=points.Held", "trainer.seed=range(5)")
     assert sweep.code == 0, sweep.err
@@ -71,6 +72,7 @@ def test_a_rank_of_a_job_has_the_pipes_and_sockets_of_the_same_run_alone_and_no_
     assert held == held[:1] * 6
 
 
+@pytest.mark.slow
 def test_jobs_of_different_size_share_the_machine(sweeps: Sweeps) -> None:
     sweep = sweeps("trainer.gpus=2,1", "trainer.seed=0,1")
     assert sweep.code == 0, sweep.err
@@ -96,6 +98,7 @@ def test_a_job_that_fails_leaves_the_others_alone_and_is_listed(sweeps: Sweeps) 
     assert (sweep.jobs()[0] / "error.json").is_file()
 
 
+@pytest.mark.slow
 def test_with_on_failure_stop_no_more_jobs_are_started(sweeps: Sweeps) -> None:
     sweep = sweeps("sweep.on_failure=stop", "model._target_=points.Wide", *PACED, "model.hidden=8,13,9,10,11")
     assert sweep.code == 1
@@ -157,6 +160,7 @@ def test_a_job_that_a_callback_ends_is_done(sweeps: Sweeps) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_job_that_refuses_to_resume_says_why(sweeps: Sweeps) -> None:
     process, path = sweeps.start(*PACED, "trainer.seed=0,1")
     wait_for(lambda: sum(len(file.read_text().splitlines()) > 2 for file in path.glob("*/metrics.jsonl")) == 2)

@@ -65,6 +65,7 @@ def test_another_metric_and_another_folder_can_be_given(trained: Path, tmp_path:
                                                      "sweep.mode=min").stdout  # fmt: skip
 
 
+@pytest.mark.slow
 def test_any_runs_make_a_table_with_keys_that_were_not_overridden_too(tmp_path: Path) -> None:
     outputs = tmp_path / "outputs/mnist"
     run(outputs / "a", ["optimizer.lr=0.1"], points=((1, 0.5),))

@@ -150,6 +150,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, warm_single_environ: dict[s
     return Recipe(Ddpexp(tmp_path_factory.mktemp("replicas"), warm_single_environ), CODE)
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("through", ["auto", "backend"])
 def test_state_that_each_rank_keeps_in_a_buffer_is_refused_before_a_checkpoint(recipe: Recipe, through: str) -> None:
     """The run fails after the first step; each rank keeps its own where that is asked for, and a resume has it."""
@@ -178,6 +179,7 @@ def test_a_weight_that_one_rank_changes_ends_the_run_and_the_checkpoint_before_s
     assert "after step 5 the parameter model.0.weight differs" in early.err
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("through", ["auto", "backend"])
 def test_ranks_may_call_a_model_with_buffers_differently_often(recipe: Recipe, through: str) -> None:
     """The weights are those of one worker that takes the same micro-batches, which no other order of calls gives."""

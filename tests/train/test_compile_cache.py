@@ -95,6 +95,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) 
     return done, place / "cache"
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["half", "empty"])
 @pytest.mark.parametrize("kind", ["all", *KINDS])

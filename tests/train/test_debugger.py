@@ -145,6 +145,7 @@ def test_quitting_saves_and_the_run_resumes_to_the_same_weights(recipe: Recipe, 
     assert (again.code, again.result()["weights_sha256"]) == (0, expected), again.err
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("whom", ["command", "rank"])
 def test_a_kill_at_the_prompt_leaves_nothing_and_a_sane_terminal(recipe: Recipe, whom: str) -> None:
     kill_at_prompt(recipe, whom)
@@ -189,6 +190,7 @@ def test_a_signal_closes_the_prompt_and_saves(recipe: Recipe, number: signal.Sig
     assert f"ddpexp: interrupted by {number.name}; saved at step 3 in " in shell.shown
 
 
+@pytest.mark.slow
 def test_a_closed_window_saves_as_sighup_does(recipe: Recipe, expected: str) -> None:
     shell, done = session(recipe, ranks="[0,1]")  # the other one waits for its turn
     with shell:

@@ -297,6 +297,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
     return Recipe(Ddpexp(tmp_path_factory.mktemp("lora"), environ), CODE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_killed_runs_with_adapters_end_like_an_undisturbed_one(recipe: Recipe, kills: int) -> None:
     expected = recipe(*RUN)

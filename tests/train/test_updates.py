@@ -518,6 +518,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(points: Any, fit: Callable[...,
     assert ends[0][2:] == ends[1][2:]
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
 def test_a_step_that_is_left_out_leaves_no_trace_on_any_of_two_workers(recipe: Recipe, reduction: str) -> None:
     overrides = ("model._target_=points.Normed", "trainer.gpus=2", "trainer.micro_batch_size=6",

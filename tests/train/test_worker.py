@@ -181,6 +181,7 @@ def test_random_numbers_of_a_data_set_are_the_same_with_and_without_loader_worke
     assert runs[0].result()["weights_sha256"] == runs[1].result()["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_the_kind_of_data_set_does_not_matter(recipe: Recipe, done: Done) -> None:
     assert recipe("trainer.gpus=2", *ITEMS).result()["weights_sha256"] == done.result()["weights_sha256"]
 
@@ -316,6 +317,7 @@ def test_a_debugger_is_refused_with_its_place_and_what_works_instead(recipe: Rec
     assert "Pdb" not in done.out
 
 
+@pytest.mark.slow
 def test_a_debugger_may_have_its_own_connection_and_breakpoints_may_be_ignored(recipe: Recipe) -> None:
     done = recipe("task._target_=points.Looks", "task.how=own", environ={"PYTHONBREAKPOINT": "0"})
     assert done.code == 0, done.err

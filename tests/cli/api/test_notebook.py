@@ -108,6 +108,7 @@ def test_the_notebook_of_the_examples_shows_a_line_of_progress_and_plots(noteboo
     assert "'eval/accuracy': " in answers[-1].text
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_killed_leaves_a_saved_run_and_no_process(notebook: Notebook) -> None:
     before = {path.name for path in notebook.folder.glob("outputs/mnist/*")}
 
@@ -126,6 +127,7 @@ def test_a_kernel_that_is_killed_leaves_a_saved_run_and_no_process(notebook: Not
     assert result["step"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("surroundings")
 def test_the_script_of_the_examples_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -61,6 +61,7 @@ def test_killed_in_mid_epoch_at_1_2_and_4_workers_gives_the_weights_of_the_undis
         assert weights(ddpexp.folder / folder) == weights(ddpexp.folder / "undisturbed")
 
 
+@pytest.mark.slow
 def test_a_table_of_10000_columns_is_trained_on_evaluated_predicted_for_and_exported(ddpexp: Ddpexp) -> None:
     """What is known of so many columns is more than a packet, or an argument of a program, may have."""
     names = [f"column {number}" for number in range(10_000)]

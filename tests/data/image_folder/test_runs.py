@@ -28,6 +28,7 @@ def environ(warm_environ: dict[str, str]) -> dict[str, str]:
     return warm_environ
 
 
+@pytest.mark.slow
 def test_killed_in_mid_epoch_and_resumed_gives_the_weights_of_the_undisturbed_run(ddpexp: Ddpexp) -> None:
     """The other kinds of data, caches and numbers of workers are in data/test_kills.py."""
     draw(ddpexp.folder / "photos")

@@ -202,6 +202,7 @@ def test_files_become_splits_of_which_only_the_training_set_is_augmented(tmp_pat
     assert trained.min() == 0  # the frame
 
 
+@pytest.mark.slow
 def test_a_run_on_augmented_images_ends_with_the_same_weights_at_other_world_sizes_and_in_two_parts(
     ddpexp: Ddpexp, tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def patience_with(bad: str, mirrors: int) -> Patience:
     return replace(PATIENT, total=3.0) if bad == "dripping" else PATIENT
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(57, 58)
 @pytest.mark.parametrize("bad", BAD_ANSWERS)
 def test_bad_mirror_is_refused_in_time_and_nothing_of_it_kept(
@@ -95,6 +96,7 @@ def test_bad_mirror_is_refused_in_time_and_nothing_of_it_kept(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(58)
 @pytest.mark.parametrize("bad", sorted(BAD_ANSWERS.keys() - {"dripping"}))  # which uses up the time of all mirrors
 def test_second_mirror_serves_where_the_first_is_bad(

@@ -169,6 +169,7 @@ def test_a_member_started_manually_is_refused(tmp_path: Path, monkeypatch: pytes
         Elastic().member(Call("time:sleep", ["0"], tmp_path))
 
 
+@pytest.mark.slow
 def test_the_agent_gives_up_after_max_restarts(recipe: Recipe) -> None:
     overrides = ("launcher=elastic", "launcher.max_restarts=1", "trainer.gpus=2", "trainer.threads=1")
     done = recipe(*overrides, "task._target_=points.Breaks", "+task.how=raise", "+task.each=true")
@@ -179,6 +180,7 @@ def test_the_agent_gives_up_after_max_restarts(recipe: Recipe) -> None:
     assert done.result()["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_refusal_is_not_tried_again(recipe: Recipe) -> None:
     done = recipe("launcher=elastic", "trainer.gpus=2", "trainer.global_batch_size=1000")
     assert done.code == 2
@@ -217,6 +219,7 @@ def test_a_range_is_for_elastic_alone(recipe: Recipe) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
@@ -346,6 +349,7 @@ def machines(recipe: Recipe) -> Iterator[Machines]:
         kill(machine)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_machine_that_comes_late_joins_and_one_that_was_killed_joins_again(machines: Machines) -> None:
     first = machines.start()

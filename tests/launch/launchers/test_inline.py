@@ -133,6 +133,7 @@ def test_a_debugger_works_as_in_a_script_and_the_run_resumes_under_spawn(recipe:
     assert (again.code, again.result()["weights_sha256"]) == (0, expected.result()["weights_sha256"]), again.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"), [("inline", "spawn"), pytest.param("spawn", "inline", marks=pytest.mark.slow)]
 )

@@ -228,6 +228,7 @@ def test_the_login_node_submits_says_how_to_follow_and_exits(recipe: Recipe, spa
     assert not (done.run / "error.json").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_job_can_be_resubmitted_with_sbatch(recipe: Recipe, tmp_path: Path) -> None:
     marks = ("data._target_=points.load_when_there", f"+data.folder={tmp_path}")
     done = recipe(*WAIT, *TWO_BY_TWO, *marks)
@@ -262,6 +263,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("how", "rank", "code", "kind", "message", "host"), FAILURES, ids=[case[0] for case in FAILURES]
@@ -292,6 +294,7 @@ def test_one_failed_rank_ends_the_job_at_once_with_its_cause(
     assert message.rpartition(" ")[2] in (done.run / f"ranks/{rank}.log").read_text() or how == "SIGKILL"
 
 
+@pytest.mark.slow
 def test_what_the_workers_refuse_is_one_sentence_and_2(recipe: Recipe) -> None:
     done = recipe(*WAIT, *TWO_BY_TWO, "task._target_=points.Act", "+task.how=refuse", "+task.rank=3")
     job_id = job_of(done)
@@ -351,6 +354,7 @@ def test_a_part_of_slurm_alone_is_refused(recipe: Recipe, tmp_path: Path, cluste
     assert not done.run.exists()
 
 
+@pytest.mark.slow
 def test_a_job_of_which_slurm_tells_nothing_tells_its_end_itself(recipe: Recipe, tmp_path: Path, cluster: str) -> None:
     environ = container(tmp_path, cluster)
     refused = subprocess.run(
@@ -456,6 +460,7 @@ def test_hostile_names_and_paths_reach_slurm_unchanged_and_run_nothing(
     assert not list(tmp_path.rglob("pwned"))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(71, "S9")
 def test_a_training_with_a_hostile_name_and_run_directory_ends_well(recipe: Recipe) -> None:
     hostile = 'it\'s "a" $(touch pwned);`touch pwned` 100% %j b\\s ünï☃'
@@ -573,6 +578,7 @@ def listening() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_waiting_leaves_the_job_alone(recipe: Recipe, tmp_path: Path) -> None:
     process, run = recipe.start(*WAIT, *slow(tmp_path), "trainer.gpus=2", environ=OWN_SERVER)
     wait_for(lambda: begun(tmp_path, 2))
@@ -588,6 +594,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_alone(recipe: Recipe, tmp_path: Pat
     assert done.result()["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_second_job_in_the_run_directory_of_a_running_one_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path), environ=OWN_SERVER)
     wait_for(lambda: begun(tmp_path, 4))
@@ -642,6 +649,7 @@ def test_a_failed_step_gives_an_allocation_its_exit_code(recipe: Recipe) -> None
     assert "ddpexp: rank 1 on node1 failed (train" in done.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_an_allocation_ends_the_step_and_is_written_down(recipe: Recipe, tmp_path: Path) -> None:
     process, run = start(recipe, TWO_HOSTS, "trainer.gpus=1", *slow(tmp_path), environ=OWN_SERVER)
     wait_for(lambda: begun(tmp_path, 2))
@@ -714,6 +722,7 @@ def test_each_task_of_srun_is_a_rank(recipe: Recipe, spawned: Callable[[int], Do
     assert not list(done.run.parent.glob(".meeting-*"))
 
 
+@pytest.mark.slow
 def test_a_wrapper_script_around_a_task_changes_nothing(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
     wrapper = recipe.ddpexp.folder / "wrapper"
     wrapper.write_text('#!/bin/bash\nulimit -c 0\n"$@"\n')
@@ -723,6 +732,7 @@ def test_a_wrapper_script_around_a_task_changes_nothing(recipe: Recipe, spawned:
     assert done.result()["weights_sha256"] == spawned(2).result()["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_each_task_sees_the_gpu_that_srun_gave_it(recipe: Recipe, tmp_path: Path) -> None:
     task = ("task._target_=points.Shows", f"+task.folder={tmp_path}")
     done = typed(recipe, [*FOUR_TASKS, "--gpus-per-task=1"], *task, "trainer.device=cpu")
@@ -742,6 +752,7 @@ def test_one_failed_task_ends_the_step(recipe: Recipe, how: str) -> None:
     assert "ddpexp: rank 3 on node1 failed (train" in done.err
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
@@ -779,6 +790,7 @@ def in_pty(recipe: Recipe, options: Sequence[str], line: Callable[[str], str], *
     return Done(code, out, "", run)
 
 
+@pytest.mark.slow
 def test_a_command_in_a_pty_shell_is_inside_an_allocation(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
     done = in_pty(recipe, ["-N1"], lambda line: line, "trainer.gpus=2")
     assert done.code == 0, done.out
@@ -787,6 +799,7 @@ def test_a_command_in_a_pty_shell_is_inside_an_allocation(recipe: Recipe, spawne
     assert "--config-dir" in done.manifest()["command"]
 
 
+@pytest.mark.slow
 def test_a_wrapped_task_of_a_step_from_a_pty_shell_is_a_task(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
     done = in_pty(
         recipe, ["-N1", "-c2"], lambda line: f"srun -Q --overlap -n2 bash -c {shlex.quote(line + '; exit $?')}"
@@ -795,6 +808,7 @@ def test_a_wrapped_task_of_a_step_from_a_pty_shell_is_a_task(recipe: Recipe, spa
     assert done.result()["weights_sha256"] == spawned(2).result()["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_the_program_of_srun_pty_itself_is_a_task(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
     ours, run = recipe.words("launcher=slurm", "trainer.threads=1")
     environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb"}
@@ -859,6 +873,7 @@ def test_a_preempted_job_saves_is_requeued_once_and_ends_as_if_undisturbed(recip
     assert done.result()["weights_sha256"] == alone.result()["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_job_that_has_made_no_step_is_not_requeued(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe(
         "launcher=slurm", *TWO_BY_TWO, "data._target_=points.load_never", f"+data.folder={tmp_path}", environ=OWN_SERVER
@@ -886,6 +901,7 @@ def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_p
     assert f"step-{done.result()['step']:08}" in [path.name for path in (done.run / "checkpoints").iterdir()]
 
 
+@pytest.mark.slow
 def test_a_job_may_save_and_continue(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe(
         "launcher=slurm",
@@ -945,6 +961,7 @@ def test_the_time_limit_is_no_end(recipe: Recipe, tmp_path: Path) -> None:
 # What other jobs and steps leave in a shell.
 
 
+@pytest.mark.slow
 def test_commands_typed_in_a_shell_of_a_step_of_two_tasks_run_once(recipe: Recipe) -> None:
     """Trained alone, trained with launcher=slurm and evaluated: each was typed once."""
     alone, run = recipe.words("launcher=inline", "trainer.threads=1")
@@ -967,6 +984,7 @@ def test_commands_typed_in_a_shell_of_a_step_of_two_tasks_run_once(recipe: Recip
     assert results[0]["weights_sha256"] in shown
 
 
+@pytest.mark.slow
 def test_options_of_other_steps_do_not_reach_a_job(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
     left = {
         "SLURM_MEM_PER_CPU": "10", "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_LIST": "0x1",
@@ -978,6 +996,7 @@ def test_options_of_other_steps_do_not_reach_a_job(recipe: Recipe, spawned: Call
     assert f"does not inherit {', '.join(sorted(left))} of this shell" in done.err
 
 
+@pytest.mark.slow
 def test_a_heterogeneous_allocation_is_warned_of_and_used_with_srun(recipe: Recipe) -> None:
     done = typed(recipe, ["salloc", "-Q", "-N1", ":", "-N1"], "trainer.gpus=1")
     assert done.code == 0
@@ -999,6 +1018,7 @@ def test_a_job_that_has_ended_is_named_before_anything_is_written(recipe: Recipe
     assert not done.run.exists()
 
 
+@pytest.mark.slow
 def test_the_advice_on_a_number_of_workers_gives_that_number(recipe: Recipe) -> None:
     refused = typed(recipe, ["srun", "-Q", "-N1"], "trainer.gpus=2")
     [advice] = re.findall("so type (srun .*?), or", refused.err)
@@ -1006,6 +1026,7 @@ def test_the_advice_on_a_number_of_workers_gives_that_number(recipe: Recipe) -> 
     assert (done.code, done.result()["world_size"]) == (0, 2)
 
 
+@pytest.mark.slow
 def test_a_torchrun_in_each_task_is_refused(recipe: Recipe) -> None:
     words, run = recipe.words("launcher=torchrun-env", "trainer.threads=1")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "ddpexp"]
@@ -1018,6 +1039,7 @@ def test_a_torchrun_in_each_task_is_refused(recipe: Recipe) -> None:
     assert not run.exists()
 
 
+@pytest.mark.slow
 def test_a_job_whose_program_is_not_there_has_failed_and_was_not_refused(recipe: Recipe) -> None:
     done = recipe(*WAIT, "launcher.python=/nonexistent")
     assert (done.code, done.result()["status"]) == (1, "failed")

@@ -349,6 +349,7 @@ def offline(ddpexp: Ddpexp) -> Sweep:
     return Sweep(Recipe(ddpexp), ddpexp.folder / "sweep")
 
 
+@pytest.mark.slow
 def test_a_signal_while_sbatch_runs_loses_no_job(offline: Sweep, tmp_path: Path) -> None:
     stops = 'if [ $n = 2 ]; then kill -TERM $PPID; sleep 0.2; fi; echo "$n"'
     path = programs(tmp_path / "bin", sbatch=f"{COUNTS}; {stops}", srun="", scontrol="exit 1")
@@ -444,6 +445,7 @@ def test_jobs_of_an_array_end_with_the_weights_of_jobs_alone(recipe: Recipe, tmp
     assert state_names(ids) == dict.fromkeys(ids, "COMPLETED")
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_jobs_of_one_node_and_of_two_go_into_two_arrays_and_end_the_same(sweep: Sweep) -> None:
     done = sweep(

@@ -79,6 +79,7 @@ def shells(recipe: Recipe, *overrides: list[str], **variables: str) -> list[Done
     return [finish(process, run) for process in started]
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_torchrun_shows_our_error_for_every_rank(recipe: Recipe, how: str) -> None:
@@ -115,6 +116,7 @@ def test_a_restart_resumes_in_the_same_run_directory(recipe: Recipe, how: str) -
     assert done.out.count("step 8/8  epoch  2.00  loss") == 1  # the first attempt's lines are not shown again
 
 
+@pytest.mark.slow
 def test_an_unnamed_run_directory_is_found_again(recipe: Recipe, tmp_path: Path) -> None:
     arguments, _ = recipe.words(
         "trainer.threads=1", "launcher=torchrun-env", "task._target_=points.Breaks", "+task.how=raise"

@@ -428,6 +428,7 @@ def alone(ddpexp: Ddpexp) -> Ddpexp:
     return Ddpexp(ddpexp.folder, {key: text for key, text in ddpexp.environ.items() if not key.startswith(STARTERS)})
 
 
+@pytest.mark.variants(3)
 @pytest.mark.fault(27)
 @pytest.mark.parametrize(
     ("overrides", "environ", "sentence"),

@@ -186,7 +186,7 @@ def test_one_that_gave_up_waiting_for_a_stopped_leader_is_not_counted_twice(
 # ------------------------------------------------------------------------------------------------------- who is missing
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.fault(25)
 def test_those_who_did_not_come_are_named_to_those_who_did(way: Rendezvous, background: ThreadPoolExecutor) -> None:
     leading = background.submit(lead, way, 4, 3.0, "node")
@@ -368,6 +368,7 @@ def test_a_stranger_that_says_nothing_is_turned_away_in_time(
     leading.result(PATIENCE)[0].close()
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(24)
 @pytest.mark.parametrize(
     "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"{}\n", b'{"kind": "welcome"}\n', b'{"kind": "refused"}\n', None]
@@ -605,6 +606,7 @@ else:
 """
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault("S16")
 @pytest.mark.parametrize("does", ["lead", "join"])
 def test_another_user_is_neither_let_in_nor_followed(does: str) -> None:

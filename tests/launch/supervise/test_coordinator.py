@@ -497,6 +497,7 @@ def test_a_machine_that_does_not_come_is_missed_in_time(recipe: Recipe, present:
     assert not both.run.exists()
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_stopped_while_it_waited_may_be_started_again(recipe: Recipe) -> None:
     three = Nodes(recipe, nodes=3).start(0, 1)
     wait_for(three.has_met)
@@ -569,6 +570,7 @@ def test_a_killed_command_ends_the_other_which_says_who_is_gone(recipe: Recipe) 
     )
 
 
+@pytest.mark.slow
 def test_a_killed_command_of_rank_zero_ends_the_other(recipe: Recipe) -> None:
     both = Nodes(recipe, "task._target_=points.Waits", *LONG, environ=OWN_SERVER).start(0, 1)
     both.trains()
@@ -610,6 +612,7 @@ def test_the_users_own_exit_code_is_everybodys(recipe: Recipe) -> None:
     assert [one.code for one in done] == [7, 7]
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(("number", "name"), [(0, "SIGTERM"), (1, "SIGINT")])
 def test_a_signal_to_one_command_stops_both(recipe: Recipe, number: int, name: str) -> None:
     both = Nodes(recipe, "task._target_=points.Waits", *LONG).start(0, 1)

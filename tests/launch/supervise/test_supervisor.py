@@ -263,7 +263,7 @@ def stopped(done: Done, signum: signal.Signals) -> None:
     assert [record["step"] for record in written] == list(range(1, len(written) + 1))
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.fault(8)
 @pytest.mark.parametrize("items", [(), ITEMS], ids=["", "with loaders"])
 @pytest.mark.parametrize("last", [True, False], ids=["the command last", "the command first"])

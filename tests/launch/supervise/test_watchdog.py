@@ -148,6 +148,7 @@ def test_a_rank_that_makes_progress_is_not_asked_for_its_stack(ranks: Ranks) -> 
     assert ranks.request == 0
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["a step", "a beat", "a phase"])
 def test_a_stack_counts_only_if_the_rank_has_not_moved_since_it_was_asked(ranks: Ranks, how: str) -> None:
     """A rank that comes further while its stack is written is not ended, however long it was silent before."""

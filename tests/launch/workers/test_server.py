@@ -54,6 +54,7 @@ def trains(recipe: Recipe) -> bool:
 MOMENTS = {"importing": (2, False), "joining": (4, False), "training": (4, True), "loading": (8, True)}
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(7)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_nothing_outlives_a_killed_command(recipe: Recipe, moment: str) -> None:
@@ -65,6 +66,7 @@ def test_nothing_outlives_a_killed_command(recipe: Recipe, moment: str) -> None:
     assert finish(process, run).code == -signal.SIGKILL
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(7)
 @pytest.mark.parametrize("moment", ["importing", "training"])
 def test_a_killed_fork_server_ends_the_command_with_1_saying_so(recipe: Recipe, moment: str) -> None:
@@ -81,6 +83,7 @@ def test_a_killed_fork_server_ends_the_command_with_1_saying_so(recipe: Recipe, 
     assert done.result()["status"] == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.fault(5)
 def test_a_run_that_finishes_with_a_stopped_fork_server_is_done(recipe: Recipe) -> None:
     process, run = start(recipe, "trainer.epochs=10", "trainer.timeout.step_seconds=1")
@@ -93,6 +96,7 @@ def test_a_run_that_finishes_with_a_stopped_fork_server_is_done(recipe: Recipe) 
     assert f"ddpexp: warning: the fork server, process {server}, is stopped (by SIGSTOP or a debugger)" in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.fault(2)
 def test_a_rank_that_is_killed_while_the_fork_server_is_stopped_is_named(recipe: Recipe) -> None:
     process, run = start(recipe)

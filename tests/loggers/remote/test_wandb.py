@@ -54,6 +54,7 @@ def recorded(python: str, run: Path) -> tuple[list[dict[str, Any]], dict[str, An
     return rows, config, exits
 
 
+@pytest.mark.slow
 def test_what_an_interrupted_process_did_not_write_is_sent_again_and_nothing_else(python: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(ROOT / "tests/samples/mnist", run)

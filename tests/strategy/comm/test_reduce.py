@@ -602,6 +602,7 @@ def digest(recipe: Recipe, *overrides: str) -> str:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("way", "size"),
@@ -624,6 +625,7 @@ def test_the_weights_are_the_same_through_memory_and_gloo_and_with_any_buckets(
         assert digest(recipe, *overrides, "strategy.reduce_through=backend") == found
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_ends_the_run_at_once_and_leaves_no_memory(recipe: Recipe, tmp_path: Path, victim: int) -> None:

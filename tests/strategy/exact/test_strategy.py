@@ -208,7 +208,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_servers: None
     return tmp_path
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(("size", "num_leaves"), [(2, 6), (3, 12), (4, 8), (8, 8)])
 def test_any_number_of_workers_leaves_the_same_gradients_and_buffers_as_one(
     folder: Path, size: int, num_leaves: int
@@ -571,6 +571,7 @@ def test_every_world_size_gives_the_same_weights_and_records_to_the_bit(
     assert len({one.weights_sha256 for one in fast.values()}) > 1  # the comparison can fail
 
 
+@pytest.mark.slow
 def test_adamw_in_bf16_with_clipping_and_averaged_weights_too(recipe: Recipe, exact: dict[int, Numbers]) -> None:
     found = [numbers(recipe, size, EXACT, *ADAMW) for size in (1, 8)]
     assert found[0] == found[1] != exact[1]
@@ -586,6 +587,7 @@ def test_the_backend_gives_them(recipe: Recipe, exact: dict[int, Numbers]) -> No
     assert numbers(recipe, 4, EXACT, "strategy.reduce_through=backend") == exact[1]
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("size", "options"),
@@ -613,6 +615,7 @@ def test_manual_optimization_of_sharded_models_has_them(recipe: Recipe) -> None:
     assert two.weights_sha256 == alone.weights_sha256
 
 
+@pytest.mark.slow
 @pytest.mark.variants(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_kind_of_task_and_data_has_them(recipe: Recipe, way: str) -> None:

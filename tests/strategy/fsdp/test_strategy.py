@@ -25,7 +25,7 @@ from tests.strategy.on_ranks import works
 from tests.strategy.test_sharded_optimizer import files
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.variants(3)
 @pytest.mark.parametrize(
     ("case", "size"),

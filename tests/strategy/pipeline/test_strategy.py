@@ -288,20 +288,27 @@ NEVER_WHOLE = ("strategy.init=replay", "strategy.gather_in_evaluation=false")
 def test_the_weights_and_records_are_those_of_one_process(recipe: Recipe, extra: tuple[str, ...]) -> None:
     one = recipe(*COMMON, *ONE, *extra)
     same(one, recipe(*COMMON, *PIPELINE, *extra, *((*INTERLEAVED, *NEVER_WHOLE) if extra else ())))
-    if not extra:
-        three = ("strategy.pp_size=3", "trainer.gpus=3", "strategy.schedule=gpipe", "strategy.split_before=[2,3]")
-        same(one, recipe(*COMMON, *PIPELINE, *three, *NEVER_WHOLE, "trainer.micro_batch_size=6"))
 
 
-def test_an_evaluation_through_the_stages_calls_the_model_as_a_whole(recipe: Recipe, tmp_path: Path) -> None:
-    options = (*COMMON, *PIPELINE, *NEVER_WHOLE, "trainer.gpus=4", "trainer.micro_batch_size=3")
+@pytest.mark.slow
+def test_three_stages_have_the_weights_and_records_of_one_process(recipe: Recipe) -> None:
+    three = ("strategy.pp_size=3", "trainer.gpus=3", "strategy.schedule=gpipe", "strategy.split_before=[2,3]")
+    whole = recipe(*COMMON, *PIPELINE, *three, *NEVER_WHOLE, "trainer.micro_batch_size=6")
+    same(recipe(*COMMON, *ONE), whole)
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["a pipe", "two pipes"])
+def test_an_evaluation_through_the_stages_calls_the_model_as_a_whole(
+    recipe: Recipe, tmp_path: Path, workers: int
+) -> None:
+    options = (*COMMON, *PIPELINE, *NEVER_WHOLE, f"trainer.gpus={workers}", "trainer.micro_batch_size=3")
     part = recipe(*options, "task._target_=points.Part")
     assert part.code == 1
     assert "the evaluation calls 3 of the model by itself, which is in stage 1 of the pipeline" in part.err
     done = recipe(*options, "task._target_=points.Shown", f"+task.folder={tmp_path}")
     assert done.code == 0, done.err
-    shown = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
-    assert shown == [shown[0]] * 4  # of all workers of both pipes
+    shown = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(workers)]
+    assert shown == [shown[0]] * workers  # of all workers of each pipe
 
 
 @pytest.mark.slow
@@ -334,6 +341,7 @@ def test_the_plan_knows_what_a_worker_keeps_for_backward_passes(
     assert parts["parameters"] == max(held)
 
 
+@pytest.mark.slow
 def test_copies_of_stages_share_the_data_as_the_workers_of_ddp(recipe: Recipe) -> None:
     same(
         recipe(*COMMON, *NORMED, "strategy=ddp", "trainer.gpus=2", "trainer.micro_batch_size=3"),
@@ -361,6 +369,7 @@ def test_a_killed_run_resumes_as_a_pipeline_and_another_strategy_resumes_from_it
     assert last.result()["weights_sha256"] == one.result()["weights_sha256"]
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(("fault", "rank"), [("backward:sleep:0:6", 0), ("forward:sleep:1:6", 1)])
 def test_a_stage_that_hangs_is_named_and_not_the_one_that_waits_for_it(recipe: Recipe, fault: str, rank: int) -> None:
     options = (*COMMON, *PIPELINE, "trainer.timeout.step_seconds=2")
@@ -370,6 +379,7 @@ def test_a_stage_that_hangs_is_named_and_not_the_one_that_waits_for_it(recipe: R
     assert "Hang: no progress" in done.err
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("task", "model", "sentence"),
     [

@@ -176,6 +176,7 @@ def test_killed_at_thirty_random_moments_all_end_equal(
     print(f"{name}: {kills} kills, all equal")
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("ranks", ["[0]", "[0,1]"])
 def test_a_callback_that_communicates_is_named_before_any_rank_waits(recipe: Recipe, ranks: str) -> None:
     done = recipe("trainer.gpus=2", "+callbacks.mine._target_=points.Sums", f"+callbacks.mine.ranks={ranks}")
