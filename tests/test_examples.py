@@ -110,7 +110,10 @@ def train(ddpexp: Ddpexp, name: str, *overrides: str) -> Done:
     return replace(done, run=run)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+LONGER = ("metrics",)  # whose recipe trains in tests/strategy/fsdp/test_strategy.py, too
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONGER)) for name in RECIPES])
 def test_the_example_trains(ddpexp: Ddpexp, name: str) -> None:
     done = train(ddpexp, name, "trainer.gpus=2", "trainer.max_steps=3")
     assert done.result()["step"] == 3

@@ -299,7 +299,7 @@ def test_a_sharded_run_that_is_killed_ends_as_replicas_do_undisturbed(
     assert "resumed after step" in done.out
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("place", ["written", "manifest", "renamed"])
 @pytest.mark.parametrize("what", ["command", "everything"])
 def test_a_save_that_ends_with_the_command_loses_no_checkpoint(

@@ -66,7 +66,11 @@ def test_every_verb_is_tried() -> None:
     assert sorted(VERBS) == sorted(NAMES)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+LONGER = ("plan", "export", "generate", "check", "doctor")
+"""With real runs in tests of their own; with other Pythons they are tried here."""
+
+
+@pytest.mark.parametrize("verb", [pytest.param(verb, marks=[pytest.mark.slow] * (verb in LONGER)) for verb in VERBS])
 def test_every_verb_answers(ddpexp: Ddpexp, runs: dict[str, Done], tmp_path: Path, verb: str) -> None:
     arguments, said = VERBS[verb]
     for name, done in runs.items():

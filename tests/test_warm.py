@@ -27,6 +27,7 @@ def environ(warm_environ: dict[str, str]) -> dict[str, str]:
     return warm_environ
 
 
+@pytest.mark.variants(3)
 @pytest.mark.parametrize(
     ("variables", "forked"),
     [({}, True), ({"PACE": "1"}, True), ({"PYTHONHASHSEED": "1"}, False), ({"OMP_NUM_THREADS": "1"}, False)],

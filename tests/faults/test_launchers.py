@@ -63,6 +63,7 @@ def test_a_rank_is_the_cause_for_all(recipe: Recipe, starter: Starter, fault: st
         ), shown
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.fault(5)
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])

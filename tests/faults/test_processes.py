@@ -224,6 +224,7 @@ def test_what_was_stopped_as_a_whole_continues(recipe: Recipe, whole: bool) -> N
     assert running.ended().done.code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault(5)
 def test_ranks_that_wait_for_one_another_are_all_named(recipe: Recipe) -> None:
     add(recipe, LONG)

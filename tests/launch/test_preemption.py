@@ -455,6 +455,7 @@ def test_two_commands_leave_at_once_before_the_training(polls: Polls) -> None:
 OTHERS: list[tuple[int, list[str]]] = [(1, []), (2, ["wishes"]), (4, [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "how"),
     [(3, ["apart", "wishes"]), *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS)],

@@ -36,6 +36,7 @@ def trained(done: Done) -> str:
     return str(result["weights_sha256"])
 
 
+@pytest.mark.slow
 def test_exact_weights_do_not_depend_on_strategy_and_workers(ddpexp: Ddpexp, text: str) -> None:
     one = ddpexp(*SMALL, text, *LLAMA, EXACT, "launcher=inline")
     two = ddpexp(*SMALL, text, *LLAMA, EXACT, "strategy=fsdp", "trainer.gpus=2")

@@ -78,6 +78,7 @@ def test_a_run_that_is_killed_within_a_round_ends_with_the_same_weights(recipe: 
     assert done.result()["metrics"] == whole.result()["metrics"]
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_and_another_strategy_resume_from_the_mean(recipe: Recipe) -> None:
     begun = recipe(*COMMON, *DILOCO, "trainer.max_steps=4")
     other = recipe(*COMMON, *DILOCO, "trainer.gpus=3", "trainer.max_steps=6", run=begun.run)

@@ -67,6 +67,7 @@ def test_it_clips_by_the_norm_of_all_rows(recipe: Recipe) -> None:
     assert all(weights[name].allclose(others[name], rtol=0, atol=1e-5) for name in weights)  # another order of the sum
 
 
+@pytest.mark.slow
 def test_its_checkpoints_and_average_are_those_of_replicas(recipe: Recipe) -> None:
     overrides = ("trainer.ema_decay=0.9",)
     ours, theirs = recipe(*WORDS, *overrides), recipe(*WORDS, *overrides, "strategy=sharded", environ=SHARDED)

@@ -91,6 +91,7 @@ def files(run: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_checkpoints_are_the_same_files_and_each_resumes_the_other(recipe: Recipe) -> None:
     ways = "optimizer=adamw", "trainer.reduction=exact", "trainer.micro_batch_size=4", "trainer.clip_grad_norm=1"
     whole = recipe(*ways, "trainer.gpus=2", "trainer.ema_decay=0.9")

@@ -78,6 +78,12 @@ def test_a_pruned_job_saves_exits_with_all_its_ranks_and_stays_pruned(sweeps: Sw
     assert list(sweep.jobs()[0].glob(f"checkpoints/step-{results[0]['step']:08d}/checkpoint.json"))
     again = sweeps.again(sweep.path)
     assert (again.code, len(again.events("started"))) == (0, 2)
+
+
+@pytest.mark.slow
+def test_a_pruned_job_continues_when_jobs_are_no_longer_stopped(sweeps: Sweeps) -> None:
+    sweep = sweeps(*WORDS, "optimizer.lr=0.0,0.1")
+    assert sweep.statuses() == ["stopped", "done"]
     whole = sweeps.again(sweep.path, "sweep.early_stop=null")
     assert (whole.code, whole.statuses()) == (0, ["done", "done"])
     alone = sweeps.solo("trainer.max_steps=30", "trainer.epochs=null", "trainer.gpus=2", "optimizer.lr=0.0")

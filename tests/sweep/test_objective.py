@@ -77,6 +77,7 @@ def test_an_objective_that_no_job_reports_is_refused_at_once_with_the_right_metr
     assert (right.code, len(right.events("started"))) == (0, 3)
 
 
+@pytest.mark.slow
 def test_an_objective_that_the_first_evaluation_lacks_is_said_while_the_job_runs(sweeps: Sweeps) -> None:
     length = ("trainer.max_steps=null", "trainer.epochs=1000000", "trainer.max_seconds=3")
     sweep = sweeps(

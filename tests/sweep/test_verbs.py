@@ -52,6 +52,7 @@ def test_the_table_of_a_real_sweep_is_printed_and_written(trained: Path) -> None
     assert (trained / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_another_metric_and_another_folder_can_be_given(trained: Path, tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in trained.iterdir()}
     done = ddpexp("table", trained, "sweep.objective=eval/accuracy", "--out", tmp_path / "new")

@@ -18,6 +18,7 @@ from tests.points import wait_for
 pytestmark = pytest.mark.smoke
 
 
+@pytest.mark.slow
 def test_a_fork_finds_what_is_documented_beside_whatever_users_import(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "always:This process", "-m", "tests.crowded", str(tmp_path)],

@@ -37,6 +37,7 @@ def faults(**variables: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_pages_are_not_returned_between_steps_unless_the_environment_says_so() -> None:
     # Now and then a fragmented heap takes 3 to 5 of 200 blocks anew. Where pages are returned, every run takes them all.
     assert any(faults() < 2000 for _ in range(3))

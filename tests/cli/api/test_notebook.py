@@ -95,6 +95,7 @@ def test_an_interrupted_cell_leaves_a_saved_run_and_says_how_to_resume(notebook:
     assert answer.text == "interrupted True\nTrue\n"
 
 
+@pytest.mark.slow
 def test_the_notebook_of_the_examples_shows_a_line_of_progress_and_plots(notebook: Notebook) -> None:
     cells = json.loads((EXAMPLES / "python/notebook.ipynb").read_text())["cells"]
     answers = [notebook.run("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]

@@ -21,6 +21,12 @@ CPU = torch.device("cpu")
 SHOPS = "city,opened,size,kind\nx,2026-01-02,1.5,a\ny,2026-01-03 12:00:00,2,b\nx,1970-01-01,3,a\n"
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What commands make of a table is tested, not how their processes start: forks."""
+    return warm_environ
+
+
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -112,6 +112,7 @@ def test_a_failure_ends_as_under_every_launcher(recipe: Recipe, how: str, code: 
         assert "ValueError: enough" in log
 
 
+@pytest.mark.slow
 def test_a_debugger_works_as_in_a_script_and_the_run_resumes_under_spawn(recipe: Recipe, expected: Done) -> None:
     words, run = recipe.words(
         *ITEMS, "task._target_=points.Looks", "+task.how=debug", "launcher=inline", "trainer.threads=1"

@@ -126,6 +126,7 @@ def test_a_flood_of_output_and_a_line_without_an_end_hang_nothing(recipe: Recipe
     assert lines[-1].startswith("done ")
 
 
+@pytest.mark.slow
 def test_a_terminal_that_reads_nothing_does_not_stop_the_training(recipe: Recipe) -> None:
     process, run = recipe.start("task._target_=points.Floods", "trainer.gpus=2")
     wait_for((run / "checkpoints").exists)  # while nobody reads the pipe, which holds 64 KiB

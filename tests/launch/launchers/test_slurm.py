@@ -243,6 +243,7 @@ def test_a_failed_job_can_be_resubmitted_with_sbatch(recipe: Recipe, tmp_path: P
     assert len(list(done.run.glob("error-*.json"))) == 1
 
 
+@pytest.mark.slow
 def test_waiting_shows_the_jobs_log_once(recipe: Recipe, tmp_path: Path) -> None:
     odd = tmp_path / "odd"
     odd.write_bytes(b"\x1b[31mred\n 1%\r 2%\r\x1b[2Jcleared\0\n")
@@ -890,6 +891,7 @@ def test_a_job_that_has_made_no_step_is_not_requeued(recipe: Recipe, tmp_path: P
     assert (done.result()["status"], restarts(job_id)) == ("interrupted", 0)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path), environ=OWN_SERVER)
     job_id = job_of(done)

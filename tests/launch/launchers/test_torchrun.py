@@ -205,6 +205,7 @@ def test_nothing_outlives_torchrun(recipe: Recipe, number: signal.Signals) -> No
         assert json.loads((run / "result.json").read_text())["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_command_is_the_cause(recipe: Recipe) -> None:
     process, run = start(
         recipe,

@@ -581,6 +581,7 @@ def test_a_killed_command_of_rank_zero_ends_the_other(recipe: Recipe) -> None:
     assert f"the command of rank zero on {socket.gethostname()} {gone}" in other.err
 
 
+@pytest.mark.slow
 def test_a_killed_worker_of_another_machine_is_the_first_cause_for_both(recipe: Recipe) -> None:
     both = Nodes(recipe, "task._target_=points.Waits", *LONG, environ=OWN_SERVER).start(0, 1)
     both.trains()

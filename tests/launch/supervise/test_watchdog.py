@@ -193,6 +193,7 @@ def test_a_rank_that_does_not_answer_is_asked_twice(ranks: Ranks) -> None:
     assert "does not answer at all" in found.message
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_a_processor_is_not_silent(ranks: Ranks) -> None:
     """Nine processes share one core: most of the time that passes is not the rank's."""
     core = min(os.sched_getaffinity(0))

@@ -112,6 +112,7 @@ def test_a_rank_that_is_killed_while_the_fork_server_is_stopped_is_named(recipe:
     ), done.err
 
 
+@pytest.mark.slow
 @pytest.mark.fault(5)
 def test_a_stopped_fork_server_is_named_when_a_rank_hangs(recipe: Recipe) -> None:
     process, run = start(recipe, "trainer.timeout.step_seconds=1", DDPEXP_FAULT="forward:sleep:1:30")

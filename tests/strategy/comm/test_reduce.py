@@ -495,6 +495,7 @@ def test_a_signal_ends_the_wait_for_a_peer(folder: Path) -> None:
     assert (failure.rank, failure.message) == (0, "interrupted in time")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_silent_is_named_when_the_time_is_up(folder: Path) -> None:
     failure = fails(folder, "stopped", 3)
     assert failure.kind == "PeerError"

@@ -523,7 +523,9 @@ DEEP = ("model._target_=points.Deep", "trainer.global_batch_size=48", "trainer.m
         "trainer.threads=1")  # fmt: skip
 EXACT = "trainer.reduction=exact"
 ADAMW = ("optimizer=adamw", "trainer.precision=bf16", "trainer.clip_grad_norm=1.0", "trainer.ema_decay=0.9")
-SIZES = (1, 2, 3, 4, 8)
+SIZES = (1, 2, 3)
+MORE = (4, 8)
+"""Of the longer run."""
 
 
 @pytest.fixture(scope="module")
@@ -569,6 +571,11 @@ def test_every_world_size_gives_the_same_weights_and_records_to_the_bit(
     assert all(found == exact[1] for found in exact.values())
     assert {"train/loss", "train/accuracy", "train/grad_norm"} < exact[1].records[0].keys()
     assert len({one.weights_sha256 for one in fast.values()}) > 1  # the comparison can fail
+
+
+@pytest.mark.slow
+def test_more_workers_give_them(recipe: Recipe, exact: dict[int, Numbers]) -> None:
+    assert [numbers(recipe, size, EXACT) for size in MORE] == [exact[1]] * len(MORE)
 
 
 @pytest.mark.slow

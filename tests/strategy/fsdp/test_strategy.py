@@ -26,7 +26,6 @@ from tests.strategy.test_sharded_optimizer import files
 
 
 @pytest.mark.variants(1)
-@pytest.mark.variants(3)
 @pytest.mark.parametrize(
     ("case", "size"),
     [
@@ -166,6 +165,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, warm_environ: dict[str, str
     return Recipe(Ddpexp(tmp_path_factory.mktemp("fsdp"), warm_environ), SHOWS)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_those_of_replicas_and_either_strategy_resumes_the_other(recipe: Recipe) -> None:
     ways = (
         "optimizer=adamw",
