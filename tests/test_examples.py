@@ -110,7 +110,7 @@ def train(ddpexp: Ddpexp, name: str, *overrides: str) -> Done:
     return replace(done, run=run)
 
 
-LONGER = ("metrics",)  # whose recipe trains in tests/strategy/fsdp/test_strategy.py, too
+LONGER = ("metrics",)  # importing torchmetrics takes longer than all else
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONGER)) for name in RECIPES])

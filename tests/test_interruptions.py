@@ -699,6 +699,7 @@ def test_the_best_checkpoint_stays_and_a_metric_that_is_none_is_refused(recipe: 
     assert not wrong.run.exists()
 
 
+@pytest.mark.slow
 def test_the_average_of_the_weights_is_what_is_evaluated_and_kept(recipe: Recipe) -> None:
     done = recipe(
         *LONG, *SGD, "trainer.gpus=2", "trainer.ema_decay=0.9", "trainer.checkpoint_every=1", "trainer.keep_last=null"

@@ -13,8 +13,14 @@ from ddpexp.cli.new import kinds, new
 from ddpexp.errors import RefusedError
 from examples.photos.draw import main as draw_photos
 from examples.table.table import write as write_table
-from tests.conftest import PATIENCE, Ddpexp, python_path
+from tests.conftest import PATIENCE, Ddpexp, python_path, warm_too
 from tests.examples import install
+
+
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What the project holds is tested, not how the processes of its runs start: forks."""
+    return warm_environ
 
 
 def made(place: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -44,7 +50,7 @@ def test_a_project_is_complete_and_passes_its_own_tests(
     if kind in GROWN:
         assert "section `data` of the YAML file" in " ".join((project / "README.md").read_text().split())
         config.write_text(config.read_text().replace("\ndata:\n", f"\ndata:\n  {GROWN[kind]}\n"))
-    environ = ddpexp.environ | {"PYTHONPATH": python_path(install(project, tmp_path / "pip"))}
+    environ = warm_too(ddpexp.environ | {"PYTHONPATH": python_path(install(project, tmp_path / "pip"))})
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     done = subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -307,6 +307,7 @@ def experiment_of(configs: Path, *words: str) -> Any:
     return parse(composed.values)
 
 
+@pytest.mark.slow
 def test_neither_machines_nor_memory_need_be_there(ddpexp: Ddpexp, mine: Path) -> None:
     words = [word for word in SMALL if not word.startswith(("model=", "data."))]
     words += [

@@ -291,6 +291,7 @@ ENCODES = ("model._target_=points.Encodes", "trainer.gpus=2")
 WRAPPED = "strategy.reduce_through=backend"  # DDP also for a small model
 
 
+@pytest.mark.slow
 def test_ddp_reduces_the_gradients_of_several_backward_passes(recipe: Recipe) -> None:
     overrides = (*ENCODES, "task._target_=points.Several", "trainer.micro_batch_size=6")
     bucket, wrapped = recipe(*overrides), recipe(*overrides, WRAPPED)

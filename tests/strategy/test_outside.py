@@ -82,6 +82,7 @@ def test_its_checkpoints_and_average_are_those_of_replicas(recipe: Recipe) -> No
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("first", "second"),

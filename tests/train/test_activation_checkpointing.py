@@ -99,17 +99,16 @@ def test_a_class_that_the_model_lacks_is_refused() -> None:
     )
 
 
-def test_a_run_ends_with_the_same_weights(tmp_path: Path, warm_environ: dict[str, str]) -> None:
+SHARDED = ("trainer.activation_checkpointing=[Net]", "strategy=fsdp")
+
+
+@pytest.mark.parametrize(
+    "more", [("trainer.activation_checkpointing=[Linear,Tanh]",), pytest.param(SHARDED, marks=pytest.mark.slow)]
+)
+def test_a_run_ends_with_the_same_weights(tmp_path: Path, warm_environ: dict[str, str], more: tuple[str, ...]) -> None:
     recipe = Recipe(Ddpexp(tmp_path, warm_environ))
     overrides = "trainer.gpus=2", "model.dropout=0.2"
-    hashes = {
-        recipe(*overrides, *more).result()["weights_sha256"]
-        for more in (
-            (),
-            ("trainer.activation_checkpointing=[Linear,Tanh]",),
-            ("trainer.activation_checkpointing=[Net]", "strategy=fsdp"),
-        )
-    }
+    hashes = {recipe(*overrides, *words).result()["weights_sha256"] for words in ((), more)}
     assert len(hashes) == 1
     done = recipe("trainer.activation_checkpointing=[Net]", "trainer.compile=true")
     assert done.code == 2

@@ -128,6 +128,7 @@ def test_ctrl_c_between_the_prompt_and_the_wait_for_a_key_interrupts(tmp_path: P
         assert shell.end() == 0, shell.shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["q", pytest.param("\x04", marks=pytest.mark.slow)])
 def test_quitting_saves_and_the_run_resumes_to_the_same_weights(recipe: Recipe, expected: str, how: str) -> None:
     shell, done = session(recipe, ranks="[0,1]")  # the other one waits for its turn, and gets none

@@ -25,6 +25,7 @@ from tests.strategy.on_ranks import works
 from tests.strategy.test_sharded_optimizer import files
 
 
+@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("case", "size"),
