@@ -113,14 +113,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 LONGEST = (
-    "launch/launchers/test_slurm.py", "test_interruptions.py", "test_install.py", "run/test_resume.py",
-    "launch/test_conformance.py", "faults/test_canaries.py", "launch/launchers/test_elastic.py", "sweep/test_run.py",
-    "launch/supervise/test_coordinator.py", "launch/test_preemption.py", "reference/test_reference.py",
-    "launch/launchers/test_torchrun.py", "faults/test_processes.py", "faults/test_network.py", "launch/test_plugins.py",
-    "faults/test_data.py", "faults/test_limits.py", "strategy/comm/test_reduce.py", "sweep/test_launchers.py",
-    "launch/supervise/test_supervisor.py", "checkpoint/test_nothing_lost.py", "launch/test_interrupted.py",
-    "strategy/exact/test_strategy.py", "train/test_worker.py", "launch/launchers/test_slurm_array.py",
-    "launch/rendezvous/test_meeting.py", "train/test_lazy_dynamo.py", "train/test_updates.py",
+    "launch/launchers/test_slurm.py", "test_interruptions.py", "strategy/pipeline/test_strategy.py",
+    "test_extras.py", "config/test_compose.py", "sweep/test_run.py", "run/test_resume.py", "faults/test_canaries.py",
+    "launch/test_conformance.py", "test_install.py", "faults/test_limits.py", "run/test_pretrained.py",
+    "faults/test_network.py", "test_examples.py", "test_docs.py", "launch/supervise/test_coordinator.py",
+    "faults/test_data.py", "launch/launchers/test_slurm_array.py", "launch/supervise/test_supervisor.py",
+    "test_user_recipes.py", "train/test_worker.py", "launch/test_plugins.py", "sweep/test_launchers.py",
+    "test_layering.py", "strategy/test_equality.py", "cli/test_new.py", "launch/test_preemption.py",
+    "strategy/exact/test_strategy.py", "launch/launchers/test_elastic.py", "launch/launchers/test_torchrun.py",
 )  # fmt: skip
 """The files that take longest, by the seconds of a whole run, those that need the cluster apart from one another.
 

@@ -318,7 +318,6 @@ def test_a_save_that_ends_with_the_command_loses_no_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.parametrize("number", [*range(3), *(pytest.param(one, marks=pytest.mark.slow) for one in range(3, 6))])
 def test_killed_at_a_random_moment(recipe: Recipe, undisturbed: Callable[..., Done], number: int) -> None:
     chance = random.Random(number)

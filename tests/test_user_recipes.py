@@ -285,6 +285,7 @@ def test_a_users_prepare_runs_once_in_a_process_of_its_own(ddpexp: Ddpexp, prepa
     assert done.result()["data"] == "points"
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("count", "traceback", "sentence"),
     [

@@ -349,7 +349,7 @@ def test_no_verb_runs_the_code_of_a_sweep_or_reads_it_for_long(place: Place, nam
     assert not list(place.folder.rglob("canary"))
 
 
-@pytest.mark.variants(1)
+@pytest.mark.slow
 @pytest.mark.fault("S17")
 @pytest.mark.parametrize(
     "overrides", [[], ["-m", "trainer.seed=0,1"], ["plan"], ["--cfg=job", "--resolve"]], ids=" ".join

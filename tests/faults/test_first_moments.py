@@ -239,7 +239,6 @@ def ways() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.variants(2)
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a container")
 @pytest.mark.parametrize(("starter", "way"), ways())
 def test_a_healthy_starter_is_not_taken_for_a_lost_one(recipe: Recipe, starter: Starter, way: str) -> None:

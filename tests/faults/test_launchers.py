@@ -64,7 +64,6 @@ def test_a_rank_is_the_cause_for_all(recipe: Recipe, starter: Starter, fault: st
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.fault(5)
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_command_that_is_stopped_with_its_rank_is_named_by_the_other(recipe: Recipe, rank: int) -> None:

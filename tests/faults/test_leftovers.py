@@ -123,7 +123,6 @@ STARTED = ("torchrun", "elastic", "Open MPI", "MPICH", "srun")
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.fault(7)
 @pytest.mark.parametrize("starter", [one for one in params(sizes=False) if str(one.values[0]) in STARTED])
 def test_nothing_outlives_a_killed_starter(recipe: Recipe, starter: Starter) -> None:

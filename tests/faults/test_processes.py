@@ -163,7 +163,6 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(recipe: Recipe, fault
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.fault(5)
 @pytest.mark.parametrize(
     "overrides",
@@ -233,7 +232,7 @@ def test_ranks_that_wait_for_one_another_are_all_named(recipe: Recipe) -> None:
     assert re.search(r"rank [01] on .*Hang: .*every rank waits for another \(rank 0 in .*; rank 1 in .*\)", done.err)
 
 
-@pytest.mark.variants(2)
+@pytest.mark.slow
 @pytest.mark.fault(5)
 @pytest.mark.parametrize(
     ("size", "workers", "says"),

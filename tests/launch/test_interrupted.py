@@ -153,7 +153,6 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.variants(2)
 @pytest.mark.parametrize(("starter", "harm"), CASES)
 def test_an_interrupted_run_resumes_under_its_launcher(
     recipe: Recipe, undisturbed: Callable[[int], Done], starter: Starter, harm: Callable[..., None]

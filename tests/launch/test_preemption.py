@@ -352,7 +352,6 @@ def test_what_does_not_save_in_time_is_killed(polls: Polls) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("whom", ["command", "rank zero"])
 def test_a_second_signal_within_two_seconds_is_the_same_and_a_later_one_ends_at_once(polls: Polls, whom: str) -> None:

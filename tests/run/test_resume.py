@@ -728,6 +728,7 @@ def test_code_that_has_changed_is_refused_until_that_is_allowed(changing: Recipe
     assert "since step 4 helpers.py has changed, which the last start was allowed to use\n" in done.out
 
 
+@pytest.mark.slow
 def test_an_allowed_change_reaches_the_job_that_a_launcher_starts(changing: Recipe) -> None:
     ddpexp, run = changing.ddpexp, changing(*HELPED).run
     edit(changing.folder / "helpers.py", "return loss", "return 2 * loss")

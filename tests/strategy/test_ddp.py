@@ -263,7 +263,7 @@ def test_batch_norm_keeps_rank_zeros_statistics_with_and_without_broadcast(recip
         assert f"{name} {value:.6g}" in seen.out
 
 
-@pytest.mark.variants(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "overrides", "wrapped"),
     [

@@ -83,7 +83,6 @@ def test_its_checkpoints_and_average_are_those_of_replicas(recipe: Recipe) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("first", "second"),
     [("sharded", "ddp"), ("ddp", "sharded"), pytest.param("sharded", "sharded", marks=pytest.mark.slow)],

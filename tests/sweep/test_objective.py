@@ -30,7 +30,12 @@ def test_optuna_gets_the_objectives_and_runs_its_trials_side_by_side(sweeps: Swe
     values = [result["metrics"]["eval/accuracy"] for result in sweep.results().values()]
     assert found["best_value"] == max(values)
     assert [event["objective"] for event in sorted(sweep.events("ended"), key=lambda event: event["job"])] == values
-    # The same command with a seed suggests the same trials, which are done.
+
+
+@pytest.mark.slow
+def test_the_same_command_with_a_seed_suggests_the_same_trials_which_are_done(sweeps: Sweeps) -> None:
+    sweep = sweeps(*OPTUNA)
+    assert sweep.code == 0, sweep.err
     again = sweeps(*OPTUNA, "hydra.sweeper.n_trials=8", path=sweep.path)
     assert again.code == 0, again.err
     assert len(again.events("started")) == 8

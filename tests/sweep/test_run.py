@@ -188,6 +188,7 @@ def test_a_signal_before_the_first_job_leaves_nothing_and_promises_nothing(sweep
     assert not path.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.fault(67)
 def test_after_sigkill_nothing_lives_and_no_finished_job_is_run_again(sweeps: Sweeps) -> None:
     overrides = (*PACED, "trainer.epochs=1,200", "trainer.seed=0,1")

@@ -96,7 +96,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) 
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["half", "empty"])
 @pytest.mark.parametrize("kind", ["all", *KINDS])
 def test_a_run_heals_what_its_compiler_keeps(

@@ -117,7 +117,7 @@ _WANT = {
 }
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("want", _WANT)
 def test_the_real_compiler_comes_when_it_is_wanted(warm: Warm, want: str) -> None:
     before = "defer()\ntrain()\nimport torch._dynamo as kept\nkept_break = kept.graph_break\n"
@@ -288,7 +288,7 @@ def _failed(warm: Warm, names: list[str], deferred: bool) -> dict[str, str]:
     return found
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("seed", range(8))
 def test_every_public_module_can_be_imported_in_any_order(warm: Warm, seed: int) -> None:
     names = random.Random(seed).sample(_PUBLIC, len(_PUBLIC))

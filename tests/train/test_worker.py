@@ -198,6 +198,7 @@ def test_a_warm_start_begins_with_the_given_weights(recipe: Recipe, done: Done) 
     assert other.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_file_of_torch_save_starts_a_run_and_what_was_taken_is_recorded(recipe: Recipe, done: Done) -> None:
     state = load_file(newest_checkpoint(done.run / "checkpoints") / "model.safetensors")
     torch.save({"state_dict": {f"module.{name}": value for name, value in state.items()}}, recipe.folder / "w.pth")

@@ -77,6 +77,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.wait()
 
 
+@pytest.mark.slow
 def test_etcd_leads_the_ranks_together(recipe: Recipe, etcd: str) -> None:
     overrides = (
         "launcher=elastic",
@@ -220,7 +221,6 @@ def test_a_range_is_for_elastic_alone(recipe: Recipe) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
 )

@@ -265,7 +265,6 @@ FAILURES = [
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("how", "rank", "code", "kind", "message", "host"), FAILURES, ids=[case[0] for case in FAILURES]
 )

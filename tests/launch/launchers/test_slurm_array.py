@@ -460,6 +460,7 @@ def test_jobs_of_one_node_and_of_two_go_into_two_arrays_and_end_the_same(sweep: 
     assert sweep.result(0)["weights_sha256"] == sweep.result(1)["weights_sha256"] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_no_more_jobs_run_at_once_than_configured_and_what_never_began_is_reported(sweep: Sweep) -> None:
     setup = "launcher.setup=['date +%s.%N','sleep 0.3','date +%s.%N','exit 3']"

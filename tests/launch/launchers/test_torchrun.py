@@ -80,7 +80,6 @@ def shells(recipe: Recipe, *overrides: list[str], **variables: str) -> list[Done
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_torchrun_shows_our_error_for_every_rank(recipe: Recipe, how: str) -> None:
     process, run = start(recipe, "task._target_=points.Breaks", f"+task.how={how}", torchrun=("--nproc-per-node=3",))

@@ -407,6 +407,7 @@ def test_another_program_at_the_port_is_refused_soon_whether_it_speaks_or_not(
     )
 
 
+@pytest.mark.slow
 def test_a_stranger_that_leaves_the_port_in_time_is_forgotten(
     fixed: Fixed, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

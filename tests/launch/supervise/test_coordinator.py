@@ -480,6 +480,7 @@ def test_two_commands_with_one_number_are_refused(recipe: Recipe) -> None:
     assert not three.run.exists()
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(25)
 @pytest.mark.parametrize(
     ("present", "sentence"),
@@ -594,6 +595,7 @@ def test_a_killed_worker_of_another_machine_is_the_first_cause_for_both(recipe: 
     assert one.err.count("ddpexp: ") == 1
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_on_any_machine_is_shown_once_with_its_traceback(recipe: Recipe, rank: int) -> None:
     both = Nodes(recipe, "task._target_=points.Breaks", f"+task.rank={rank}", *LONG).start(0, 1)

@@ -604,7 +604,6 @@ def digest(recipe: Recipe, *overrides: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("way", "size"),
     [
@@ -627,7 +626,6 @@ def test_the_weights_are_the_same_through_memory_and_gloo_and_with_any_buckets(
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_ends_the_run_at_once_and_leaves_no_memory(recipe: Recipe, tmp_path: Path, victim: int) -> None:
     before = set(os.listdir("/dev/shm"))

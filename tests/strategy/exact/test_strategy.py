@@ -595,7 +595,6 @@ def test_the_backend_gives_them(recipe: Recipe, exact: dict[int, Numbers]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("size", "options"),
     [(4, ("strategy.dp_replicate_size=2",)), (3, ("strategy.gather_in_evaluation=false",)), (1, ())],
@@ -623,7 +622,6 @@ def test_manual_optimization_of_sharded_models_has_them(recipe: Recipe) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.variants(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_kind_of_task_and_data_has_them(recipe: Recipe, way: str) -> None:
     alone, four = (numbers(recipe, size, EXACT, *WAYS[way]) for size in (1, 4))

@@ -26,7 +26,6 @@ from tests.strategy.test_sharded_optimizer import files
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("case", "size"),
     [
@@ -197,7 +196,6 @@ def test_checkpoints_are_those_of_replicas_and_either_strategy_resumes_the_other
 
 
 @pytest.mark.slow
-@pytest.mark.variants(1)
 @pytest.mark.parametrize(("samples", "interrupted"), [(33, False), (9, False), (33, True)])
 def test_ranks_evaluate_together_what_they_do_not_hold_whole(recipe: Recipe, samples: int, interrupted: bool) -> None:
     overrides = (

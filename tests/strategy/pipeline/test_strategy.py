@@ -383,8 +383,8 @@ def test_a_stage_that_hangs_is_named_and_not_the_one_that_waits_for_it(recipe: R
 @pytest.mark.parametrize(
     ("task", "model", "sentence"),
     [
-        ("Twice", "Net", "the task's step calls the model twice in a micro-batch"),
         ("Without", "Net", "the task's step returned without calling the model"),
+        ("Twice", "Net", "the task's step calls the model twice in a micro-batch"),
         (
             "Sides",
             "Varying",
