@@ -83,7 +83,7 @@ def test_a_pruned_job_saves_exits_with_all_its_ranks_and_stays_pruned(sweeps: Sw
 @pytest.mark.slow
 def test_a_pruned_job_continues_when_jobs_are_no_longer_stopped(sweeps: Sweeps) -> None:
     sweep = sweeps(*WORDS, "optimizer.lr=0.0,0.1")
-    assert sweep.statuses() == ["stopped", "done"]
+    assert sweep.statuses() == ["interrupted", "done"]
     whole = sweeps.again(sweep.path, "sweep.early_stop=null")
     assert (whole.code, whole.statuses()) == (0, ["done", "done"])
     alone = sweeps.solo("trainer.max_steps=30", "trainer.epochs=null", "trainer.gpus=2", "optimizer.lr=0.0")
