@@ -58,8 +58,6 @@ OLD_WORDS = {
 
 SEES = re.compile(rf"\b(?:{'|'.join(OLD_WORDS)})")  # all at once: of most files nothing more is looked at
 
-# File and word that stay, and why.
-
 
 def old_words(text: str) -> list[tuple[int, str, str]]:
     """Return the old words of a text: the line, counted from 1, the word, and the field's."""
