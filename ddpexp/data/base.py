@@ -94,6 +94,13 @@ class IndexData:
             samples.append(self[index])
         return samples
 
+    @property
+    def lacks(self) -> str | None:
+        """Return what every kind of data has to define and this one does not; None if nothing is missing."""
+        if type(self).__len__ is IndexData.__len__:
+            return "__len__"
+        return "fetch or __getitem__" if self.is_loaded and not self.has_samples else None
+
     # Epochs and their order.
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:

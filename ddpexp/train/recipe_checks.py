@@ -92,6 +92,8 @@ def _adapted(part: Any, name: str, data: str) -> IndexData | Stream:
         else:
             hint = ""
         raise RefusedError(f"{data}: `{name}` is a {kind}: a data set needs __len__ and __getitem__ (map-style).{hint}")
+    if isinstance(found, IndexData) and (lacks := found.lacks):
+        raise RefusedError(f"{data}: `{name}` is {type(part).__name__}, an IndexData without {lacks}: add it.")
     if not isinstance(found, Stream) and len(found) == 0:
         raise RefusedError(f"{data} returned no samples for `{name}`.")
     return found

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Splits
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.loggers.base import Many, Null
@@ -40,6 +41,19 @@ class Bare:
         return 3
 
 
+class Endless(IndexData):
+    def fetch(self, indices: Tensor, pinned: bool = False) -> Tensor:
+        return indices
+
+
+class Gathers(IndexData):
+    def __len__(self) -> int:
+        return 3
+
+    def gather(self, indices: Tensor, device: torch.device) -> Tensor:
+        return indices
+
+
 def refused(check: Callable[..., Any], *arguments: Any, **options: Any) -> str:
     with pytest.raises(RefusedError) as caught:
         check(*arguments, **options)
@@ -57,6 +71,8 @@ SPLITS = [
     (Splits([1], {"eval": DataLoader(Stream())}), ": `eval` is a DataLoader: return its data set; ddpexp makes the"),
     (Splits(Stream(), {}), f": `train` is a Stream: {MAP_STYLE}"),
     (Splits(Bare(), {}), f": `train` is a Bare: {MAP_STYLE} One that makes batches inherits from ddpexp.data.base."),
+    (Splits(Endless(), {}), ": `train` is Endless, an IndexData without __len__: add it."),
+    (Splits([1], {"eval": Gathers()}), ": `eval` is Gathers, an IndexData without fetch or __getitem__: add it."),
     (Splits(iter([1]), {}), f": `train` is a list_iterator: {MAP_STYLE}"),
     (Splits([1], [[2]]), " gave a list of 1 as evals, where a mapping of names to data sets belongs: "),  # type: ignore[arg-type]
     (Splits([1], None), " gave None as evals, where a mapping of names to data sets belongs: "),  # type: ignore[arg-type]
