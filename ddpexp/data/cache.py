@@ -236,7 +236,10 @@ def _locked(partial: Path, folder: Path, wait: str) -> Iterator[Cache | None]:
             with contextlib.suppress(FileNotFoundError):  # renamed or removed between opening and locking
                 if os.path.samestat(os.fstat(descriptor), os.stat(partial / _LOCK)):
                     os.utime(descriptor)
-                    yield None
+                    finished = read_cache(folder)  # it may have come between the last look and the lock
+                    if finished is not None:
+                        _remove(partial)
+                    yield finished
                     return
         finally:
             os.close(descriptor)

@@ -57,6 +57,23 @@ def test_killed_preparation_is_resumed_and_only_complete_ones_are_used(tmp_path:
     assert again.written == []
 
 
+def test_a_cache_that_comes_before_the_lock_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another command renames its folder after this one has looked for the cache, and before it makes a folder."""
+    read, other, mine = cache.read_cache, Filling(), Filling()
+    looks = iter([None, None])
+
+    def late(folder: Path) -> cache.Cache | None:
+        if next(looks, "done") is None:
+            return None
+        return read(folder)
+
+    made = cache.make_cache([tmp_path], "photos", other)
+    monkeypatch.setattr(cache, "read_cache", late)
+    assert cache.make_cache([tmp_path], "photos", mine) == made
+    assert (other.written, mine.written) == ([0, 1, 2], [])
+    assert os.listdir(made.folder.parent) == ["photos"]
+
+
 def test_two_preparations_at_once_do_the_work_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fillings, entered = [Filling(), Filling()], threading.Event()
 

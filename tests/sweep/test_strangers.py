@@ -180,7 +180,7 @@ def test_what_a_job_of_others_has_recorded_holds_nobody_up(sweeps: Sweeps, tmp_p
     job = RunDir(folder.path / "0000_trainer.seed=0")
     job.path.mkdir()
     job.config.write_text("run: {}\n")
-    job.manifest.write_text("{}")
+    job.manifest.write_text('{"format": 1}')
     job.result.write_text('{"status": "done", "step": 10, "metrics": {}}')
     os.mkfifo(job.metrics)
     status, _ = sweeps.recipe.ddpexp.start("status", str(folder.path))
