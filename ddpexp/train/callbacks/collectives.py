@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -10,13 +11,8 @@ import torch.distributed as dist
 
 from ddpexp.errors import DdpexpError
 
-_METHODS = (
-    "allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
-    "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier", "recv",
-    "recv_anysource", "reduce", "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter",
-    "send",
-)  # fmt: skip
-"""What torch.distributed's functions call of a process group, whichever group that is."""
+_COLLECTIVE = re.compile(r"_?(all|barrier|broadcast|gather|monitored_barrier|recv|reduce|scatter|send)\w*")
+"""The methods of a process group by which ranks communicate, under the names that any version of torch gives them."""
 
 
 class CollectiveGuard:
@@ -37,10 +33,9 @@ class CollectiveGuard:
         """Return the guard of this process, which is installed by the first call."""
         if cls._only is None:
             cls._only = guard = cls()
-            for name in _METHODS:
-                method = getattr(dist.ProcessGroup, name, None)
-                if method is not None:
-                    setattr(dist.ProcessGroup, name, guard._guarded(name.strip("_"), method))
+            for name in filter(_COLLECTIVE.fullmatch, dir(dist.ProcessGroup)):
+                method = getattr(dist.ProcessGroup, name)
+                setattr(dist.ProcessGroup, name, guard._guarded(name.strip("_"), method))
         return cls._only
 
     def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
