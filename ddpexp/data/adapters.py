@@ -1,4 +1,4 @@
-"""Sets of other libraries as ours: those of torch, lists of samples, streams of Hugging Face."""
+"""Adapters of other libraries' data sets: torch's, lists of samples, streams of Hugging Face."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Items(Protocol):
 
 
 def adapted(data: Any) -> IndexData | Stream | None:
-    """Return what a recipe has returned as a set of ours; None if it is neither map-style nor a known stream."""
+    """Return the set of a recipe as an `IndexData` or a `Stream`; None if it is neither map-style nor iterable data."""
     if isinstance(data, IndexData):
         return data
     if isinstance(stream := as_stream(data), Stream):

@@ -504,7 +504,7 @@ def test_a_submission_resumes_in_the_same_directory_and_not_twice(ddpexp: Ddpexp
 
 def test_a_longer_finished_run_without_checkpoints_reports_that_it_starts_anew(tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(ROOT / "tests/samples/finished", tmp_path / "run"))
-    text = run.config.read_text().replace("allow_changes: []", "allow_changes: [code]")  # which is not there any more
+    text = run.config.read_text().replace("allow_changes: []", "allow_changes: [code]")
     assert "[code]" in text
     longer = Start("run", text.replace("epochs: 2", "epochs: 9"), ["trainer.epochs=9", "run.allow_changes=[code]"])
     assert not any("starts from step 0" in note for note in inspect(run, longer).notes)

@@ -302,10 +302,11 @@ def _check_characters(sources: Sequence[_Source], table: str) -> None:
             unknown = set(text) - set(table)
             if unknown:
                 place = min(text.index(character) for character in unknown)
+                number = line + text.count("\n", 0, place)
                 raise RefusedError(
-                    f"{source.path} holds {text[place]!r} in line {line + text.count(chr(10), 0, place):,}, which is "
-                    f"none of the {len(table):,} characters that the model was trained on: leave it out, or train with "
-                    "data.tokenizer=bytes, which knows all."
+                    f"{source.path} holds {text[place]!r} in line {number:,}, and the {len(table):,} characters that "
+                    "the model was trained on lack it: leave it out, or train with data.tokenizer=bytes, which knows "
+                    "all."
                 )
             line += text.count("\n")
 

@@ -263,6 +263,6 @@ def test_a_character_that_the_run_does_not_know_is_named_with_its_place(file: Pa
     with pytest.raises(RefusedError) as refused:
         prepared(other, documents=documents, schema=schema)
     assert str(refused.value) == (
-        f"{other} holds '&' in line 2, which is none of the {len(set(TEXT))} characters that the model was trained on: "
+        f"{other} holds '&' in line 2, and the {len(set(TEXT))} characters that the model was trained on lack it: "
         "leave it out, or train with data.tokenizer=bytes, which knows all."
     )
