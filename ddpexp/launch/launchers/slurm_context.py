@@ -12,6 +12,7 @@ from ddpexp.errors import RefusedError, StoppedError
 from ddpexp.launch.rendezvous.environment import is_started_by_srun
 from ddpexp.system.job_schedulers.slurm import RUNNING, SLURM
 from ddpexp.system.programs import located
+from ddpexp.system.terminal import print_message
 
 # Variables of an allocation on the tasks that it was made for; srun would apply them to ddpexp's one task per node.
 OF_OTHER_TASKS = (
@@ -23,12 +24,16 @@ OF_OTHER_TASKS = (
 
 
 def requeue_job(error: StoppedError) -> str:
-    """Requeue the job, unless it would only repeat the same steps; return what was done."""
+    """Requeue the job, unless it would only repeat the same steps; return how that ended.
+
+    Slurm may kill this process before scontrol has returned: a line before says what is done.
+    """
     job_id = SLURM.job_id()
     if not error.saved or error.step is None or error.step <= (error.began or 0):
         return f"job {job_id} is not requeued: it has saved no step since it started, and would do the same again"
     try:
         argv = [located("scontrol"), "requeue", SLURM.unique_job_id() or ""]
+        print_message(f"ddpexp: requeueing job {job_id}")
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace")
     except OSError as problem:
         return f"job {job_id} is not requeued: scontrol: {problem.strerror}"

@@ -864,7 +864,7 @@ def test_a_preempted_job_saves_is_requeued_once_and_ends_as_if_undisturbed(recip
     assert 0 < stopped < 60
     assert state_of(job_id) == ("COMPLETED", "0:0")
     text = (done.run / f"slurm-{job_id}.log").read_text()
-    assert text.count(f"ddpexp: job {job_id} is requeued\n") == 1
+    assert text.count(f"ddpexp: requeueing job {job_id}\n") == 1
     assert text.count(f"ddpexp: restart 1 of Slurm job {job_id}\n") == 1
     assert text.count("ddpexp: interrupted by SIGUSR2; saved at step ") == 1
     assert restarts(job_id) == 1

@@ -513,7 +513,7 @@ def test_a_task_that_is_requeued_resumes_and_no_other_start_disturbs_it(sweep: S
         assert state_of(job_id) == ("COMPLETED", "0:0")
         text = (run / f"slurm-{job_id}.log").read_text()
         assert text.count(f"ddpexp: restart 1 of Slurm job {job_id}\n") == 1
-        assert (f"ddpexp: job {job_id} is requeued\n" in text) == (number == 1)
+        assert (f"ddpexp: requeueing job {job_id}\n" in text) == (number == 1)
         assert (sweep.result(number)["status"], steps(run)) == ("done", list(range(1, 161)))
         refused = (run / f"slurm-{again}_{number}.log").read_text()
         assert (
