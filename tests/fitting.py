@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddpexp.config.schema import Trainer
+from ddpexp.config.build import build
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.order import Permutation
 from ddpexp.distributed.world import World
-from ddpexp.launch import Timeout
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.jsonl import JsonLines
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.ddp_options import DDPOptions
@@ -31,13 +31,13 @@ from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.schedule import Cosine
 
-TRAINER = Trainer(
-    nodes=1, gpus=1, device="cpu", backend="gloo", threads=1, seed=0, epochs=None, max_steps=None, global_batch_size=24,
-    micro_batch_size="auto", precision="fp32", compile=False, channels_last=False, clip_grad_norm=None, ema_decay=None,
-    nonfinite="stop", log_every=4, eval_every="epoch", checkpoint_every="epoch", checkpoint_every_seconds=None,
-    keep_last=2,
-    keep_best=None, on_save_error="stop", reduction="fast", deterministic=False, grace_seconds=25,
-    timeout=Timeout(300, 600, 1800, 300),
+TRAINER = build(
+    Trainer,
+    {
+        "nodes": 1, "gpus": 1, "device": "cpu", "backend": "gloo", "threads": 1, "epochs": None,
+        "global_batch_size": 24, "log_every": 4,
+    },
+    "trainer",
 )  # fmt: skip
 STRATEGY = DDPOptions(
     kind="ddp", find_unused_parameters=False, static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25,

@@ -20,10 +20,10 @@ import pytest
 from safetensors.torch import save_file
 
 from ddpexp.config.compose import compose_command
-from ddpexp.config.instantiate import Node
 from ddpexp.config.parse import parse
 from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
+from ddpexp.settings.node import Node
 from examples.mine.mine import Stable
 from examples.nextbyte.nextbyte import load as load_text
 from examples.palindromes.palindromes import Transformer

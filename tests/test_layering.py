@@ -19,6 +19,7 @@ from tests.conftest import PATIENCE, ROOT
 ROWS = [
     ["ddpexp"],  # the package itself: its version and its path
     ["errors"],
+    ["settings"],  # the keys, declared
     ["system"],
     ["launch"],  # the contracts
     ["launch/workers"],
@@ -163,9 +164,13 @@ def test_recipes_know_nothing_of_us_but_the_task_protocol_and_data() -> None:
 
 def test_the_launching_room_could_be_cut_out() -> None:
     for path in (ROOT / "ddpexp/launch").rglob("*.py"):
-        assert {other.partition("/")[0] for other in known_rooms(path)} <= {"launch", "errors", "system", "ddpexp"}, (
-            path
-        )
+        assert {other.partition("/")[0] for other in known_rooms(path)} <= {
+            "launch",
+            "errors",
+            "settings",
+            "system",
+            "ddpexp",
+        }, path
 
 
 def loaded_by(*modules: str) -> set[str]:

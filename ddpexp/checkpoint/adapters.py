@@ -15,8 +15,8 @@ from ddpexp.checkpoint.format import is_checkpoint, open_checkpoint
 from ddpexp.checkpoint.headers import Entry
 from ddpexp.checkpoint.source import Source
 from ddpexp.config.build import build
-from ddpexp.config.schema import LoRA
 from ddpexp.errors import RefusedError
+from ddpexp.settings.parameters import LoRA
 from ddpexp.system.yaml_text import load_yaml
 
 _FACTOR = re.compile(r"(.+)\.lora_[AB]\.weight")

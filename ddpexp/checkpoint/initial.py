@@ -10,8 +10,8 @@ from ddpexp.checkpoint.convert import check_archive, convert
 from ddpexp.checkpoint.format import is_checkpoint
 from ddpexp.checkpoint.headers import read_header, read_source
 from ddpexp.checkpoint.matching import Selection, check_rename, check_selection
-from ddpexp.config.schema import Run
 from ddpexp.errors import RefusedError
+from ddpexp.settings.run import Run
 
 CONVERTED = "init_from.safetensors"
 """The copy of a file of torch.save, in the run directory."""

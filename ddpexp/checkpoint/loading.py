@@ -18,8 +18,8 @@ from ddpexp.checkpoint.layout import ties
 from ddpexp.checkpoint.matching import Match, Selection, advice, match
 from ddpexp.checkpoint.source import Source
 from ddpexp.checkpoint.tensors import check_plain_file
-from ddpexp.config.schema import LoRA
 from ddpexp.errors import RefusedError
+from ddpexp.settings.parameters import LoRA
 from ddpexp.strategy.base import Shard
 
 Held = Callable[[Tensor], Shard]

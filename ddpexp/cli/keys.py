@@ -17,11 +17,12 @@ import yaml
 from ddpexp.config.build import literals, spoken
 from ddpexp.config.comments import Comments, comments_of
 from ddpexp.config.compose import Overview
+from ddpexp.config.declared import SECTIONS
 from ddpexp.config.instantiate import Trust, locate
 from ddpexp.config.registry import key_of
-from ddpexp.config.schema import DATA_KEYS, Data, Recipe, Run, Trainer
-from ddpexp.strategy.ddp_options import DDPOptions
-from ddpexp.sweep.settings import Settings
+from ddpexp.config.strategies import options_of
+from ddpexp.settings.key import declaration
+from ddpexp.strategy.options import Options
 from ddpexp.system.yaml_text import load_yaml
 
 # What is typed first comes first.
@@ -30,13 +31,6 @@ ORDER = (
     "callbacks",
     "sweep",
 )  # fmt: skip
-_SECTIONS = {
-    "recipe": Recipe,
-    "trainer": Trainer,
-    "run": Run,
-    "strategy": DDPOptions,
-    "sweep": Settings,
-}
 _CALLED = ("launcher", "scheduler")  # sections whose class has typed fields and is free of torch
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _SECTION = "a section"
@@ -259,26 +253,29 @@ def _entries(path: str, value: Any, hints: Mapping[str, Any]) -> Iterator[tuple[
         hint, name = hints.get(str(key)), f"{path}.{key}"
         yield name, inner, hint
         if isinstance(inner, Mapping):
-            below = typing.get_type_hints(hint) if isinstance(hint, type) and dataclasses.is_dataclass(hint) else {}
+            _, hint = declaration(hint)
+            is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+            below = typing.get_type_hints(hint, include_extras=True) if is_section else {}
             yield from _entries(name, inner, below)
 
 
 def _hints(section: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the types of a section's keys, as far as they can be had without torch and without others' code."""
-    if section in _SECTIONS:
-        return typing.get_type_hints(_SECTIONS[section])
+    if section == "strategy":
+        return typing.get_type_hints(options_of(str(values.get("kind"))) or Options, include_extras=True)
+    common = typing.get_type_hints(SECTIONS[section], include_extras=True) if section in SECTIONS else {}
     if section == "data":
-        fields = typing.get_type_hints(Data)
-        return {**_of_callable(values.get("prepare"), "data.prepare"), **{key: fields[key] for key in DATA_KEYS}}
-    return _of_callable(values.get("_target_"), section) if section in _CALLED else {}
+        return {**_of_callable(values.get("prepare"), "data.prepare"), **common}
+    return _of_callable(values.get("_target_"), section) if section in _CALLED else common
 
 
 def _of_callable(target: Any, where: str) -> Mapping[str, Any]:
     if key_of(where, target) is None:
         return {}
     try:
-        found = locate(target, Trust(), where)
-        return typing.get_type_hints(inspect.getattr_static(found, "__init__") if isinstance(found, type) else found)
+        part = locate(target, Trust(), where)
+        called = inspect.getattr_static(part, "__init__") if isinstance(part, type) else part
+        return typing.get_type_hints(called, include_extras=True)
     except Exception:  # it is refused where it is used
         return {}
 
@@ -286,7 +283,8 @@ def _of_callable(target: Any, where: str) -> Mapping[str, Any]:
 def _kind(name: str, default: Any, hint: Any) -> str:
     """Say what a value may be: by its type, else by its default, as a composition holds it against that."""
     if hint is not None and hint is not Any:
-        return spoken(hint)
+        key, hint = declaration(hint)
+        return key.usage(hint) if key.is_range else spoken(hint)
     if name.endswith("._target_"):
         return "a class or a function"
     if isinstance(default, bool):
@@ -299,6 +297,7 @@ def _kind(name: str, default: Any, hint: Any) -> str:
 
 
 def _values(default: Any, hint: Any) -> tuple[str, ...]:
+    _, hint = declaration(hint)
     values = [typed(value) for value in literals(hint)]
     if typing.get_origin(hint) is tuple:
         return tuple(f"[{value}]" for value in values)

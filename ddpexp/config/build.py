@@ -8,10 +8,15 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union
+from contextlib import suppress
+from typing import Annotated, Any, Literal, TypeVar, Union
 
+from ddpexp.config.defaults import MISSING, default_of
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
+from ddpexp.config.plugins import full_name
 from ddpexp.errors import RefusedError
+from ddpexp.settings.key import Key, declaration
+from ddpexp.settings.node import Node
 
 _SURE, _NEAR = 0.85, 0.65  # how similar a word is to what it may be meant for; 1 is equal
 _NUMBER = re.compile(r"[+-]?\d+\.?\d*(e[+-]?\d+)?", re.IGNORECASE)
@@ -49,8 +54,11 @@ T = TypeVar("T")
 def build(cls: type[T], values: Any, where: str) -> T:
     """Make the frozen dataclass `cls` from the mapping `values` that stands at the key `where`.
 
+    A key that is not there has the default in `conf`.
+
     Raises:
-        RefusedError: an unknown key (with the nearest known one), a missing key or a value of another type.
+        RefusedError: an unknown key (with the nearest known one), a missing key, a value of another type or outside
+        the range that is declared for the key.
     """
     if not isinstance(values, Mapping):
         names = _names(cls)
@@ -66,15 +74,48 @@ def build(cls: type[T], values: Any, where: str) -> T:
     for key in values:
         if key not in names:
             raise unknown_key(str(key), names, where)
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     built: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         key = f"{where}.{field.name}"
-        if field.name in values:
-            built[field.name] = convert(values[field.name], hints[field.name], key)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        value = values[field.name] if field.name in values else MISSING if has_default else default_of(key)
+        if value is not MISSING:
+            built[field.name] = convert(value, hints[field.name], key)
+        elif not has_default:
             raise RefusedError(f"{key} is missing: give it a value, for example in the recipe or as {key}=... .")
     return cls(**built)
+
+
+def _in_range(value: Any, declared: Key, hint: Any, key: str) -> Any:
+    """Return a value of the type `hint`; raises RefusedError if it is outside the declared range."""
+    if declared.accepts(value):
+        return value
+    text = shown(value)
+    advice = next((f" {one}" for pattern, one in declared.advice.items() if re.fullmatch(pattern, text)), "")
+    raise RefusedError(f"{key}={text}: use {declared.usage(hint)}.{advice}")
+
+
+def node_of(values: Any, where: str) -> Node:
+    """Return the section at the key `where` with the full name of what it calls, and its other keys frozen.
+
+    Raises:
+        RefusedError: it is not a section, or names nothing to call.
+    """
+    if not isinstance(values, Mapping):
+        raise RefusedError(f"{where}={shown(values)}: name a function or class, {where}={{_target_: mine.function}}.")
+    if "_target_" not in values:
+        raise RefusedError(f"{where}._target_ is missing: it names the class or function to call.")
+    rest = {key: _frozen(value) for key, value in values.items() if key != "_target_"}
+    return Node(full_name(where, values["_target_"]), types.MappingProxyType(rest))
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return types.MappingProxyType({key: _frozen(inner) for key, inner in value.items()})
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(inner) for inner in value)
+    return value
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "", suffix: str = "") -> str:
@@ -145,51 +186,65 @@ def _listed(words: Iterable[str]) -> str:
     return ", ".join(words) or "nothing"
 
 
+class _MismatchError(Exception):
+    """A value is not of the type of its key."""
+
+    def __init__(self, value: Any, hint: Any, key: str) -> None:
+        super().__init__(key)
+        self.value, self.hint, self.key = value, hint, key
+
+
 def convert(value: Any, hint: Any, key: str) -> Any:
     """Return `value` as the annotated type `hint`; a whole number may stand for a float, a list for a tuple.
 
     Raises:
-        RefusedError: another type or a word outside the choices, with the nearest choice.
+        RefusedError: another type or a word outside the choices, with the nearest choice; a number out of range.
     """
+    try:
+        return _converted(value, hint, key)
+    except _MismatchError as error:
+        raise _wrong(error.value, error.hint, error.key) from None
+
+
+def _converted(value: Any, hint: Any, key: str) -> Any:
     origin = typing.get_origin(hint)
+    if origin is Annotated:
+        declared, plain = declaration(hint)
+        return _in_range(_converted(value, plain, key), declared, plain, key)
     if origin in (Union, types.UnionType):
         return _one_of(value, typing.get_args(hint), key)
+    if hint is Node:
+        return node_of(value, key)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return build(hint, value, key)
-    if origin is tuple:
-        if isinstance(value, (list, tuple)):
-            item_hint = typing.get_args(hint)[0]
-            keys = [f"{key}[{index}]" if isinstance(item, Mapping) else key for index, item in enumerate(value)]
-            return tuple(convert(item, item_hint, item_key) for item, item_key in zip(value, keys, strict=True))
-        raise _wrong(value, hint, key)
-    if origin is Mapping:
-        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-            inner = typing.get_args(hint)[1]
-            return types.MappingProxyType({name: convert(one, inner, f"{key}.{name}") for name, one in value.items()})
-        raise _wrong(value, hint, key)
-    if origin is Literal:
-        if value in typing.get_args(hint) and not isinstance(value, bool):
-            return value
-        raise _wrong(value, hint, key)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        item_hint = typing.get_args(hint)[0]
+        keys = [f"{key}[{index}]" if isinstance(item, Mapping) else key for index, item in enumerate(value)]
+        return tuple(_converted(item, item_hint, item_key) for item, item_key in zip(value, keys, strict=True))
+    if origin is Mapping and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        inner = typing.get_args(hint)[1]
+        return types.MappingProxyType({name: _converted(one, inner, f"{key}.{name}") for name, one in value.items()})
+    if origin is Literal and value in typing.get_args(hint) and not isinstance(value, bool):
+        return value
     if hint is Any:
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if origin in (tuple, Mapping, Literal):
+        raise _MismatchError(value, hint, key)
     if isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool)):
         return value
-    raise _wrong(value, hint, key)
+    raise _MismatchError(value, hint, key)
 
 
 def _one_of(value: Any, hints: tuple[Any, ...], key: str) -> Any:
     for hint in hints:
         if _holds_sections(value, hint):
-            return convert(value, hint, key)  # its own error names the key inside
+            return _converted(value, hint, key)  # its own error names the key inside
     for hint in hints:
-        try:
-            return convert(value, hint, key)
-        except RefusedError:
-            continue
-    raise _wrong(value, Union[hints], key)  # noqa: UP007
+        with suppress(_MismatchError, RefusedError):
+            return _converted(value, hint, key)
+    raise _MismatchError(value, Union[hints], key)  # noqa: UP007
 
 
 def _holds_sections(value: Any, hint: Any) -> bool:

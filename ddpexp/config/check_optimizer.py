@@ -6,10 +6,11 @@ import math
 
 from ddpexp.config.build import nearest, shown, unknown_key
 from ddpexp.config.foreign import advice_on_key
-from ddpexp.config.instantiate import Node
 from ddpexp.config.registry import key_of
-from ddpexp.config.schema import Experiment, Trainer
+from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
+from ddpexp.settings.node import Node
+from ddpexp.settings.trainer import Trainer
 
 ARGUMENTS = (  # the arguments of torch's optimizers, of every version
     "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused",

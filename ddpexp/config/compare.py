@@ -5,39 +5,36 @@ What two trees differ in, and what such a difference would do.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ddpexp.config import strategies
 from ddpexp.config.build import shown
 from ddpexp.config.registry import key_of
 from ddpexp.errors import RefusedError
+from ddpexp.settings.data import CommonData
+from ddpexp.settings.key import Key, declarations
+from ddpexp.settings.trainer import Trainer
 
 UNSET = object()  # the value of a key that one of the trees does not have
 
-# How a run is started, watched and written down: may differ from start to start.
-_FREE = (
-    "launcher", "logger", "run", "predict", "data.root", "data.num_workers", "data.on_device", "trainer.timeout",
-    *(f"trainer.{name}" for name in (
-        "gpus", "nodes", "device", "backend", "threads", "log_every", "eval_every", "checkpoint_every",
-        "checkpoint_every_seconds", "activation_checkpointing",
-        "keep_last", "keep_best", "keep_best_k", "keep_every", "on_save_error", "grace_seconds", "eval_at_start",
-        "limit_eval_batches", "compare_replicas", "numa_binding",
-    )),
-    *(f"strategy.{name}" for name in ("reduce_through", "bucket_cap_mb", "gradient_as_bucket_view",
-        "find_unused_parameters", "shard_optimizer", "offload")),
-)  # fmt: skip
-# What the steps so far were made of, and why it stays.
-_FIXED = {
-    "recipe": "another recipe is another experiment",  # said first, for its other keys follow from it
-    "trainer.seed": "the order of the samples and every random number follow from it",
-    "trainer.global_batch_size": "the steps so far are counted in such batches",
-    "trainer.limit_train_samples": "the steps to come would see other samples than the order of this run says",
-    "data": "the steps to come would see other samples than the order of this run says",
-    "optimizer._target_": "what the checkpoint holds of the optimizer belongs to the old one",
-    "trainer.lora": "the adapters in the checkpoint belong to the old one",
-    "model._target_": "the weights in the checkpoint belong to the old one",
+_OTHER_SAMPLES = "the steps to come would see other samples than the order of this run says"
+# Keys that no field declares: whole sections, and those of sections with a `_target_`.
+_ON_RESUME: Mapping[str, Key] = {
+    "recipe": Key(on_resume="fixed", because="another recipe is another experiment"),
+    "launcher": Key(on_resume="free"),
+    "logger": Key(on_resume="free"),
+    "run": Key(on_resume="free"),
+    "predict": Key(on_resume="free"),
+    "data.root": Key(on_resume="free"),
+    "data": Key(on_resume="fixed", because=_OTHER_SAMPLES),
+    "model._target_": Key(on_resume="fixed", because="the weights in the checkpoint belong to the old one"),
+    "optimizer._target_": Key(
+        on_resume="fixed", because="what the checkpoint holds of the optimizer belongs to the old one"
+    ),
 }
 _STEPS = ("trainer.epochs", "trainer.max_steps")
 LENGTH = (*_STEPS, "trainer.max_seconds")
@@ -59,7 +56,7 @@ class Change:
     old: Any
     new: Any
     kind: Literal["free", "typed", "untyped", "fixed"]
-    remark: str = ""
+    remark: str = ""  # what the change does; of a fixed key why it stays
     overrides: tuple[str, str] | None = None  # what to type for the new value and for the old; None: key=value
 
     def __str__(self) -> str:
@@ -78,24 +75,27 @@ def compare(
     `run.allow_changes=[data]` in the new tree makes the keys of `data` overridable.
     """
     chosen = _keys(typed, before, old, new)
-    fixed = tuple(name for name in _FIXED if name != "data" or "data" not in (new["run"].get("allow_changes") or ()))
+    declared = _declared(new)
+    may_change = ("data",) if "data" in (new["run"].get("allow_changes") or ()) else ()
     callbacks = _callbacks(new, typed), _callbacks(old, before)
     changes = []
     for key, was, now in _differences(old, new):
         if key == "run.dir":
             continue  # the directory itself, by whatever path
         is_typed = any(key == override or key.startswith(f"{override}.") for override in chosen)
+        rule = _rule(key, declared)
         kind: Literal["free", "typed", "untyped", "fixed"]
-        if _under(key, _FREE) or (key == "data.source" and new["data"].get("prepare")):
+        if rule.on_resume == "free" or (key == "data.source" and new["data"].get("prepare")):
             kind = "free"  # another source is held against the data's identity
         elif was is UNSET and not is_typed and _of_a_newer_version(key, new):
             continue
-        elif _under(key, fixed):
+        elif rule.on_resume == "fixed" and not _under(key, may_change):
             kind = "fixed"
         else:
             kind = "typed" if is_typed else "untyped"
         is_choice = re.fullmatch(r"callbacks(\.[^.]+)?", key) is not None
-        changes.append(Change(key, was, now, kind, _remark(key, new), callbacks if is_choice else None))
+        remark = rule.because if kind == "fixed" else _remark(key, new)
+        changes.append(Change(key, was, now, kind, remark, callbacks if is_choice else None))
     return changes
 
 
@@ -115,9 +115,8 @@ def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) ->
                 "another experiment. Start it with the recipe it has, or a new run with another run.dir."
             )
         if change.kind == "fixed":
-            reason = next(reason for name, reason in _FIXED.items() if _under(key, (name,)))
             raise RefusedError(
-                f"{run} was started with {_assigned(key, old)}, and {_here(change, edited)}: {reason}. "
+                f"{run} was started with {_assigned(key, old)}, and {_here(change, edited)}: {change.remark}. "
                 f"{_keep(key, old)}, {_or_allow(change)}or start a new run with another run.dir."
             )
     for change in changes:
@@ -196,6 +195,21 @@ def _of_a_newer_version(key: str, new: Mapping[str, Any]) -> bool:
         section, node = f"{section}.{name}", node[name]
     target = node.get("_target_")
     return key_of(section, target) is not None or str(target).startswith(("ddpexp.", "torch."))
+
+
+def _declared(new: Mapping[str, Any]) -> Mapping[str, Key]:
+    """Return what is declared of the keys of a tree, by the key."""
+    options_class = strategies.options_of(str(new["strategy"].get("kind")))
+    sections = [("trainer", Trainer), ("data", CommonData), *([("strategy", options_class)] if options_class else [])]
+    return {name: key for where, section in sections for name, key, _ in declarations(section, where)}
+
+
+def _rule(key: str, declared: Mapping[str, Key]) -> Key:
+    """Return what is declared of a key, or of the section around it; a free key may stand in a fixed section."""
+    names = list(itertools.accumulate(key.split("."), "{}.{}".format))
+    rules = [rule for name in names for known in (declared, _ON_RESUME) if (rule := known.get(name)) is not None]
+    chosen = [rule for rule in rules if rule.on_resume != "typed"]
+    return chosen[-1] if chosen else Key()
 
 
 def _under(key: str, names: Sequence[str]) -> bool:

@@ -1,55 +1,22 @@
-"""Words of Lightning, Hugging Face, Accelerate, torchrun and of templates for Hydra.
+"""What is typed here in place of the words of Lightning, Hugging Face, Accelerate, torchrun and Hydra's templates.
 
-What is typed here in their place.
+A key's own declaration has those for the key (`ddpexp.settings`), and the registry those for an option; here is the
+rest.
 """
 
 from __future__ import annotations
 
 import re
 
-_KEYS = {
-    "trainer.epochs": "max_epochs num_epochs num_train_epochs n_epochs",
-    "trainer.max_steps": "max_train_steps num_training_steps num_train_steps total_steps max_iters",
-    "trainer.global_batch_size": "batch_size train_batch_size",
-    "trainer.micro_batch_size": "per_device_train_batch_size per_gpu_train_batch_size accumulate_grad_batches "
-    "gradient_accumulation_steps accum_iter accumulation_steps",
-    "trainer.gpus": "devices num_gpus n_gpu n_gpus nproc_per_node num_processes",
-    "trainer.nodes": "num_nodes nnodes num_machines",
-    "trainer.device": "accelerator",
-    "trainer.precision": "mixed_precision amp",
-    "trainer.clip_grad_norm": "gradient_clip_val max_grad_norm clip_grad grad_clip",
-    "trainer.clip_grad_value": "clip_value clip_grad_by_value max_grad_value",
-    "trainer.eval_at_start": "eval_on_start",
-    "trainer.limit_eval_batches": "limit_val_batches limit_test_batches limit_predict_batches eval_iters",
-    "trainer.log_every": "log_every_n_steps logging_steps log_interval",
-    "trainer.eval_every": (
-        "val_check_interval check_val_every_n_epoch eval_steps eval_interval eval_strategy evaluation_strategy"
-    ),
-    "trainer.checkpoint_every": "save_steps save_interval save_strategy",
-    "trainer.keep_last": "save_total_limit",
-    "trainer.keep_best_k": "save_top_k",
-    "trainer.seed": "random_seed seed_everything manual_seed",
-    "trainer.compile": "torch_compile",
-    "trainer.activation_checkpointing": "gradient_checkpointing activation_checkpoint use_gradient_checkpointing",
-    "trainer.compile_blocks": "compile_repeated_blocks use_regional_compilation",
-    "trainer.matmul_precision": "float32_matmul_precision allow_tf32 tf32",
-    "trainer.cudnn_benchmark": "benchmark",
+from ddpexp.config import registry
+from ddpexp.config.declared import declared
+
+_UNTYPED = {  # keys of sections with a `_target_`, and groups
     "optimizer.lr": "lr learning_rate base_lr max_lr peak_lr initial_lr",
     "optimizer.weight_decay": "wd weight_decay_rate",
-    "scheduler": "lr_scheduler lr_scheduler_type lr_schedule",
     "optimizer.eps": "epsilon adam_epsilon",
+    "scheduler": "lr_scheduler lr_scheduler_type lr_schedule",
     "data.root": "data_dir data_path dataset_path dataset_dir",
-    "data.validation_fraction": "val_split validation_split val_size",
-    "data.num_workers": "dataloader_num_workers n_workers",
-    "strategy.dp_replicate_size": "data_parallel_replicate_degree",
-    "run.dir": "output_dir out_dir save_dir log_dir logging_dir default_root_dir run_name exp_name experiment_name",
-    "sweep.objective": "optimized_metric",
-}
-_REMARKS = {
-    "batch_size": "the samples of a step over all workers",
-    "train_batch_size": "the samples of a step over all workers",
-    "accumulate_grad_batches": "from which the number of accumulated passes follows",
-    "gradient_accumulation_steps": "from which the number of accumulated passes follows",
 }
 _ZERO = (
     "strategy.shard_optimizer=true divides the optimizer's state among the workers (ZeRO stage 1), and strategy=fsdp "
@@ -103,72 +70,15 @@ _SENTENCES = {
     "cp cp_size context_parallel context_parallel_size context_parallel_degree": _NO_CONTEXT,
     "ep_size expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree": _NO_EXPERTS,
 }
-_VALUES = {
-    "trainer.precision": {
-        "fp32": "32 32-true float32 no full",
-        "bf16": "bf16-mixed bf16-true bfloat16",
-        "fp16": "16 16-mixed 16-true float16 half",
-    },
-    "trainer.matmul_precision": {"highest": "fp32 float32 false", "high": "tf32 true", "medium": "bf16 bfloat16"},
-    "trainer.device": {"cuda": "gpu", "auto": "any"},
-    "trainer.gpus": {"auto": "-1 all"},
-    "run.resume": {"auto": "true yes latest last newest", "require": "must always force", "never": "false no none off"},
-    "scheduler": {
-        "constant": "none false no off",
-        "constant_with_warmup": "warmup warmup_constant warmuplr",
-        "cosine": "cosineannealing cosineannealinglr cosine_annealing cosine_with_restarts",
-        "exponential": "exp exponentiallr",
-        "linear": "linearlr",
-        "multi_step": "step steplr multisteplr",
-        "onecycle": "one_cycle onecyclelr",
-        "plateau": "reducelronplateau reduce_lr_on_plateau reduce_on_plateau",
-        "polynomial": "poly polynomiallr",
-        "wsd": "warmup_stable_decay trapezoidal",
-    },
-    "launcher": {
-        "spawn": "local ddp ddp_spawn mp process single none accelerate deepspeed fabric lightning",
-        "torchrun-env": "env",
-        "slurm": "srun sbatch salloc submitit submitit_slurm",
-        "mpi": "mpirun mpiexec horovod",
-    },
-    "strategy": {
-        "ddp": "dp dataparallel data_parallel distributeddataparallel ddp_find_unused_parameters_true ddp_notebook "
-        "no_shard",
-        "fsdp": "fsdp2 fsdp1 fully_sharded fully_shard zero3 zero_3 deepspeed_stage_3 sharded full_shard",
-        "local_sgd": "localsgd local post_local_sgd postlocalsgd",
-    },
-    "logger": {
-        "tensorboard": "tb",
-        "wandb": "weights_and_biases WandbLogger",
-        "csv": "CSVLogger",
-        "none": "false no disabled",
-    },
-    "callbacks": {
-        "none": "null false no disabled",
-        "early_stopping": "earlystopping early_stop EarlyStopping",
-        "lr_monitor": "learning_rate_monitor LearningRateMonitor",
-        "find_nonfinite": "detect_anomaly anomaly",
-    },
-    "sweep.mode": {"max": "maximize maximise", "min": "minimize minimise"},
-    "trainer.eval_every": {"0": "no never"},
-    "trainer.checkpoint_every": {"0": "no never"},
-    "trainer.keep_last": {"null": "all"},
-    "trainer.clip_grad_norm": {"null": "off no never false disabled"},
-    "trainer.ema_decay": {"null": "off no never false disabled"},
-    "trainer.checkpoint_every_seconds": {"null": "off no never false disabled"},
-    "trainer.keep_best": {"null": "off no never false disabled"},
-}
-
 NO_LBFGS = (
     "L-BFGS evaluates the loss several times in a step, and a step here has one gradient, that of its global batch. "
     "Use another optimizer."
 )
-_NO_DEVICE = "The workers run on GPUs of CUDA or on CPUs."
-_ADVICE_ON_VALUES = {  # patterns of values for which no single value stands
-    "trainer.device": {
-        r"cuda:\d+": "Did you mean trainer.device=cuda? CUDA_VISIBLE_DEVICES=0 before the command chooses GPUs.",
-        "mps|tpu|xla|xpu|hpu|npu": _NO_DEVICE,
-    },
+_NONE = {  # of groups of which a run may have no option
+    "logger": ("false", "no", "disabled"),
+    "callbacks": ("null", "false", "no", "disabled"),
+}
+_ADVICE_ON_OPTIONS = {  # patterns of options of a group for which no single option stands
     "optimizer": {
         "lbfgs|l_bfgs": NO_LBFGS,
         "lion|lamb|lars|sophia|prodigy|soap|schedule_?free|adamw?_?8bit|adamw_bnb_8bit|paged_adamw(_8bit|_32bit)?": (
@@ -188,42 +98,32 @@ _ADVICE_ON_VALUES = {  # patterns of values for which no single value stands
         "sp|sequence_parallel(ism)?": _TOKENS,
         "ep|experts?(_parallel(ism)?)?|moe": _NO_EXPERTS,
     },
-    "trainer.gpus": {"cpu|cpus": "It is a number of workers: trainer.device=cpu trainer.gpus=2 runs two on the CPU."},
-    "trainer.precision": {
-        "tf32|high|medium": "trainer.matmul_precision=high lets matrix products in fp32 use TF32.",
-    },
-    "data.validation_fraction": {"null|none|false": "0 holds nothing out."},
-    "trainer.checkpoint_every": {"best": "trainer.keep_best=max:eval/accuracy keeps the best one, too."},
-    "trainer.eval_every": {r"[\d.]+|\d+ ?epochs?": "It is a number of optimizer steps, or epoch."},
 }
 
-_KEY_OF = {name: key for key, names in _KEYS.items() for name in names.split()}
 _SENTENCE_OF = {name: sentence for names, sentence in _SENTENCES.items() for name in names.split()}
 
 
 def advice_on_key(name: str) -> str:
-    """Say what is typed here for another framework's `word`, with a space in front.
-
-    Empty where it is none that we know.
-    """
-    if (key := _KEY_OF.get(name)) is not None:
-        remark = f", {_REMARKS[name]}" if name in _REMARKS else ""
-        return f" Did you mean {key}{remark}?"
+    """Return a sentence on what is typed here for another framework's key, with a space in front; empty if unknown."""
+    for typed, (key, _) in declared().items():
+        if name in key.also:
+            remark = f", {key.remark}" if key.remark else ""
+            return f" Did you mean {typed}{remark}?"
+    untyped = next((key for key, names in _UNTYPED.items() if name in names.split()), None)
+    if untyped is not None:
+        return f" Did you mean {untyped}?"
     return f" {_SENTENCE_OF[name]}" if name in _SENTENCE_OF else ""
 
 
 def value_here(key: str, value: str) -> str | None:
-    """Return the value that means here what `value` of the key means in another framework.
-
-    None where we know of none.
-    """
-    return next((here for here, names in _VALUES.get(key, {}).items() if value in names.split()), None)
+    """Return the value that means here what `value` of the key means in another framework; None if unknown."""
+    if value in _NONE.get(key, ()):
+        return "none"
+    synonyms = declared()[key][0].synonyms if key in declared() else registry.synonyms_of(key)
+    return next((here for here, names in synonyms.items() if value in names), None)
 
 
 def advice_on_value(key: str, value: str) -> str:
-    """Say what to do instead of a value that has no counterpart, with a space in front.
-
-    Empty where nothing is known.
-    """
-    advice = _ADVICE_ON_VALUES.get(key, {}).items()
-    return next((f" {sentence}" for pattern, sentence in advice if re.fullmatch(pattern, value)), "")
+    """Return a sentence on what to do instead of a value that has no counterpart, with a space in front, or nothing."""
+    advice = declared()[key][0].advice if key in declared() else _ADVICE_ON_OPTIONS.get(key, {})
+    return next((f" {sentence}" for pattern, sentence in advice.items() if re.fullmatch(pattern, value)), "")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpexp.config.instantiate import Node
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
+from ddpexp.settings.node import Node
 
 KEY = "optimizer.fused"
 AUTO = "auto"

@@ -9,7 +9,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ddpexp.config.foreign import NO_LBFGS
 from ddpexp.config.plugins import GROUPS, full_name, installed
 from ddpexp.config.registry import key_of, keys_of, path_of, section_of
 from ddpexp.errors import RefusedError
+from ddpexp.settings.node import Node
 
 RECIPES = "ddpexp.recipes."  # all other parts of ddpexp go by a key
 
@@ -91,14 +92,6 @@ def _is_offered(target: str, where: str) -> bool:
     """
     offered = installed(section_of(where))
     return target in offered or target in offered.values()
-
-
-@dataclass(frozen=True)
-class Node:
-    """A section that names its object: `_target_` and the arguments of the call."""
-
-    target: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def targets(values: Any, where: str) -> Iterator[tuple[str, Any]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import types
 import typing
 from typing import Any, Literal, Union
 
+from ddpexp.config.declared import declared
 from ddpexp.config.folders import conf_folder
-from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.system.yaml_text import load_yaml
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
@@ -52,12 +51,10 @@ def several(value: object) -> str | None:
 
 
 def _kinds(key: str) -> set[Any]:
-    section, _, rest = key.lstrip("+~").partition(".")
-    if section in TYPED_SECTIONS:
-        hint: Any = TYPED_SECTIONS[section]
-        for name in rest.split("."):
-            hint = typing.get_type_hints(hint).get(name) if dataclasses.is_dataclass(hint) else None
-        return _parts(hint)
+    key = key.lstrip("+~")
+    if key in declared():
+        return _parts(declared()[key][1])
+    section, _, rest = key.partition(".")
     values = [_at(path.read_text(), rest) for path in (conf_folder() / section).glob("*.yaml")] if rest else []
     return {type(value) for value in values if value is not None}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ddpexp.config.schema import Trainer
 from ddpexp.errors import RefusedError
+from ddpexp.settings.trainer import Trainer
 
 
 def check_param_dtype(trainer: Trainer) -> None:
@@ -48,11 +48,6 @@ def check_speed(trainer: Trainer) -> None:
             f"trainer.activation_checkpointing=[{names}] is incompatible with trainer.compile="
             f"{str(trainer.compile).lower()}: torch does not compile blocks that are computed again. Leave one of them "
             "out."
-        )
-    if trainer.compile_blocks is not None and not trainer.compile_blocks.isidentifier():
-        raise RefusedError(
-            f"trainer.compile_blocks={trainer.compile_blocks}: use the name of a class without its module, such as "
-            "TransformerEncoderLayer, or null."
         )
     exact = trainer.reduction == "exact"
     promise = "trainer.reduction=exact" if exact else "trainer.deterministic=true"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ddpexp.config.instantiate import Node
 from ddpexp.errors import RefusedError
+from ddpexp.settings.node import Node
 
 _COMMON = ("lr", "weight_decay", "foreach", "maximize", "differentiable")
 _ADAM = (*_COMMON, "betas", "eps", "capturable")

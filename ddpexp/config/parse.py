@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import re
 import types
 import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
-from ddpexp.config import facts, fused, registry
-from ddpexp.config.build import build, convert, did_you_mean, nearest, shown, unknown_key
+from ddpexp.config import facts, fused, registry, strategies
+from ddpexp.config.build import build, convert, did_you_mean, nearest, node_of, shown, unknown_key
+from ddpexp.config.declared import declared
+from ddpexp.config.defaults import default_of
 from ddpexp.config.folders import LISTED, conf_folder, options
-from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
-from ddpexp.config.plugins import full_name, installed
-from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Auto, Data, Experiment, Predict, Recipe, Run, Trainer
+from ddpexp.config.instantiate import Trust, check_target, check_trusted, locate
+from ddpexp.config.plugins import installed
+from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import ALERT_URL, check, check_alert_url
 from ddpexp.data.mixture.weights import check_mixture
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
+from ddpexp.settings.data import DATA_KEYS, CommonData, Data
+from ddpexp.settings.node import Node
+from ddpexp.settings.run import Predict, Recipe, Run
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.options import Options
 from ddpexp.system.yaml_text import load_yaml
 from ddpexp.task import Schedule
@@ -57,10 +62,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     values, sections = dict(values), list(Experiment.__dataclass_fields__)
     for key in values:
         if key not in sections:
-            keys = [
-                f"{name}.{field}" for name, section in TYPED_SECTIONS.items() for field in section.__dataclass_fields__
-            ]
-            raise unknown_key(str(key), sections, "", keys, kind="section")
+            raise unknown_key(str(key), sections, "", declared(), kind="section")
     for name in sections:
         if name in (*LISTED, "predict") and values.get(name) is None:
             values[name] = {}
@@ -81,10 +83,10 @@ def parse(values: Mapping[str, Any]) -> Experiment:
             raise RefusedError(_not_chosen(name, values))
     experiment = Experiment(
         recipe=build(Recipe, values["recipe"], "recipe"),
-        task=_node(values["task"], "task"),
-        model=_node(values["model"], "model"),
+        task=node_of(values["task"], "task"),
+        model=node_of(values["model"], "model"),
         data=_data(values["data"], trust),
-        optimizer=fused.for_target(_node(values["optimizer"], "optimizer")),
+        optimizer=fused.for_target(node_of(values["optimizer"], "optimizer")),
         scheduler=_schedule(values["scheduler"]),
         strategy=_strategy(values["strategy"]),
         launcher=_call(values["launcher"], "launcher", Launcher),
@@ -120,13 +122,6 @@ def _as_section(name: str, value: object) -> str:
     return f" Write {name}: {{_target_: {found[1]}}}." if found is not None else ""
 
 
-def _node(values: Mapping[str, Any], where: str) -> Node:
-    if "_target_" not in values:
-        raise RefusedError(f"{where}._target_ is missing: it names the class or function to call.")
-    rest = {key: _frozen(value) for key, value in values.items() if key != "_target_"}
-    return Node(full_name(where, values["_target_"]), types.MappingProxyType(rest))
-
-
 def _listed(values: Mapping[str, Any], section: str, called: str) -> Mapping[str, Node]:
     """Return the loggers or callbacks by the keys below their section; null switches one off."""
     if "_target_" in values:
@@ -149,7 +144,7 @@ def _listed(values: Mapping[str, Any], section: str, called: str) -> Mapping[str
             if near is not None:
                 raise RefusedError(f"{section}.{name} is not a known {called}. Did you mean {section}.{near}?")
     return types.MappingProxyType(
-        {str(name): _node(value, f"{section}.{name}") for name, value in values.items() if value is not None}
+        {str(name): node_of(value, f"{section}.{name}") for name, value in values.items() if value is not None}
     )
 
 
@@ -181,58 +176,26 @@ def _callbacks(values: Mapping[str, Any]) -> Mapping[str, Node]:
 def _strategy(values: Mapping[str, Any]) -> Options:
     """Build the options of the strategy that `strategy.kind` names."""
     kind = convert(values.get("kind", "ddp"), str, "strategy.kind")
-    paths = {key: registry.path_of("strategy", key) for key in registry.keys_of("strategy")}
-    if kind not in paths:
-        paths = {**installed("strategy"), **paths}
-    if kind not in paths:
+    options_class = strategies.options_of(kind)
+    if options_class is None:
         raise RefusedError(
-            f"strategy.kind={kind} names no strategy.{did_you_mean(kind, paths, 'strategy=')} A strategy of your own "
-            "is an installed package with an entry point in the group ddpexp.strategies (docs/strategies.md)."
+            f"strategy.kind={kind} names no strategy.{did_you_mean(kind, strategies.kinds(), 'strategy=')} A strategy "
+            "of your own is an installed package with an entry point in the group ddpexp.strategies "
+            "(docs/strategies.md)."
         )
-    module, _, name = paths[kind].rpartition(".")
-    try:
-        options = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise RefusedError(
-            f"strategy={kind}: {paths[kind]} cannot be imported: {type(error).__name__}: {error}. Is its package "
-            "complete?"
-        ) from error
-    if not (isinstance(options, type) and issubclass(options, Options) and dataclasses.is_dataclass(options)):
-        raise RefusedError(
-            f"strategy={kind}: {paths[kind]} is not a dataclass derived from ddpexp.strategy.options.Options."
-        )
-    return build(options, values, "strategy")
+    return build(options_class, values, "strategy")
 
 
 def _data(values: Mapping[str, Any], trust: Trust, where: str = "data") -> Data:
-    node = _node({key: value for key, value in values.items() if key not in DATA_KEYS}, where)
+    called = node_of({key: value for key, value in values.items() if key not in DATA_KEYS}, where)
+    common = build(CommonData, {name: values.get(name, default_of(f"data.{name}")) for name in DATA_KEYS}, where)
     key = f"{where}.prepare"
-    prepare = convert(values.get("prepare"), str | None, key)
-    if prepare is not None:
-        check_target(prepare, trust, key)
-        if registry.key_of(key, prepare) is not None:  # ours are quick to import; a user's may import torch
-            _typed_arguments(locate(prepare, trust, key), node.kwargs, where)
-    return Data(
-        target=node.target,
-        prepare=prepare,
-        validation_fraction=convert(values.get("validation_fraction", 0.0), float, "data.validation_fraction"),
-        num_workers=convert(values.get("num_workers", 0), int, "data.num_workers"),
-        on_device=convert(values.get("on_device", False), Auto | bool, "data.on_device"),
-        options=node.kwargs,
-        stratify=convert(values.get("stratify"), bool | None, "data.stratify"),
-        group_by=convert(values.get("group_by"), str | None, "data.group_by"),
-        fold=convert(values.get("fold"), int | None, "data.fold"),
-        folds=convert(values.get("folds"), int | None, "data.folds"),
-        weights=_weights(values.get("weights")),
-        samples_per_epoch=convert(values.get("samples_per_epoch"), int | None, "data.samples_per_epoch"),
-        lengths=convert(values.get("lengths"), str | None, "data.lengths"),
-        batch_tokens=convert(values.get("batch_tokens"), int | None, "data.batch_tokens"),
-        transform=_functions(values.get("transform"), "data.transform"),
-        eval_transform=_functions(values.get("eval_transform"), "data.eval_transform"),
-        transform_of=convert(values.get("transform_of", "input"), Literal["input", "sample"], "data.transform_of"),
-        collate=next(iter(_functions(values.get("collate"), "data.collate")), None),
-        sources=_sources(node, trust, where) if registry.key_of("data", node.target) == "mixture" else {},
-    )
+    if common.prepare is not None:
+        check_target(common.prepare, trust, key)
+        if registry.key_of(key, common.prepare) is not None:  # ours are quick to import; a user's may import torch
+            _typed_arguments(locate(common.prepare, trust, key), called.kwargs, where)
+    sources = _sources(called, trust, where) if registry.key_of("data", called.target) == "mixture" else {}
+    return Data(**vars(common), target=called.target, options=called.kwargs, sources=sources)
 
 
 def _sources(mixture: Node, trust: Trust, where: str) -> Mapping[str, Data]:
@@ -253,30 +216,12 @@ def _sources(mixture: Node, trust: Trust, where: str) -> Mapping[str, Data]:
     )
 
 
-def _functions(value: Any, key: str) -> tuple[Node, ...]:
-    """Return the functions or classes that a key names: none, one or, for transforms, a list of them."""
-    if value is None:
-        return ()
-    nodes = value if isinstance(value, (list, tuple)) and key != "data.collate" else [value]
-    for node in nodes:
-        if not isinstance(node, Mapping):
-            raise RefusedError(f"{key}={shown(value)}: name a function or class, {key}={{_target_: mine.function}}.")
-    return tuple(_node(node, f"{key}[{place}]" if len(nodes) > 1 else key) for place, node in enumerate(nodes))
-
-
-def _weights(value: Any) -> str | Node | None:
-    if isinstance(value, Mapping):
-        return _node(value, "data.weights")
-    found: str | None = convert(value, str | None, "data.weights")
-    return found
-
-
 def _schedule(values: Mapping[str, Any]) -> Schedule | Node:
     """Build a schedule of ours, which checks itself, also around one of torch's; a user's own may import torch."""
-    node = _node(values, "scheduler")
+    node = node_of(values, "scheduler")
     if str(node.target).startswith("torch.optim.lr_scheduler."):
         values = {"_target_": "torch", "schedule": values}
-        node = _node(values, "scheduler")
+        node = node_of(values, "scheduler")
     found: Schedule | Node = (
         _call(values, "scheduler", Schedule) if registry.key_of("scheduler", node.target) is not None else node
     )
@@ -285,7 +230,7 @@ def _schedule(values: Mapping[str, Any]) -> Schedule | Node:
 
 def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
     """Build a section whose class is free of torch, so that its arguments are checked before any worker starts."""
-    node = _node(values, where)
+    node = node_of(values, where)
     try:
         found = locate(node.target, Trust(), where)
     except RefusedError:
@@ -300,7 +245,7 @@ def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
             f"{where}._target_={node.target} is not a {where}: it must be a dataclass that derives from "
             f"{contract.__module__}.{contract.__name__}."
         )
-    return found(**_typed_arguments(found, node.kwargs, where))
+    return build(found, node.kwargs, where)
 
 
 def _typed_arguments(
@@ -314,9 +259,8 @@ def _typed_arguments(
         if isinstance(function, type)
         or one.kind is not one.KEYWORD_ONLY  # of a function those are for code, not for a config
     }
-    hints = typing.get_type_hints(
-        inspect.getattr_static(function, "__init__") if isinstance(function, type) else function
-    )
+    called = inspect.getattr_static(function, "__init__") if isinstance(function, type) else function
+    hints = typing.get_type_hints(called, include_extras=True)
     for key in kwargs:
         if key not in parameters:
             raise unknown_key(key, parameters, where)
@@ -326,11 +270,3 @@ def _typed_arguments(
             f"{where}.{missing[0]} is missing: give it a value, for example as {where}.{missing[0]}=... ."
         )
     return {key: convert(value, hints[key], f"{where}.{key}") for key, value in kwargs.items()}
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return types.MappingProxyType({key: _frozen(inner) for key, inner in value.items()})
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(inner) for inner in value)
-    return value

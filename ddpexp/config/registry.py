@@ -7,78 +7,101 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
-_PARTS: Mapping[str, Mapping[str, str]] = {
+
+class Part(NamedTuple):
+    """A class or function of ours."""
+
+    path: str  # module.name
+    also: str = ""  # the names of its counterparts in other frameworks, with blanks between them
+
+
+_PARTS: Mapping[str, Mapping[str, Part]] = {
     "launcher": {
-        "spawn": "ddpexp.launch.launchers.local.Spawn",
-        "inline": "ddpexp.launch.launchers.inline.Inline",
-        "torchrun-env": "ddpexp.launch.launchers.torchrun_env.TorchrunEnv",
-        "mpi": "ddpexp.launch.launchers.mpi.Mpi",
-        "slurm": "ddpexp.launch.launchers.slurm.Slurm",
-        "elastic": "ddpexp.launch.launchers.elastic.Elastic",
+        "spawn": Part(
+            "ddpexp.launch.launchers.local.Spawn",
+            "local ddp ddp_spawn mp process single none accelerate deepspeed fabric lightning",
+        ),
+        "inline": Part("ddpexp.launch.launchers.inline.Inline"),
+        "torchrun-env": Part("ddpexp.launch.launchers.torchrun_env.TorchrunEnv", "env"),
+        "mpi": Part("ddpexp.launch.launchers.mpi.Mpi", "mpirun mpiexec horovod"),
+        "slurm": Part("ddpexp.launch.launchers.slurm.Slurm", "srun sbatch salloc submitit submitit_slurm"),
+        "elastic": Part("ddpexp.launch.launchers.elastic.Elastic"),
     },
     "scheduler": {
-        "constant": "ddpexp.train.schedule.Constant",
-        "constant_with_warmup": "ddpexp.train.schedule.Constant",
-        "cosine": "ddpexp.train.schedule.Cosine",
-        "exponential": "ddpexp.train.schedule.Exponential",
-        "linear": "ddpexp.train.schedule.Linear",
-        "multi_step": "ddpexp.train.schedule.MultiStep",
-        "onecycle": "ddpexp.train.schedule.OneCycle",
-        "plateau": "ddpexp.train.plateau.Plateau",
-        "polynomial": "ddpexp.train.schedule.Polynomial",
-        "torch": "ddpexp.train.torch_schedule.TorchSchedule",
-        "wsd": "ddpexp.train.schedule.WSD",
+        "constant": Part("ddpexp.train.schedule.Constant", "none false no off"),
+        "constant_with_warmup": Part("ddpexp.train.schedule.Constant", "warmup warmup_constant warmuplr"),
+        "cosine": Part(
+            "ddpexp.train.schedule.Cosine", "cosineannealing cosineannealinglr cosine_annealing cosine_with_restarts"
+        ),
+        "exponential": Part("ddpexp.train.schedule.Exponential", "exp exponentiallr"),
+        "linear": Part("ddpexp.train.schedule.Linear", "linearlr"),
+        "multi_step": Part("ddpexp.train.schedule.MultiStep", "step steplr multisteplr"),
+        "onecycle": Part("ddpexp.train.schedule.OneCycle", "one_cycle onecyclelr"),
+        "plateau": Part("ddpexp.train.plateau.Plateau", "reducelronplateau reduce_lr_on_plateau reduce_on_plateau"),
+        "polynomial": Part("ddpexp.train.schedule.Polynomial", "poly polynomiallr"),
+        "torch": Part("ddpexp.train.torch_schedule.TorchSchedule"),
+        "wsd": Part("ddpexp.train.schedule.WSD", "warmup_stable_decay trapezoidal"),
     },
     "optimizer": {
-        "muon": "ddpexp.train.combined_optimizer.muon",
-        "sparse_adam": "ddpexp.train.combined_optimizer.sparse_adam",
+        "muon": Part("ddpexp.train.combined_optimizer.muon"),
+        "sparse_adam": Part("ddpexp.train.combined_optimizer.sparse_adam"),
     },
     "logger": {
-        "tensorboard": "ddpexp.loggers.tensorboard.TensorBoard",
-        "csv": "ddpexp.loggers.csv_files.CsvFiles",
-        "wandb": "ddpexp.loggers.remote.wandb.WandB",
-        "mlflow": "ddpexp.loggers.remote.mlflow.MLflow",
+        "tensorboard": Part("ddpexp.loggers.tensorboard.TensorBoard", "tb"),
+        "csv": Part("ddpexp.loggers.csv_files.CsvFiles", "CSVLogger"),
+        "wandb": Part("ddpexp.loggers.remote.wandb.WandB", "weights_and_biases WandbLogger"),
+        "mlflow": Part("ddpexp.loggers.remote.mlflow.MLflow"),
     },
     "callbacks": {
-        "early_stopping": "ddpexp.train.callbacks.early_stopping.EarlyStopping",
-        "find_nonfinite": "ddpexp.train.callbacks.find_nonfinite.FindNonFinite",
-        "histograms": "ddpexp.train.callbacks.histograms.Histograms",
-        "lr_monitor": "ddpexp.train.callbacks.lr_monitor.LRMonitor",
+        "early_stopping": Part(
+            "ddpexp.train.callbacks.early_stopping.EarlyStopping", "earlystopping early_stop EarlyStopping"
+        ),
+        "find_nonfinite": Part("ddpexp.train.callbacks.find_nonfinite.FindNonFinite", "detect_anomaly anomaly"),
+        "histograms": Part("ddpexp.train.callbacks.histograms.Histograms"),
+        "lr_monitor": Part("ddpexp.train.callbacks.lr_monitor.LRMonitor", "learning_rate_monitor LearningRateMonitor"),
     },
     "strategy": {
-        "ddp": "ddpexp.strategy.ddp_options.DDPOptions",
-        "fsdp": "ddpexp.strategy.fsdp.options.FSDPOptions",
-        "local_sgd": "ddpexp.strategy.local.options.LocalOptions",
-        "diloco": "ddpexp.strategy.local.options.DiLoCoOptions",
-        "pipeline": "ddpexp.strategy.pipeline.options.PipelineOptions",
+        "ddp": Part(
+            "ddpexp.strategy.ddp_options.DDPOptions",
+            "dp dataparallel data_parallel distributeddataparallel ddp_find_unused_parameters_true ddp_notebook "
+            "no_shard",
+        ),
+        "fsdp": Part(
+            "ddpexp.strategy.fsdp.options.FSDPOptions",
+            "fsdp2 fsdp1 fully_sharded fully_shard zero3 zero_3 deepspeed_stage_3 sharded full_shard",
+        ),
+        "local_sgd": Part("ddpexp.strategy.local.options.LocalOptions", "localsgd local post_local_sgd postlocalsgd"),
+        "diloco": Part("ddpexp.strategy.local.options.DiLoCoOptions"),
+        "pipeline": Part("ddpexp.strategy.pipeline.options.PipelineOptions"),
     },
     "data": {
-        "arrays": "ddpexp.data.arrays.dataset.load",
-        "hf": "ddpexp.data.arrays.dataset.load",
-        "mixture": "ddpexp.data.mixture.dataset.mix",
-        "mnist": "ddpexp.data.mnist.dataset.load",
-        "cifar10": "ddpexp.data.images.dataset.load",
-        "images": "ddpexp.data.images.dataset.load",
-        "image_folder": "ddpexp.data.image_folder.dataset.load",
-        "tar_shards": "ddpexp.data.tar_shards.dataset.load",
-        "text": "ddpexp.data.text.dataset.load",
+        "arrays": Part("ddpexp.data.arrays.dataset.load"),
+        "hf": Part("ddpexp.data.arrays.dataset.load"),
+        "mixture": Part("ddpexp.data.mixture.dataset.mix"),
+        "mnist": Part("ddpexp.data.mnist.dataset.load"),
+        "cifar10": Part("ddpexp.data.images.dataset.load"),
+        "images": Part("ddpexp.data.images.dataset.load"),
+        "image_folder": Part("ddpexp.data.image_folder.dataset.load"),
+        "tar_shards": Part("ddpexp.data.tar_shards.dataset.load"),
+        "text": Part("ddpexp.data.text.dataset.load"),
     },
     "data.prepare": {
-        "arrays": "ddpexp.data.arrays.prepare.prepare",
-        "hf": "ddpexp.data.hf.prepare.prepare",
-        "mnist": "ddpexp.data.mnist.prepare.prepare",
-        "cifar10": "ddpexp.data.cifar10.prepare.prepare",
-        "images": "ddpexp.data.images.files.prepare",
-        "image_folder": "ddpexp.data.image_folder.prepare.prepare",
-        "tar_shards": "ddpexp.data.tar_shards.prepare.prepare",
-        "text": "ddpexp.data.text.prepare.prepare",
+        "arrays": Part("ddpexp.data.arrays.prepare.prepare"),
+        "hf": Part("ddpexp.data.hf.prepare.prepare"),
+        "mnist": Part("ddpexp.data.mnist.prepare.prepare"),
+        "cifar10": Part("ddpexp.data.cifar10.prepare.prepare"),
+        "images": Part("ddpexp.data.images.files.prepare"),
+        "image_folder": Part("ddpexp.data.image_folder.prepare.prepare"),
+        "tar_shards": Part("ddpexp.data.tar_shards.prepare.prepare"),
+        "text": Part("ddpexp.data.text.prepare.prepare"),
     },
     # Of kinds that read other data by the schema, or the facts, of the data that was trained on.
     "data.predict": {
-        "arrays": "ddpexp.data.arrays.to_predict.prepare",
-        "hf": "ddpexp.data.hf.prepare.prepare_by",
-        "image_folder": "ddpexp.data.image_folder.to_predict.prepare",
+        "arrays": Part("ddpexp.data.arrays.to_predict.prepare"),
+        "hf": Part("ddpexp.data.hf.prepare.prepare_by"),
+        "image_folder": Part("ddpexp.data.image_folder.to_predict.prepare"),
     },
 }
 
@@ -109,10 +132,15 @@ def key_of(where: str, target: object) -> str | None:
 
 def path_of(where: str, key: str) -> str:
     """Return the full name, `module.name`, of one of our own parts."""
-    return _PARTS[section_of(where)][key]
+    return _PARTS[section_of(where)][key].path
 
 
 def key_of_class(section: str, kind: type) -> str | None:
     """Return the key of one of our own classes."""
     path = f"{kind.__module__}.{kind.__qualname__}"
-    return next((key for key, known in _PARTS[section].items() if known == path), None)
+    return next((key for key, known in _PARTS[section].items() if known.path == path), None)
+
+
+def synonyms_of(section: str) -> Mapping[str, list[str]]:
+    """Return the names of other frameworks' counterparts of our parts, by the key of each part."""
+    return {key: part.also.split() for key, part in _PARTS.get(section, {}).items()}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ddpexp.config.schema import Data, Experiment
+from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import BatchPlan, plan_batches
 from ddpexp.errors import RefusedError
+from ddpexp.settings.data import Data
 
 _FILES = (".npy", ".txt", ".csv")
 
@@ -44,8 +45,6 @@ def check_sampling(data: Data) -> None:
             "data.on_device=true keeps samples in the memory of the device, and images of many sizes stay on the host. "
             "Use data.on_device=false; data.augment_on=device computes their changes there."
         )
-    if data.samples_per_epoch is not None and data.samples_per_epoch < 1:
-        raise RefusedError(f"data.samples_per_epoch={data.samples_per_epoch} is too small: use 1 or more.")
     if data.batch_tokens is not None:
         _check_batch_tokens(data, data.batch_tokens)
 
@@ -86,8 +85,6 @@ def check_epoch(data: Data, global_batch_size: int) -> None:
 
 
 def _check_folds(data: Data, folds: int) -> None:
-    if folds < 2:
-        raise RefusedError(f"data.folds={folds} is too small: use 2 or more, or null for none.")
     if data.fold is None:
         raise RefusedError(
             f"data.folds={folds}: which fold is held out? Type data.fold=0, or sweep over all of them: "
@@ -104,8 +101,6 @@ def _check_folds(data: Data, folds: int) -> None:
 
 def _check_batch_tokens(data: Data, batch_tokens: int) -> None:
     key = f"data.batch_tokens={batch_tokens}"
-    if batch_tokens < 1:
-        raise RefusedError(f"{key} is too small: use 1 or more, such as 4096.")
     if data.lengths is None:
         raise RefusedError(
             f"{key} needs the length of each sample: set data.lengths as well, to a column of the data or a file."

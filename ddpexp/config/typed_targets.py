@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ddpexp.config.registry import keys_of
-from ddpexp.config.schema import DATA_KEYS
 from ddpexp.loggers.remote.base import Keys
+from ddpexp.settings.data import DATA_KEYS
 
 _TARGET = re.compile(r"\+{0,2}((?:task|model|data|optimizer|scheduler)(?:\.\w+)*)\._target_=(.*)")
 _OF_REMOTE_LOGGERS = re.compile(rf"logger\.([\w-]+)\.(?:{'|'.join(Keys.__dataclass_fields__)})")

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from ddpexp.config.build import shown
 from ddpexp.config.check_optimizer import check_optimizer, check_strategy_and_average
-from ddpexp.config.instantiate import Node
 from ddpexp.config.numerics import check_param_dtype, check_speed
 from ddpexp.config.optimizer_arguments import arguments_of, check_arguments
-from ddpexp.config.param_groups import check_freeze_until, check_layer_decay, check_param_groups, late_starts
+from ddpexp.config.param_groups import check_layers_and_late_starts, check_param_groups
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
 from ddpexp.config.sampling import check_epoch, check_sampling, training_micro_batch_size, training_plan
-from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
+from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import check_range
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Layout, Timeout
+from ddpexp.launch import Layout
+from ddpexp.settings.data import Data
+from ddpexp.settings.node import Node
+from ddpexp.settings.run import Run
+from ddpexp.settings.trainer import Trainer
 
 TEST_SET = "test"
 """The evaluation set that is evaluated at the end only, and by which nothing is chosen."""
@@ -91,13 +92,9 @@ def check(experiment: Experiment) -> None:
     _check_trainer(experiment.trainer)
     check_optimizer(experiment.optimizer)
     check_param_groups(experiment.trainer.param_groups or (), arguments_of(experiment.optimizer.target))
-    check_layer_decay(experiment.trainer.layer_decay)
-    check_freeze_until(late_starts(experiment.trainer.freeze_until))
-    _check_recipe(experiment.recipe)
+    check_layers_and_late_starts(experiment.trainer)
     _check_run(experiment.run)
     _check_data(experiment.data)
-    if (size := experiment.predict.batch_size) != "auto" and size < 1:
-        raise RefusedError(f"predict.batch_size={size} is too small: use 1 or more, or auto.")
     check_sampling(experiment.data)
     check_arguments(experiment.optimizer)
     experiment.strategy.check(experiment.trainer)
@@ -105,117 +102,43 @@ def check(experiment: Experiment) -> None:
 
 
 def _check_trainer(trainer: Trainer) -> None:
-    for name in ("epochs", "max_steps", "log_every", "limit_train_samples", "limit_eval_batches"):
-        value = getattr(trainer, name)
-        if value is not None and value < 1:
-            raise RefusedError(f"trainer.{name}={value} is too small: use 1 or more.")
-    if (
-        isinstance(trainer.nodes, str)
-        and trainer.nodes != "auto"
-        and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", trainer.nodes)
-    ):
-        raise RefusedError(f"trainer.nodes={trainer.nodes}: use auto, a number of machines, or a range such as 1:4.")
-    for name in Timeout.__dataclass_fields__:
-        seconds = getattr(trainer.timeout, name)
-        if not 0 < seconds < math.inf:
-            raise RefusedError(f"trainer.timeout.{name}={seconds}: use a number above 0.")
+    """Check keys of the trainer against each other."""
     if trainer.epochs is None and trainer.max_steps is None:
         raise RefusedError("trainer.epochs=null trainer.max_steps=null: the run would never end. Give one of them.")
-    if trainer.max_seconds is not None and not 0 < trainer.max_seconds < math.inf:
-        raise RefusedError(f"trainer.max_seconds={trainer.max_seconds}: use a number above 0, or null.")
-    for name in ("eval_every", "checkpoint_every"):
-        value = getattr(trainer, name)
-        if value != "epoch" and value < 0:
-            raise RefusedError(f"trainer.{name}={value}: use epoch, a number of steps, or 0 for never.")
-    _check_saving(trainer)
-    _check_average(trainer)
-    if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:
-        raise RefusedError(
-            f"trainer.ema_decay={trainer.ema_decay}: use a number between 0 and 1, such as 0.999, or null."
-        )
-    if not 0 < trainer.grace_seconds < math.inf:
-        raise RefusedError(f"trainer.grace_seconds={trainer.grace_seconds}: use a number above 0.")
-    if trainer.clip_grad_norm is not None and not trainer.clip_grad_norm > 0:
-        raise RefusedError(f"trainer.clip_grad_norm={trainer.clip_grad_norm}: use a number above 0, or null.")
-    if trainer.clip_grad_value is not None and not trainer.clip_grad_value > 0:
-        raise RefusedError(f"trainer.clip_grad_value={trainer.clip_grad_value}: use a number above 0, or null.")
-    _check_limits(trainer)
-    check_param_dtype(trainer)
-    check_speed(trainer)
-    _check_lora(trainer)
-    if not 0 <= trainer.seed < 2**63:
-        raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
-
-
-def _check_lora(trainer: Trainer) -> None:
-    """Check trainer.lora by itself, and with trainer.freeze."""
-    lora = trainer.lora
-    if lora is None:
-        return
-    if trainer.freeze:
-        raise RefusedError(
-            "trainer.freeze is incompatible with trainer.lora, which freezes everything but its adapters and what "
-            "trainer.lora.train names. Leave out trainer.freeze."
-        )
-    if not lora.patterns:
-        raise RefusedError("trainer.lora.match=[] names no layers: give it patterns such as blocks.*.")
-    if lora.rank < 1:
-        raise RefusedError(f"trainer.lora.rank={lora.rank}: use 1 or more, such as 8.")
-    if not 0 < lora.alpha < math.inf:
-        raise RefusedError(f"trainer.lora.alpha={lora.alpha:g}: use a number above 0, such as twice the rank.")
-    if not 0 <= lora.dropout < 1:
-        raise RefusedError(f"trainer.lora.dropout={lora.dropout:g}: use a share from 0 to below 1, such as 0.1.")
-
-
-def _check_limits(trainer: Trainer) -> None:
-    """Check what limits the data."""
     samples, size = trainer.limit_train_samples, trainer.global_batch_size
     if samples is not None and samples < size:
         raise RefusedError(
             f"trainer.limit_train_samples={samples} is fewer than trainer.global_batch_size={size}, the samples of a "
             f"step. Use trainer.limit_train_samples={size}, or trainer.global_batch_size={samples}."
         )
+    _check_keep_best(trainer)
+    _check_average(trainer)
+    check_param_dtype(trainer)
+    check_speed(trainer)
+    if trainer.lora is not None and trainer.freeze:
+        raise RefusedError(
+            "trainer.freeze is incompatible with trainer.lora, which freezes everything but its adapters and what "
+            "trainer.lora.train names. Leave out trainer.freeze."
+        )
+    if trainer.lora is not None and not trainer.lora.patterns:
+        raise RefusedError("trainer.lora.match=[] names no layers: give it patterns such as blocks.*.")
 
 
 def _check_average(trainer: Trainer) -> None:
     """Check the keys of averaged weights against each other."""
-    if trainer.swa_start is not None and trainer.swa_start < 0:
-        raise RefusedError(f"trainer.swa_start={trainer.swa_start}: use a number of steps from 0, or null.")
     if trainer.swa_start is not None and trainer.ema_decay is not None:
         raise RefusedError(
             f"trainer.swa_start={trainer.swa_start} trainer.ema_decay={trainer.ema_decay}: a run has one average of "
             "its weights. Set one of them to null."
         )
-    if trainer.swa_every != "epoch" and trainer.swa_every < 1:
-        raise RefusedError(f"trainer.swa_every={trainer.swa_every}: use epoch, or a number of steps from 1.")
     if trainer.swa_every != "epoch" and trainer.swa_start is None:
         raise RefusedError(
             f"trainer.swa_every={trainer.swa_every} is for the mean of the weights (SWA), and there is none: set "
             "trainer.swa_start, too."
         )
-    if trainer.average_batch_norm is None:
-        return
-    if trainer.average_batch_norm < 1:
-        raise RefusedError(
-            f"trainer.average_batch_norm={trainer.average_batch_norm}: use a number of training batches from 1, or "
-            "null."
-        )
 
 
-def _check_saving(trainer: Trainer) -> None:
-    if trainer.checkpoint_every_seconds is not None and not trainer.checkpoint_every_seconds > 0:
-        raise RefusedError(
-            f"trainer.checkpoint_every_seconds={trainer.checkpoint_every_seconds}: use a number above 0, or null."
-        )
-    if trainer.keep_last is not None and trainer.keep_last < 1:
-        raise RefusedError(
-            f"trainer.keep_last={trainer.keep_last} would remove every checkpoint: use 1 or more, or null for all."
-        )
-    for key in ("keep_every", "compare_replicas"):
-        if (every := getattr(trainer, key)) is not None and every < 1:
-            raise RefusedError(f"trainer.{key}={every}: use a number of steps from 1, or null.")
-    if trainer.keep_best_k < 1:
-        raise RefusedError(f"trainer.keep_best_k={trainer.keep_best_k} is too small: use 1 or more.")
+def _check_keep_best(trainer: Trainer) -> None:
     if trainer.keep_best is None:
         if trainer.keep_best_k > 1:
             raise RefusedError(
@@ -223,21 +146,11 @@ def _check_saving(trainer: Trainer) -> None:
                 "trainer.keep_best=max:eval/accuracy."
             )
         return
-    if not re.fullmatch(r"(max|min):[^/\s]+/\S+", trainer.keep_best):
-        raise RefusedError(
-            f"trainer.keep_best={trainer.keep_best}: use max: or min: and a metric of the evaluation, "
-            f"such as max:eval/accuracy."
-        )
     check_not_test(f"trainer.keep_best={trainer.keep_best}", trainer.keep_best.partition(":")[2])
     if trainer.eval_every == 0:
         raise RefusedError(
             f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none."
         )
-
-
-def _check_recipe(recipe: Recipe) -> None:
-    if Path(recipe.name).name != recipe.name:
-        raise RefusedError(f"recipe.name={recipe.name}: use a plain name, for it names the folder of the runs.")
 
 
 def _check_run(run: Run) -> None:
@@ -252,8 +165,6 @@ def _check_run(run: Run) -> None:
 
 def _check_init(run: Run) -> None:
     """Check the keys beside run.init_from."""
-    if isinstance(run.init_checkpoint, int) and run.init_checkpoint < 0:
-        raise RefusedError(f"run.init_checkpoint={run.init_checkpoint}: use last, best or the number of a step.")
     if run.init_from is not None:
         return
     defaults = {"init_checkpoint": "last", "init_weights": "raw", "init_rename": None, "init_skip": ()}
@@ -267,21 +178,10 @@ def _check_init(run: Run) -> None:
 
 
 def _check_data(data: Data) -> None:
-    if not 0 <= data.validation_fraction < 1:
-        raise RefusedError(
-            f"data.validation_fraction={data.validation_fraction}: use a share from 0 to below 1, such as 0.1."
-        )
     if data.validation_fraction and key_of("data", data.target) == "text":
         raise RefusedError(
             f"data.validation_fraction={data.validation_fraction} holds out single samples, and windows of a text "
             "begin elsewhere in each epoch. Use data.eval_fraction, which keeps the end of the text."
-        )
-    if data.num_workers < 0:
-        raise RefusedError(f"data.num_workers={data.num_workers}: use 0 or more.")
-    if data.num_workers > MOST_LOADERS:
-        raise RefusedError(
-            f"data.num_workers={data.num_workers} is more processes for each worker than a machine can start: use "
-            f"{MOST_LOADERS} or fewer."
         )
 
 

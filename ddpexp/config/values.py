@@ -26,11 +26,11 @@ from ddpexp.config.instantiate import Trust
 from ddpexp.config.names import check_present, named
 from ddpexp.config.plugins import offered_targets, plugin_folders, searched_packages
 from ddpexp.config.registry import key_of
-from ddpexp.config.schema import DATA_KEYS
 from ddpexp.config.trusted import covered
 from ddpexp.config.typed_targets import typed_targets
 from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError
+from ddpexp.settings.data import DATA_KEYS
 from ddpexp.system.secrets import with_references
 from ddpexp.system.yaml_text import load_yaml
 

@@ -40,8 +40,6 @@ def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"]
     """
     total, micro = global_batch_size, micro_batch_size
     override = f"trainer.global_batch_size={total}"
-    if total < 1 or (micro != "auto" and micro < 1):
-        raise RefusedError(f"{override} trainer.micro_batch_size={micro}: use 1 or more.")
     if micro == "auto":
         if total % data_size:
             fits = _round_up(total, data_size)

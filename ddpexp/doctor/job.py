@@ -20,9 +20,10 @@ from ddpexp.doctor.gather import Facts, Gathering
 from ddpexp.doctor.request import Request
 from ddpexp.doctor.setting import Setting
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Job, Layout, Participants, Timeout
+from ddpexp.launch import Job, Layout, Participants
 from ddpexp.run.stored_config import job_identity
 from ddpexp.run.worker_request import worker_request
+from ddpexp.settings.trainer import Timeout
 
 GATHER_SECONDS = 15.0  # for all probes, which run beside each other
 _START_SECONDS = 45.0  # to start and to join: CUDA and NCCL take some 10 s on a machine with eight GPUs

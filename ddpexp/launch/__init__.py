@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpexp.errors import RefusedError
+from ddpexp.settings.trainer import Timeout
 
 if TYPE_CHECKING:
     from ddpexp.errors import Failure
@@ -20,16 +21,6 @@ _NOT_ELSEWHERE = (
 
 
 @dataclass(frozen=True)
-class Timeout:
-    """How long a phase may take without progress; conf/trainer/default.yaml documents every field."""
-
-    init_seconds: float = 300.0
-    step_seconds: float = 600.0
-    save_seconds: float = 1800.0
-    data_seconds: float = 300.0
-
-
-@dataclass(frozen=True)
 class WorkerRequest:
     """The workers that the user requested: the `trainer.` keys of the same names."""
 
@@ -39,7 +30,7 @@ class WorkerRequest:
     backend: str = "auto"
     threads: Literal["auto"] | int = "auto"
     grace_seconds: float = 25.0  # from a stop signal to SIGKILL
-    timeout: Timeout = Timeout()
+    timeout: Timeout = field(default_factory=Timeout)
 
 
 @dataclass(frozen=True)

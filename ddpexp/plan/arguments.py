@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpexp.config.build import did_you_mean
+from ddpexp.config.declared import section_with
 from ddpexp.config.foreign import advice_on_key
-from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.errors import RefusedError
 
 NUMBERS = ("--alpha_us", "--bandwidth_gbps", "--compute_ms", "--num_samples", "--cores", "--memory_gb")
@@ -114,7 +114,7 @@ def _meant(option: str, value: str) -> str:
     name = option.removeprefix("--").replace("-", "_")
     if advice := advice_on_key(name):
         return advice
-    section = next((section for section, keys in TYPED_SECTIONS.items() if name in keys.__dataclass_fields__), None)
+    section = section_with(name)
     if section is not None:
         return f" Did you mean {section}.{name}={value or '...'}?"
     return did_you_mean(option, (*NUMBERS, *SWITCHES, PLOT, *_OF_RUNS))

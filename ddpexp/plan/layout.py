@@ -84,8 +84,6 @@ def node_counts(nodes: int | str, launcher: object) -> list[int]:
         raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic supports.")
     low, _, high = ("1" if nodes == "auto" else str(nodes)).partition(":")
     first, last = int(low), int(high or low)
-    if first < 1:
-        raise RefusedError(f"trainer.nodes={nodes} leaves no machine: use 1 or more.")
     if last < first:
         raise RefusedError(
             f"trainer.nodes={nodes} is not a valid range: the smaller number of machines comes first, such as 1:4."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ddpexp.config.schema import Trainer
 from ddpexp.launch import Layout
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.memory import Facts, Part
 from ddpexp.strategy.options import Options
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.config import facts
-from ddpexp.config.instantiate import Node, Trust, instantiate
+from ddpexp.config.instantiate import Trust, instantiate
 from ddpexp.config.registry import key_of
-from ddpexp.config.schema import Data
 from ddpexp.data.cache import only_own_caches
 from ddpexp.data.mixture.facts import Source, shared_facts
 from ddpexp.data.schema import STATISTICS, Schema
 from ddpexp.errors import RefusedError
+from ddpexp.settings.data import Data
+from ddpexp.settings.node import Node
 from ddpexp.system import files
 from ddpexp.system.memory_file import memory_file, read_memory_file
 from ddpexp.system.process import die_with_parent

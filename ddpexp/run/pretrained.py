@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpexp.config.build import shown
-from ddpexp.config.instantiate import Node
 from ddpexp.config.restated import HUB
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
+from ddpexp.settings.node import Node
 from ddpexp.strategy.options import Options
 from ddpexp.system.memory_file import memory_file
 from ddpexp.system.programs import python

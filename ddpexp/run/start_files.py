@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ddpexp.config import facts
-from ddpexp.config.schema import Data
 from ddpexp.run import directory, manifest
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import used_facts
 from ddpexp.run.resume import PreviousRun
 from ddpexp.run.stored_config import checked_text
+from ddpexp.settings.data import Data
 from ddpexp.system import files
 from ddpexp.system.secrets import held_in, referenced
 from ddpexp.system.terminal import print_message

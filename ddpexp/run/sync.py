@@ -22,7 +22,7 @@ from typing import Any
 
 from ddpexp.checkpoint.format import best_first, scan
 from ddpexp.config.build import build
-from ddpexp.config.instantiate import Node, check_arguments, instantiate, locate
+from ddpexp.config.instantiate import check_arguments, instantiate, locate
 from ddpexp.config.parse import load
 from ddpexp.config.registry import REMOTE_LOGGERS, key_of
 from ddpexp.config.schema import Experiment
@@ -32,6 +32,7 @@ from ddpexp.loggers.remote.base import Keys, Remote, RunInfo
 from ddpexp.loggers.remote.feed import FOLDER, Feed, Mark, reason_of
 from ddpexp.loggers.remote.source import Records
 from ddpexp.run.directory import RunDir
+from ddpexp.settings.node import Node
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.secrets import masked_tree
 from ddpexp.system.yaml_text import load_yaml

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ddpexp.launch import Layout
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.memory import Bucket, Facts, Parameter, Part, Traffic
 from ddpexp.system.limits import human
 
 if TYPE_CHECKING:
     from ddpexp.strategy.ddp_options import DDPOptions
-    from ddpexp.strategy.options import TrainerOptions
 
 _MIB = 1 << 20
 _GATHERED = 128 << 10  # ddpexp.strategy.comm.reduce.GATHERED_BYTES, which a test holds this to
@@ -61,7 +61,7 @@ def fixes_buckets(options: DDPOptions, world_size: int, device: str) -> bool:
 
 
 def transport(
-    trainer: TrainerOptions, options: DDPOptions, layout: Layout
+    trainer: Trainer, options: DDPOptions, layout: Layout
 ) -> Literal["none", "shared_memory", "in_rank_order", "backend"]:
     """Return what carries the gradients: see `ddpexp.strategy.comm.reduce`, and `exchange` for the exact reduction."""
     if layout.world_size == 1:
@@ -85,7 +85,7 @@ def exchange_bytes(sizes: Iterable[int], world_size: int) -> int:
 
 
 def replica_parts(
-    options: DDPOptions, common: list[Part], facts: Facts, trainer: TrainerOptions, layout: Layout
+    options: DDPOptions, common: list[Part], facts: Facts, trainer: Trainer, layout: Layout
 ) -> list[Part]:
     """Return what a rank holds of the model, its gradients and its optimizers."""
     by_ddp = layout.world_size > 1 and trainer.reduction == "fast"
@@ -118,7 +118,7 @@ def replica_parts(
     return parts
 
 
-def gradient_traffic(options: DDPOptions, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
+def gradient_traffic(options: DDPOptions, facts: Facts, trainer: Trainer, layout: Layout) -> Traffic:
     """Return what the ranks send one another in a step; compressed gradients as they travel."""
     way = transport(trainer, options, layout)
     if way == "none":
@@ -133,7 +133,7 @@ def gradient_traffic(options: DDPOptions, facts: Facts, trainer: TrainerOptions,
     return Traffic(way, sizes, cut, options.bucket_cap_mb, unknown)
 
 
-def _buckets(options: DDPOptions, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Bucket]:
+def _buckets(options: DDPOptions, facts: Facts, trainer: Trainer, layout: Layout) -> list[Bucket]:
     """Return DDP's buckets; there are none alone, nor in the exact reduction."""
     if layout.world_size == 1 or trainer.reduction == "exact":
         return []

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.options import Compilation, Options, TrainerOptions
+from ddpexp.settings.key import Key
+from ddpexp.settings.trainer import Trainer
+from ddpexp.strategy.options import Compilation, Options
 
 if TYPE_CHECKING:
     from ddpexp.distributed.world import World
@@ -23,33 +25,29 @@ class DDPOptions(Options):
     supports_exact: ClassVar[bool] = True
 
     kind: Literal["ddp"]
-    find_unused_parameters: bool
+    find_unused_parameters: Annotated[bool, Key(on_resume="free")]
     static_graph: bool
-    gradient_as_bucket_view: bool
-    bucket_cap_mb: int | float
+    gradient_as_bucket_view: Annotated[bool, Key(on_resume="free")]
+    bucket_cap_mb: Annotated[int | float, Key(above=0, on_resume="free")]
     broadcast_buffers: bool
-    reduce_through: Literal["auto", "shared_memory", "backend"]
+    reduce_through: Annotated[Literal["auto", "shared_memory", "backend"], Key(on_resume="free")]
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
-    powersgd_rank: int
+    powersgd_rank: Annotated[int, Key(at_least=1)]
     sync_batchnorm: bool
-    shard_optimizer: bool = False
+    shard_optimizer: Annotated[bool, Key(on_resume="free")] = False
 
     @property
     def divides_optimizer(self) -> str | None:
         """Return what gives each rank a part of the parameters to update, as typed; None: a rank updates all."""
         return "strategy.shard_optimizer=true" if self.shard_optimizer else None
 
-    def check(self, trainer: TrainerOptions) -> None:
+    def check(self, trainer: Trainer) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
-        if self.bucket_cap_mb <= 0:
-            raise RefusedError(f"strategy.bucket_cap_mb={self.bucket_cap_mb}: use a number above 0.")
         if self.reduce_through == "shared_memory" and self.comm_hook != "none":
             raise RefusedError(
                 f"strategy.reduce_through=shared_memory leaves nothing to compress, so it is incompatible with "
                 f"strategy.comm_hook={self.comm_hook}. Use strategy.reduce_through=auto or strategy.comm_hook=none."
             )
-        if self.powersgd_rank < 1:
-            raise RefusedError(f"strategy.powersgd_rank={self.powersgd_rank}: use 1 or more.")
         if self.static_graph and self.find_unused_parameters:
             raise RefusedError(
                 "strategy.static_graph=true finds unused parameters by itself in the first step: "
@@ -88,7 +86,7 @@ class DDPOptions(Options):
                 f"{why} combines the buffers of all micro-batches, so strategy.broadcast_buffers must stay true."
             )
 
-    def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
+    def check_layout(self, trainer: Trainer, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the workers; see `Options.check_layout`."""
         if self.static_graph and gradient_accumulation_steps > 1:
             raise RefusedError(
@@ -134,20 +132,20 @@ class DDPOptions(Options):
             "those of an uninterrupted run"
         )
 
-    def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
+    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
         """Return what a rank holds of the model, its gradients and its optimizers."""
         from ddpexp.strategy.ddp_memory import replica_parts
 
         return replica_parts(self, super().memory(facts, trainer, layout), facts, trainer, layout)
 
-    def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
+    def traffic(self, facts: Facts, trainer: Trainer, layout: Layout) -> Traffic:
         """Return what the ranks send one another in a step; compressed gradients as they travel."""
         from ddpexp.strategy.ddp_memory import gradient_traffic
 
         return gradient_traffic(self, facts, trainer, layout)
 
     def reserved_bytes(
-        self, trained: Sequence[Any], buffers: Sequence[Any], trainer: TrainerOptions, layout: Layout, num_leaves: int
+        self, trained: Sequence[Any], buffers: Sequence[Any], trainer: Trainer, layout: Layout, num_leaves: int
     ) -> tuple[int, int]:
         """Return the memory of sums over micro-batches, and the memory shared by the workers of a host."""
         from ddpexp.strategy.ddp_memory import transport
@@ -165,7 +163,7 @@ class DDPOptions(Options):
         world: World,
         factory: Callable[[], Any],
         *,
-        trainer: TrainerOptions,
+        trainer: Trainer,
         gradient_accumulation_steps: int,
         prepare: Callable[[Any], None],
     ) -> Strategy:

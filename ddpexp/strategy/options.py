@@ -4,85 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh
 
 if TYPE_CHECKING:
     from ddpexp.distributed.world import World
     from ddpexp.strategy.base import Strategy
     from ddpexp.strategy.memory import Facts, Part, Traffic
-
-
-class TrainerOptions(Protocol):
-    """The keys of the trainer section that concern strategies."""
-
-    @property
-    def reduction(self) -> str:
-        """Return `fast` or `exact`."""
-        ...
-
-    @property
-    def precision(self) -> str:
-        """Return `fp32`, `bf16` or `fp16`."""
-        ...
-
-    @property
-    def param_dtype(self) -> str:
-        """Return the numbers in which models compute as a whole: `fp32` or `bf16`."""
-        ...
-
-    @property
-    def master_weights(self) -> bool:
-        """Return whether the optimizer updates weights in fp32 where models compute in bf16."""
-        ...
-
-    @property
-    def nonfinite(self) -> str:
-        """Return `stop` or `skip`."""
-        ...
-
-    @property
-    def deterministic(self) -> bool:
-        """Return whether torch's deterministic algorithms are used."""
-        ...
-
-    @property
-    def channels_last(self) -> bool:
-        """Return whether models use this memory format."""
-        ...
-
-    @property
-    def compile(self) -> bool | str:
-        """Return whether models are compiled, or the mode of torch.compile."""
-        ...
-
-    @property
-    def compile_blocks(self) -> str | None:
-        """Return the class of the modules that are compiled one by one; None: the whole model is compiled."""
-        ...
-
-    @property
-    def clip_grad_norm(self) -> float | None:
-        """Return the limit of the gradient norm."""
-        ...
-
-    @property
-    def ema_decay(self) -> float | None:
-        """Return the decay of the weights' moving average."""
-        ...
-
-    @property
-    def average_batch_norm(self) -> int | None:
-        """Return how many batches estimate the statistics of BatchNorm for averaged weights; None: none."""
-        ...
-
-    @property
-    def averages(self) -> bool:
-        """Return whether an average of the weights is evaluated in their place."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -93,14 +25,14 @@ class Compilation:
     blocks: str | None = None  # the class of modules that are compiled one by one; None: the whole model
 
     @classmethod
-    def of(cls, trainer: TrainerOptions) -> Compilation | None:
+    def of(cls, trainer: Trainer) -> Compilation | None:
         """Return what the trainer section asks for; None if nothing is compiled."""
         if not trainer.compile:
             return None
         return cls("default" if trainer.compile is True else str(trainer.compile), trainer.compile_blocks)
 
     @classmethod
-    def records_graphs(cls, trainer: TrainerOptions) -> bool:
+    def records_graphs(cls, trainer: Trainer) -> bool:
         """Return whether CUDA graphs are used, whose outputs later runs of the same graphs overwrite."""
         compilation = cls.of(trainer)
         return compilation is not None and compilation.mode in ("reduce-overhead", "max-autotune")
@@ -127,7 +59,7 @@ class Options:
         """Return which share of the global batch a rank computes."""
         return DataRank(rank, world_size)
 
-    def check(self, trainer: TrainerOptions) -> None:
+    def check(self, trainer: Trainer) -> None:
         """Check the options by themselves and with the trainer section.
 
         Raises:
@@ -143,7 +75,7 @@ class Options:
         """Return whether the strategy makes the copies in bf16 that `trainer.master_weights` needs."""
         return False
 
-    def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
+    def check_layout(self, trainer: Trainer, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the number of workers and their device.
 
         Raises:
@@ -161,11 +93,11 @@ class Options:
         """Return what a checkpoint does not hold and what follows from it, as a sentence; empty if it holds all."""
         return ""
 
-    def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
+    def other_bits(self, trainer: Trainer, gradient_accumulation_steps: int) -> str:
         """Return which option makes the last bits others than those of strategy=ddp, as a sentence; empty if none."""
         return ""
 
-    def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
+    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
         """Return what a rank holds of the model, its gradients and its optimizers, for `ddpexp plan`."""
         from ddpexp.strategy.memory import Part
 
@@ -181,7 +113,7 @@ class Options:
         """Return over how many ranks the weights of a model, and their average, are divided."""
         return 1
 
-    def moments(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Mapping[str, int]:
+    def moments(self, facts: Facts, trainer: Trainer, layout: Layout) -> Mapping[str, int]:
         """Return what a rank holds of the model at moments other than a step, by their names. Units: bytes."""
         return {}
 
@@ -226,7 +158,7 @@ class Options:
         """Return the sizes of the parameters that are gathered together; modules may be on torch's meta device."""
         return []
 
-    def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
+    def traffic(self, facts: Facts, trainer: Trainer, layout: Layout) -> Traffic:
         """Return what the ranks send one another in a step, for `ddpexp plan`."""
         from ddpexp.strategy.memory import Traffic
 
@@ -235,7 +167,7 @@ class Options:
         return Traffic("backend", unknown=f"what strategy={self.kind} sends in a step is not known")
 
     def reserved_bytes(
-        self, trained: Sequence[Any], buffers: Sequence[Any], trainer: TrainerOptions, layout: Layout, num_leaves: int
+        self, trained: Sequence[Any], buffers: Sequence[Any], trainer: Trainer, layout: Layout, num_leaves: int
     ) -> tuple[int, int]:
         """Return the memory of sums over micro-batches, and the memory shared by the workers of a host.
 
@@ -248,7 +180,7 @@ class Options:
         world: World,
         factory: Callable[[], Any],
         *,
-        trainer: TrainerOptions,
+        trainer: Trainer,
         gradient_accumulation_steps: int,
         prepare: Callable[[Any], None],
     ) -> Strategy:

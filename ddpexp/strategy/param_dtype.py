@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ddpexp.strategy.options import TrainerOptions
+from ddpexp.settings.trainer import Trainer
 
 
-def lowered(built: Any, trainer: TrainerOptions, sharded: bool = False) -> Any:
+def lowered(built: Any, trainer: Trainer, sharded: bool = False) -> Any:
     """Return modules as they compute with trainer.param_dtype; sharded ones get their copies from the strategy."""
     if trainer.param_dtype == "fp32":
         return built

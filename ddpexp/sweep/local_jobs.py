@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from ddpexp.errors import EXIT_FAILED, EXIT_REFUSED, RefusedError
 from ddpexp.launch.supervise.signals import signals_as_bytes
 from ddpexp.launch.workers.client import Server
+from ddpexp.settings.sweep import Sweep
 from ddpexp.sweep.early import Curve, curve_of, prune_reason
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job import Planned, Started, start
 from ddpexp.sweep.job_result import Ended, ResultReader
-from ddpexp.sweep.settings import Settings
 from ddpexp.sweep.slots import Slots
 from ddpexp.sweep.sweep_log import SweepLog
 from ddpexp.sweep.view import View
@@ -78,7 +78,7 @@ class LocalJobs:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Sweep,
         folder: SweepDir,
         slots: Slots,
         log: SweepLog,

@@ -13,11 +13,12 @@ from ddpexp.errors import EXIT_DONE, RefusedError, StoppedError
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import lock
 from ddpexp.run.directory import check_name
+from ddpexp.settings.sweep import Sweep
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.hydra_sweeper import check_ends, is_grid, sweep_with
 from ddpexp.sweep.rows import Goal
 from ddpexp.sweep.runner import SweepFailed, SweepRunner
-from ddpexp.sweep.settings import Settings, settings_of
+from ddpexp.sweep.settings import settings_of
 from ddpexp.sweep.view import View
 from ddpexp.system import caller, files
 from ddpexp.system.limits import reason_with_limit
@@ -73,7 +74,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
                     place.rmdir()
 
 
-def _check_sweeper(swept: Swept, settings: Settings) -> None:
+def _check_sweeper(swept: Swept, settings: Sweep) -> None:
     """Check that a sweeper that chooses jobs by their results has an objective."""
     if is_grid(swept):
         if swept.intervals:

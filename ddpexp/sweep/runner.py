@@ -9,13 +9,13 @@ from ddpexp.config.sweeps import Swept
 from ddpexp.errors import DdpexpError, FinishedError, RefusedError, StoppedError
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import directory, resume
+from ddpexp.settings.sweep import Sweep
 from ddpexp.sweep.folder import SweepDir, key_of, latest, restated_overrides
 from ddpexp.sweep.hydra_sweeper import is_grid
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_planner import JobPlanner
 from ddpexp.sweep.job_result import Ended, ResultReader
 from ddpexp.sweep.local_jobs import LocalJobs, WarmServer
-from ddpexp.sweep.settings import Settings
 from ddpexp.sweep.slots import Slots
 from ddpexp.sweep.submission import Submissions, submitter_of
 from ddpexp.sweep.sweep_log import SweepLog
@@ -31,7 +31,7 @@ class SweepFailed(DdpexpError):
 class SweepRunner:
     """Runs the jobs of a sweep in its directory, batch by batch."""
 
-    def __init__(self, swept: Swept, settings: Settings, folder: SweepDir, view: View, server: Server | None) -> None:
+    def __init__(self, swept: Swept, settings: Sweep, folder: SweepDir, view: View, server: Server | None) -> None:
         """Take the sweep, its directory (which this command has locked), and a warm server, if there is one."""
         self.settings, self.folder = settings, folder
         self._swept, self._grid = swept, is_grid(swept)

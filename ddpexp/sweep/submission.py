@@ -9,15 +9,15 @@ from ddpexp.config.plugins import launcher_name
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher, Submitter
+from ddpexp.settings.sweep import Sweep
 from ddpexp.sweep.folder import SweepDir, latest
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_result import Ended, ResultReader
-from ddpexp.sweep.settings import Settings
 from ddpexp.sweep.sweep_log import SweepLog
 from ddpexp.system.job_schedulers import ScheduledJob, recorded_job, states
 
 
-def submitter_of(jobs: Sequence[Planned], settings: Settings, is_grid: bool) -> Submitter | None:
+def submitter_of(jobs: Sequence[Planned], settings: Sweep, is_grid: bool) -> Submitter | None:
     """Return the launcher that submits those jobs that do not run here, if there are any.
 
     Raises:

@@ -7,11 +7,11 @@ from typing import Any
 
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.validate import TEST_SET
+from ddpexp.settings.sweep import Sweep
 from ddpexp.sweep.early import names_of
 from ddpexp.sweep.folder import Record, SweepDir
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_result import Ended
-from ddpexp.sweep.settings import Settings
 from ddpexp.sweep.table import duration, shown
 from ddpexp.sweep.view import View
 from ddpexp.system import files
@@ -21,7 +21,7 @@ from ddpexp.system.terminal import print_message
 class SweepLog:
     """The log of one start."""
 
-    def __init__(self, folder: SweepDir, settings: Settings, view: View) -> None:
+    def __init__(self, folder: SweepDir, settings: Sweep, view: View) -> None:
         """Write nothing yet."""
         self._folder, self._settings, self._view = folder, settings, view
         self._record: Record | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddpexp.config.schema import Trainer
+from ddpexp.settings.trainer import Trainer
 from ddpexp.train.due import is_due
 
 _FEW_STEPS = 20  # a trial, of which nobody expects an average

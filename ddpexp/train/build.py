@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ddpexp.config.instantiate import Node, instantiate, locate, targets
-from ddpexp.config.schema import Experiment, Trainer
+from ddpexp.config.instantiate import instantiate, locate, targets
+from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import EvalBatches
@@ -31,6 +31,8 @@ from ddpexp.loggers.progress import Progress
 from ddpexp.loggers.remote.follower import Followers
 from ddpexp.run.directory import RunDir
 from ddpexp.run.sync import is_remote, remote_keys
+from ddpexp.settings.node import Node
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.strategy.param_dtype import lowered

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.config.instantiate import Node, instantiate
-from ddpexp.config.schema import Data, Experiment
+from ddpexp.config.instantiate import instantiate
+from ddpexp.config.schema import Experiment
 from ddpexp.data.base import IndexData, Subset
 from ddpexp.data.batch_plan import counted
 from ddpexp.data.columns import column_of, labels_of, places_in
@@ -24,6 +24,8 @@ from ddpexp.data.token_batches import by_tokens
 from ddpexp.data.weights import FILES, Passes, Weighted, checked_groups, checked_weights, class_balanced, read_values
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
+from ddpexp.settings.data import Data
+from ddpexp.settings.node import Node
 from ddpexp.train.transform_samples import transformed, without_own_arguments
 
 

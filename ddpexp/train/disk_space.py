@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ddpexp.checkpoint import format as on_disk
-from ddpexp.config.schema import Trainer
 from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.system.files import relative
 from ddpexp.system.limits import distinguishable, human

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ddpexp.config.schema import Trainer
+from ddpexp.settings.trainer import Trainer
 
 
 class Due(NamedTuple):

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ddpexp.config.param_groups import as_tuple, late_starts
-from ddpexp.config.schema import Trainer
+from ddpexp.config.param_groups import late_starts
 from ddpexp.errors import RefusedError
+from ddpexp.settings.parameters import as_tuple
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import num_elements
 from ddpexp.train.param_groups import Described, check_patterns, describe, matched
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from ddpexp.config.schema import Experiment, Trainer
+from ddpexp.config.schema import Experiment
 from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
+from ddpexp.settings.trainer import Trainer
 from ddpexp.system import numa
 from ddpexp.system.fault_injection import fault_point
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ddpexp.checkpoint.codec import encode
-from ddpexp.config.instantiate import Node, Trust, instantiate
-from ddpexp.config.schema import Data, Experiment, Trainer
+from ddpexp.config.instantiate import Trust, instantiate
+from ddpexp.config.schema import Experiment
 from ddpexp.data.adapters import MapStyle
 from ddpexp.data.base import IndexData
 from ddpexp.data.batch_plan import BatchPlan
@@ -20,6 +20,9 @@ from ddpexp.data.datasets import Splits
 from ddpexp.data.mixture.dataset import mix
 from ddpexp.data.streams import Batches, Stream, StreamBatches, first_samples
 from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.settings.data import Data
+from ddpexp.settings.node import Node
+from ddpexp.settings.trainer import Trainer
 from ddpexp.train.recipe_checks import check_splits
 from ddpexp.train.transform_samples import own_arguments
 

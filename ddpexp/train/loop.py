@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddpexp.config.schema import Trainer
 from ddpexp.data.batches import EvalBatches, units_per_sample
 from ddpexp.data.streams import Batches
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control, What
 from ddpexp.loggers.base import Logger
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import Compilation
 from ddpexp.system.fault_injection import fault_point

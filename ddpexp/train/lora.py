@@ -17,8 +17,9 @@ from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from ddpexp.config.schema import LoRA, Trainer
 from ddpexp.errors import RefusedError
+from ddpexp.settings.parameters import LoRA
+from ddpexp.settings.trainer import Trainer
 from ddpexp.system.text import first_few
 
 

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from ddpexp.config.check_optimizer import no_average
 from ddpexp.config.instantiate import locate
 from ddpexp.config.registry import key_of
-from ddpexp.config.schema import Experiment, Trainer
+from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.sharded_optimizer import ShardedOptimizer
 from ddpexp.train.average import WeightAverage, assign
 

@@ -6,10 +6,11 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.train.schedule import Warmup, check_fraction
+from ddpexp.errors import DdpexpError
+from ddpexp.settings.key import Key
+from ddpexp.train.schedule import Warmup
 
 
 @dataclass(frozen=True)
@@ -18,27 +19,11 @@ class Plateau(Warmup):
 
     monitor: str = "eval/loss"
     mode: Literal["min", "max"] = "min"
-    patience: int = 3
-    min_delta: float = 0.0
-    gamma: float = 0.1
-    cooldown: int = 0  # evaluations after a reduction that do not count
-    floor: float = 0.0  # the factor gets no smaller
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        check_fraction("scheduler.gamma", self.gamma)
-        check_fraction("scheduler.floor", self.floor)
-        if self.gamma == 1:
-            raise RefusedError("scheduler.gamma=1 reduces nothing: use a number below 1.")
-        if self.patience < 1:
-            raise RefusedError(
-                f"scheduler.patience={self.patience}: use the number of evaluations to wait for, from 1."
-            )
-        if self.cooldown < 0:
-            raise RefusedError(f"scheduler.cooldown={self.cooldown}: use a number of evaluations from 0.")
-        if not 0 <= self.min_delta < math.inf:
-            raise RefusedError(f"scheduler.min_delta={self.min_delta}: use a number from 0.")
+    patience: Annotated[int, Key(at_least=1)] = 3
+    min_delta: Annotated[float, Key(at_least=0, below=math.inf)] = 0.0
+    gamma: Annotated[float, Key(at_least=0, below=1)] = 0.1
+    cooldown: Annotated[int, Key(at_least=0)] = 0  # evaluations after a reduction that do not count
+    floor: Annotated[float, Key(at_least=0, at_most=1)] = 0.0  # the factor gets no smaller
 
 
 @dataclass

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpexp.config.instantiate import Node
-from ddpexp.config.schema import Experiment, Trainer
+from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import counted, epochs_text
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.lengths import ByLength
@@ -18,6 +17,8 @@ from ddpexp.data.token_batches import ByTokens
 from ddpexp.launch import Layout
 from ddpexp.loggers.base import Logger
 from ddpexp.run.directory import RunDir
+from ddpexp.settings.node import Node
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.replica import Models
 from ddpexp.system.files import relative, write_json
 from ddpexp.system.hardware import usable_cores, why_no_gpu

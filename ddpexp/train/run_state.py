@@ -18,7 +18,6 @@ from ddpexp.checkpoint.format import CONFIG, Checkpoint
 from ddpexp.checkpoint.layout import lay_out
 from ddpexp.checkpoint.reader import copy_into, open_model, open_part, read_part, read_rank_state, weights_sha256
 from ddpexp.checkpoint.writer import Content, Writer
-from ddpexp.config.schema import Trainer
 from ddpexp.data.streams import StreamBatches
 from ddpexp.distributed.rng import HostRandom
 from ddpexp.distributed.world import World
@@ -26,6 +25,7 @@ from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.run.directory import RunDir
 from ddpexp.run.lost_files import removed_records
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Shard, Strategy
 from ddpexp.system.secrets import masked_tree
 from ddpexp.train.average import WeightAverage

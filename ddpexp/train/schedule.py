@@ -9,26 +9,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 from ddpexp.errors import RefusedError
+from ddpexp.settings.key import Key
+
+_WHOLE = r"[1-9]\d*(\.0)?"
+_FOR_STEPS = {_WHOLE: "For steps, use scheduler.warmup_steps."}
 
 
 @dataclass(frozen=True)
 class Warmup:
     """A linear warm-up, then what `after_warmup` of a derived class returns; here a constant."""
 
-    warmup: float = 0.0  # fraction of all steps
-    warmup_steps: int | None = field(default=None, kw_only=True)  # in place of `warmup`
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            RefusedError: one is out of range.
-        """
-        check_fraction("scheduler.warmup", self.warmup, "scheduler.warmup_steps")
-        check_steps("scheduler.warmup_steps", self.warmup_steps)
+    warmup: Annotated[float, Key(at_least=0, at_most=1, advice=_FOR_STEPS)] = 0.0  # fraction of all steps
+    warmup_steps: Annotated[int | None, Key(at_least=0)] = field(default=None, kw_only=True)  # in place of `warmup`
 
     def first_step(self, num_steps: int) -> int:
         """Return the first step after the warm-up."""
@@ -53,12 +48,7 @@ class Constant(Warmup):
 class Linear(Warmup):
     """A straight line down."""
 
-    floor: float = 0.0  # factor at the last step
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        check_fraction("scheduler.floor", self.floor)
+    floor: Annotated[float, Key(at_least=0, at_most=1)] = 0.0  # factor at the last step
 
     def after_warmup(self, step: int, first: int, num_steps: int) -> float:
         """Return the factor at a step from `first` on."""
@@ -69,13 +59,7 @@ class Linear(Warmup):
 class Polynomial(Linear):
     """A power of what is left of the steps."""
 
-    power: float = 2.0
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        if not 0 < self.power < math.inf:
-            raise RefusedError(f"scheduler.power={self.power}: use a number above 0; 1 is scheduler=linear.")
+    power: Annotated[float, Key(above=0, below=math.inf)] = 2.0  # 1 is a straight line
 
     def after_warmup(self, step: int, first: int, num_steps: int) -> float:
         """Return the factor at a step from `first` on."""
@@ -87,14 +71,7 @@ class Polynomial(Linear):
 class Exponential(Warmup):
     """The same share less in every step."""
 
-    floor: float = 0.01  # factor at the last step
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        check_fraction("scheduler.floor", self.floor)
-        if self.floor == 0:
-            raise RefusedError("scheduler.floor=0 is never reached by the same share less in every step: use 0.001.")
+    floor: Annotated[float, Key(above=0, at_most=1)] = 0.01  # factor at the last step
 
     def after_warmup(self, step: int, first: int, num_steps: int) -> float:
         """Return the factor at a step from `first` on."""
@@ -108,16 +85,9 @@ class Cosine(Warmup):
     Source: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017.
     """
 
-    warmup: float = 0.05
-    floor: float = 0.0  # factor at the last step of each cycle
-    cycles: int = field(default=1, kw_only=True)
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        check_fraction("scheduler.floor", self.floor)
-        if self.cycles < 1:
-            raise RefusedError(f"scheduler.cycles={self.cycles}: use the number of times that the rate falls, from 1.")
+    warmup: Annotated[float, Key(at_least=0, at_most=1, advice=_FOR_STEPS)] = 0.05
+    floor: Annotated[float, Key(at_least=0, at_most=1)] = 0.0  # factor at the last step of each cycle
+    cycles: Annotated[int, Key(at_least=1)] = field(default=1, kw_only=True)  # times that the rate falls
 
     def after_warmup(self, step: int, first: int, num_steps: int) -> float:
         """Return the factor at a step from `first` on."""
@@ -132,14 +102,15 @@ class MultiStep(Warmup):
     """A constant rate that is multiplied by `gamma` at each milestone."""
 
     milestones: tuple[float, ...] = (0.5, 0.75)  # fractions of all steps below 1, or steps
-    gamma: float = 0.1
-    floor: float = 0.0  # the factor gets no smaller
+    gamma: Annotated[float, Key(at_least=0, at_most=1)] = 0.1
+    floor: Annotated[float, Key(at_least=0, at_most=1)] = 0.0  # the factor gets no smaller
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        check_fraction("scheduler.gamma", self.gamma)
-        check_fraction("scheduler.floor", self.floor)
+        """Check the milestones.
+
+        Raises:
+            RefusedError: they are neither fractions nor steps, or not in order.
+        """
         shown = f"scheduler.milestones=[{','.join(f'{value:.15g}' for value in self.milestones)}]"
         shares = [value for value in self.milestones if 0 < value < 1]
         steps = [value for value in self.milestones if value >= 1 and float(value).is_integer()]
@@ -162,18 +133,13 @@ class WSD(Warmup):
     and Compute-Optimal Training Beyond Fixed Training Durations", 2024.
     """
 
-    warmup: float = 0.05
-    decay: float = 0.2  # fraction of all steps
-    decay_steps: int | None = None  # in place of `decay`
+    warmup: Annotated[float, Key(at_least=0, at_most=1, advice=_FOR_STEPS)] = 0.05
+    decay: Annotated[float, Key(at_least=0, at_most=1, advice={_WHOLE: "For steps, use scheduler.decay_steps."})] = (
+        0.2  # fraction of all steps
+    )
+    decay_steps: Annotated[int | None, Key(at_least=0)] = None  # in place of `decay`
     shape: Literal["linear", "cosine", "sqrt"] = "linear"
-    floor: float = 0.0  # factor at the last step
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        check_fraction("scheduler.decay", self.decay, "scheduler.decay_steps")
-        check_steps("scheduler.decay_steps", self.decay_steps)
-        check_fraction("scheduler.floor", self.floor)
+    floor: Annotated[float, Key(at_least=0, at_most=1)] = 0.0  # factor at the last step
 
     def after_warmup(self, step: int, first: int, num_steps: int) -> float:
         """Return the factor at a step from `first` on."""
@@ -196,17 +162,10 @@ class OneCycle:
     Source: Smith and Topin, "Super-Convergence", 2018.
     """
 
-    peak_at: float = 0.3  # fraction of all steps
-    start: float = 0.04
-    end: float = 0.0
-    warmup_steps: int | None = None  # until the peak, in place of `peak_at`
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        check_fraction("scheduler.peak_at", self.peak_at, "scheduler.warmup_steps")
-        check_fraction("scheduler.start", self.start)
-        check_fraction("scheduler.end", self.end)
-        check_steps("scheduler.warmup_steps", self.warmup_steps)
+    peak_at: Annotated[float, Key(at_least=0, at_most=1, advice=_FOR_STEPS)] = 0.3  # fraction of all steps
+    start: Annotated[float, Key(at_least=0, at_most=1)] = 0.04
+    end: Annotated[float, Key(at_least=0, at_most=1)] = 0.0
+    warmup_steps: Annotated[int | None, Key(at_least=0)] = None  # until the peak, in place of `peak_at`
 
     def factor(self, step: int, num_steps: int) -> float:
         """Return the factor at `step`: 1 at the peak."""
@@ -214,28 +173,6 @@ class OneCycle:
         if step <= peak:
             return _cosine(self.start, 1.0, step / peak)
         return _cosine(1.0, self.end, (step - peak) / max(1.0, num_steps - 1 - peak))
-
-
-def check_fraction(key: str, value: float, steps_key: str | None = None) -> None:
-    """Check a fraction; `steps_key` is the key that takes a number of steps in its place.
-
-    Raises:
-        RefusedError: it is none.
-    """
-    if not 0 <= value <= 1:
-        is_steps = steps_key is not None and value > 1 and float(value).is_integer()
-        meant = f" For steps, type {steps_key}={int(value)}." if is_steps else ""
-        raise RefusedError(f"{key}={value} is not a fraction: use a number from 0 to 1.{meant}")
-
-
-def check_steps(key: str, value: int | None) -> None:
-    """Check a number of steps that may be null.
-
-    Raises:
-        RefusedError: it is negative.
-    """
-    if value is not None and value < 0:
-        raise RefusedError(f"{key}={value}: use a number of steps from 0, or null.")
 
 
 def _progress(step: int, first: int, num_steps: int) -> float:

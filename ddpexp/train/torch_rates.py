@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddpexp.config.instantiate import Node, Trust, instantiate
+from ddpexp.config.instantiate import Trust, instantiate
 from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.settings.node import Node
 from ddpexp.train.torch_schedule import MODULE, TorchSchedule
 
 _CYCLED = ("momentum", "betas")  # what OneCycleLR and CyclicLR change beside the rate

@@ -24,7 +24,6 @@ class TorchSchedule(Warmup):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        super().__post_init__()
         _check(self.schedule, "scheduler.schedule")
 
 

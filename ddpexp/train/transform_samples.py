@@ -10,13 +10,15 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from ddpexp.config.instantiate import Node, Trust, instantiate, locate
-from ddpexp.config.schema import Data, Experiment
+from ddpexp.config.instantiate import Trust, instantiate, locate
+from ddpexp.config.schema import Experiment
 from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Splits, kind_of
 from ddpexp.data.streams import Stream
 from ddpexp.data.transforms import Transformed
 from ddpexp.errors import RefusedError
+from ddpexp.settings.data import Data
+from ddpexp.settings.node import Node
 
 _SAMPLE_KEYS = (
     "transform", "eval_transform", "collate", "weights", "group_by", "stratify", "samples_per_epoch", "lengths",
@@ -27,8 +29,8 @@ _SAMPLE_KEYS = (
 def sample_nodes(data: Data) -> Mapping[str, Node]:
     """Return what the keys of single samples name, by key."""
     nodes = {"data.weights": data.weights, "data.collate": data.collate}
-    nodes |= {f"{key}": node for key, node in _places("data.transform", data.transform)}
-    nodes |= {f"{key}": node for key, node in _places("data.eval_transform", data.eval_transform)}
+    nodes |= {f"{key}": node for key, node in _places("data.transform", data.transforms)}
+    nodes |= {f"{key}": node for key, node in _places("data.eval_transform", data.eval_transforms)}
     return {key: node for key, node in nodes.items() if isinstance(node, Node)}
 
 
@@ -85,9 +87,10 @@ def transformed(splits: Splits, experiment: Experiment) -> Splits:
     train = splits.train
     return replace(
         splits,
-        train=wrapped(train, "train", "data.transform", data.transform),
+        train=wrapped(train, "train", "data.transform", data.transforms),
         evals={
-            name: wrapped(part, name, "data.eval_transform", data.eval_transform) for name, part in splits.evals.items()
+            name: wrapped(part, name, "data.eval_transform", data.eval_transforms)
+            for name, part in splits.evals.items()
         },
         order=train if splits.order is None and not isinstance(train, Stream) and train.brings_order else splits.order,
     )

@@ -26,7 +26,7 @@ from ddpexp.config import fused
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.sampling import eval_batch_size, training_plan
-from ddpexp.config.schema import Experiment, Trainer
+from ddpexp.config.schema import Experiment
 from ddpexp.data.loader_limits import shared_memory_warning
 from ddpexp.data.streams import StreamBatches
 from ddpexp.distributed.world import World
@@ -35,6 +35,7 @@ from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import typed_arguments
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.strategy.replica import Models

@@ -428,11 +428,8 @@ def test_wrong_arguments_are_refused(arguments: list[str], sentence: str) -> Non
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("trainer.gpus=0", "trainer.gpus=0 starts no worker: use 1 or more, or auto for all GPUs."),
-        ("trainer.gpus=-1", "trainer.gpus=-1 starts no worker: use 1 or more, or auto for all GPUs."),
         ("trainer.gpus=999", "trainer.gpus=999 is more than the 256 workers that one machine can start. Use fewer."),
-        ("trainer.nodes=0", "trainer.nodes=0 leaves no machine: use 1 or more."),
-        ("trainer.nodes=-2", "trainer.nodes=-2 leaves no machine: use 1 or more."),
+        ("trainer.nodes=0", "trainer.nodes=0: use auto, a number of machines from 1, or a range such as 1:4."),
         ("trainer.nodes=1:2", "trainer.nodes=1:2 is a range, which only launcher=elastic supports."),
     ],
 )

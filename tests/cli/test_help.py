@@ -92,7 +92,7 @@ def test_help_lists_every_key_with_its_value_what_it_may_be_and_what_it_means() 
     for key, value in leaves(overview(["trainer.seed=41", "launcher=slurm", "model.width=[4,8]"], None).values).items():
         assert value == {} or f"\n  {key}={typed(value)}" in text  # a section without keys, as without callbacks
     for lines in (
-        "  trainer.seed=41                           a whole number\n      Seed of the initialization",
+        "  trainer.seed=41                           a whole number from 0 to 2**63 - 1\n      Seed of the initialization",
         "  trainer.precision=fp32                    one of fp32, bf16, fp16\n      fp32, bf16 (autocast)",
         "  trainer.deterministic=false               true or false\n",
         "  launcher.partition=null                   a text or null\n",

@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 
 from ddpexp.config.compose import compose
 from ddpexp.config.folders import conf_folder
-from ddpexp.config.instantiate import Node
 from ddpexp.config.parse import load, parse
 from ddpexp.config.schema import Experiment
 from ddpexp.config.stored import override_file
@@ -24,6 +23,7 @@ from ddpexp.config.sweeps import JobComposer, compose_sweep
 from ddpexp.config.values import Composed
 from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError, StoppedError
+from ddpexp.settings.node import Node
 from tests.listed import options
 
 

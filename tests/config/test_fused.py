@@ -9,10 +9,10 @@ import pytest
 
 from ddpexp.config.compose import compose
 from ddpexp.config.fused import KEY, is_fused, resolve
-from ddpexp.config.instantiate import Node
 from ddpexp.config.parse import parse
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
+from ddpexp.settings.node import Node
 
 
 def experiment(*overrides: str) -> Experiment:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from ddpexp.config.instantiate import TORCH, Node, Trust, check_trusted, instantiate, locate
+from ddpexp.config.instantiate import TORCH, Trust, check_trusted, instantiate, locate
 from ddpexp.errors import RefusedError
+from ddpexp.settings.node import Node
 from tests.conftest import ROOT
 
 STRANGERS = [

@@ -71,15 +71,13 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__gpus": 1.5}, "trainer.gpus=1.5 is not auto or a whole number."),
         ({"trainer__gpus": True}, "trainer.gpus=true is not auto or a whole number."),
         ({"trainer__gpus": None}, "trainer.gpus=null is not auto or a whole number."),
-        ({"trainer__gpus": 0}, "trainer.gpus=0 starts no worker: use 1 or more, or auto for all GPUs."),
-        ({"trainer__gpus": -1}, "trainer.gpus=-1 starts no worker: use 1 or more, or auto for all GPUs."),
+        ({"trainer__gpus": 0}, "trainer.gpus=0: use a number of workers from 1, or auto for all GPUs."),
         ({"trainer__device": "gpu"}, (
             "trainer.device=gpu is not one of auto, cpu, cuda. Did you mean "
             "trainer.device=cuda?"
         )),
         ({"trainer__device": "cuda"}, "trainer.device=cuda, but this machine shows no GPU. Use trainer.device=cpu"),
         ({"trainer__backend": "nccl"}, "trainer.backend=nccl needs GPUs, and the workers are on CPU."),
-        ({"trainer__threads": 0}, "trainer.threads=0 leaves a worker without a thread: use 1 or more."),
         ({"trainer__precision": "bf61"}, "trainer.precision=bf61 is not one of fp32, bf16, fp16. Did you mean"),
         ({"trainer__compile": "yes"}, "trainer.compile=yes is not true or false or one of default, "),
         ({"trainer__compile": "reduce_overhead"}, (
@@ -112,18 +110,11 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__seed": -1}, "trainer.seed=-1: use a whole number from 0 to 2**63 - 1."),
         ({"trainer__seed": 2**63}, f"trainer.seed={2**63}: use a whole number from 0 to 2**63 - 1."),
         ({"trainer__seed": 1.0}, "trainer.seed=1.0 is not a whole number."),
-        ({"trainer__epochs": 0}, "trainer.epochs=0 is too small: use 1 or more."),
-        ({"trainer__max_steps": 0}, "trainer.max_steps=0 is too small: use 1 or more."),
-        ({"trainer__log_every": 0}, "trainer.log_every=0 is too small: use 1 or more."),
+        ({"trainer__epochs": 0}, "trainer.epochs=0: use a whole number from 1 or null."),
         ({"trainer__epochs": None}, "trainer.epochs=null trainer.max_steps=null: the run would never end."),
         ({"trainer__eval_every": -1}, "trainer.eval_every=-1: use epoch, a number of steps, or 0 for never."),
         ({"trainer__eval_every": "epochs"}, "trainer.eval_every=epochs is not epoch or a whole number. Did you mean"),
-        ({"trainer__clip_grad_norm": 0}, "trainer.clip_grad_norm=0.0: use a number above 0, or null."),
-        ({"trainer__max_seconds": 0}, "trainer.max_seconds=0.0: use a number above 0, or null."),
-        ({"trainer__clip_grad_value": -1}, "trainer.clip_grad_value=-1.0: use a number above 0, or null."),
-        ({"trainer__limit_eval_batches": 0}, "trainer.limit_eval_batches=0 is too small: use 1 or more."),
-        ({"trainer__keep_every": 0}, "trainer.keep_every=0: use a number of steps from 1, or null."),
-        ({"trainer__keep_best_k": 0}, "trainer.keep_best_k=0 is too small: use 1 or more."),
+        ({"trainer__clip_grad_norm": 0}, "trainer.clip_grad_norm=0.0: use a number above 0 or null."),
         ({"trainer__keep_best_k": 2}, (
             "trainer.keep_best_k=2 needs a metric: type it as well, for example trainer.keep_best=max:eval/accuracy."
         )),
@@ -131,13 +122,8 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
             "trainer.limit_train_samples=64 is fewer than trainer.global_batch_size=128, the samples of a step. Use "
             "trainer.limit_train_samples=128, or trainer.global_batch_size=64."
         )),
-        ({"trainer__clip_grad_norm": float("nan")}, "trainer.clip_grad_norm=nan: use a number above 0, or null."),
+        ({"trainer__clip_grad_norm": float("nan")}, "trainer.clip_grad_norm=nan: use a number above 0 or null."),
         ({"trainer__nonfinite": "ignore"}, "trainer.nonfinite=ignore is not one of stop, skip."),
-        ({"trainer__global_batch_size": 0}, (
-            "trainer.global_batch_size=0 trainer.micro_batch_size=auto: use 1 or "
-            "more."
-        )),
-        ({"trainer__micro_batch_size": 0}, "trainer.global_batch_size=128 trainer.micro_batch_size=0: use 1 or more."),
         ({"trainer__extra": 1}, "trainer.extra is not a known key."),
         ({"trainer": 3}, "trainer=3 is not a section with keys."),
         ({"trainer": None}, "trainer is missing: a recipe gives it, for example recipe=mnist."),
@@ -152,7 +138,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
             "optimizer, remove it with ~optimizer.betas. Arguments: dampening, differentiable, foreach, fused, lr, "
         )),
         ({"optimizer": {"lr": 0.1}}, "optimizer._target_ is missing: it names the class or function to call."),
-        ({"scheduler__peak_at": 2}, "scheduler.peak_at=2.0 is not a fraction: use a number from 0 to 1."),
+        ({"scheduler__peak_at": 2}, "scheduler.peak_at=2.0: use a number from 0 to 1."),
         ({"scheduler__warmup": 0.1}, "scheduler.warmup is not a known key. The rise of scheduler=onecycle is"),
         ({"scheduler__start": "a"}, "scheduler.start=a is not a number."),
         ({"launcher__start_method": "fork"}, "launcher.start_method=fork is not one of forkserver, spawn."),
@@ -166,7 +152,6 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
             "strategy.comm_hook=fp61 is not one of none, fp16, bf16, powersgd. Did you "
             "mean"
         )),
-        ({"strategy__bucket_cap_mb": 0}, "strategy.bucket_cap_mb=0: use a number above 0."),
         ({"strategy__reduce_through": "shared"}, (
             "strategy.reduce_through=shared is not one of auto, shared_memory, "
             "backend."
@@ -176,14 +161,11 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
             "strategy.reduce_through=shared_memory leaves nothing to compress, so it is incompatible with "
             "strategy.comm_hook=fp16. Use",
         ),
-        ({"strategy__powersgd_rank": 0}, "strategy.powersgd_rank=0: use 1 or more."),
         (
             {"strategy__static_graph": True, "strategy__find_unused_parameters": True},
             "strategy.static_graph=true finds unused parameters by itself in the first step",
         ),
         ({"data__validation_fraction": 1}, "data.validation_fraction=1.0: use a share from 0 to below 1, such as 0.1."),
-        ({"data__validation_fraction": -0.1}, "data.validation_fraction=-0.1: use a share"),
-        ({"data__num_workers": -1}, "data.num_workers=-1: use 0 or more."),
         ({"data__num_workers": "many"}, "data.num_workers=many is not a whole number."),
         ({"data__embedded_train": "many"}, "data.embedded_train=many is not a whole number."),
         ({"data__prepare": 3}, "data.prepare=3 is not a text or null."),

@@ -42,8 +42,6 @@ def test_the_global_batch_is_micro_times_accumulation_times_world(size: int) -> 
             "trainer.global_batch_size=8 does not split over 2 workers with trainer.micro_batch_size=8 (16 a pass). "
             "Use a multiple of 16, for example trainer.global_batch_size=16. Or use 1 worker.",
         ),
-        (0, "auto", 1, "trainer.global_batch_size=0 trainer.micro_batch_size=auto: use 1 or more."),
-        (8, 0, 1, "trainer.global_batch_size=8 trainer.micro_batch_size=0: use 1 or more."),
     ],
 )  # fmt: skip
 def test_a_batch_that_does_not_split_is_refused_with_what_does(

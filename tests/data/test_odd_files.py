@@ -7,7 +7,6 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ddpexp.config.schema import Data
+from ddpexp.config.build import build
+from ddpexp.config.defaults import default_of
 from ddpexp.data import weights
 from ddpexp.data.arrays.prepare import prepare as prepare_arrays
 from ddpexp.data.hf.prepare import prepare as prepare_hf
@@ -28,6 +28,7 @@ from ddpexp.data.text import tokenizer
 from ddpexp.data.text.prepare import prepare as prepare_text
 from ddpexp.errors import RefusedError
 from ddpexp.run.prepare import _check_values
+from ddpexp.settings.data import DATA_KEYS, CommonData, Data
 from ddpexp.system.files import open_regular
 from recipes.segment import prepare as prepare_segments
 from tests.conftest import ROOT
@@ -151,9 +152,10 @@ def test_image_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["weights", "group_by", "lengths"])
 def test_odd_file_with_a_value_for_each_sample_is_refused(key: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "values.npy")
-    values: Any = {key: str(tmp_path / "values.npy")}
+    values = {key: str(tmp_path / "values.npy"), "prepare": None}
+    common = build(CommonData, {name: values.get(name, default_of(f"data.{name}")) for name in DATA_KEYS}, "data")
     with pytest.raises(RefusedError, match=rf"data.{key}=.*values.npy cannot be read: it is a named pipe"):
-        _check_values(replace(Data("x", None, 0.0, 0, False, {}), **values), 3)
+        _check_values(Data(**vars(common), target="x", options={}), 3)
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)

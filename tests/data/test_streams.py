@@ -15,12 +15,12 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ddpexp.checkpoint.codec import decode, encode
-from ddpexp.config.schema import Data
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.datasets import Splits
 from ddpexp.data.fingerprint import differences
 from ddpexp.data.streams import Stream, StreamBatches, as_stream
 from ddpexp.errors import CodeError, DdpexpError, RefusedError
+from ddpexp.settings.data import Data
 from ddpexp.train.load_data import streams_checked
 from ddpexp.train.recipe_checks import check_splits
 from tests.conftest import Ddpexp, Done

@@ -12,9 +12,9 @@ import pytest
 from ddpexp.config.compose import compose
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.parse import parse
-from ddpexp.config.schema import Data
 from ddpexp.errors import RefusedError
 from ddpexp.run.prepare import prepare, prepare_to_evaluate, prepare_to_predict, prepare_to_resume
+from ddpexp.settings.data import Data
 
 
 def test_the_options_may_have_any_size(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from ddpexp.config.compose import compose
-from ddpexp.config.instantiate import Node
 from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
 from ddpexp.run.pretrained import check_layers, pretrained_key
+from ddpexp.settings.node import Node
 from ddpexp.train.offline import forbid_downloads, without_downloads
 from tests.conftest import Ddpexp
 from tests.points import Recipe

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpexp.config.param_groups import FreezeUntil, ParamGroup
 from ddpexp.config.parse import parse
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.distributed.world import World
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
+from ddpexp.settings.parameters import FreezeUntil, ParamGroup
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.fsdp.strategy import FSDP

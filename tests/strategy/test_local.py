@@ -30,10 +30,6 @@ def test_ranks_train_to_the_weights_of_a_loop_by_hand(case: str, tmp_path: Path,
 @pytest.mark.parametrize(
     ("options", "trainer", "sentence"),
     [
-        (replace(OPTIONS, sync_every=0), {}, "strategy.sync_every=0: use 1 or more."),
-        (replace(OPTIONS, warmup_steps=-1), {}, "strategy.warmup_steps=-1: use 0 or more."),
-        (replace(OUTER, outer_lr=0.0), {}, "strategy.outer_lr=0.0: use a number above 0."),
-        (replace(OUTER, outer_momentum=1.0), {}, "strategy.outer_momentum=1.0: use a number from 0 to below 1."),
         (OPTIONS, {"reduction": "exact"}, "trainer.reduction=exact is incompatible with strategy=local_sgd"),
         (OPTIONS, {"precision": "fp16"}, "incompatible with trainer.precision=fp16, which skips a step"),
         (OUTER, {"nonfinite": "skip"}, "strategy=diloco, whose workers have weights of their own between two averages"),

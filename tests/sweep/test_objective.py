@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from ddpexp.run.directory import RunDir
-from ddpexp.sweep.settings import Settings
+from ddpexp.sweep.settings import settings_of
 from ddpexp.sweep.sweep_log import SweepLog
 from tests.sweep.conftest import Sweeps, most_at_once
 
@@ -117,7 +117,7 @@ def test_a_metric_is_missing_once_its_kind_is_recorded_without_it(
     run = RunDir(tmp_path)
     run.metrics.write_text("".join(f"{line}\n" for line in lines))
     unused: Any = None
-    log = SweepLog(unused, Settings(objective=objective), unused)
+    log = SweepLog(unused, settings_of({"objective": objective}), unused)
     job: Any = SimpleNamespace(name="0000", run=run)
     assert log.check_objective(job) is is_known
     assert ("is no metric that job 0000 reports so far" in capsys.readouterr().err) is is_missing

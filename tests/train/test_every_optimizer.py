@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from ddpexp.config.check_optimizer import check_strategy_and_average
 from ddpexp.config.compose import compose
 from ddpexp.config.folders import conf_folder, options
-from ddpexp.config.instantiate import Node
 from ddpexp.config.parse import parse
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
+from ddpexp.settings.node import Node
 from ddpexp.strategy.sharded_optimizer import can_be_cut
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.combined_optimizer import Combined

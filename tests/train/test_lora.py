@@ -20,8 +20,9 @@ from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
-from ddpexp.config.schema import LoRA, Trainer
 from ddpexp.errors import RefusedError
+from ddpexp.settings.parameters import LoRA
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Shard
 from ddpexp.train.lora import LoRALinear, add_adapters
 from tests.checkpoint.test_writer import ALONE

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpexp.config.compose import compose
-from ddpexp.config.instantiate import Node
 from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
+from ddpexp.settings.node import Node
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.optimizer_average import HasModes, OptimizerAverage, average_of, averages_itself
 from tests.fitting import TRAINER, loop_alone

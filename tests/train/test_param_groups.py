@@ -15,11 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddpexp.config.compose import compose_command
-from ddpexp.config.param_groups import FreezeUntil, ParamGroup, check_param_groups
+from ddpexp.config.param_groups import check_param_groups
 from ddpexp.config.parse import parse
 from ddpexp.config.schema import Experiment
 from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
+from ddpexp.settings.parameters import FreezeUntil, ParamGroup
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.freezing import LateStarts, count_text, freeze
 from ddpexp.train.optimizers import group_suffixes, optimizer_state, parameter_names, restore_optimizer, settings
@@ -287,7 +288,7 @@ def test_a_layer_without_a_shape_is_chosen_by_name_only() -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("param_groups=[{match: [a], lr_scale: -1}]", "param_groups[0].lr_scale=-1.0: use a number from 0."),
+        ("param_groups=[{match: [a], lr_scale: -1}]", "param_groups[0].lr_scale=-1.0: use a number from 0 or null."),
         ("param_groups=[{match: [a], weight_decay: low}]", "param_groups[0].weight_decay=low: use a number from 0."),
         (
             "param_groups=[{match: [a], weight_decya: 0}]",
@@ -316,14 +317,12 @@ def test_a_layer_without_a_shape_is_chosen_by_name_only() -> None:
             "param_groups[0].lr=1 trainer.param_groups[0].lr_scale=2.0 both set the learning rate: leave one of them "
             "out.",
         ),
-        ("layer_decay={decay: 1, layers: [a]}", "layer_decay.decay=1.0: use a number between 0 and 1, such as 0.75, "
-            "by which the learning rate is multiplied from layer to layer."),
+        ("layer_decay={decay: 1, layers: [a]}", "layer_decay.decay=1.0: use a number between 0 and 1."),
         ("layer_decay={decay: 0.5}", "layer_decay.layers is missing: give it a value, for example in the recipe or as "
             "trainer.layer_decay.layers=... ."),
         ("freeze_until={steps: 5, match: [a]}", "freeze_until.steps is not a known key. Did you mean "
             "trainer.freeze_until.step?"),
-        ("freeze_until=[{step: 0, match: [a]}]", "freeze_until[0].step=0: use a number of steps from 1, after which "
-            "they are trained."),
+        ("freeze_until=[{step: 0, match: [a]}]", "freeze_until[0].step=0: use a whole number from 1."),
     ],
 )  # fmt: skip
 def test_values_that_mean_nothing_are_refused_before_any_worker_starts(override: str, sentence: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpexp.config.instantiate import Node
+from ddpexp.settings.node import Node
 from ddpexp.train.report import _model, _numbers
 from tests.fitting import TRAINER
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ddpexp.config.build import build
 from ddpexp.errors import RefusedError
 from ddpexp.task import Schedule
 from ddpexp.train.plateau import Plateau
@@ -15,8 +16,8 @@ from ddpexp.train.torch_schedule import MODULE, TorchSchedule
 
 WITH_WARMUP = (Constant, Linear, Polynomial, Exponential, Cosine, MultiStep, WSD, Plateau)
 ALL: list[Schedule] = [
-    Constant(), Cosine(), Cosine(warmup=0), Cosine(warmup=1), Cosine(0.5, 0.1), OneCycle(), OneCycle(0), OneCycle(1,
-        0.5, 0.5), OneCycle(warmup_steps=2), Cosine(cycles=3), Linear(), Linear(0.5, 0.25), Polynomial(power=0.5),
+    Constant(), Cosine(), Cosine(warmup=0), Cosine(warmup=1), Cosine(0.5, floor=0.1), OneCycle(), OneCycle(0), OneCycle(1,
+        0.5, 0.5), OneCycle(warmup_steps=2), Cosine(cycles=3), Linear(), Linear(0.5, floor=0.25), Polynomial(power=0.5),
     Exponential(), MultiStep(), MultiStep(milestones=(2, 5)), WSD(), WSD(decay=1), WSD(decay_steps=3, shape="cosine"),
     WSD(shape="sqrt"), *(kind(warmup_steps=2) for kind in WITH_WARMUP),
 ]  # fmt: skip
@@ -105,10 +106,8 @@ def test_a_factor_depends_on_nothing_but_the_step() -> None:
     ],
 )
 def test_a_share_outside_zero_to_one_is_refused_with_its_key(schedule: type[Schedule], key: str, share: float) -> None:
-    with pytest.raises(
-        RefusedError, match=rf"^scheduler\.{key}={share} is not a fraction: use a number from 0 to 1\.$"
-    ):
-        schedule(**{key: share})
+    with pytest.raises(RefusedError, match=rf"^scheduler\.{key}={share}: use a number "):
+        build(schedule, {key: share}, "scheduler")
 
 
 @pytest.mark.parametrize("kind", WITH_WARMUP)
@@ -124,14 +123,14 @@ def test_every_schedule_rises_over_a_share_of_the_steps_or_a_number_of_them(kind
 @pytest.mark.parametrize(
     ("schedule", "num_steps", "expected"),
     [
-        (Linear(0, 0.2), 5, [1, 0.8, 0.6, 0.4, 0.2]),
-        (Polynomial(0, 0.0, 2), 5, [1, 0.5625, 0.25, 0.0625, 0]),
-        (Exponential(0, 0.01), 5, [1, 0.31622777, 0.1, 0.031622777, 0.01]),
-        (Cosine(0, 0.5, cycles=2), 6, [1, 0.75, 0.5, 1, 0.75, 0.5]),
+        (Linear(floor=0.2), 5, [1, 0.8, 0.6, 0.4, 0.2]),
+        (Polynomial(floor=0.0, power=2), 5, [1, 0.5625, 0.25, 0.0625, 0]),
+        (Exponential(floor=0.01), 5, [1, 0.31622777, 0.1, 0.031622777, 0.01]),
+        (Cosine(0, floor=0.5, cycles=2), 6, [1, 0.75, 0.5, 1, 0.75, 0.5]),
         (Cosine(0, cycles=2), 7, [1, 0.75, 0.25, 0, 1, 0.5, 0]),
         (MultiStep(milestones=(0.5, 0.75), gamma=0.5), 8, [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25]),
         (MultiStep(milestones=(1, 3), gamma=0.1, floor=0.05), 4, [1, 0.1, 0.1, 0.05]),
-        (WSD(0, 0.5), 8, [1, 1, 1, 1, 1, 2 / 3, 1 / 3, 0]),
+        (WSD(0, decay=0.5), 8, [1, 1, 1, 1, 1, 2 / 3, 1 / 3, 0]),
         (WSD(0, decay_steps=3, floor=0.5), 5, [1, 1, 1, 0.75, 0.5]),
         (WSD(0, decay_steps=5, shape="sqrt"), 5, [1, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5, 0]),
         (WSD(0, decay_steps=3, shape="cosine"), 3, [1, 0.5, 0]),
@@ -149,21 +148,32 @@ def test_the_stable_phase_does_not_depend_on_the_length_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "key", "value", "usage"),
+    [
+        (Cosine, "warmup", 100, "a number from 0 to 1. For steps, use scheduler.warmup_steps."),
+        (WSD, "decay", 20.0, "a number from 0 to 1. For steps, use scheduler.decay_steps."),
+        (Linear, "warmup_steps", -1, "a whole number from 0 or null."),
+        (Exponential, "floor", 0.0, "a number above 0 to 1."),
+        (Polynomial, "power", 0.0, "a number above 0."),
+        (Cosine, "cycles", 0, "a whole number from 1."),
+        (Plateau, "gamma", 1.0, "a number from 0 to below 1."),
+        (Plateau, "patience", 0, "a whole number from 1."),
+        (Plateau, "cooldown", -1, "a whole number from 0."),
+        (Plateau, "min_delta", -1.0, "a number from 0."),
+    ],
+)
+def test_a_value_out_of_range_is_refused(kind: type, key: str, value: float, usage: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        build(kind, {key: value}, "scheduler")
+    assert str(refused.value).endswith(f": use {usage}")
+
+
+@pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Cosine(warmup=100), "number from 0 to 1. For steps, type scheduler.warmup_steps=100."),
-        (lambda: WSD(decay=20.0), "number from 0 to 1. For steps, type scheduler.decay_steps=20."),
-        (lambda: Linear(warmup_steps=-1), "scheduler.warmup_steps=-1: use a number of steps from 0, or null."),
-        (lambda: Exponential(floor=0.0), "scheduler.floor=0 is never reached"),
-        (lambda: Polynomial(power=0.0), "scheduler.power=0.0: use a number above 0"),
-        (lambda: Cosine(cycles=0), "scheduler.cycles=0: use the number of times that the rate falls, from 1."),
         (lambda: MultiStep(milestones=(0.5, 30)), "scheduler.milestones=[0.5,30]: use fractions of all steps"),
         (lambda: MultiStep(milestones=(1.5,)), "scheduler.milestones=[1.5]: use fractions of all steps"),
         (lambda: MultiStep(milestones=(0.75, 0.5)), "[0.75,0.5]: each must come after the one before."),
-        (lambda: Plateau(gamma=1.0), "scheduler.gamma=1 reduces nothing: use a number below 1."),
-        (lambda: Plateau(patience=0), "scheduler.patience=0: use the number of evaluations to wait for, from 1."),
-        (lambda: Plateau(cooldown=-1), "scheduler.cooldown=-1: use a number of evaluations from 0."),
-        (lambda: Plateau(min_delta=-1.0), "scheduler.min_delta=-1.0: use a number from 0."),
         (lambda: TorchSchedule(schedule={"_target_": "torch.optim.SGD"}), "_target_=torch.optim.SGD: use one of torch"),
         (lambda: TorchSchedule(schedule={}), "scheduler.schedule._target_=None: use one of torch.optim.lr_scheduler"),
         (

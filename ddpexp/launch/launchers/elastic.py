@@ -12,7 +12,7 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ddpexp.errors import (
     ENDS,
@@ -41,6 +41,7 @@ from ddpexp.launch.launchers.elastic_board import (
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
+from ddpexp.settings.key import Key
 from ddpexp.system import programs
 from ddpexp.system.network import LOOPBACK, address_towards, check_loopback, check_resolves
 from ddpexp.system.terminal import print_message
@@ -66,7 +67,7 @@ class Elastic(Launcher):
 
     restate_on_resume: ClassVar = ("rdzv_endpoint", "rdzv_conf")  # torch unpickles data from there
 
-    max_restarts: int = 3
+    max_restarts: Annotated[int, Key(at_least=0)] = 3
     rdzv_backend: Literal["c10d", "etcd-v2"] = "c10d"
     rdzv_endpoint: str | None = None
     rdzv_id: str = "ddpexp"
@@ -192,8 +193,6 @@ class Elastic(Launcher):
         return first, last
 
     def _rendezvous(self, max_nodes: int, init_seconds: float) -> list[str]:
-        if self.max_restarts < 0:
-            raise RefusedError(f"launcher.max_restarts={self.max_restarts}: use 0 or more.")
         if self.rdzv_backend == "etcd-v2" and importlib.util.find_spec("etcd") is None:
             raise RefusedError(
                 "launcher.rdzv_backend=etcd-v2 needs the package python-etcd: pip install 'ddpexp[etcd]'."

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.workers.client import Server
+from ddpexp.settings.key import Key
 
 if TYPE_CHECKING:
     from ddpexp.launch.rendezvous.environment import LaunchEnvironment
@@ -27,7 +28,7 @@ class Spawn(Launcher):
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     node_rank: int | None = None
     master_addr: str | None = None
-    master_port: int | None = None
+    master_port: Annotated[int | None, Key(at_least=1, at_most=65535)] = None
 
     def __post_init__(self) -> None:
         """Refuse an address that has its port with it, on every machine alike."""
@@ -82,8 +83,6 @@ class Spawn(Launcher):
                 )
             return LaunchEnvironment(), None
         assert isinstance(nodes, int)
-        if nodes < 1:
-            raise RefusedError(f"trainer.nodes={nodes} leaves no machine: use 1 or more.")
         missing = [f"launcher.{name}" for name, value in fields.items() if value is None]
         if missing:
             raise RefusedError(
@@ -98,7 +97,5 @@ class Spawn(Launcher):
             raise RefusedError(
                 f"launcher.node_rank={self.node_rank}, but trainer.nodes={nodes}: it goes from 0 to {nodes - 1}."
             )
-        if not 0 < self.master_port < 65536:
-            raise RefusedError(f"launcher.master_port={self.master_port} is not a valid port: use one from 1 to 65535.")
         rendezvous = Fixed(self.master_addr, self.master_port, ("launcher.master_addr", "launcher.master_port"))
         return LaunchEnvironment(self.node_rank, nodes, nodes=nodes), rendezvous

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, first_end
 from ddpexp.launch import Job, Layout, WorkerRequest
@@ -44,6 +44,7 @@ from ddpexp.launch.rendezvous.kinds import Published, by_key
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
+from ddpexp.settings.key import Key
 from ddpexp.system import start
 from ddpexp.system.job_schedulers.slurm import SLURM
 from ddpexp.system.process import end_with_parent
@@ -65,7 +66,7 @@ class Slurm(Launcher):
     qos: str | None = None
     time: str | int | None = None
     mem: str | int | None = None
-    cpus_per_task: int | None = None
+    cpus_per_task: Annotated[int | None, Key(at_least=1)] = None
     gpus_per_node: int | str | None = None
     gres: str | None = None
     constraint: str | None = None
@@ -80,8 +81,8 @@ class Slurm(Launcher):
     sbatch_args: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
     requeue: bool = True
-    signal_seconds: int | None = None
-    array_parallelism: int | None = None
+    signal_seconds: Annotated[int | None, Key(at_least=0, at_most=65535)] = None
+    array_parallelism: Annotated[int | None, Key(at_least=1)] = None
     wait: bool = False
     dry_run: bool = False
 
@@ -346,16 +347,8 @@ class Slurm(Launcher):
 
     def _check(self, job: Job, nodes: int) -> None:
         """Check the options without looking at the devices, which the nodes do."""
-        if nodes < 1:
-            raise RefusedError(f"trainer.nodes={nodes} leaves no machine: use 1 or more.")
-        if self.cpus_per_task is not None and self.cpus_per_task < 1:
-            raise RefusedError(f"launcher.cpus_per_task={self.cpus_per_task}: use 1 or more.")
         if not 0 <= self._signal_seconds(job) < 1 << 16:
             raise RefusedError(f"launcher.signal_seconds={self._signal_seconds(job)}: Slurm takes 0 to 65535.")
-        if self.array_parallelism is not None and self.array_parallelism < 1:
-            raise RefusedError(
-                f"launcher.array_parallelism={self.array_parallelism} lets no job run: use 1 or more, or null."
-            )
         limit = limit_seconds(self.time)
         if self.requeue and limit is not None and limit <= self._signal_seconds(job):
             raise RefusedError(
@@ -368,16 +361,10 @@ class Slurm(Launcher):
             job.check(layout)
 
     def layout(self, job: Job, nodes: int) -> Layout | None:
-        """Return the layout that the options imply; None where it depends on the GPUs of the nodes.
-
-        Raises:
-            RefusedError: the number of workers is below one.
-        """
+        """Return the layout that the options imply; None where it depends on the GPUs of the nodes."""
         workers = self.workers(job)
         if workers == "auto":
             return None
-        if workers < 1:
-            raise RefusedError(f"trainer.gpus={workers} starts no worker: use 1 or more, or auto for all GPUs.")
         gpus = self._gpus() > 0 or job.request.device == "cuda"
         device, backend = ("cuda", "nccl") if gpus and job.request.device != "cpu" else ("cpu", "gloo")
         backend = backend if job.request.backend == "auto" else job.request.backend

@@ -68,10 +68,8 @@ def check_workers(gpus: int) -> None:
     """Check a number of workers per machine.
 
     Raises:
-        RefusedError: it is below one, or more than a machine can start.
+        RefusedError: it is more than a machine can start.
     """
-    if gpus < 1:
-        raise RefusedError(f"trainer.gpus={gpus} starts no worker: use 1 or more, or auto for all GPUs.")
     if gpus > _MAX_WORKERS:
         raise RefusedError(
             f"trainer.gpus={gpus} is more than the {_MAX_WORKERS} workers that one machine can start. Use fewer."
@@ -103,10 +101,8 @@ def check_threads(threads: int) -> None:
     """Check a number of threads from the command line or a run directory.
 
     Raises:
-        RefusedError: it is below one, or more than a process can start.
+        RefusedError: it is more than a process can start.
     """
-    if threads < 1:
-        raise RefusedError(f"trainer.threads={threads} leaves a worker without a thread: use 1 or more.")
     cores = os.cpu_count() or 1
     maximum = max(_MAX_THREADS, cores)
     if threads > maximum:

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ddpexp.errors import Failure
-from ddpexp.launch import Timeout
 from ddpexp.launch.supervise.activity import activity_of, cpu_delays, cpu_ticks, seconds_starved
 from ddpexp.launch.supervise.hangs import LOADER_SECONDS, Account, How, classify, verdict
 from ddpexp.launch.supervise.messages import BeginInquiry, InquiryMessage, ReportAccounts, ReportSilence
 from ddpexp.launch.supervise.stacks import Frame, threads
+from ddpexp.settings.trainer import Timeout
 from ddpexp.system.process import is_stopped
 
 if TYPE_CHECKING:

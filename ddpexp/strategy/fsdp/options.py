@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.settings.key import Key
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
-from ddpexp.strategy.options import Options, TrainerOptions
+from ddpexp.strategy.options import Options
 from ddpexp.strategy.tensor.options import DividedLayers, divide_for_a_rank
 from ddpexp.system.limits import human
 
@@ -30,17 +32,17 @@ class FSDPOptions(Options):
 
     kind: Literal["fsdp"]
     blocks: tuple[str, ...] | None
-    min_block_mb: int | float
+    min_block_mb: Annotated[int | float, Key(above=0)]
     reshard_after_forward: bool
     broadcast_buffers: bool
-    reduce_through: Literal["auto", "shared_memory", "backend"]
+    reduce_through: Annotated[Literal["auto", "shared_memory", "backend"], Key(on_resume="free")]
     whole: tuple[str, ...]
-    dp_replicate_size: int
+    dp_replicate_size: Annotated[int, Key(at_least=1, also=("data_parallel_replicate_degree",))]
     gather_in_evaluation: bool
     init: Literal["whole", "replay", "reset_parameters"]
     reduce_each_micro_batch: bool = False
-    offload: bool = False
-    tp_size: int = 1
+    offload: Annotated[bool, Key(on_resume="free")] = False
+    tp_size: Annotated[int, Key(at_least=1)] = 1
     tp_plan: tuple[DividedLayers, ...] | None = None
     sequence_parallel: bool = False
     draws_values: ClassVar[bool] = True  # whether initial weights are needed
@@ -55,11 +57,9 @@ class FSDPOptions(Options):
         self._check_sizes(world_size)
         return DataRank(rank // self.tp_size, world_size // self.tp_size, rank % self.tp_size == 0)
 
-    def check(self, trainer: TrainerOptions) -> None:
+    def check(self, trainer: Trainer) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
         super().check(trainer)
-        if self.tp_size < 1:
-            raise RefusedError(f"strategy.tp_size={self.tp_size}: use 1 or more.")
         if self.tp_size > 1:
             self._check_tensor_parallel(trainer)
         elif self.tp_plan is not None:
@@ -69,10 +69,6 @@ class FSDPOptions(Options):
                 "strategy.sequence_parallel=true divides tokens among the workers of a tensor group, and there is "
                 "none: use strategy.tp_size=2 or more."
             )
-        if self.min_block_mb <= 0:
-            raise RefusedError(f"strategy.min_block_mb={self.min_block_mb}: use a number above 0.")
-        if self.dp_replicate_size < 1:
-            raise RefusedError(f"strategy.dp_replicate_size={self.dp_replicate_size}: use 1 or more.")
         if trainer.reduction == "exact" and not self.broadcast_buffers:
             raise RefusedError(
                 "trainer.reduction=exact combines the buffers of all micro-batches, so strategy.broadcast_buffers must "
@@ -91,11 +87,11 @@ class FSDPOptions(Options):
                 "are gathered by hooks between the modules. Use trainer.compile=false or strategy=ddp."
             )
 
-    def _check_tensor_parallel(self, trainer: TrainerOptions) -> None:
+    def _check_tensor_parallel(self, trainer: Trainer) -> None:
         """Refuse what tensor parallelism cannot keep or does not have."""
         for number, entry in enumerate(self.tp_plan or ()):
             entry.check(f"strategy.tp_plan[{number}]")
-        for clashes, key, why, instead in (
+        for clashes, other, why, instead in (
             (
                 trainer.reduction == "exact", "trainer.reduction=exact",
                 "whose bits must not depend on the workers, while the sums inside divided layers do",
@@ -111,13 +107,13 @@ class FSDPOptions(Options):
         ):  # fmt: skip
             if clashes:
                 raise RefusedError(
-                    f"strategy.tp_size={self.tp_size} is incompatible with {key}, {why}. Use {instead} or "
+                    f"strategy.tp_size={self.tp_size} is incompatible with {other}, {why}. Use {instead} or "
                     "strategy.tp_size=1."
                 )
 
-    def _check_offload(self, trainer: TrainerOptions) -> None:
+    def _check_offload(self, trainer: Trainer) -> None:
         """Refuse what needs all parameters or gradients on the GPU."""
-        for clashes, key, instead in (
+        for clashes, other, instead in (
             (trainer.reduction == "exact", "trainer.reduction=exact", "trainer.reduction=fast"),
             (trainer.precision == "fp16", "trainer.precision=fp16", "trainer.precision=bf16"),
             (trainer.nonfinite == "skip", "trainer.nonfinite=skip", "trainer.nonfinite=stop"),
@@ -125,7 +121,7 @@ class FSDPOptions(Options):
         ):
             if clashes:
                 raise RefusedError(
-                    f"strategy.offload=true is incompatible with {key}, which works on the GPU with what is in the "
+                    f"strategy.offload=true is incompatible with {other}, which works on the GPU with what is in the "
                     f"memory of the CPU then. Use {instead} or strategy.offload=false."
                 )
 
@@ -133,7 +129,7 @@ class FSDPOptions(Options):
         """Return whether blocks are gathered in bf16, which are the copies."""
         return world_size > self.tp_size
 
-    def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
+    def check_layout(self, trainer: Trainer, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the workers; see `Options.check_layout`."""
         replicas, size = self.dp_replicate_size, layout.world_size
         self._check_sizes(size)
@@ -195,7 +191,7 @@ class FSDPOptions(Options):
         """Import FSDP2."""
         import torch.distributed.fsdp  # noqa: F401
 
-    def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
+    def other_bits(self, trainer: Trainer, gradient_accumulation_steps: int) -> str:
         """Return that layers are divided, convolutions are other ones, or gradients are summed in another order."""
         if self.tp_size > 1:
             return (
@@ -214,7 +210,7 @@ class FSDPOptions(Options):
             "the last bits of the weights will differ from those of strategy=ddp"
         )
 
-    def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
+    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
         """Return a rank's share of everything that is sharded, and the blocks that it has whole for a moment."""
         from ddpexp.strategy.memory import Part
 
@@ -255,7 +251,7 @@ class FSDPOptions(Options):
         """Return the number of ranks that a replica of the model is divided over."""
         return max(1, layout.world_size // self.tp_size // self.dp_replicate_size)
 
-    def moments(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Mapping[str, int]:
+    def moments(self, facts: Facts, trainer: Trainer, layout: Layout) -> Mapping[str, int]:
         """Return what a rank holds where it has the whole model: as it is built, and in evaluations."""
         if layout.world_size == 1:
             return {}
@@ -298,7 +294,7 @@ class FSDPOptions(Options):
         return sizes
 
     def reserved_bytes(
-        self, trained: Sequence[Any], buffers: Sequence[Any], trainer: TrainerOptions, layout: Layout, num_leaves: int
+        self, trained: Sequence[Any], buffers: Sequence[Any], trainer: Trainer, layout: Layout, num_leaves: int
     ) -> tuple[int, int]:
         """Return the memory of exact sums: of one micro-batch a rank keeps none, of several those of all its rows."""
         from ddpexp.strategy.reserved import sums_bytes
@@ -308,7 +304,7 @@ class FSDPOptions(Options):
         summed = [*trained, *buffers] if num_leaves > 1 or layout.world_size == 1 else buffers
         return sums_bytes(summed, num_leaves), 0
 
-    def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
+    def traffic(self, facts: Facts, trainer: Trainer, layout: Layout) -> Traffic:
         """Return what the ranks send one another in a step: parameters twice, gradients once."""
         from ddpexp.strategy.memory import Traffic
 
@@ -326,7 +322,7 @@ class FSDPOptions(Options):
         world: World,
         factory: Callable[[], Any],
         *,
-        trainer: TrainerOptions,
+        trainer: Trainer,
         gradient_accumulation_steps: int,
         prepare: Callable[[Any], None],
     ) -> Strategy:

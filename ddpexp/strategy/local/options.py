@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.options import Compilation, Options, TrainerOptions
+from ddpexp.settings.key import Key
+from ddpexp.settings.trainer import Trainer
+from ddpexp.strategy.options import Compilation, Options
 
 if TYPE_CHECKING:
     from ddpexp.distributed.world import World
@@ -23,17 +25,13 @@ class LocalOptions(Options):
     supports_train_step: ClassVar[bool] = False
 
     kind: Literal["local_sgd", "diloco"]
-    sync_every: int
-    warmup_steps: int
+    sync_every: Annotated[int, Key(at_least=1)]
+    warmup_steps: Annotated[int, Key(at_least=0)]
 
-    def check(self, trainer: TrainerOptions) -> None:
+    def check(self, trainer: Trainer) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
         super().check(trainer)
-        if self.sync_every < 1:
-            raise RefusedError(f"strategy.sync_every={self.sync_every}: use 1 or more.")
-        if self.warmup_steps < 0:
-            raise RefusedError(f"strategy.warmup_steps={self.warmup_steps}: use 0 or more.")
-        for clashes, key, why, instead in (
+        for clashes, other, why, instead in (
             (
                 trainer.precision == "fp16",
                 "trainer.precision=fp16",
@@ -62,17 +60,17 @@ class LocalOptions(Options):
             if clashes:
                 raise RefusedError(
                     f"strategy={self.kind}, whose workers have weights of their own between two averages, is "
-                    f"incompatible with {key}, {why}. Use {instead}, or strategy=ddp."
+                    f"incompatible with {other}, {why}. Use {instead}, or strategy=ddp."
                 )
 
-    def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
+    def other_bits(self, trainer: Trainer, gradient_accumulation_steps: int) -> str:
         """Return that the numbers depend on the number of workers."""
         return (
             f"strategy={self.kind}: each worker trains on its own share of the data for {self.sync_every} steps at a "
             "time, so the numbers are others than those of strategy=ddp and depend on the number of workers"
         )
 
-    def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
+    def traffic(self, facts: Facts, trainer: Trainer, layout: Layout) -> Traffic:
         """Return what the ranks send one another, spread over the steps of a round."""
         from ddpexp.strategy.memory import Traffic
 
@@ -86,7 +84,7 @@ class LocalOptions(Options):
         world: World,
         factory: Callable[[], Any],
         *,
-        trainer: TrainerOptions,
+        trainer: Trainer,
         gradient_accumulation_steps: int,
         prepare: Callable[[Any], None],
     ) -> Strategy:
@@ -104,18 +102,10 @@ class DiLoCoOptions(LocalOptions):
     """Options of DiLoCo; conf/strategy/diloco.yaml explains every field."""
 
     kind: Literal["diloco"]
-    outer_lr: float
-    outer_momentum: float
+    outer_lr: Annotated[float, Key(above=0)]
+    outer_momentum: Annotated[float, Key(at_least=0, below=1)]
 
-    def check(self, trainer: TrainerOptions) -> None:
-        """Check the options by themselves and with the trainer section; see `Options.check`."""
-        super().check(trainer)
-        if not self.outer_lr > 0:
-            raise RefusedError(f"strategy.outer_lr={self.outer_lr}: use a number above 0.")
-        if not 0 <= self.outer_momentum < 1:
-            raise RefusedError(f"strategy.outer_momentum={self.outer_momentum}: use a number from 0 to below 1.")
-
-    def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
+    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
         """Return what a rank holds, with the weights of the last round and the outer momentum."""
         from ddpexp.strategy.memory import Part
 
@@ -130,7 +120,7 @@ class DiLoCoOptions(LocalOptions):
         world: World,
         factory: Callable[[], Any],
         *,
-        trainer: TrainerOptions,
+        trainer: Trainer,
         gradient_accumulation_steps: int,
         prepare: Callable[[Any], None],
     ) -> Strategy:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.settings.key import Key
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
-from ddpexp.strategy.options import Options, TrainerOptions
+from ddpexp.strategy.options import Options
 from ddpexp.strategy.pipeline.schedule import Pipe, Schedule, num_in_flight
 from ddpexp.strategy.tensor.options import DividedLayers
 
@@ -26,12 +28,12 @@ class PipelineOptions(Options):
     supports_train_step: ClassVar[bool] = False
 
     kind: Literal["pipeline"]
-    pp_size: int
+    pp_size: Annotated[int, Key(at_least=2, use="2 or more stages, or strategy=ddp")]
     split_before: tuple[str | int, ...] | None
     schedule: Schedule
-    stages_per_worker: int = 1
-    dp_shard_size: int = 1
-    tp_size: int = 1
+    stages_per_worker: Annotated[int, Key(at_least=1)] = 1
+    dp_shard_size: Annotated[int, Key(at_least=1)] = 1
+    tp_size: Annotated[int, Key(at_least=1)] = 1
     tp_plan: tuple[DividedLayers, ...] | None = None
     gather_in_evaluation: bool = True
     init: Literal["whole", "replay", "reset_parameters"] = "whole"
@@ -49,14 +51,14 @@ class PipelineOptions(Options):
             RefusedError: the sizes do not divide them; names those that do.
         """
         left, of = world_size, f"{world_size} worker{'s' * (world_size > 1)}"
-        for key, least in (("pp_size", 2), ("tp_size", 1), ("dp_shard_size", 1)):
-            size = getattr(self, key)
+        for name, least in (("pp_size", 2), ("tp_size", 1), ("dp_shard_size", 1)):
+            size = getattr(self, name)
             if left % size:
                 instead = sizes_that_divide(left, least)
                 instead = f"use {instead}" if instead else f"use trainer.gpus={self.pp_size}, or strategy=ddp"
-                raise RefusedError(f"strategy.{key}={size} does not divide {of}: {instead}.")
+                raise RefusedError(f"strategy.{name}={size} does not divide {of}: {instead}.")
             left //= size
-            of = f"the {left} worker{'s' * (left > 1)} that strategy.{key}={size} leaves of {of.removeprefix('the ')}"
+            of = f"the {left} worker{'s' * (left > 1)} that strategy.{name}={size} leaves of {of.removeprefix('the ')}"
         return Mesh(self.pp_size, left, self.dp_shard_size, self.tp_size)
 
     def data_rank(self, rank: int, world_size: int) -> DataRank:
@@ -66,20 +68,15 @@ class PipelineOptions(Options):
         reports = place == self.pp_size - 1 and tensor == 0
         return DataRank(replica * self.dp_shard_size + shard, mesh.data_size, reports)
 
-    def check(self, trainer: TrainerOptions) -> None:
+    def check(self, trainer: Trainer) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
         super().check(trainer)
-        if self.pp_size < 2:
-            raise RefusedError(f"strategy.pp_size={self.pp_size}: use 2 or more stages, or strategy=ddp.")
-        for key in ("stages_per_worker", "dp_shard_size", "tp_size"):
-            if getattr(self, key) < 1:
-                raise RefusedError(f"strategy.{key}={getattr(self, key)}: use 1 or more.")
         self._check_stages()
         if self.tp_size == 1 and self.tp_plan is not None:
             raise RefusedError("strategy.tp_plan has no effect without strategy.tp_size=2 or more.")
         for number, entry in enumerate(self.tp_plan or ()):
             entry.check(f"strategy.tp_plan[{number}]")
-        for clashes, key, why, instead in (
+        for clashes, other, why, instead in (
             (
                 bool(trainer.compile), f"trainer.compile={str(trainer.compile).lower()}",
                 "which compiles the forward pass of the whole model", "trainer.compile=false",
@@ -95,7 +92,7 @@ class PipelineOptions(Options):
             ),
         ):  # fmt: skip
             if clashes:
-                raise RefusedError(f"strategy=pipeline is incompatible with {key}, {why}. Use {instead}.")
+                raise RefusedError(f"strategy=pipeline is incompatible with {other}, {why}. Use {instead}.")
 
     def _check_stages(self) -> None:
         """Check the schedule, and the names of the layers with which stages begin."""
@@ -117,7 +114,7 @@ class PipelineOptions(Options):
                 f"strategy.pp_size={self.pp_size}{of} stages all but the first begin with one: name {stages - 1}."
             )
 
-    def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
+    def check_layout(self, trainer: Trainer, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check that workers divide into stages, and that there is something to pass through them."""
         mesh, num_passes = self.mesh(layout.world_size), gradient_accumulation_steps
         if num_passes < self.pp_size:
@@ -138,7 +135,7 @@ class PipelineOptions(Options):
         """Return options that leave out the initial weights."""
         return _ToBeLoaded(**vars(self))
 
-    def other_bits(self, trainer: TrainerOptions, gradient_accumulation_steps: int) -> str:
+    def other_bits(self, trainer: Trainer, gradient_accumulation_steps: int) -> str:
         """Return that sums over several workers and dropout are others."""
         divided = f", and with strategy.tp_size={self.tp_size} those inside layers" * self.divides_layers
         return (
@@ -147,7 +144,7 @@ class PipelineOptions(Options):
             "strategy=ddp"
         )
 
-    def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
+    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
         """Return what the worker with the most parameters holds of them, of gradients and of the optimizer's state."""
         from ddpexp.strategy.memory import Part
 
@@ -168,7 +165,7 @@ class PipelineOptions(Options):
         """Return the number of workers of a pipe."""
         return self.pp_size
 
-    def moments(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Mapping[str, int]:
+    def moments(self, facts: Facts, trainer: Trainer, layout: Layout) -> Mapping[str, int]:
         """Return what a rank holds where it has the whole model: as it is built, and in evaluations."""
         weights = sum(parameter.num_bytes for parameter in facts.parameters)
         divided = facts.of_a_rank()
@@ -243,7 +240,7 @@ class PipelineOptions(Options):
         world: World,
         factory: Callable[[], Any],
         *,
-        trainer: TrainerOptions,
+        trainer: Trainer,
         gradient_accumulation_steps: int,
         prepare: Callable[[Any], None],
     ) -> Strategy:

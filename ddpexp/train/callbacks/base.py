@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from ddpexp.config.schema import Trainer
     from ddpexp.data.streams import Batches
     from ddpexp.distributed.world import World
     from ddpexp.loggers.base import Logger
+    from ddpexp.settings.trainer import Trainer
     from ddpexp.strategy.base import Shard
     from ddpexp.train.optimizer_step import Step
     from ddpexp.train.state import TrainState

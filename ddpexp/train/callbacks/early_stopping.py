@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ddpexp.errors import DdpexpError
+from ddpexp.settings.key import Key
 from ddpexp.train.callbacks.base import Callback, RunView
 
 
@@ -20,22 +21,11 @@ class EarlyStopping(Callback):
 
     monitor: str = "eval/loss"
     mode: Literal["min", "max"] = "min"
-    patience: int = 3
-    min_delta: float = 0.0
+    patience: Annotated[int, Key(at_least=1)] = 3
+    min_delta: Annotated[float, Key(at_least=0, below=math.inf)] = 0.0
     best: float | None = field(init=False, default=None)
     best_step: int = field(init=False, default=0)
     waited: int = field(init=False, default=0)  # evaluations since the best one
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: with the key and what to use.
-        """
-        if self.patience < 1:
-            raise ValueError(f"patience={self.patience}: use the number of evaluations to wait for, 1 or more.")
-        if not 0 <= self.min_delta < math.inf:
-            raise ValueError(f"min_delta={self.min_delta}: use a number from 0.")
 
     def on_start(self, run: RunView) -> None:
         """Have the metric checked."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from ddpexp.settings.key import Key
 from ddpexp.train.callbacks.base import Callback, RunView
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ class Histograms(Callback):
     """
 
     rank_zero_only: ClassVar[bool] = True
-    every: Literal["epoch"] | int = "epoch"
+    every: Annotated[Literal["epoch"] | int, Key(at_least=1)] = "epoch"
     weights: bool = True
     gradients: bool = True
 
@@ -30,8 +31,6 @@ class Histograms(Callback):
         Raises:
             ValueError: with the key and what to use.
         """
-        if self.every != "epoch" and self.every < 1:
-            raise ValueError(f"every={self.every}: use a number of steps, or epoch.")
         if not (self.weights or self.gradients):
             raise ValueError("weights=false and gradients=false leave nothing to record: leave the callback out.")
 

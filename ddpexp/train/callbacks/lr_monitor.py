@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from ddpexp.errors import RefusedError
+from ddpexp.settings.key import Key
 from ddpexp.train.callbacks.base import Callback, RunView
 
 if TYPE_CHECKING:
@@ -19,17 +20,8 @@ class LRMonitor(Callback):
     """Records `lr/OPTIMIZER/GROUP` every so many steps, and other settings of the groups. Ranks: rank zero."""
 
     rank_zero_only: ClassVar[bool] = True
-    every: int | None = None
+    every: Annotated[int | None, Key(at_least=1)] = None
     settings: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: with the key and what to use.
-        """
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"every={self.every}: use a number of steps, or null for those of trainer.log_every.")
 
     def on_start(self, run: RunView) -> None:
         """Check that the groups have the settings, and warn where the record has all of it anyway.

@@ -2,7 +2,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddpexp.strategy.options import Options, TrainerOptions
+from ddpexp.settings.trainer import Trainer
+from ddpexp.strategy.options import Options
 
 if TYPE_CHECKING:
     from ddpexp.distributed.world import World
@@ -19,7 +20,7 @@ class OrderedOptions(Options):
         world: "World",
         factory: Callable[[], Any],
         *,
-        trainer: TrainerOptions,
+        trainer: Trainer,
         gradient_accumulation_steps: int,
         prepare: Callable[[Any], None],
     ) -> "Strategy":

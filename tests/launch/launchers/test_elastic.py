@@ -194,12 +194,12 @@ def test_a_refusal_is_not_tried_again(recipe: Recipe) -> None:
         (("trainer.nodes=1:3", "trainer.gpus=2", "trainer.global_batch_size=16", "launcher.rdzv_endpoint=localhost:1"),
          "with 3 of trainer.nodes=1:3: trainer.global_batch_size=16"),
         (("trainer.nodes=4:1",), "trainer.nodes=4:1 is not a valid range: the smaller number of machines comes first"),
-        (("trainer.nodes=0:1",), "trainer.nodes=0:1: use auto, a number of machines, or a range such as 1:4."),
-        (("trainer.nodes=many",), "trainer.nodes=many: use auto, a number of machines, or a range such as 1:4."),
+        (("trainer.nodes=0:1",), "trainer.nodes=0:1: use auto, a number of machines from 1, or a range such as 1:4."),
+        (("trainer.nodes=many",), "trainer.nodes=many: use auto, a number of machines from 1, or a range such as 1:4."),
         (("trainer.nodes=1:2", "trainer.gpus=2"), "launcher.rdzv_endpoint is missing"),
         (("launcher.rdzv_backend=etcd-v2",), "launcher.rdzv_endpoint is missing"),
         (("launcher.rdzv_backend=etcd",), "launcher.rdzv_backend=etcd is not"),
-        (("launcher.max_restarts=-1",), "launcher.max_restarts=-1: use 0 or more."),
+        (("launcher.max_restarts=-1",), "launcher.max_restarts=-1: use a whole number from 0."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(

@@ -165,10 +165,6 @@ def test_the_script_of_an_array_starts_a_member_in_each_run_directory(monkeypatc
 def test_the_number_of_jobs_at_once_is_passed_to_slurm_and_to_nobody_else() -> None:
     assert "#SBATCH --array=0-0%3\n" in script(Slurm(array_parallelism=3), "/sweep/0000")
     assert "%3" not in Slurm(array_parallelism=3).script(job(), 1, Path("/run"))
-    with pytest.raises(
-        RefusedError, match=r"^launcher\.array_parallelism=0 lets no job run: use 1 or more, or null\.$"
-    ):
-        Slurm(array_parallelism=0).kind(job(), 1, Path("/sweep"))
 
 
 def test_the_tasks_are_ours_whatever_sbatch_args_say() -> None:

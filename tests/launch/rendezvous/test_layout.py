@@ -55,7 +55,6 @@ def test_a_configured_backend_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("gpus", "device", "backend", "threads", "present", "sentence"),
     [
-        (0, "auto", "auto", "auto", 0, "trainer.gpus=0 starts no worker: use 1 or more, or auto for all GPUs."),
         (8, "auto", "auto", "auto", 2, "trainer.gpus=8, but this machine shows 2 GPUs. "
          "Use trainer.gpus=2, or trainer.device=cpu for 8 CPU workers."),
         (2, "cuda", "auto", "auto", 1, "trainer.gpus=2, but this machine shows 1 GPU. "
@@ -64,7 +63,6 @@ def test_a_configured_backend_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
          "Use trainer.device=cpu for CPU workers."),
         (2, "cpu", "nccl", "auto", 4, "trainer.backend=nccl needs GPUs, and the workers are on CPU. "
          "Use trainer.backend=gloo or auto."),
-        (2, "auto", "auto", 0, 0, "trainer.threads=0 leaves a worker without a thread: use 1 or more."),
     ],
 )  # fmt: skip
 def test_what_the_machine_does_not_have_is_refused_with_what_it_has(

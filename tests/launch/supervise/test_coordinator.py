@@ -518,8 +518,7 @@ FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0
     [
         ((*FOUR, "launcher.node_rank=2"), "launcher.node_rank=2, but trainer.nodes=2: it goes from 0 to 1."),
         ((*FOUR, "launcher.node_rank=-1"), "launcher.node_rank=-1, but trainer.nodes=2: it goes from 0 to 1."),
-        ((*FOUR, "launcher.master_port=0"), "launcher.master_port=0 is not a valid port: use one from 1 to 65535."),
-        ((*FOUR, "launcher.master_port=65536"), "launcher.master_port=65536 is not a valid port: use one from 1 to 65535."),
+        ((*FOUR, "launcher.master_port=65536"), "launcher.master_port=65536: use a whole number from 1 to 65535 or null."),
         ((*FOUR, "launcher.master_addr=0.0.0.0"),
          "launcher.master_addr=0.0.0.0 is not an address that the others can reach: name this host."),
         ((*FOUR, "launcher.master_addr=203.0.113.1"),
@@ -537,7 +536,6 @@ FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0
         )),
         (("trainer.nodes=1", "launcher.master_port=1"),
          "launcher.master_port=1 is for several machines: set their number with trainer.nodes=... ."),
-        (("trainer.nodes=0",), "trainer.nodes=0 leaves no machine: use 1 or more."),
         (("trainer.nodes=1:2",), "trainer.nodes=1:2 is a range, which only launcher=elastic supports."),
     ],
 )  # fmt: skip

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from ddpexp.errors import Failure
-from ddpexp.launch import Timeout
 from ddpexp.launch.rendezvous.wire import Peer
 from ddpexp.launch.supervise import watchdog
 from ddpexp.launch.supervise.causes import Worker
@@ -30,6 +29,7 @@ from ddpexp.launch.workers.collectives import Call, Group, Record
 from ddpexp.launch.workers.control import Control, Phase, SharedStatus
 from ddpexp.launch.workers.lines import Lines
 from ddpexp.launch.workers.rank_log import Log
+from ddpexp.settings.trainer import Timeout
 
 PROGRAM = """\
 import faulthandler, signal, sys, time

@@ -57,11 +57,9 @@ def test_the_dimensions_of_parallelism_have_neighbours_in_order() -> None:
 @pytest.mark.parametrize(
     ("options", "trainer", "sentence"),
     [
-        ({"pp_size": 1}, {}, "strategy.pp_size=1: use 2 or more stages, or strategy=ddp."),
         ({"split_before": ("a", "b")}, {}, "strategy.pp_size=2 stages all but the first begin with one: name 1."),
         ({"schedule": "interleaved"}, {}, "use strategy.stages_per_worker=2 or more, or strategy.schedule=1f1b."),
         ({"stages_per_worker": 2}, {}, "strategy.stages_per_worker=2 is for strategy.schedule=interleaved"),
-        ({"dp_shard_size": 0}, {}, "strategy.dp_shard_size=0: use 1 or more."),
         ({"tp_plan": (DividedLayers("a", "colwise"),)}, {}, "strategy.tp_plan has no effect without"),
         ({"tp_size": 2, "tp_plan": (DividedLayers((), "colwise"),)}, {}, "strategy.tp_plan[0].match is empty"),
         ({}, {"reduction": "exact"}, "trainer.reduction=exact is incompatible with strategy=pipeline"),

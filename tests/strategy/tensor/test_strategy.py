@@ -135,7 +135,6 @@ def test_a_plan_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("options", "trainer", "sentence"),
     [
-        ({"tp_size": 0}, {}, "strategy.tp_size=0: use 1 or more."),
         ({"tp_size": 1, "tp_plan": (DividedLayers("a", "colwise"),)}, {}, "strategy.tp_plan has no effect without"),
         ({"tp_size": 1, "sequence_parallel": True}, {}, "strategy.sequence_parallel=true divides tokens among the wor"),
         ({"tp_plan": (DividedLayers((), "colwise"),)}, {}, "strategy.tp_plan[0].match is empty"),

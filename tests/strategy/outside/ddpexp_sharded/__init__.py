@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpexp.launch import Layout
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.memory import Facts, Part
-from ddpexp.strategy.options import Options, TrainerOptions
+from ddpexp.strategy.options import Options
 
 if TYPE_CHECKING:
     from ddpexp.distributed.world import World
@@ -26,7 +27,7 @@ class ShardedOptions(Options):
         """Import FSDP2."""
         import torch.distributed.fsdp  # noqa: F401
 
-    def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
+    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
         """Return a rank's share of everything that is sharded."""
         parts = super().memory(facts, trainer, layout)
         return [Part(part.name, -(-(part.num_bytes or 0) // layout.world_size), "a share") for part in parts]
@@ -36,7 +37,7 @@ class ShardedOptions(Options):
         world: World,
         factory: Callable[[], Any],
         *,
-        trainer: TrainerOptions,
+        trainer: Trainer,
         gradient_accumulation_steps: int,
         prepare: Callable[[Any], None],
     ) -> Strategy:

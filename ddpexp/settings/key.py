@@ -1,0 +1,102 @@
+"""The declaration of a key, beside its type in the annotation of the field: `seed: Annotated[int, Key(at_least=0)]`.
+
+The default of a key and its explanation stand in `conf`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+OnResume = Literal["free", "typed", "fixed"]
+"""Whether a run may be resumed with another value: in any case, if it is typed, or never."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """The range of a key's numbers, whether a resume may change it, and the words of other frameworks for it."""
+
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    pattern: str | None = None  # of a text, as a whole
+    use: str = ""  # what may be typed, where the type and the range do not say it well
+    on_resume: OnResume = "typed"
+    because: str = ""  # why it is fixed
+    also: Sequence[str] = ()  # keys of other frameworks
+    remark: str = ""  # what somebody should know who has typed one of those
+    synonyms: Mapping[str, Sequence[str]] = field(default_factory=dict)  # other frameworks' values, by the value here
+    advice: Mapping[str, str] = field(default_factory=dict)  # by patterns of values for which no single value stands
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value of the right type is in the range."""
+        if isinstance(value, str):
+            return self.pattern is None or re.fullmatch(self.pattern, value) is not None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return True
+        return (
+            not math.isnan(value)
+            and (self.above is None or value > self.above)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.below is None or value < self.below)
+            and (self.at_most is None or value <= self.at_most)
+        )
+
+    @property
+    def is_range(self) -> bool:
+        """Return whether not every number of its type is accepted."""
+        return (self.above, self.at_least, self.below, self.at_most) != (None, None, None, None)
+
+    def usage(self, hint: Any) -> str:
+        """Return what may be typed for a key of the type `hint`, such as "epoch or a whole number from 0"."""
+        return self.use or " or ".join(self._usages(hint))
+
+    def _usages(self, hint: Any) -> Iterator[str]:
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            numbers = [inner for inner in typing.get_args(hint) if inner in (int, float)]
+            for inner in typing.get_args(hint):
+                if inner not in numbers[1:]:  # int | float is one range of numbers
+                    yield from self._usages(float if float in numbers and inner is int else inner)
+        elif typing.get_origin(hint) is Literal:
+            yield from map(str, typing.get_args(hint))
+        elif hint is type(None):
+            yield "null"
+        elif hint in (int, float):
+            yield f"a {'whole ' * (hint is int)}number{self._range()}"
+
+    def _range(self) -> str:
+        high = self.below if self.below != math.inf else None
+        if self.above is not None and high is not None:
+            return f" between {self.above} and {high}"
+        begin = f" above {self.above}" if self.above is not None else ""
+        begin = f" from {self.at_least}" if self.at_least is not None else begin
+        end = f" to below {high}" if high is not None else f" to {self.at_most}" if self.at_most is not None else ""
+        return begin + end
+
+
+_UNDECLARED = Key()
+
+
+def declaration(hint: Any) -> tuple[Key, Any]:
+    """Return what is declared of a key, whose annotation is `Annotated[type, Key(...)]`, and its type."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return next(one for one in hint.__metadata__ if isinstance(one, Key)), hint.__origin__
+    return _UNDECLARED, hint
+
+
+def declarations(section: type, where: str) -> Iterator[tuple[str, Key, Any]]:
+    """Yield each key of a section, as it is typed, with what is declared of it and its type; sections inside it too."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    for one in dataclasses.fields(section):
+        name = f"{where}.{one.name}"
+        key, hint = declaration(hints[one.name])
+        yield name, key, hint
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from declarations(hint, name)

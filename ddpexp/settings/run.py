@@ -1,0 +1,64 @@
+"""The sections `recipe`, `run` and `predict`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ddpexp.settings.key import Key
+from ddpexp.settings.trainer import Auto
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained: the name stands in the default run directory."""
+
+    name: Annotated[str, Key(pattern=r"[^/]+", use="a plain name, for it names the folder of the runs")]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where the run lies and what it starts from; conf/config.yaml has the default of every key and explains it."""
+
+    dir: Annotated[
+        str | None,
+        Key(
+            also=(
+                "output_dir",
+                "out_dir",
+                "save_dir",
+                "log_dir",
+                "logging_dir",
+                "default_root_dir",
+                "run_name",
+                "exp_name",
+                "experiment_name",
+            )
+        ),
+    ]
+    resume: Annotated[
+        Literal["auto", "never", "require"],
+        Key(
+            synonyms={
+                "auto": ("true", "yes", "latest", "last", "newest"),
+                "require": ("must", "always", "force"),
+                "never": ("false", "no", "none", "off"),
+            }
+        ),
+    ]
+    init_from: str | None
+    trust: tuple[str, ...]
+    code: str | None
+    allow_changes: tuple[Literal["code", "data"], ...]
+    init_checkpoint: Annotated[Literal["best", "last"] | int, Key(at_least=0, use="last, best or the number of a step")]
+    init_weights: Literal["raw", "ema"]
+    init_rename: Mapping[str, str] | None
+    init_skip: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Predict:
+    """How `ddpexp predict` uses the weights."""
+
+    batch_size: Annotated[Auto | int, Key(at_least=1)]
