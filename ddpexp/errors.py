@@ -1,22 +1,98 @@
-"""The exceptions that every part of ddpexp raises, and the exit codes that they become."""
+"""The exceptions that every part of ddpexp raises, as data, and the exit codes that they become."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from enum import Enum
+from typing import Any, Final, TypeAlias
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
 
+class Absent(Enum):
+    """The type of the value of an error that is about no value, or about a key that has none."""
+
+    ABSENT = "absent"
+
+
+ABSENT: Final = Absent.ABSENT
+
+
 class DdpexpError(Exception):
-    """Base of all errors whose text is one sentence for the user: what happened, why it matters, what to do."""
+    """Base of all errors for the user, as data; `str()` is the sentence that `sentence` makes of the fields.
+
+    Attributes:
+        reason: What happened with these values, and why it matters, without a full stop. With a key or a place: a
+            clause that continues it, such as "is not a folder", or a sentence of its own that begins with a capital.
+        key: The key or option, as it is typed.
+        value: Its value; `ABSENT` if there is none.
+        suggestion: What to do, in full sentences, with overrides as they are typed.
+        place: The file, row or other object that the reason is about. Of an error in the user's code, file:line.
+    """
 
     exit_code = EXIT_FAILED
     quiet = False  # another command of the same job reports it
+
+    def __init__(
+        self,
+        reason: str = "",
+        *,
+        key: str | None = None,
+        value: Any = ABSENT,
+        suggestion: str = "",
+        place: str | None = None,
+    ) -> None:
+        """Store the fields."""
+        super().__init__(reason)
+        self.reason, self.key, self.value, self.suggestion, self.place = reason, key, value, suggestion, place
+
+    def __str__(self) -> str:
+        return sentence(self)
+
+    def as_dict(self) -> dict[str, str | None]:
+        """Return the fields for JSON, with the value as it is typed; None for those that are missing."""
+        return {
+            "reason": self.reason,
+            "key": self.key,
+            "value": self.typed_value,
+            "suggestion": self.suggestion,
+            "place": self.place,
+        }
+
+    @property
+    def typed_value(self) -> str | None:
+        """The value as it is typed; None if there is none."""
+        return None if self.value is ABSENT else shown(self.value)
+
+
+def sentence(error: DdpexpError) -> str:
+    """Return an error as text: `KEY=VALUE: PLACE REASON. SUGGESTION`, where each of them may be missing."""
+    typed = error.key if error.typed_value is None else f"{error.key}={error.typed_value}"
+    subject = ": ".join(text for text in (typed, error.place) if text is not None)
+    if not subject and not error.suggestion:
+        return error.reason
+    reason, suggestion = error.reason, error.suggestion
+    if not reason:
+        return f"{subject}: {suggestion[:1].lower()}{suggestion[1:]}" if subject else suggestion
+    text = f"{subject}{' ' if reason[0].islower() else ': '}{reason}" if subject else reason
+    return f"{text}{'' if text[-1] in '.?!' else '.'} {suggestion}".rstrip()
+
+
+def shown(value: Any) -> str:
+    """Write a value as it is typed."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_shown_inside(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown_inside, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shown_inside(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else shown(value)
 
 
 class RefusedError(DdpexpError):
@@ -38,9 +114,10 @@ class FinishedError(DdpexpError):
 class CodeError(DdpexpError):
     """An error in the user's own code, with its original class name, message and traceback."""
 
-    def __init__(self, kind: str, message: str, trace: str) -> None:
-        """`kind` is the name of the original exception's class."""
-        super().__init__(kind, message, trace)  # all arguments, so that it can be pickled between processes
+    def __init__(self, kind: str, message: str, trace: str, place: str | None = None) -> None:
+        """`kind` is the name of the original exception's class; `place`, the user's file and line."""
+        super().__init__(message, place=place)
+        self.args = (kind, message, trace, place)  # all arguments, so that it can be pickled between processes
         self.kind, self.message, self.trace = kind, message, trace
 
     def __str__(self) -> str:
@@ -68,6 +145,11 @@ class Failure:
     traceback: str | None = None
     exit_code: int = EXIT_FAILED
     limit: str | None = None  # of the machine or the shell, which the error is about
+    reason: str | None = None  # this and the following are the fields of a DdpexpError
+    key: str | None = None
+    value: str | None = None  # as it is typed
+    suggestion: str | None = None
+    place: str | None = None  # of other exceptions, the file and line of the user's code
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""

@@ -24,6 +24,8 @@ from typing import Any
 import pytest
 
 from ddpexp.config import commands
+from ddpexp.config.suggestions import refusals
+from ddpexp.errors import DdpexpError
 from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.workers import client
 from tests.warm.forks import constructor
@@ -343,6 +345,20 @@ def _nothing_left_behind() -> Iterator[None]:
                 os.kill(pid, signal.SIGKILL)
             pytest.fail(f"left behind: {', '.join(said)}")
         time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def refused_suggestions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Fail a test in which an error suggests to type what ddpexp would refuse: why, for each of them."""
+    initialize, refused = DdpexpError.__init__, list[str]()
+
+    def checked(error: DdpexpError, *arguments: Any, **fields: Any) -> None:
+        initialize(error, *arguments, **fields)
+        refused.extend(refusals(error.suggestion))
+
+    monkeypatch.setattr(DdpexpError, "__init__", checked)
+    yield refused
+    assert not refused
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import pytest
 import ddpexp
 import ddpexp.run.directory
 import ddpexp.sweep.rows
+from ddpexp.errors import DdpexpError
 from tests.conftest import PATIENCE, ROOT
 
 PUBLIC = {
@@ -29,10 +30,13 @@ PUBLIC = {
     "SavedCheckpoint": ["is_best", "is_complete", "metrics", "path", "step"],
     "Sweep": ["best", "config_dir", "path", "rows", "runs", "trust"],
     "Composed": ["config", "data", "experiment", "model", "overrides", "task"],
-    "RunFailedError": ["exit_code", "failure", "quiet", "rank", "run", "sweep", "traceback"],
+    "RunFailedError": [
+        "as_dict", "exit_code", "failure", "key", "place", "quiet", "rank", "reason", "run", "suggestion", "sweep",
+        "traceback", "typed_value", "value",
+    ],
     "RunInterruptedError": ["run", "signum", "sweep"],
-    "DdpexpError": ["exit_code", "quiet"],
-    "RefusedError": ["exit_code", "quiet"],
+    "DdpexpError": ["as_dict", "exit_code", "key", "place", "quiet", "reason", "suggestion", "typed_value", "value"],
+    "RefusedError": ["as_dict", "exit_code", "key", "place", "quiet", "reason", "suggestion", "typed_value", "value"],
     "Callback": [
         "communicates", "load_state_dict", "on_end", "on_evaluated", "on_gradients", "on_start", "on_step",
         "rank_zero_only", "state_dict",
@@ -56,7 +60,8 @@ def parts(value: object) -> list[str]:
     fields = {name for kind in value.__mro__ for name in inspect.get_annotations(kind)}
     stored = set(value.__init__.__code__.co_varnames[1:]) if issubclass(value, ddpexp.RunFailedError) else set()
     stored |= {"signum", "run", "sweep"} if issubclass(value, KeyboardInterrupt) else set()
-    names = {name for name in own | fields | stored if not name.startswith("_")} - {"sentence"}
+    stored |= set(DdpexpError().as_dict()) if issubclass(value, DdpexpError) else set()
+    names = {name for name in own | fields | stored if not name.startswith("_")} - {"sentence", "fields"}
     return sorted(names - set(dir(BaseException)))
 
 

@@ -50,7 +50,7 @@ def main() -> int:
         print_message(NOT_LINUX)
         return EXIT_REFUSED
     with ExitStack() as leaving:
-        return outcome.exit_code_of(lambda: _answer(argv, leaving))
+        return outcome.exit_code_of(lambda: _answer(argv, leaving), "--json" in argv)
 
 
 def _answer(argv: list[str], leaving: ExitStack) -> int:

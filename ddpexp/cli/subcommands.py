@@ -162,7 +162,8 @@ def _override(
         values, text = override_file(run.config, arguments, keeps)
     except UnrestatedError as error:
         again = [*command[1:], *(word for word in trust_arguments(run) if word not in command), *error.overrides]
-        raise RefusedError(error.message(f"python -m ddpexp {shlex.join(again)}")) from None
+        advice = error.advice(f"python -m ddpexp {shlex.join(again)}")
+        raise RefusedError(error.reason, suggestion=advice, place=error.place) from None
     _check_code_is_typed(run, values, command)
     return values, text
 

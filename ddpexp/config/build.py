@@ -15,6 +15,7 @@ from ddpexp.config.defaults import MISSING, default_of
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.plugins import full_name
 from ddpexp.errors import RefusedError
+from ddpexp.errors import shown as shown
 from ddpexp.settings.key import Key, declaration
 from ddpexp.settings.node import Node
 
@@ -254,19 +255,6 @@ def _holds_sections(value: Any, hint: Any) -> bool:
     if typing.get_origin(hint) is not tuple or not isinstance(value, (list, tuple)) or not value:
         return False
     return dataclasses.is_dataclass(typing.get_args(hint)[0]) and all(isinstance(item, Mapping) for item in value)
-
-
-def shown(value: Any) -> str:
-    """Write a value as it is typed."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_shown_inside(inner)}' for key, inner in value.items())}}}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_shown_inside, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _shown_inside(value: Any) -> str:
-    return repr(value) if isinstance(value, str) else shown(value)
 
 
 def _wrong(value: Any, hint: Any, key: str) -> RefusedError:

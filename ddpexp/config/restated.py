@@ -73,21 +73,19 @@ class UnrestatedError(RefusedError):
 
     def __init__(self, name: str, settings: Sequence[Setting]) -> None:
         """Take the name of the directory or its file for the message."""
-        super().__init__(name, settings)
         self.name, self.settings = name, settings
-
-    def __str__(self) -> str:
-        """Return which settings they are."""
-        return self.message(" ".join(self.overrides))
-
-    def message(self, again: str) -> str:
-        """Return the message; `again` is what restates them."""
-        first = self.settings[0]
-        trust = f"trust it for all commands (ddpexp trust {' '.join(self.trusts)}), or " if self.trusts else ""
-        return (
-            f"{self.name} has {first.override} ({first.what}), which counts only when it is restated: anybody may have "
-            f"written it. If it is yours, {trust}restate it: {again}"
+        first = settings[0]
+        super().__init__(
+            f"has {first.override} ({first.what}), which counts only when it is restated: anybody may have written it",
+            suggestion=self.advice(" ".join(self.overrides)),
+            place=name,
         )
+        self.args = (name, settings)
+
+    def advice(self, again: str) -> str:
+        """Return the suggestion; `again` is what restates them."""
+        trust = f"trust it for all commands (ddpexp trust {' '.join(self.trusts)}), or " if self.trusts else ""
+        return f"If it is yours, {trust}restate it: {again}"
 
     @property
     def overrides(self) -> list[str]:

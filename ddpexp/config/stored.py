@@ -212,4 +212,4 @@ def _override(cfg: DictConfig, override: str, adds: bool = False) -> None:
     except yaml.YAMLError:
         raise RefusedError(f"{override} is not an override: its value is no YAML.") from None
     except (ConfigKeyError, ConfigAttributeError) as error:
-        raise RefusedError(unknown_key_of(key, error)) from None
+        raise unknown_key_of(key, error) from None

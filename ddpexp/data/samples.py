@@ -11,11 +11,13 @@ from torch import Tensor
 from ddpexp.data.base import IndexData
 from ddpexp.errors import CodeError
 from ddpexp.system.text import first_few
+from ddpexp.system.user_code import place_in_code
 
 
 def user_code_error(error: Exception, description: str) -> CodeError:
     """Return the user's error with its own name and a description of the samples; call it in the except block."""
-    return CodeError(type(error).__name__, f"{error} ({description})".strip(), traceback.format_exc())
+    message = f"{error} ({description})".strip()
+    return CodeError(type(error).__name__, message, traceback.format_exc(), place_in_code(error))
 
 
 def describe_samples(data: IndexData, indices: Sequence[int], name: str) -> str:

@@ -14,6 +14,7 @@ from types import FrameType
 from ddpexp.errors import (
     ENDS,
     EXIT_FAILED,
+    DdpexpError,
     End,
     Failure,
     FinishedError,
@@ -27,15 +28,18 @@ from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.workers.client import Server
 from ddpexp.system import caller
 from ddpexp.system.limits import reason, reason_with_limit
-from ddpexp.system.terminal import print_message
+from ddpexp.system.terminal import print_json, print_message
 
 _NAMED = 16  # ranks named in a message; the others are only counted
 _REPEAT_SECONDS = 2.0  # a second signal within this time counts as the same one
 _NOTHING_TO_REQUEUE = "there is nothing to requeue: that is for launcher=slurm"
 
 
-def exit_code_of(work: Callable[[], int]) -> int:
-    """Do the work of a command, report an error, and return the exit code."""
+def exit_code_of(work: Callable[[], int], as_json: bool = False) -> int:
+    """Do the work of a command, report an error, and return the exit code.
+
+    `as_json`: print the fields of the error on standard output too, below `error`.
+    """
     try:
         code = work()
         ignore_signals()
@@ -51,12 +55,18 @@ def exit_code_of(work: Callable[[], int]) -> int:
         failure = error.failure.as_dict()
         if not error.quiet and not caller.report(caller.End("failed", _summary(error), failure=failure)):
             print_message(_first_cause(error))
+            if as_json:
+                print_json({"error": failure})
         return error.exit_code
     except ENDS as error:
         ignore_signals()
+        _drop_refused(error)
         _report_to_torchrun(error)
         if not error.quiet and not caller.report(_end_of(error)):
             print_message(f"ddpexp: {error}")
+            if as_json:
+                fields = error.as_dict() if isinstance(error, DdpexpError) else {}
+                print_json({"error": {"kind": type(error).__name__, "message": str(error), **fields}})
         if isinstance(error, StoppedError) and error.then is not None:
             print_message(f"ddpexp: {error.then()}")
         return error.exit_code
@@ -112,9 +122,31 @@ def _record(job: Job, error: WorkerError | RefusedError) -> None:
         if error.leader is None:
             job.fail(error.failure)
     elif not error.quiet:
-        job.fail(
-            Failure(rank=0, host=platform.node(), kind="RefusedError", message=str(error), exit_code=error.exit_code)
-        )
+        _drop_refused(error)
+        job.fail(failure_of(error))
+
+
+def failure_of(error: RefusedError) -> Failure:
+    """Return what error.json holds of a refusal by the command."""
+    return Failure(
+        rank=0,
+        host=platform.node(),
+        kind="RefusedError",
+        message=str(error),
+        exit_code=error.exit_code,
+        reason=error.reason,
+        key=error.key,
+        value=error.typed_value,
+        suggestion=error.suggestion,
+        place=error.place,
+    )
+
+
+def _drop_refused(error: End) -> None:
+    if isinstance(error, DdpexpError) and error.suggestion:
+        from ddpexp.config.suggestions import drop_refused  # late: it loads the schema, which only errors need here
+
+        drop_refused(error)
 
 
 def _report_to_torchrun(error: End) -> None:
@@ -166,7 +198,7 @@ def ignore_signals() -> None:
 def _end_of(error: End) -> caller.End:
     if isinstance(error, StoppedError):
         return caller.End("stopped", str(error), signum=error.signum)
-    return caller.End("refused" if isinstance(error, RefusedError) else "failed", str(error))
+    return caller.End("refused" if isinstance(error, RefusedError) else "failed", str(error), fields=error.as_dict())
 
 
 def _first_cause(error: WorkerError) -> str:
@@ -199,5 +231,8 @@ def _first_line(error: End) -> str:
 
 
 def _message(failure: Failure) -> str:
-    """Return a failure's message; an error that is not a sentence of ours has its kind in front."""
-    return failure.message if failure.kind == "DdpexpError" else f"{failure.kind}: {failure.message}"
+    """Return a failure's message; an error of other code has its kind in front, and the user's line at the end."""
+    if failure.kind == "DdpexpError":
+        return failure.message
+    is_shown = failure.reason is not None or failure.place is None or failure.place in failure.message
+    return f"{failure.kind}: {failure.message}{'' if is_shown else f' ({failure.place})'}"

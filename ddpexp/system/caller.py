@@ -54,6 +54,7 @@ class End:
     sentence: str
     signum: int | None = None
     failure: Mapping[str, Any] | None = None  # ddpexp.errors.Failure: which worker failed
+    fields: Mapping[str, str | None] | None = None  # of the error, if no worker failed
 
 
 Message: TypeAlias = Ready | Directory | Progress | End

@@ -25,6 +25,7 @@ from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.system import files
 from ddpexp.system.oom import available_bytes
 from ddpexp.system.text import first_few
+from ddpexp.system.user_code import place_in_code
 from ddpexp.train import gpu_memory, trials, worker
 from ddpexp.train.attributes import Attributes
 from ddpexp.train.build import RunContext
@@ -33,7 +34,6 @@ from ddpexp.train.process import open_log, run_rank
 from ddpexp.train.task_checks import named
 from ddpexp.train.train_step_trials import means_in_train_step, never_trained, uneven_calls
 from ddpexp.train.trial_subject import Subject
-from ddpexp.train.trials import place_in_code
 
 _NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory): you tried to allocate (\d+)")
 
@@ -241,10 +241,11 @@ class _Examined:
     def _explained(self, error: Exception) -> str:
         """Return an error as a sentence, with the line of the recipe."""
         if isinstance(error, CodeError):
-            return f"{error.kind}: {error.message}"
+            return f"{error.kind}: {error.message}{f' ({error.place})' if error.place else ''}"
         if isinstance(error, torch.OutOfMemoryError | DdpexpError):
             return f"{error}"
-        place = place_in_code(error)
+        line = place_in_code(error)
+        place = f" ({line})" if line else ""
         if self._is_memory(error):
             now = worker.situation(self._context.experiment, self._context.world, self._context.control)
             wanted = _NO_MEMORY.search(str(error))

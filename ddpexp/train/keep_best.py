@@ -15,11 +15,9 @@ class UnknownMetricError(DdpexpError):
 
     def __init__(self, message: str, override: str) -> None:
         """`override` chooses a metric that exists."""
-        super().__init__(message, override)
-        self.message, self.override = message, override
-
-    def __str__(self) -> str:
-        return self.message
+        super().__init__(message)
+        self.args = (message, override)
+        self.override = override
 
 
 def check_set(keep_best: str | None, sets: Iterable[str]) -> None:

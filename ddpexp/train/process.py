@@ -13,7 +13,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from ddpexp.config.suggestions import drop_refused
 from ddpexp.distributed.world import World
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, LoaderError, RefusedError
 from ddpexp.launch.workers.control import SIGNALS, TERMINAL_FD, Control
@@ -21,6 +23,7 @@ from ddpexp.system.files import open_to_append
 from ddpexp.system.limits import reason
 from ddpexp.system.streams import mask_standard_streams
 from ddpexp.system.text import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, sanitize
+from ddpexp.system.user_code import place_in_code
 from ddpexp.train import debugger
 
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -72,11 +75,13 @@ def _run(work: Callable[[Control], None], control: Control) -> int:
         code = _exit_code(end)
         _report(control, "SystemExit", f"the recipe ended the process: sys.exit({_shown(end.code)})", code, None)
     except CodeError as error:
-        _report(control, error.kind, error.message, code, error.trace)
-    except RefusedError as error:
+        _report(control, error.kind, error.message, code, error.trace, place=error.place)
+    except DdpexpError as error:
         code = error.exit_code
-        _report(control, type(error).__name__, str(error), code, None)
-    except (DdpexpError, LoaderError) as error:
+        drop_refused(error)
+        trace = None if isinstance(error, RefusedError) else ""
+        _report(control, type(error).__name__, str(error), code, trace, **error.as_dict())
+    except LoaderError as error:
         code = error.exit_code
         _report(control, type(error).__name__, str(error), code, "")
     except BaseException as error:
@@ -88,6 +93,7 @@ def _run(work: Callable[[Control], None], control: Control) -> int:
             code,
             _traceback_of(error),
             limit,
+            place=place_in_code(error),
         )
     return code
 
@@ -144,13 +150,19 @@ def _forget_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _report(control: Control, kind: str, message: str, code: int, trace: str | None, limit: str | None = None) -> None:
-    """Send the error to the supervisor, which shows it once; without a supervisor print it here."""
+def _report(
+    control: Control, kind: str, message: str, code: int, trace: str | None, limit: str | None = None, **fields: Any
+) -> None:
+    """Send the error to the supervisor, which shows it once; without a supervisor print it here.
+
+    `fields` are those of a DdpexpError, or of another exception its place.
+    """
     kind, message = one_line(kind), sanitize(message, MESSAGE_BYTES)
+    fields = {name: sanitize(text, MESSAGE_BYTES) if isinstance(text, str) else text for name, text in fields.items()}
     limited = sanitize(trace, TRACEBACK_BYTES) if trace else trace
     control.send(
         "error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step,
-        exit_code=code, limit=limit,
+        exit_code=code, limit=limit, **fields,
     )  # fmt: skip
     if not control.is_supervised:
         print(limited or f"{kind}: {message}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -236,15 +235,3 @@ def _same(one: Any, other: Any) -> bool:
                                            b.nan_to_num() if b.is_floating_point() else b)
         for a, b in zip(first, second, strict=True)
     )  # fmt: skip
-
-
-def place_in_code(error: BaseException) -> str:
-    """Return the file and line of the user's code where an error was raised, in brackets; empty where there is none."""
-    trace, place = error.__traceback__, ""
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        module = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-        if module not in ("ddpexp", "torch", "") and inspect.iscode(code):
-            place = f" ({code.co_filename}:{trace.tb_lineno})"
-        trace = trace.tb_next
-    return place

@@ -34,8 +34,10 @@ class Waves(IndexData):
 
 def prepare(samples: int, length: int) -> dict[str, Any]:
     """Describe the data, once, before any worker starts."""
-    if samples < 2 or length < 1:
-        raise RefusedError(f"data.samples={samples} data.length={length}: use 2 or more, and 1 or more.")
+    if samples < 2:
+        raise RefusedError(key="data.samples", value=samples, suggestion="Use 2 or more.")
+    if length < 1:
+        raise RefusedError(key="data.length", value=length, suggestion="Use 1 or more.")
     schema = Schema((length,), (Field(None, "number"),), "float32", (Field("frequency", "number"),), num_outputs=1)
     return {
         "name": "waves",

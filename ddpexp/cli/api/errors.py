@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ddpexp.errors import DdpexpError, Failure
@@ -20,14 +21,25 @@ class RunFailedError(DdpexpError):
         failure: The worker that failed, with `rank`, `host`, `step`, `phase`, `kind`, `message` and `traceback`; None
             if no single worker is the cause.
         exit_code: The exit code of the command.
+        reason, key, value, suggestion, place: Those of the error that the command or its worker raised.
     """
 
     def __init__(
-        self, sentence: str, exit_code: int, failure: Failure | None, run: Run | None = None, sweep: Sweep | None = None
+        self,
+        sentence: str,
+        exit_code: int,
+        failure: Failure | None,
+        run: Run | None = None,
+        sweep: Sweep | None = None,
+        fields: Mapping[str, str] | None = None,
     ) -> None:
-        """Store the attributes."""
-        super().__init__(sentence)
+        """Store the attributes; `fields` are those of the error that the command or its worker raised."""
+        super().__init__(**(fields or {"reason": sentence}))
+        self._sentence = sentence
         self.exit_code, self.failure, self.run, self.sweep = exit_code, failure, run, sweep
+
+    def __str__(self) -> str:
+        return self._sentence
 
     @property
     def rank(self) -> int | None:

@@ -301,7 +301,7 @@ class Run:
             if not error.trusts:
                 raise
             again = f"ddpexp.open_run({str(self.path)!r}, {self._recorded_trust(error.trusts)})"
-            raise RefusedError(error.message(again)) from None
+            raise RefusedError(error.reason, suggestion=error.advice(again), place=error.place) from None
         untrusted = untrusted_code(values, foreign_code(values))
         if untrusted and (recorded := self._recorded_trust()):
             key, target = next(iter(untrusted.items()))

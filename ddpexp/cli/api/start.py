@@ -15,6 +15,7 @@ from ddpexp.config import commands
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, Failure, RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import config_options, config_path, names_to_trust
+from ddpexp.system import caller
 from ddpexp.system.text import sanitize
 
 MULTIRUN = ("-m", "--multirun")
@@ -117,12 +118,12 @@ def check_success(ended: Ended, run: Run | None = None, sweep: Sweep | None = No
     """
     code, end = ended.code, ended.end
     if end is not None and end.kind == "refused":
-        raise RefusedError(sanitize(end.sentence))
+        raise RefusedError(**_fields(end))
     if end is not None and end.kind == "stopped":
         raise RunInterruptedError(sanitize(end.sentence), end.signum or 0, run, sweep)
     if end is not None:
         failure = Failure(**end.failure) if end.failure is not None else None
-        error = RunFailedError(sanitize(end.sentence), code, failure, run, sweep)
+        error = RunFailedError(sanitize(end.sentence), code, failure, run, sweep, _fields(end))
         cause = WorkerTraceback(sanitize(failure.traceback)) if failure is not None and failure.traceback else None
         raise error from cause
     if code == EXIT_DONE and not ended.interrupted:
@@ -143,6 +144,14 @@ def _unreported(ended: Ended, number: int, run: Run | None) -> str:
         text = f"the command was killed by {signal.Signals(number).name}"
         return f"{text}; resume it with ddpexp.run(['resume', {str(run.path)!r}])" if run is not None else text
     return _last_line(ended)
+
+
+def _fields(end: caller.End) -> dict[str, str]:
+    """Return the fields of the error that ended the command, or of its worker's."""
+    fields = end.failure or end.fields or {}
+    names = ("reason", "key", "value", "suggestion", "place")
+    given = {name: sanitize(text) for name in names if (text := fields.get(name)) is not None}
+    return {"reason": sanitize(fields.get("message") or end.sentence), **given}
 
 
 def _last_line(ended: Ended) -> str:

@@ -52,6 +52,11 @@ class Errored:
     step: int | None
     exit_code: int
     limit: str | None = None  # of the machine or the shell, which the error is about
+    reason: str | None = None  # this and the following: see ddpexp.errors.Failure
+    key: str | None = None
+    value: str | None = None
+    suggestion: str | None = None
+    place: str | None = None
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,11 @@ class WorkerReports:
             traceback=message.traceback,
             exit_code=message.exit_code,
             limit=message.limit,
+            reason=message.reason,
+            key=message.key,
+            value=message.value,
+            suggestion=message.suggestion,
+            place=message.place,
         )
         worker.failed_at = time.monotonic()
         self._end.fail(worker.failed_at)

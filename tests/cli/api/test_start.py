@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import ClassVar
@@ -47,7 +48,8 @@ def test_a_failed_run_raises_with_the_rank_and_its_traceback(
         ddpexp.run([*OWN, "task.fails=true"], cwd=tmp_path, quiet=True)
     error = caught.value
     assert str(error).startswith("rank 0 on ")
-    assert str(error).endswith("ValueError: boom")
+    assert re.search(r"ValueError: boom \(\S+noisy\.py:\d+\)$", str(error))
+    assert (error.reason, str(error.place).partition(":")[0]) == ("boom", str(Path(NOISY).parent / "noisy.py"))
     assert (error.rank, error.exit_code) == (0, 1)
     assert error.traceback is not None
     assert 'raise ValueError("boom")' in error.traceback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
@@ -106,7 +107,7 @@ def test_a_failure_ends_as_under_every_launcher(recipe: Recipe, how: str, code: 
     assert f"ddpexp: rank 0 on {error['host']} failed (train after step 2): " in done.err
     if how == "raise":
         assert done.err.count("Traceback (most recent call last):") == 1
-        assert done.err.endswith("ValueError: enough\n")
+        assert re.search(r"ValueError: enough \(\S+\.py:\d+\)\n$", done.err)
         log = (done.run / "ranks/0.log").read_text()
         assert "before the end\n" in log
         assert "ValueError: enough" in log

@@ -1,0 +1,25 @@
+"""Where in the user's own code an error was raised."""
+
+from __future__ import annotations
+
+import sys
+
+_OTHERS = {"", "__main__", "ddpexp", "torch", *sys.stdlib_module_names}
+
+
+def place_in_code(error: BaseException) -> str | None:
+    """Return file:line of the innermost call outside of ddpexp, torch and the standard library.
+
+    A call in another installed package counts if there is none outside of them. None without any.
+    """
+    trace, place, installed = error.__traceback__, None, None
+    while trace is not None:
+        frame = trace.tb_frame
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _OTHERS:
+            line = f"{frame.f_code.co_filename}:{trace.tb_lineno}"
+            if "/site-packages/" in line or "/dist-packages/" in line:
+                installed = line
+            else:
+                place = line
+        trace = trace.tb_next
+    return place or installed
