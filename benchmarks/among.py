@@ -19,12 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.peers.common import model
 from benchmarks.peers.position import Numbers
+from ddpexp.compat import lazy_dynamo
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.distributed.world import World
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.ddp_options import DDPOptions
-from ddpexp.train import lazy_dynamo
 
 _SAMPLES = 10**9
 _SHARE = 32  # samples of a rank in a step

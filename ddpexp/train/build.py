@@ -85,7 +85,7 @@ _DATA_SEED = seed_of(0, DATA, 0, 0)
 
 
 def import_all(experiment: Experiment, world: World) -> None:
-    """Import what the configuration names before anything is built from it: see `ddpexp.train.lazy_dynamo`.
+    """Import what the configuration names before anything is built from it: see `ddpexp.compat.lazy_dynamo`.
 
     Raises:
         RefusedError: a name is not allowed, or does not exist.

@@ -22,6 +22,7 @@ import ddpexp.train.schedule  # noqa: F401
 from ddpexp.checkpoint.format import Checkpoint, Damaged, set_aside
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.reader import weights_sha256
+from ddpexp.compat import lazy_dynamo
 from ddpexp.config import fused
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
@@ -43,7 +44,7 @@ from ddpexp.system import files
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative, shortest
 from ddpexp.system.hardware import usable_cores
-from ddpexp.train import compile_cache, fuse, gpu_memory, lazy_dynamo
+from ddpexp.train import compile_cache, fuse, gpu_memory
 from ddpexp.train.average import slow_average_warning
 from ddpexp.train.build import (
     RunContext,

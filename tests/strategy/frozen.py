@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpexp.compat import lazy_dynamo
 from ddpexp.config.parse import parse
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.distributed.world import World
@@ -19,7 +20,6 @@ from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.fsdp.strategy import FSDP
 from ddpexp.strategy.replica import Replicas
-from ddpexp.train import lazy_dynamo
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.freezing import LateStarts, freeze
 from ddpexp.train.optimizer_step import Step

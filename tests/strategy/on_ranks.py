@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddpexp.compat import lazy_dynamo
 from ddpexp.distributed.world import World
 from ddpexp.errors import WorkerError
 from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.launch.workers.control import Control
-from ddpexp.train import lazy_dynamo
 from ddpexp.train.process import run_rank
 from tests.conftest import Call
 

@@ -17,7 +17,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from ddpexp.train import lazy_dynamo
+from ddpexp.compat import lazy_dynamo
 from ddpexp.launch import Layout
 from ddpexp.train.process import run_rank
 from ddpexp.strategy.ddp_options import DDPOptions

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpexp.train import lazy_dynamo
+from ddpexp.compat import lazy_dynamo
 from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.launch import Layout
 from ddpexp.train.process import run_rank

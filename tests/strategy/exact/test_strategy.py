@@ -26,7 +26,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from ddpexp.train import lazy_dynamo
+from ddpexp.compat import lazy_dynamo
 from ddpexp.launch import Layout
 from ddpexp.train.process import run_rank
 from ddpexp.strategy.exact.strategy import Exact

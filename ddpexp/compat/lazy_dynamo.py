@@ -3,8 +3,13 @@
 Every optimizer step, every DistributedDataParallel and more call `import torch._dynamo`, to request a graph break or to
 exclude a function from compiled graphs. Without compilation the results are known, and a stand-in module returns them.
 The stand-in is replaced by the real module on any other access, and before any further module of torch is imported, so
-that no module of torch sees it during its own import. If a later torch uses other attributes, the only cost is the time
-of that import. The empty folder that it leaves in the temporary directory is removed.
+that no module of torch sees it during its own import. The empty folder that it leaves in the temporary directory is
+removed.
+
+Private: `torch._dynamo`, `torch._compile` and the attribute `__dynamo_disable` of functions; torch 2.10 to 2.13.
+Why: torch has no switch that leaves its compiler out.
+When it goes: a torch that uses other attributes imports the compiler, which costs the time of that import. Add them to
+`_RESULTS`. Delete this file when `import torch` and an optimizer's step no longer import `torch._dynamo`.
 """
 
 from __future__ import annotations

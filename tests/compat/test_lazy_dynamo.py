@@ -21,7 +21,7 @@ _FORK = """
 import json, os, sys, tempfile, traceback
 import torch, torch.distributed as dist, torch.nn.parallel, torch.utils.data
 import ddpexp.train.worker
-from ddpexp.train.lazy_dynamo import defer
+from ddpexp.compat.lazy_dynamo import defer
 
 def step(kind, model):
     optimizer = kind(model.parameters(), lr=0.1)
