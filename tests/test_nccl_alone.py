@@ -28,7 +28,7 @@ from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.comm.reduce import as_bytes
-from ddpexp.strategy.ddp import _FixedBuckets
+from ddpexp.strategy.ddp import _FixedLateDDP
 from ddpexp.strategy.exact.exchange import OverBackend, Plan
 from ddpexp.strategy.late_reduction import LateDDP
 from ddpexp.system.hardware import count_gpus
@@ -64,7 +64,7 @@ def records_of_collectives(device: torch.device) -> None:
 
 
 def wrapped_by_ddp(device: torch.device) -> None:
-    for kind, overlaps in ((_FixedBuckets, True), (LateDDP, True), (LateDDP, False)):
+    for kind, overlaps in ((_FixedLateDDP, True), (LateDDP, True), (LateDDP, False)):
         bare = network(device)
         ddp = kind(copy.deepcopy(bare), device_ids=[device.index] if device.type == "cuda" else None)
         for step in range(STEPS):

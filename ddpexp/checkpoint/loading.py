@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from ddpexp.checkpoint.adapters import Merged, is_factor, layers_with_adapters, lora_of
@@ -18,6 +17,7 @@ from ddpexp.checkpoint.layout import ties
 from ddpexp.checkpoint.matching import Match, Selection, advice, match
 from ddpexp.checkpoint.source import Source
 from ddpexp.checkpoint.tensors import check_plain_file
+from ddpexp.compat.modules import copies_when_loading
 from ddpexp.errors import RefusedError
 from ddpexp.settings.parameters import LoRA
 from ddpexp.strategy.base import Shard
@@ -158,12 +158,4 @@ def _fill(module: nn.Module, target: Mapping[str, Tensor], found: Match, source:
 
 def _loads_itself(module: nn.Module) -> bool:
     """Return whether more happens in `load_state_dict` than copying."""
-    return any(
-        part._load_state_dict_pre_hooks
-        or type(part).load_state_dict is not nn.Module.load_state_dict
-        or (
-            type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
-            and type(part)._load_from_state_dict is not _NormBase._load_from_state_dict
-        )
-        for part in module.modules()
-    )
+    return not all(map(copies_when_loading, module.modules()))

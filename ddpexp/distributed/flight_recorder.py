@@ -7,14 +7,12 @@ import threading
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 
-import torch
-
+from ddpexp.compat.process_groups import flight_records
 from ddpexp.launch.workers.collectives import Record, summarize
 from ddpexp.launch.workers.control import Control
 
 _SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the second is the older name
 _FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, only in builds with it; of the other backends
 _SIZE = 2000  # torch's own default in 2.13; in 2.10 the recorder is off unless it gets a size
 
 
@@ -35,8 +33,7 @@ def read() -> Record | None:
 
     It asks CUDA which calls have completed, which can block while the driver does: call it in a thread of its own.
     """
-    module = torch._C._distributed_c10d
-    records = [summarize(json.loads(getattr(module, name)())) for name in _DUMPS if name in dir(module)]
+    records = [summarize(json.loads(text)) for text in flight_records()]
     return next((record for record in records if record.groups), records[0] if records else None)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ddpexp.compat.process_groups import clone_of_store, is_forked_from_cuda
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import STORE_FD
@@ -196,8 +197,7 @@ class World:
         """Return a mailbox shared by all ranks, with a connection that a thread of its own may use. Ranks: any."""
         if self.world_size == 1:
             return StoreMailbox(None)
-        store: Any = dist.distributed_c10d._get_default_store()
-        return StoreMailbox(store.clone())
+        return StoreMailbox(clone_of_store())
 
     def barrier(self) -> None:
         """Wait until all ranks are here. Ranks: all; communicates."""
@@ -211,7 +211,7 @@ def _own_gpu(rank: int, number: int) -> torch.device:
     Raises:
         RefusedError: CUDA does not show it, or was initialised before the process was forked.
     """
-    if torch.cuda._is_in_bad_fork():
+    if is_forked_from_cuda():
         raise RefusedError(
             f"rank {rank} was forked from a process that had initialised CUDA, and cannot use it: call CUDA in no "
             "module while it is imported, or start each worker as a new interpreter with launcher=spawn "

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ddpexp.compat import operators
+from ddpexp.compat.autograd import version
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.comm.flat import Layout
@@ -74,11 +76,11 @@ class _DtypeGroup:
         self._layout = Layout(parameters)
         self._sum = torch.zeros(self._layout.length, dtype=parameters[0].dtype)
         self._views = self._layout.views(self._sum)  # the gradients of the parameters, once they are summed
-        self._version = self._sum._version
+        self._version = version(self._sum)
 
     def is_new(self) -> bool:
         """Return whether backward has made or changed a gradient."""
-        modified = self._sum._version != self._version
+        modified = version(self._sum) != self._version
         for parameter, view in zip(self._parameters, self._views, strict=True):
             gradient = parameter.grad
             if gradient is not None and (modified or gradient is not view):
@@ -95,7 +97,7 @@ class _DtypeGroup:
                 gradients.append(gradient)
                 targets.append(view)
         if gradients:
-            torch._foreach_copy_(targets, gradients)
+            operators.foreach_copy_(targets, gradients)
         reducer.scale(room, out=room)
 
     def assign(self) -> list[nn.Parameter]:
@@ -109,7 +111,7 @@ class _DtypeGroup:
                 sparse.append(parameter)
             elif gradient is not view:
                 parameter.grad = view
-        self._version = self._sum._version
+        self._version = version(self._sum)
         return sparse
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ddpexp.compat.compiler import leave_graphs_whole
 from ddpexp.strategy.module_classes import check_classes
 
 
@@ -47,7 +48,7 @@ def compile_blocks(models: Mapping[str, nn.Module], name: str, mode: str) -> lis
     """
     check_classes(models, [name], "trainer.compile_blocks={}")
     blocks = {id(block): block for model in models.values() for block in _outermost(model, name)}
-    torch._dynamo.config.optimize_ddp = False
+    leave_graphs_whole()
     found = []
     for block in blocks.values():
         found.append(CompiledForward(block.forward, mode))

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpexp.compat.autograd import preserved_versions
+from ddpexp.compat.ddp import FixedBuckets
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.bucket import Bucket
@@ -137,7 +138,7 @@ class DDP(Replicas):
         """
         if self._buffers_due and self._shares_buffers_of:
             buffers = tuple(buffer for module in self._shares_buffers_of for buffer in module.buffers())
-            with torch.no_grad(), _unsafe_preserve_version_counter(buffers):
+            with torch.no_grad(), preserved_versions(buffers):
                 broadcast_rank_zero(buffers, self._world)
         self._buffers_due = False
 
@@ -197,7 +198,7 @@ def _trained(model: str, module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _wrap(module: nn.Module, options: DDPOptions, world: World, fixed: bool) -> LateDDP:
     """Wrap a module; `fixed` cuts the buckets once, before the first step."""
-    kind = _FixedBuckets if fixed else LateDDP
+    kind = _FixedLateDDP if fixed else LateDDP
     wrapped = kind(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -211,23 +212,8 @@ def _wrap(module: nn.Module, options: DDPOptions, world: World, fixed: bool) -> 
     return wrapped
 
 
-class _FixedBuckets(LateDDP):
-    """DDP with the same buckets in every step of every start: cut once, in the reverse order of the parameters.
-
-    DDP itself reduces the first step of a start in one bucket, and then cuts buckets in the order in which gradients
-    were ready. If the backend chooses the order of a sum by the layout of the buckets, the first step after a resume
-    would differ from that of an uninterrupted run. Searching for unused parameters prevents this, too, but it walks the
-    graph in every step, hides unused parameters, and does not support reentrant checkpointing.
-    """
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.reducer._push_all_rebuilt_params()  # as a rank does that has joined the others without any data
-        self.reducer._rebuild_buckets()
-
-    def _build_params_for_reducer(self) -> Any:
-        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        return parameters[::-1], expect_sparse[::-1]
+class _FixedLateDDP(FixedBuckets, LateDDP):
+    """Both, for backends that choose the order of a sum by the layout of the buckets."""
 
 
 def import_hooks() -> None:

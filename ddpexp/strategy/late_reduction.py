@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpexp.compat.autograd import run_backward, version
+from ddpexp.compat.ddp import rebuild_buckets
 from ddpexp.errors import DdpexpError
 
 _REDUCED = "_ddpexp_version_reduced"  # attribute of a gradient: its version when it was reduced
@@ -47,10 +48,10 @@ class LateDDP(DistributedDataParallel):
             DdpexpError: `strategy.static_graph` is set, which needs the same hooks in every pass.
         """
         self._last = False
-        if not self._prepared and any(getattr(g, _REDUCED, None) != g._version for g in self._gradients()):
+        if not self._prepared and any(getattr(g, _REDUCED, None) != version(g) for g in self._gradients()):
             self._reduce()
             for gradient in self._gradients():
-                setattr(gradient, _REDUCED, gradient._version)
+                setattr(gradient, _REDUCED, version(gradient))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call the module; does not communicate."""
@@ -84,10 +85,10 @@ class LateDDP(DistributedDataParallel):
             # Of a sparse gradient there is no view; DDP itself finds parameters by the graph of a view only.
             outputs = [p if _is_sparse(p) else p.view_as(p) for p in parameters]
         self.reducer.prepare_for_forward()
-        self.reducer._rebuild_buckets()
+        rebuild_buckets(self)
         self.reducer.prepare_for_backward(outputs if self.find_unused_parameters else [])
         zeros = tuple(_zero(p) for p in parameters)
-        _engine_run_backward(tuple(outputs), zeros, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        run_backward(tuple(outputs), zeros)
 
 
 def _is_sparse(parameter: nn.Parameter) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ddpexp.compat import operators
+
 _PIECE = 16_384  # elements: torch divides longer sums among threads, if a tensor has only one row
 
 
@@ -47,7 +49,7 @@ def norm_of_tensors(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
     """
     if not gradients:
         return torch.zeros((), dtype=dtype)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype)))  # type: ignore[no-any-return]
+    return torch.linalg.vector_norm(torch.stack(operators.foreach_norm(gradients, 2, dtype)))  # type: ignore[no-any-return]
 
 
 def norm_dtype(gradients: Iterable[Tensor]) -> torch.dtype:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from ddpexp.compat.dispatch import tree_map_only
+from ddpexp.compat.modules import buffers_of, parameters_of
 from ddpexp.settings.trainer import Trainer
 
 
@@ -46,14 +47,14 @@ class _WithCopies:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         places = [
-            (module._parameters, name, parameter)
+            (parameters_of(module), name, parameter)
             for module in self._module.modules()
-            for name, parameter in module._parameters.items()
+            for name, parameter in parameters_of(module).items()
             if parameter is not None and parameter.is_floating_point()
         ]
         copies = {id(parameter): parameter.to(torch.bfloat16) for _, _, parameter in places}  # a tied one once
         for holder, name, parameter in places:
-            holder[name] = copies[id(parameter)]  # type: ignore[assignment]
+            holder[name] = copies[id(parameter)]
         try:
             return self._forward(*inputs, **named)
         finally:
@@ -63,9 +64,9 @@ class _WithCopies:
 
 def _lower_buffers(module: nn.Module) -> None:
     for part in module.modules():
-        for name, buffer in part._buffers.items():
+        for name, buffer in buffers_of(part).items():
             if buffer is not None and buffer.is_floating_point():
-                part._buffers[name] = buffer.to(torch.bfloat16)
+                buffers_of(part)[name] = buffer.to(torch.bfloat16)
 
 
 def _lower_inputs(_module: nn.Module, inputs: Any, named: Any) -> Any:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ddpexp.compat import operators
+from ddpexp.compat.autograd import version
 from ddpexp.distributed.transfers import is_host
 from ddpexp.distributed.world import Memory, World
 from ddpexp.errors import DdpexpError
@@ -174,7 +176,7 @@ class Replicas:
     def _clip(self, parameters: Sequence[Tensor], norm: Tensor, limit: float) -> Tensor:
         with torch.no_grad():  # as `nn.utils.clip_grads_with_norm_`, which supports only dense gradients
             if values := self.gradient_values(parameters):
-                torch._foreach_mul_(values, torch.clamp(limit / (norm + 1e-6), max=1.0).to(values[0].device))
+                operators.foreach_mul_(values, torch.clamp(limit / (norm + 1e-6), max=1.0).to(values[0].device))
         return norm
 
     def clear_gradient(self) -> None:
@@ -184,7 +186,7 @@ class Replicas:
 
     def scale_gradient(self, factor: Tensor) -> None:
         """Multiply the gradient in place."""
-        torch._foreach_mul_(self.gradient_values(self._parameters), factor)
+        operators.foreach_mul_(self.gradient_values(self._parameters), factor)
 
     @contextmanager
     def evaluation(self) -> Iterator[Any]:
@@ -236,8 +238,8 @@ def clip_values(parameters: Iterable[Tensor], limit: float) -> None:
     """Limit the absolute value of each element of the gradients, of complex ones that of each part."""
     with torch.no_grad():  # as `nn.utils.clip_grad_value_`, which supports only dense real gradients
         if values := gradient_values(parameters):
-            torch._foreach_clamp_min_(values, -limit)
-            torch._foreach_clamp_max_(values, limit)
+            operators.foreach_clamp_min_(values, -limit)
+            operators.foreach_clamp_max_(values, limit)
 
 
 def _values_of(parameter: Tensor) -> Tensor:
@@ -247,7 +249,7 @@ def _values_of(parameter: Tensor) -> Tensor:
         parameter.grad = gradient = gradient.coalesce()
     elif gradient.is_conj():  # a lazy conjugate: a view of other numbers
         parameter.grad = gradient = gradient.resolve_conj()
-    values = gradient._values() if gradient.is_sparse else gradient
+    values = gradient.values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
 
@@ -319,7 +321,7 @@ class Gradients:
         missing, reached = [], False
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
-            if gradient is None or (self._accumulated and getattr(gradient, _SEEN, None) == gradient._version):
+            if gradient is None or (self._accumulated and getattr(gradient, _SEEN, None) == version(gradient)):
                 if parameter.requires_grad:
                     missing.append(name)
             else:
@@ -329,7 +331,7 @@ class Gradients:
         self._accumulated = not last
         for parameter in () if last else self._parameters.values():
             if (gradient := parameter.grad) is not None:
-                setattr(gradient, _SEEN, gradient._version)
+                setattr(gradient, _SEEN, version(gradient))
 
 
 def unused(names: Sequence[str], remedy: str = "strategy.find_unused_parameters=true") -> DdpexpError:

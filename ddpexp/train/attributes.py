@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddpexp.compat.autograd import version
+
 _MODULE = frozenset(vars(nn.Module()))  # parameters, buffers, hooks: what torch keeps itself
 _SMALL = 1 << 16  # elements of a tensor that is compared by value
 _DEPTH = 4
@@ -25,16 +27,16 @@ class Attributes:
     def __init__(self, objects: Sequence[Any]) -> None:
         """Read the attributes of the objects, of their submodules, and the plain globals of their modules."""
         self._kept: list[Any] = []  # so that no id is used again
-        self._values: dict[str, tuple[Any, str, Any]] = {}  # owner, name there, what the value is compared by
+        self._identities: dict[str, tuple[Any, str, Any]] = {}  # owner, name there, what the value is compared by
         for name, owner, attribute, value in _attributes(objects):
-            self._values.setdefault(name, (owner, attribute, self._identity(value, _DEPTH)))
+            self._identities.setdefault(name, (owner, attribute, self._identity(value, _DEPTH)))
 
     def changed(self, later: Attributes) -> dict[str, str]:
         """Return the attributes that differ later, each with the file and line that may set it."""
         return {
             name: place_of(owner, attribute)
-            for name, (owner, attribute, value) in later._values.items()
-            if name not in self._values or self._values[name][2] != value
+            for name, (owner, attribute, value) in later._identities.items()
+            if name not in self._identities or self._identities[name][2] != value
         }
 
     def _identity(self, value: Any, depth: int) -> Any:
@@ -44,7 +46,7 @@ class Attributes:
             return repr(value)
         if isinstance(value, Tensor):
             small = value.numel() <= _SMALL and value.layout is torch.strided
-            return value.tolist().__repr__() if small else (id(value), value._version)
+            return value.tolist().__repr__() if small else (id(value), version(value))
         if isinstance(value, nn.Module):
             return [self._identity(tensor, 1) for tensor in value.state_dict().values() if isinstance(tensor, Tensor)]
         if isinstance(value, torch.Generator):

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddpexp.compat import operators
+from ddpexp.compat.modules import BatchNorm
 from ddpexp.settings.trainer import Trainer
 from ddpexp.train.due import is_due
 
@@ -106,9 +107,9 @@ class WeightAverage:
     def _move(self, weight: float) -> None:
         self.is_stale = True
         if self._same_dtype:
-            torch._foreach_lerp_([a for _, a in self._same_dtype], [p.detach() for p, _ in self._same_dtype], weight)
+            operators.foreach_lerp_([a for _, a in self._same_dtype], [p.detach() for p, _ in self._same_dtype], weight)
         if self._higher_precision:
-            torch._foreach_lerp_(
+            operators.foreach_lerp_(
                 [a for _, a in self._higher_precision],
                 [p.detach().to(a.dtype) for p, a in self._higher_precision],
                 weight,
@@ -170,13 +171,13 @@ def assign(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         target.copy_(value)
 
 
-def batch_norm_layers(models: Mapping[str, nn.Module]) -> list[_BatchNorm]:
+def batch_norm_layers(models: Mapping[str, nn.Module]) -> list[BatchNorm]:
     """Return the layers that keep statistics of batches."""
     return [
         layer
         for root in models.values()
         for layer in root.modules()
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats
+        if isinstance(layer, BatchNorm) and layer.track_running_stats
     ]
 
 

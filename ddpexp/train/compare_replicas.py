@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64_intdigest
 
+from ddpexp.compat.modules import NormBase, buffers_of, parameters_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Shard, Strategy
@@ -127,8 +127,8 @@ def _held(strategy: Strategy) -> Iterator[_Held]:
     for model, root in strategy.modules.items():
         for path, module in root.named_modules():
             place = f"{model}.{path}" if path else model
-            kept: Mapping[str, Tensor | None] = {} if isinstance(module, _NormBase) else module._buffers
-            for kind, tensors in (("parameter", module._parameters), ("buffer", kept)):
+            kept: Mapping[str, Tensor | None] = {} if isinstance(module, NormBase) else buffers_of(module)
+            for kind, tensors in (("parameter", parameters_of(module)), ("buffer", kept)):
                 for name, tensor in tensors.items():
                     if tensor is not None and not is_lazy(tensor) and tensor.numel():
                         is_own = f"{place}.{name}" in own

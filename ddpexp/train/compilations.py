@@ -1,14 +1,14 @@
-"""torch.compile in a worker: the processes that it may start, what it has compiled, and the end of its processes."""
+"""torch.compile in a worker: the processes that it may start, and what it has compiled."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ddpexp.compat.compiler import metrics, on_compiled
 
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _COMPILE_ID = re.compile(r"(\d+)/(\d+)$")  # the number of a piece of code, and how often it was compiled before
@@ -42,10 +42,8 @@ class Compilations:
     @classmethod
     def watched(cls) -> Compilations:
         """Import the compiler, and count from now on what it compiles."""
-        import torch._dynamo.callback as callback
-
         compilations = cls()
-        callback.callback_handler.register_end_callback(compilations.note)
+        on_compiled(compilations.note)
         return compilations
 
     def note(self, arguments: Any) -> None:
@@ -60,11 +58,9 @@ class Compilations:
 
 def recompilations() -> list[Recompilation]:
     """Return the reasons for compiling again that torch still remembers, oldest first."""
-    from torch._dynamo.utils import get_compilation_metrics
-
     return [
         Recompilation(one.co_name or "?", one.co_filename or "?", one.co_firstlineno or 0, one.recompile_reason)
-        for one in get_compilation_metrics()
+        for one in metrics()
         if one.recompile_reason
     ]
 
@@ -77,11 +73,3 @@ def describe(ids: Sequence[str], reasons: Sequence[Recompilation]) -> str:
         return text
     last = reasons[-1]
     return f"{text}, the last one {last.name} ({Path(last.file).name}:{last.line}): {' '.join(last.reason.split())}"
-
-
-def end_processes() -> None:
-    """End the processes that compile, if there are any."""
-    pools = sys.modules.get("torch._inductor.async_compile")
-    if pools is not None:
-        with suppress(Exception):  # the work is done; the processes also end when this one does
-            pools.shutdown_compile_workers()

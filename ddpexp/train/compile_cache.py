@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpexp.compat.compiler import cache_folder
 from ddpexp.system.files import dumps, read_json, write
 from ddpexp.system.text import first_few
 
@@ -30,7 +31,7 @@ def repair() -> str | None:
 
     Ranks: one of each machine, while the others wait. Imports the compiler.
     """
-    folder = _folder()
+    folder = cache_folder()
     try:
         damaged = remove_damaged(folder)
     except OSError:  # the compiler reports it
@@ -46,13 +47,7 @@ def repair() -> str | None:
 def record() -> None:
     """Record the sizes of all complete files. Ranks: one of each machine, when nothing is being compiled."""
     with suppress(OSError):  # then less is known of them
-        record_sizes(_folder())
-
-
-def _folder() -> Path:
-    import torch._inductor.codecache as compiler
-
-    return Path(compiler.cache_dir())  # type: ignore[attr-defined]
+        record_sizes(cache_folder())
 
 
 def remove_damaged(folder: Path) -> list[str]:

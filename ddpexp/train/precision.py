@@ -8,9 +8,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ddpexp.compat import operators
+from ddpexp.compat.autograd import run_backward
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.replica import gradient_values
 from ddpexp.train.optimizer_average import inner_of
@@ -104,9 +105,7 @@ class Precision:
         if self._scale is not None:
             weight = weight * (self._scale.value / self._gradient_weight)
         if type(loss) is Tensor and loss.dtype == weight.dtype and loss.device == weight.device and not loss.shape:
-            # What `torch.autograd.backward(loss, weight)` ends with. Its argument checks take longer than the rest of
-            # the run loop, and import sympy, which takes each worker a quarter of a second.
-            _engine_run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            run_backward((loss,), (weight,))
         else:
             (loss * weight).backward()  # type: ignore[no-untyped-call]
 
@@ -170,7 +169,7 @@ class Precision:
             by_dtype.setdefault(value.dtype, []).append(value)
         with torch.no_grad():
             for values in by_dtype.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(values, self._nonfinite, factor)
+                operators.amp_foreach_non_finite_check_and_unscale_(values, self._nonfinite, factor)
 
 
 def _is_fused(optimizer: Optimizer) -> bool:
@@ -188,7 +187,7 @@ class _Scale:
         self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 2000
 
     def update(self, nonfinite: Tensor) -> None:
-        torch._amp_update_scale_(
+        operators.amp_update_scale_(
             self.value, self._good_steps, nonfinite, self._growth_factor, self._backoff_factor, self._growth_interval
         )
 

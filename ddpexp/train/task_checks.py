@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddpexp.compat.autograd import version
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Strategy
@@ -203,7 +204,7 @@ def warn_of_a_mean(task: Task, strategy: Strategy, batch: Any, precision: Precis
 def gradients_of(parameters: Iterable[Tensor]) -> list[tuple[Tensor, int] | None]:
     """Return the gradients with their versions, by which a change can be detected."""
     gradients = [parameter.grad for parameter in parameters]
-    return [None if gradient is None else (gradient, gradient._version) for gradient in gradients]
+    return [None if gradient is None else (gradient, version(gradient)) for gradient in gradients]
 
 
 def check_unchanged(

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ddpexp.compat import operators
+from ddpexp.compat.modules import buffers_of
+
 
 class Undo:
     """Snapshots of the buffers of models, and of the random number generators of numpy and Python."""
@@ -23,10 +26,10 @@ class Undo:
     def take(self) -> None:
         """Take a snapshot in place of the last one; uninitialized buffers of lazy modules have no values yet."""
         self._slots = [
-            (module._buffers, key, buffer)
+            (buffers_of(module), key, buffer)
             for root in self._models.values()
             for module in root.modules()
-            for key, buffer in module._buffers.items()
+            for key, buffer in buffers_of(module).items()
             if buffer is None or not is_lazy(buffer)
         ]
         self._buffers = [buffer for _, _, buffer in self._slots if buffer is not None]
@@ -62,4 +65,4 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         pair[0].append(target)
         pair[1].append(source)
     for pair in by_dtype.values():
-        torch._foreach_copy_(*pair)
+        operators.foreach_copy_(*pair)

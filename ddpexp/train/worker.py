@@ -23,6 +23,7 @@ from ddpexp.checkpoint.format import Checkpoint, Damaged, set_aside
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.compat import lazy_dynamo
+from ddpexp.compat.compiler import end_processes
 from ddpexp.config import fused
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
@@ -63,7 +64,7 @@ from ddpexp.train.build import (
 )
 from ddpexp.train.choose_checkpoint import choose
 from ddpexp.train.choose_samples import arrange, check_held_out
-from ddpexp.train.compilations import Compilations, end_processes, limit_processes
+from ddpexp.train.compilations import Compilations, limit_processes
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.evaluate import evaluate as compute_metrics

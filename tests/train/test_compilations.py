@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ddpexp.compat.compiler import end_processes
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.strategy import compiled
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.strategy.options import Compilation
-from ddpexp.train.compilations import Compilations, Recompilation, describe, end_processes, limit_processes
+from ddpexp.train.compilations import Compilations, Recompilation, describe, limit_processes
 from ddpexp.train.metrics import MetricAccumulator
 from tests.conftest import Ddpexp
 from tests.fitting import ALONE, STRATEGY, TRAINER, Once, fit_alone

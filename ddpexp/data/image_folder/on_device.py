@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddpexp.compat import operators
 from ddpexp.data.base import IndexData
 from ddpexp.data.image_folder import colors
 from ddpexp.data.image_folder.device_colors import changed
@@ -90,4 +91,4 @@ class AugmentedOnDevice(IndexData):
         if planes.shape == out.shape:
             out.copy_(planes)
         else:
-            torch.ops.aten._upsample_bilinear2d_aa.out(planes.float(), out.shape[2:], False, out=out)
+            operators.upsample_bilinear2d_aa.out(planes.float(), out.shape[2:], False, out=out)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ddpexp.compat import operators
 from ddpexp.distributed.world import World
 from ddpexp.strategy.comm.reduce import as_bytes
 from ddpexp.strategy.comm.shared_memory import SharedMemory
@@ -72,4 +73,4 @@ def _copy(pieces: Sequence[Tensor], slot: Tensor, into_slot: bool) -> None:
     if not pieces:
         return
     parts = list(torch.split(slot[: sum(map(len, pieces))], [len(piece) for piece in pieces]))
-    torch._foreach_copy_(*((parts, list(pieces)) if into_slot else (list(pieces), parts)))
+    operators.foreach_copy_(*((parts, list(pieces)) if into_slot else (list(pieces), parts)))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ddpexp.compat import operators
+from ddpexp.compat.modules import buffers_of
 from ddpexp.distributed.transfers import LateFlag, is_host
 from ddpexp.errors import DdpexpError
 
@@ -54,13 +56,13 @@ class Buffers:
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         """Find the buffers."""
         modules = [(model, prefix, module) for model, root in models.items() for prefix, module in root.named_modules()]
-        self._holders = [module._buffers for _, _, module in modules]
+        self._holders = [buffers_of(module) for _, _, module in modules]
         self.slots = [
             BufferSlot(
-                ".".join(part for part in (model, prefix, key) if part), module._buffers, key, buffer, buffer.clone()
+                ".".join(part for part in (model, prefix, key) if part), buffers_of(module), key, buffer, buffer.clone()
             )
             for model, prefix, module in modules
-            for key, buffer in module._buffers.items()
+            for key, buffer in buffers_of(module).items()
             if buffer is not None
         ]
 
@@ -69,7 +71,7 @@ class Buffers:
         for slot in self.slots:
             slot.start = slot.now()
         if self.slots:
-            torch._foreach_copy_([slot.saved for slot in self.slots], [slot.start for slot in self.slots])
+            operators.foreach_copy_([slot.saved for slot in self.slots], [slot.start for slot in self.slots])
 
     def check(self) -> None:
         """Check that no buffers were added or removed.
@@ -90,7 +92,7 @@ class Buffers:
         for slot in slots:
             slot.holder[slot.key] = slot.start
         if slots:
-            torch._foreach_copy_([slot.start for slot in slots], [slot.saved for slot in slots])
+            operators.foreach_copy_([slot.start for slot in slots], [slot.saved for slot in slots])
 
 
 class BufferDelta:
@@ -113,18 +115,18 @@ class BufferDelta:
     def begin(self) -> None:
         """Begin a step. Non-finite values count as 0, since no difference from them can be computed."""
         if self._bases:
-            torch._foreach_copy_(self._bases, [slot.saved for slot in self.slots[: self._num_floats]])
+            operators.foreach_copy_(self._bases, [slot.saved for slot in self.slots[: self._num_floats]])
             self._base.nan_to_num_(0.0, 0.0, 0.0)
 
     def write(self, values: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Write the changes by a micro-batch, given the values it left, into its leaf. Shapes: those of the buffers."""
         num = self._num_floats
         if num:
-            torch._foreach_copy_(list(parts[:num]), list(values[:num]))
-            torch._foreach_sub_(list(parts[:num]), self._bases)
+            operators.foreach_copy_(list(parts[:num]), list(values[:num]))
+            operators.foreach_sub_(list(parts[:num]), self._bases)
         if self.slots[num:]:
-            changes = torch._foreach_sub([value.long() for value in values[num:]], self._saved_integers())
-            torch._foreach_copy_(list(parts[num:]), changes)
+            changes = operators.foreach_sub([value.long() for value in values[num:]], self._saved_integers())
+            operators.foreach_copy_(list(parts[num:]), changes)
 
     def read(self, totals: Sequence[Tensor], num_leaves: int) -> None:
         """Assign the buffers' new values from the summed changes; does not wait for the device.
@@ -134,8 +136,8 @@ class BufferDelta:
         num = self._num_floats
         starts = [slot.start for slot in self.slots]
         if num:
-            means = torch._foreach_div(list(totals[:num]), num_leaves)
-            torch._foreach_copy_(starts[:num], torch._foreach_add(self._bases, means))
+            means = operators.foreach_div(list(totals[:num]), num_leaves)
+            operators.foreach_copy_(starts[:num], operators.foreach_add(self._bases, means))
         if starts[num:]:
             total = torch.cat([part.reshape(-1) for part in totals[num:]])
             self._differs |= ~((total % num_leaves == 0) & (total.abs() < _MAX_INTEGER))
@@ -143,7 +145,7 @@ class BufferDelta:
             self._num_leaves = num_leaves
             parts = torch.split((total / num_leaves).long(), self.sizes[num:])
             steps = [part.view(start.shape) for part, start in zip(parts, starts[num:], strict=True)]
-            torch._foreach_copy_(starts[num:], torch._foreach_add(self._saved_integers(), steps))
+            operators.foreach_copy_(starts[num:], operators.foreach_add(self._saved_integers(), steps))
 
     def check(self) -> None:
         """Check the buffers that `read` has assigned; waits for nothing that was queued since.

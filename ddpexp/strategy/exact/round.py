@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ddpexp.compat import operators
 from ddpexp.distributed.transfers import is_host, moved
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
@@ -153,9 +154,9 @@ class Round:
             raise unused(names)
         self._check_frozen()
         if gradients:
-            torch._foreach_copy_(targets, gradients)
+            operators.foreach_copy_(targets, gradients)
         if empty:
-            torch._foreach_zero_(empty)
+            operators.foreach_zero_(empty)
         return used
 
     def _check_frozen(self) -> None:

@@ -13,22 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from ddpexp.compat.fsdp import AllGather, ReduceScatter
 from ddpexp.distributed.world import World
-from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.errors import DdpexpError
 from ddpexp.strategy.comm.reduce import ALIGNED, as_bytes, scale, sum_in_order
 from ddpexp.strategy.comm.shared_memory import SharedMemory
 from ddpexp.strategy.exact.exchange import Plan
 from ddpexp.strategy.exact.tree import Partial
-
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-except ImportError:
-    raise RefusedError(
-        f"strategy=fsdp sums the gradients of CPU workers, and with trainer.reduction=exact all gradients, in an order "
-        f"of its own, and torch {torch.__version__} does not let it: torch.distributed.fsdp has no interface "
-        "ReduceScatter where torch 2.10 to 2.13 have it. Install one of these, or use strategy=ddp "
-        "strategy.shard_optimizer=true."
-    ) from None
 
 
 class Transport(Protocol):

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ddpexp.compat.dtensor import first_row
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.base import Shard
@@ -168,12 +168,6 @@ class Sharding:
                     "requires_grad_(False) on it where it is built, or leave it out."
                 )
         return {name: module for name, module in models.items() if name not in self._options.whole}
-
-
-def first_row(tensor: DTensor) -> int:
-    """Return the first row that this rank holds."""
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offset[0]
 
 
 def held(tensor: Tensor, share: Share | None = None, replica: int = 0) -> Shard:

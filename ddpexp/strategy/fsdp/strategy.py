@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ddpexp.compat.dtensor import first_row
 from ddpexp.distributed.transfers import is_host
 from ddpexp.distributed.world import World
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.fsdp.options import FSDPOptions
-from ddpexp.strategy.fsdp.sharding import Sharding, first_row
+from ddpexp.strategy.fsdp.sharding import Sharding
 from ddpexp.strategy.init.construction import RESET
 from ddpexp.strategy.norm import norm_dtype, norm_of_rows, norm_of_tensors, row_norms
 from ddpexp.strategy.replica import Models, Replicas, broadcast_rank_zero, check_same_models, gradient_values, unused

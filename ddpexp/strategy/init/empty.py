@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ddpexp.compat.modules import parameters_of, reset_of
 from ddpexp.errors import RefusedError
 
 Model = TypeVar("Model", bound="nn.Module | Mapping[str, nn.Module]")
@@ -57,7 +58,7 @@ class Resets:
             if any(parameter.device == _META for parameter in module.parameters(recurse=False))
         }
         for name, module in self._modules.items():
-            if not callable(_reset_of(module)):
+            if reset_of(module) is None:
                 parameter = next(name for name, _ in module.named_parameters(recurse=False))
                 raise RefusedError(
                     f"strategy.init=reset_parameters: {name}.{parameter} is a parameter of {type(module).__name__}, "
@@ -68,19 +69,16 @@ class Resets:
     def draw(self, take: Callable[[str, Tensor], None]) -> None:
         """Give the values of each module's parameters to `take`, by name; then they are dropped."""
         for name, module in self._modules.items():
-            for key, parameter in list(module._parameters.items()):
+            for key, parameter in list(parameters_of(module).items()):
                 if parameter is not None and parameter.device == _META:
-                    module._parameters[key] = nn.Parameter(torch.zeros_like(parameter, device="cpu"), False)
-            _reset_of(module)()
-            for key, parameter in list(module._parameters.items()):
+                    parameters_of(module)[key] = nn.Parameter(torch.zeros_like(parameter, device="cpu"), False)
+            reset = reset_of(module)
+            assert reset is not None
+            reset()
+            for key, parameter in list(parameters_of(module).items()):
                 if parameter is not None:
                     take(f"{name}.{key}", parameter)
-            module._parameters.clear()
-
-
-def _reset_of(module: nn.Module) -> Any:
-    reset = getattr(module, "reset_parameters", None)
-    return getattr(module, "_reset_parameters", None) if reset is None else reset  # of torch's own attention
+            parameters_of(module).clear()
 
 
 @contextmanager
@@ -98,7 +96,7 @@ def _parameters_lose_memory() -> Iterator[None]:
             on_meta = nn.Parameter(parameter.detach().to(_META), parameter.requires_grad)
             on_meta.__dict__.update(parameter.__dict__)
             replaced[id(parameter)] = weakref.ref(parameter), on_meta
-        module._parameters[name] = on_meta
+        parameters_of(module)[name] = on_meta
 
     nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
     try:

@@ -16,10 +16,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import init
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from ddpexp.compat.dispatch import (
+    TorchDispatchMode,
+    arguments_of,
+    memory_of,
+    name_of,
+    no_dispatch,
+    seeming,
+    tree_map_only,
+)
+from ddpexp.compat.modules import buffers_of, parameters_of
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.norm import has_contiguous_rows
 
@@ -174,10 +181,7 @@ class _Hollow(Tensor):
     @staticmethod
     def __new__(cls: type[_Hollow], meta: Tensor) -> _Hollow:
         """Seem to be a tensor with the shape and dtype of `meta`."""
-        hollow: _Hollow = Tensor._make_wrapper_subclass(
-            cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, layout=meta.layout,
-            device=torch.device("cpu"),
-        )  # fmt: skip
+        hollow = seeming(cls, meta, torch.device("cpu"))
         hollow.meta = meta
         return hollow
 
@@ -195,7 +199,7 @@ class _Hollow(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse what happens outside of a recording."""
-        raise _ValueRead(f"{function._schema.name.partition('::')[2]} after its construction")
+        raise _ValueRead(f"{name_of(function)} after its construction")
 
 
 class _Recorder(TorchDispatchMode):
@@ -210,9 +214,9 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do an operation on memory that is not there, and record it."""
         kwargs = dict(kwargs or {})
-        name = function._schema.name.partition("::")[2]
+        name = name_of(function)
         tensors = _tensors_in((args, kwargs))
-        if not tensors and any(argument.name == "device" for argument in function._schema.arguments):
+        if not tensors and any(argument.name == "device" for argument in arguments_of(function)):
             kwargs["device"] = _META
         elif not any(isinstance(tensor, _Hollow) for tensor in tensors):
             return function(*args, **kwargs)  # of values that the factory has from elsewhere
@@ -347,13 +351,13 @@ def _put_on_meta(model: nn.Module) -> None:
     """Replace the tensors of a model that have no memory by ordinary ones on `meta`; tied ones stay tied."""
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if isinstance(parameter, _Hollow):
                 on_meta = parameters.setdefault(id(parameter), nn.Parameter(parameter.meta, parameter.requires_grad))
-                module._parameters[name] = on_meta
-        for name, buffer in module._buffers.items():
+                parameters_of(module)[name] = on_meta
+        for name, buffer in buffers_of(module).items():
             if isinstance(buffer, _Hollow):
-                module._buffers[name] = buffer.meta
+                buffers_of(module)[name] = buffer.meta
 
 
 def _tensors_in(values: Any) -> list[Tensor]:
@@ -365,7 +369,7 @@ def _tensors_in(values: Any) -> list[Tensor]:
 def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation changes."""
     changed = []
-    for number, argument in enumerate(function._schema.arguments):
+    for number, argument in enumerate(arguments_of(function)):
         if argument.alias_info is not None and argument.alias_info.is_write:
             changed += _tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
     return changed
@@ -376,8 +380,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number
+    return memory_of(tensor.untyped_storage())
 
 
 def _is_whole_memory(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddpexp.compat import operators
 from ddpexp.distributed.world import World
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.comm.reduce import as_bytes
@@ -179,7 +180,7 @@ class Pipeline(Replicas):
         all_norms = torch.zeros(sum(lengths), dtype=dtype, device=device)
         if own:
             places = torch.split(all_norms, lengths)
-            torch._foreach_copy_([places[number] for number in own], list(own.values()))
+            operators.foreach_copy_([places[number] for number in own], list(own.values()))
         return norm_of_rows([self._groups.pipe.sum(all_norms)])
 
     def _norm_of_parts(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

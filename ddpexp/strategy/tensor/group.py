@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ddpexp.compat.dtensor import flattened
 from ddpexp.distributed.world import World
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.comm.reduce import as_bytes
@@ -49,8 +50,7 @@ class TensorGroup:
         size = world.world_size // self.size
         if size == 1:
             return replace(world, rank=0, world_size=1, local_world_size=1, local_rank=0)
-        two = self.mesh["replicate", "shard"]
-        group = two._flatten("data").get_group() if two.ndim > 1 else two.get_group()
+        group = flattened(self.mesh["replicate", "shard"], "data").get_group()
         return replace(world, rank=world.rank // self.size, world_size=size, group=group)
 
     def sum(self, tensor: Tensor) -> None:

@@ -1,0 +1,76 @@
+"""torch's compiler. Every function but `end_processes` imports it.
+
+Private: `torch._dynamo` and `torch._inductor`; torch 2.10 to 2.13.
+Why: `torch.compiler` is public and has no hook for compilations, no reasons for recompilations, no folder of the files
+that are kept, and no end of the processes that compile.
+When it goes: see each function.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def on_compiled(note: Callable[[Any], None]) -> None:
+    """Have `note` called after each compilation, with `torch._dynamo.callback.CallbackArgs`.
+
+    Private: `torch._dynamo.callback.callback_handler`; torch 2.10 to 2.13.
+    Why: torch announces compilations nowhere else.
+    When it goes: leave out the line of a run's report that counts compilations.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_end_callback(note)
+
+
+def metrics() -> Iterable[Any]:
+    """Return what torch remembers of compilations, oldest first: `torch._dynamo.utils.CompilationMetrics`.
+
+    Private: `torch._dynamo.utils.get_compilation_metrics`; torch 2.10 to 2.13.
+    Why: the reason for a recompilation is written to torch's log alone, and only if TORCH_LOGS asks for it.
+    When it goes: leave out the reason.
+    """
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return get_compilation_metrics()
+
+
+def cache_folder() -> Path:
+    """Return the folder of the files that the compiler keeps between runs.
+
+    Private: `torch._inductor.codecache.cache_dir`; torch 2.10 to 2.13.
+    Why: TORCHINDUCTOR_CACHE_DIR is public, and its default is not.
+    When it goes: set TORCHINDUCTOR_CACHE_DIR before the compiler is imported.
+    """
+    import torch._inductor.codecache as codecache
+
+    return Path(codecache.cache_dir())  # type: ignore[attr-defined]
+
+
+def leave_graphs_whole() -> None:
+    """Have the compiler not cut graphs at the ends of DDP's buckets.
+
+    Private: `torch._dynamo.config.optimize_ddp`; torch 2.10 to 2.13.
+    Why: `torch.compiler.config` does not have it.
+    When it goes: `torch.compile` cuts blocks in two: slower, with the same results.
+    """
+    torch._dynamo.config.optimize_ddp = False
+
+
+def end_processes() -> None:
+    """End the processes that compile, if there are any.
+
+    Private: `torch._inductor.async_compile.shutdown_compile_workers`; torch 2.10 to 2.13.
+    Why: torch ends them when its process exits, for which it waits a second.
+    When it goes: nothing fails.
+    """
+    pools = sys.modules.get("torch._inductor.async_compile")
+    if pools is not None:
+        with suppress(Exception):  # the work is done; the processes also end when this one does
+            pools.shutdown_compile_workers()
