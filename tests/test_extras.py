@@ -19,6 +19,7 @@ FEW = (  # of its tests, each with a process of its own: a file, a folder, texts
     f"{HF}::test_texts_are_tokens_cut_off_and_filled", f"{HF}::test_a_name_of_the_hub_without_network_is_refused",
 )  # fmt: skip
 DATA = (
+    "tests/compat/test_datasets.py",
     "tests/data/tar_shards/test_remote.py",
     "tests/data/arrays/test_arrays.py::test_columns_of_parquet_files_are_read_with_pyarrow",
     "tests/data/test_streams.py::test_streaming_data_sets_of_hugging_face_are_split_by_themselves",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import mmap
 import os
-import secrets
 import signal
 import threading
 import time
@@ -14,18 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import connection
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
+from ddpexp.compat.data_loader import forget_half_made, use_addresses_without_files, worker_processes
 from ddpexp.data.base import IndexData
 from ddpexp.data.loader_limits import (
     end_at_first_unsent,
     error_at_limit,
-    forget_half_made,
     no_room,
     unsent,
 )
@@ -36,8 +34,6 @@ from ddpexp.system.process import die_with_parent
 
 Key = tuple[int, list[int]] | tuple[int, list[int], int]  # a micro-batch: its seed, its indices, the epoch's seed
 
-_sockets: Any = connection
-_python_address = _sockets.arbitrary_address
 _DUMP_SECONDS = 0.5  # for a worker to write its stack
 
 
@@ -247,7 +243,7 @@ def _raise_unsent(page: _Page) -> None:
 def _raise_reaped(batches: Any, page: _Page) -> None:
     """Raise an error if a worker died while it sent a batch: torch notices, and reaps it before its signal arrives."""
     _raise_unsent(page)
-    for worker, process in enumerate(getattr(batches, "_workers", ())):
+    for worker, process in enumerate(worker_processes(batches)):
         if process.exitcode:
             raise _lost(worker, _ended(process.exitcode)) from None
 
@@ -292,11 +288,6 @@ def _dump(pid: int) -> None:
         time.sleep(_DUMP_SECONDS)
 
 
-def _address_without_file(family: str) -> Any:
-    """Return an address for a local socket in the abstract namespace. Source: unix(7), abstract sockets."""
-    return f"\0ddpexp-{os.getpid()}-{secrets.token_hex(8)}" if family == "AF_UNIX" else _python_address(family)
-
-
 def _start_worker(parent: int, page: _Page, worker: int) -> None:
     """Set up a worker: it ends with the rank, and ignores stop signals, which schedulers send to all processes."""
     die_with_parent(parent)
@@ -304,7 +295,7 @@ def _start_worker(parent: int, page: _Page, worker: int) -> None:
     end_at_first_unsent(worker, page.problems)
     # Batches are sent through a socket, whose file would outlive a killed worker: use an address without a
     # file. Connecting requires the key that only the rank and its workers have.
-    _sockets.arbitrary_address = _address_without_file
+    use_addresses_without_files()
     faulthandler.disable()  # torch has installed crash handlers that show no stack
     faulthandler.enable()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

@@ -6,13 +6,10 @@ import errno
 import os
 import sys
 import traceback
-from multiprocessing import queues
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-
+from ddpexp.compat.data_loader import on_unsent
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, LoaderError
 from ddpexp.system.containers import enlarge_shared_memory, runtime, shared_memory_place
 from ddpexp.system.limits import free_files, reason
@@ -110,19 +107,5 @@ def end_at_first_unsent(worker: int, problems: memoryview) -> None:
             end(error)
         sys.__excepthook__(kind, error, trace)
 
-    queue: Any = queues.Queue
-    queue._on_queue_feeder_error = staticmethod(lambda error, batch: end(error))
+    on_unsent(end)
     sys.excepthook = in_thread
-
-
-def forget_half_made(error: BaseException) -> None:
-    """Keep the iterator of a loader that could not be made from printing an error when it is collected.
-
-    Its finalizer needs what its constructor had not reached (torch 2.13).
-    """
-    trace = error.__traceback__
-    while trace is not None:
-        made = trace.tb_frame.f_locals.get("self")
-        if isinstance(made, _MultiProcessingDataLoaderIter) and "_shutdown" not in vars(made):
-            made._shutdown = True
-        trace = trace.tb_next

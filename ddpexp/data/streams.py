@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch.utils.data import default_collate
 
+from ddpexp.compat.datasets import shuffles_in_buffer
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.samples import first_mismatch, form, user_code_error
@@ -68,13 +69,7 @@ def as_stream(data: Any) -> Any:
     names = {kind.__name__ for kind in type(data).__mro__ if kind.__module__.partition(".")[0] == "datasets"}
     if "IterableDataset" not in names:
         return data
-    return Stream(partial(_part_of_hub_data, data), replay=_has_buffer(getattr(data, "_ex_iterable", None)))
-
-
-def _has_buffer(node: Any) -> bool:
-    """Return whether a streaming data set of Hugging Face, or one that it reads, shuffles in a buffer."""
-    inner = [getattr(node, "ex_iterable", None), *getattr(node, "ex_iterables", ())]
-    return "BufferShuffled" in type(node).__name__ or any(_has_buffer(one) for one in inner if one is not None)
+    return Stream(partial(_part_of_hub_data, data), replay=shuffles_in_buffer(data))
 
 
 def _part_of_hub_data(data: Any, index: int, count: int) -> Iterable[Any]:

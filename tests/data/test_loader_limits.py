@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from ddpexp.compat.data_loader import forget_half_made
 from ddpexp.data import loader_limits
 from ddpexp.data.adapters import MapStyle
 from ddpexp.data.loader import load
-from ddpexp.data.loader_limits import error_at_limit, forget_half_made
+from ddpexp.data.loader_limits import error_at_limit
 from ddpexp.data.transforms import Transformed
 from ddpexp.errors import LoaderError
 from tests.conftest import PATIENCE

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 from PIL import ImageOps
 
+from ddpexp.compat.datasets import column_of
 from ddpexp.data.arrays.encode import combined
 from ddpexp.data.arrays.inputs import Reader, field_of
 from ddpexp.data.arrays.sources import Options
@@ -261,10 +262,7 @@ class _Writer:
 
 def _values(data: Any, name: str) -> Any:
     """Return a column as texts, numbers or moments; a missing value is empty, or NaN."""
-    # Not data[name], which copies the descriptions of all columns.
-    values = data.data.table.column(name)
-    values = values if data._indices is None else values.take(data._indices.table.column(0))
-    listed = values.to_pylist()
+    listed = column_of(data, name).to_pylist()
     if (first := next((value for value in listed if value is not None), None)) is None or isinstance(first, str):
         return ["" if value is None else value for value in listed]
     if isinstance(first, date):
