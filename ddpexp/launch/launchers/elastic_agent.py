@@ -12,14 +12,12 @@ from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
+from ddpexp.compat.elastic import ExtensibleAgent, forget_store, install
 from ddpexp.errors import EXIT_FAILED
 from ddpexp.launch.launchers.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Phase, StoreMailbox, not_for_ranks
 from ddpexp.system.process import children, die_with_parent
@@ -27,51 +25,49 @@ from ddpexp.system.process import children, die_with_parent
 _ATTEMPTS = 5  # to complete a rendezvous while machines are lost in the middle of it; each may take a minute
 
 
-class Agent(LocalElasticAgent):
-    """Stops ranks with SIGUSR2 so that they save, and gives every round of machines its own store address.
+class Agent(ExtensibleAgent):
+    """Stops ranks with SIGUSR2 so that they save, and gives every round of machines its own store address."""
 
-    The overridden methods are torch's extension points.
-    """
-
-    def _invoke_run(self, *words: Any) -> RunResult:
+    def run_to_the_end(self, *words: Any) -> RunResult:
+        """Run all rounds of workers."""
         try:
-            result: RunResult = super()._invoke_run(*words)
-            return result
+            return super().run_to_the_end(*words)
         except RendezvousError:
             StoreMailbox.here().note(Phase.MEETS)  # so the ranks, which end now, know that no user stopped them
             raise
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def meet(self, worker_group: WorkerGroup) -> None:
+        """Meet the agents of the other machines, and begin a round."""
         for _ in range(_ATTEMPTS - 1):
             with suppress(DistError):  # a machine was lost after all had joined
-                return self._meet(worker_group)
-        return self._meet(worker_group)
+                return self._meet_once(worker_group)
+        return self._meet_once(worker_group)
 
-    def _meet(self, worker_group: WorkerGroup) -> None:
+    def _meet_once(self, worker_group: WorkerGroup) -> None:
         # torch creates the ranks' store, and publishes its address, only in a machine's first round: a machine that
         # joins later waits for the address in vain (DistStoreError after a minute), or machines use different stores.
         # Without the cached address every round creates its own store.
-        handler = worker_group.spec.rdzv_handler
-        if isinstance(handler, DynamicRendezvousHandler):
-            handler._bootstrap_store_info = None
-        super()._rendezvous(worker_group)
+        forget_store(worker_group)
+        super().meet(worker_group)
 
-    def _start_workers(self, *words: Any) -> dict[int, Any]:
+    def start_workers(self, *words: Any) -> dict[int, Any]:
+        """Start the workers of a round."""
         StoreMailbox.here().note(Phase.RUNS)
-        started: dict[int, Any] = super()._start_workers(*words)
-        return started
+        return super().start_workers(*words)
 
-    def _monitor_workers(self, *words: Any) -> RunResult:
+    def monitor_workers(self, *words: Any) -> RunResult:
+        """Look at the workers, and end the others if one has failed."""
         StoreMailbox.here().note(Phase.LOOKS)  # the call below ends the other ranks when one has failed
-        result: RunResult = super()._monitor_workers(*words)
+        result = super().monitor_workers(*words)
         if result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED):
             StoreMailbox.here().note(Phase.RUNS)
         return result
 
-    def _stop_workers(self, *_: Any) -> None:
+    def stop_workers(self, *_: Any) -> None:
+        """End a round that is to be followed by another one: the ranks save."""
         StoreMailbox.here().note(Phase.MEETS)
         # SIGUSR2 stops the ranks of all machines, even if their agents do not know yet.
-        self._shutdown(signal.SIGUSR2, int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
+        self.end_workers(signal.SIGUSR2, int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
 
     def run(self, *words: Any) -> RunResult:
         """Run to the end; on a spare machine, which has no result, raise RendezvousClosedError."""
@@ -94,7 +90,7 @@ def main() -> None:
         signal.signal(number, _forward)
     # A SIGUSR2 sent to every process of a host is handled by the command, which ends this process.
     signal.signal(signal.SIGUSR2, lambda *_: None)
-    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
+    install(Agent)
     try:
         run(parse_args(arguments))  # type: ignore[no-untyped-call]
         code = 0
