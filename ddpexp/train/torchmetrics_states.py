@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpexp.compat.torchmetrics import accepted, defaults_of, prepare_compute, reduction_of
 from ddpexp.errors import DdpexpError
 from ddpexp.task import MetricUpdate
 from ddpexp.train.batch_states import Kind, States
@@ -46,14 +47,16 @@ class MetricStates:
             path: part for path, part in self._metric.named_modules() if isinstance(part, kind)
         }
         self._kinds = {
-            f"{path}.{state}": self._kind(part, state) for path, part in self._parts.items() for state in part._defaults
+            f"{path}.{state}": self._kind(part, state)
+            for path, part in self._parts.items()
+            for state in defaults_of(part)
         }
         if not self._kinds:
             raise self._unmergeable(self._metric, "it has none that `add_state` has declared")
         self._is_checked = all(part.full_state_update is False for part in self._parts.values())
 
     def _kind(self, part: Any, state: str) -> Kind:
-        function, default = part._reductions[state], part._defaults[state]
+        function, default = reduction_of(part, state), defaults_of(part)[state]
         name = getattr(function, "__name__", "a function")
         of_torchmetrics = str(getattr(function, "__module__", "")).startswith("torchmetrics.")
         if isinstance(default, list) and (function is None or (of_torchmetrics and name == "dim_zero_cat")):
@@ -95,7 +98,7 @@ class MetricStates:
         if isinstance(self._metric, torch.nn.ModuleDict):  # a collection
             members = list(self._metric.values(copy_state=False))  # type: ignore[call-arg]
         for member in members:
-            keywords = member._filter_kwargs(**update.keywords) if member is not self._metric else update.keywords
+            keywords = accepted(member, update.keywords) if member is not self._metric else update.keywords
             try:
                 member.update(*update.arguments, **keywords)
             except Exception as error:
@@ -140,7 +143,7 @@ class MetricStates:
             part = self._parts[path]
             setattr(part, state, self._merged(part, state, merged[key], num_batches))
         for part in self._parts.values():
-            part._update_count, part._computed, part._to_sync = num_batches, None, False
+            prepare_compute(part, num_batches)
         try:
             return self._metric.compute()
         except Exception as error:
@@ -150,7 +153,7 @@ class MetricStates:
 
     def _merged(self, part: Any, state: str, value: Tensor | list[Tensor], num_batches: int) -> Any:
         if not isinstance(value, Tensor):
-            return value if isinstance(part._defaults[state], list) else torch.cat(value)
+            return value if isinstance(defaults_of(part)[state], list) else torch.cat(value)
         return value / num_batches if _is_mean(part, state) else value
 
 
@@ -164,4 +167,4 @@ def values_of(name: str, value: Any) -> dict[str, float]:
 
 
 def _is_mean(part: Any, state: str) -> bool:
-    return getattr(part._reductions[state], "__name__", "") == "dim_zero_mean"
+    return getattr(reduction_of(part, state), "__name__", "") == "dim_zero_mean"
