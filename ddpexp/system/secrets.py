@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from ddpexp.compat.python import variables_of
 from ddpexp.errors import RefusedError
 
 LISTED = "DDPEXP_SECRETS"
@@ -65,7 +66,6 @@ _IN_URL = re.compile(  # a password, or what signs the URL
 )
 _SECRET_IN_URL = "a password in a URL"
 _SHORT = 128  # characters of a text that is masked once
-_OS_ENVIRON = type(os.environ)
 _MIN_LINE = 16  # characters of a line of a secret that has several, such as a private key
 
 
@@ -288,9 +288,7 @@ def _put(text: str, form: str, reference: str) -> str:
 
 
 def _masker_of(environ: Mapping[str, str]) -> _Masker:
-    # To copy os.environ would decode all of it, which takes longer than masking a text.
-    raw = vars(environ).get("_data") if environ is os.environ and environ.__class__ is _OS_ENVIRON else None
-    return _masker(_Environment(environ if raw is None else raw))
+    return _masker(_Environment(variables_of(environ)))
 
 
 @lru_cache(4)

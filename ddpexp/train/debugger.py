@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from ddpexp.compat.python import calling_frame
 from ddpexp.errors import DdpexpError
 from ddpexp.launch.workers.control import Control
 
@@ -193,14 +194,14 @@ def install(debugger: Debugger) -> None:
     commands = {name: getattr(pdb.Pdb, name) for name in ("do_quit", "do_q", "do_exit", "do_EOF")}
 
     def set_trace(self: pdb.Pdb, frame: FrameType | None = None, **options: Any) -> None:
-        frame = frame or sys._getframe(1)
+        frame = frame or calling_frame()
         if _has_own_connection(self) or debugger.start(frame):
             start(self, frame, **options)
 
     def interact(self: pdb.Pdb, frame: FrameType | None, *arguments: Any) -> None:
         if _has_own_connection(self):
             interaction(self, frame, *arguments)
-        elif frame is not None or debugger.start(sys._getframe(1)):  # post-mortem has no frame, and no `set_trace`
+        elif frame is not None or debugger.start(calling_frame()):  # post-mortem has no frame, and no `set_trace`
             debugger.prompt(self, lambda: interaction(self, frame, *arguments))
 
     def leave(name: str) -> Any:
