@@ -84,7 +84,7 @@ class WandB(Remote):
         The process that writes and sends loses what it holds in memory when it is killed.
         """
         names = {**sent, **sending}
-        if self._run.settings._offline:
+        if self._run.offline:
             steps = last_steps((self.info.path / "wandb").glob(f"offline-run-*/run-{self.info.id}.wandb"))
             return {name: steps.get(Medium.name_of(name), -1) for name in names}
         last = self._run.starting_step - 1
