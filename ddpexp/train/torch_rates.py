@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddpexp.compat.schedules import COMBINED
 from ddpexp.config.instantiate import Trust, instantiate
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.settings.node import Node
@@ -124,7 +125,7 @@ def _build(node: Mapping[str, Any], optimizer: Optimizer, trust: Trust, where: s
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plain values of a state, and those of the schedules that it combines."""
-    inner = {"_schedulers": [_plain(one) for one in values["_schedulers"]]} if "_schedulers" in values else {}
+    inner = {COMBINED: [_plain(one) for one in values[COMBINED]]} if COMBINED in values else {}
     return {key: value for key, value in values.items() if _is_plain(value)} | inner
 
 
@@ -136,17 +137,17 @@ def _is_plain(value: Any) -> bool:
 
 def _changed(now: Mapping[str, Any], built: Mapping[str, Any]) -> dict[str, Any]:
     inner: dict[str, Any] = {}
-    if "_schedulers" in now:
-        pairs = zip(now["_schedulers"], built["_schedulers"], strict=True)
-        inner["_schedulers"] = [_changed(one, other) for one, other in pairs]
-    changed = {key: value for key, value in now.items() if key != "_schedulers" and value != built.get(key)}
+    if COMBINED in now:
+        pairs = zip(now[COMBINED], built[COMBINED], strict=True)
+        inner[COMBINED] = [_changed(one, other) for one, other in pairs]
+    changed = {key: value for key, value in now.items() if key != COMBINED and value != built.get(key)}
     return changed | inner
 
 
 def _merged(state: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state with the values that a checkpoint has; keys that the schedule does not have are left out."""
     merged = {key: changed.get(key, value) for key, value in state.items()}
-    if "_schedulers" in state:
-        saved: Sequence[Mapping[str, Any]] = changed["_schedulers"]
-        merged["_schedulers"] = [_merged(one, other) for one, other in zip(state["_schedulers"], saved, strict=True)]
+    if COMBINED in state:
+        saved: Sequence[Mapping[str, Any]] = changed[COMBINED]
+        merged[COMBINED] = [_merged(one, other) for one, other in zip(state[COMBINED], saved, strict=True)]
     return merged
