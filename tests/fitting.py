@@ -14,12 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.config.build import build
+from ddpexp.config.defaults import default_of
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.order import Permutation
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.jsonl import JsonLines
+from ddpexp.settings.data import DATA_KEYS, CommonData, Data
+from ddpexp.settings.experiment import ExperimentSettings
+from ddpexp.settings.node import Node
+from ddpexp.settings.run import Predict, Recipe, Run
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.ddp import DDP
@@ -39,6 +44,19 @@ TRAINER = build(
     },
     "trainer",
 )  # fmt: skip
+
+
+def asked(**trainer: Any) -> ExperimentSettings:
+    """An experiment as asked, for what checks itself against it."""
+    common = build(CommonData, {name: default_of(f"data.{name}") for name in DATA_KEYS}, "data")
+    return ExperimentSettings(
+        recipe=Recipe("points"), task=Node("points.Task"), model=Node("points.Net"),
+        data=Data(**vars(common), target="points.data", options={}), optimizer=Node("torch.optim.SGD", {"lr": 0.1}),
+        logger={}, callbacks={}, trainer=replace(TRAINER, **trainer), run=build(Run, {}, "run"),
+        predict=build(Predict, {}, "predict"),
+    )  # fmt: skip
+
+
 STRATEGY = DDPOptions(
     kind="ddp", find_unused_parameters=False, static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25,
     broadcast_buffers=True, reduce_through="auto", comm_hook="none", powersgd_rank=1, sync_batchnorm=False,

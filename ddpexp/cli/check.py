@@ -28,9 +28,9 @@ from ddpexp.launch.rendezvous.environment import LaunchEnvironment
 from ddpexp.launch.rendezvous.layout import check_workers, resolve
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
-from ddpexp.plan.layout import node_counts
 from ddpexp.run import outcome
 from ddpexp.run.check import Check, Finding, Part, temporary_folder
+from ddpexp.run.worker_request import worker_request
 from ddpexp.system.terminal import print_message, show
 from ddpexp.system.text import one_line
 from ddpexp.system.yaml_text import load_yaml
@@ -178,7 +178,7 @@ def _num_workers(experiment: Experiment) -> int:
         RefusedError: numbers of workers or machines that no run can have.
     """
     trainer = experiment.trainer
-    nodes = node_counts(trainer.nodes, experiment.launcher)[0]
+    nodes, _ = worker_request(experiment).node_range
     if trainer.gpus == "auto":
         gpus = resolve("auto", trainer.device, trainer.backend, 1).world_size
     else:

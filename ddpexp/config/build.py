@@ -77,7 +77,7 @@ def build(cls: type[T], values: Any, where: str) -> T:
             raise unknown_key(str(key), names, where)
     hints = typing.get_type_hints(cls, include_extras=True)
     built: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for field in (field for field in dataclasses.fields(cls) if field.init):  # type: ignore[arg-type]
         key = f"{where}.{field.name}"
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         value = values[field.name] if field.name in values else MISSING if has_default else default_of(key)
@@ -175,7 +175,7 @@ def unknown_key(
 
 
 def _names(cls: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
+    return [field.name for field in dataclasses.fields(cls) if field.init]
 
 
 def _rest_field(cls: Any) -> str | None:

@@ -18,23 +18,6 @@ ARGUMENTS = (  # the arguments of torch's optimizers, of every version
     "alpha", "centered", "momentum_decay", "etas", "step_sizes", "lambd", "t0", "beta2_decay", "d", "ns_steps",
     "ns_coefficients", "adjust_lr_fn",
 )  # fmt: skip
-_SOME_ROWS = "and strategy=fsdp gives each worker some rows of it"
-_NOT_DIVIDED = {  # optimizers that need whole matrices
-    "muon": "makes the update of a whole matrix orthogonal",
-    "torch.optim.Muon": "makes the update of a whole matrix orthogonal",
-    "torch.optim.LBFGS": "multiplies the gradients of all parameters",
-}
-_NOT_SHARDED = {  # optimizers that fsdp cannot give what they need
-    "torch.optim.Adafactor": f"looks at the columns of a whole gradient, {_SOME_ROWS}",
-    "torch.optim.Rprop": "sets single elements of gradients, which torch cannot do with those of strategy=fsdp",
-    "torch.optim.SparseAdam": f"is for a sparse gradient, {_SOME_ROWS}",
-    "sparse_adam": f"is for a sparse gradient, {_SOME_ROWS}",
-}
-_NOT_STAGED = {  # optimizers that parameters without rows break
-    "torch.optim.Adafactor": "looks at the rows of a whole gradient",
-    "torch.optim.SparseAdam": "is for a sparse gradient",
-    "sparse_adam": "is for a sparse gradient",
-}
 
 
 def check_optimizer(optimizer: Node) -> None:
@@ -66,32 +49,16 @@ def _check_optimizer_keys(optimizer: Node) -> None:
             raise unknown_key(key, ARGUMENTS, "optimizer")
 
 
-def check_strategy_and_average(experiment: Experiment) -> None:
-    """Check what the optimizer cannot be combined with.
+def check_has_average(experiment: Experiment) -> None:
+    """Check that there are averaged weights where trainer.average_batch_norm is set.
 
     Raises:
-        RefusedError: with what to use.
+        RefusedError: there are none.
     """
-    trainer = experiment.trainer
     target = experiment.optimizer.target  # others may average the weights themselves, which the workers see
     ours = target.startswith("torch.optim.") or key_of("optimizer", target) is not None
-    if trainer.average_batch_norm is not None and not trainer.averages and ours:
-        raise RefusedError(no_average(trainer))
-    if experiment.strategy.kind == "fsdp" and target in _NOT_SHARDED:
-        raise RefusedError(
-            f"optimizer._target_={target} {_NOT_SHARDED[target]}. Use another optimizer, or strategy=ddp."
-        )
-    if experiment.strategy.kind == "pipeline" and target in {**_NOT_DIVIDED, **_NOT_STAGED}:
-        reason = {**_NOT_DIVIDED, **_NOT_STAGED}[target]
-        raise RefusedError(
-            f"optimizer._target_={target} {reason}, and with strategy=pipeline a worker has only the parameters of "
-            "its stage. Use another optimizer, or strategy=ddp."
-        )
-    if experiment.strategy.divides_layers and target in _NOT_DIVIDED:
-        raise RefusedError(
-            f"optimizer._target_={target} {_NOT_DIVIDED[target]}, of which each worker of strategy.tp_size has a part. "
-            "Use another optimizer, or strategy.tp_size=1."
-        )
+    if experiment.trainer.average_batch_norm is not None and not experiment.trainer.averages and ours:
+        raise RefusedError(no_average(experiment.trainer))
 
 
 def no_average(trainer: Trainer) -> str:

@@ -25,6 +25,7 @@ from ddpexp.config.validate import ALERT_URL, check, check_alert_url
 from ddpexp.data.mixture.weights import check_mixture
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
+from ddpexp.loggers.remote.base import Keys
 from ddpexp.settings.data import DATA_KEYS, CommonData, Data
 from ddpexp.settings.node import Node
 from ddpexp.settings.run import Predict, Recipe, Run
@@ -91,12 +92,13 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         strategy=_strategy(values["strategy"]),
         launcher=_call(values["launcher"], "launcher", Launcher),
         logger=_loggers(values["logger"]),
-        callbacks=_callbacks(values["callbacks"]),
+        callbacks=_listed(values["callbacks"], "callbacks", "callback"),
         trainer=trainer,
         run=run,
         predict=build(Predict, values["predict"], "predict"),
     )
     check(experiment)
+    _check_listed(experiment)
     return experiment
 
 
@@ -154,23 +156,23 @@ def _loggers(values: Mapping[str, Any]) -> Mapping[str, Node]:
     nodes = _listed({name: value for name, value in values.items() if name != ALERT_URL}, "logger", "logger")
     for name, node in nodes.items():
         where = f"logger.{name}"
-        if registry.key_of(where, node.target) in registry.REMOTE_LOGGERS:
+        if registry.is_remote_logger(where, node.target):
             _typed_arguments(locate(node.target, Trust(), where), node.kwargs, where, given=("info",))
     return nodes
 
 
-def _callbacks(values: Mapping[str, Any]) -> Mapping[str, Node]:
-    """Return the callbacks by their keys; ours, which are free of torch, are built to check their arguments."""
-    nodes = _listed(values, "callbacks", "callback")
-    for name, node in nodes.items():
+def _check_listed(experiment: Experiment) -> None:
+    """Check our callbacks and remote loggers, which are free of torch; the others are checked by the workers."""
+    for name, node in experiment.logger.items():
+        where = f"logger.{name}"
+        if registry.is_remote_logger(where, node.target):
+            keys = {key: value for key, value in node.kwargs.items() if key in Keys.__dataclass_fields__}
+            build(Keys, keys, where).check(experiment, where)
+    for name, node in experiment.callbacks.items():
         where = f"callbacks.{name}"
         if registry.key_of(where, node.target) is not None:
-            callback = locate(node.target, Trust(), where)
-            try:
-                callback(**_typed_arguments(callback, node.kwargs, where))
-            except ValueError as error:
-                raise RefusedError(f"{where}.{error}") from None
-    return nodes
+            callback = build(locate(node.target, Trust(), where), node.kwargs, where)
+            callback.check(experiment, where)
 
 
 def _strategy(values: Mapping[str, Any]) -> Options:
@@ -194,7 +196,9 @@ def _data(values: Mapping[str, Any], trust: Trust, where: str = "data") -> Data:
         check_target(common.prepare, trust, key)
         if registry.key_of(key, common.prepare) is not None:  # ours are quick to import; a user's may import torch
             _typed_arguments(locate(common.prepare, trust, key), called.kwargs, where)
-    sources = _sources(called, trust, where) if registry.key_of("data", called.target) == "mixture" else {}
+    if (kind := registry.key_of("data", called.target)) in registry.keys_of("data.check"):
+        locate(str(kind), trust, "data.check")(common)
+    sources = _sources(called, trust, where) if registry.is_mixture(called.target) else {}
     return Data(**vars(common), target=called.target, options=called.kwargs, sources=sources)
 
 
@@ -209,7 +213,7 @@ def _sources(mixture: Node, trust: Trust, where: str) -> Mapping[str, Data]:
             raise RefusedError(f"{here}={section} is no section with the keys of a kind of data.")
         if key := next((key for key in DATA_KEYS if key in section and key != "prepare"), None):
             raise RefusedError(f"{here}.{key} belongs to the whole mixture: use {where}.{key}.")
-        if registry.key_of("data", section.get("_target_")) == "mixture":
+        if registry.is_mixture(section.get("_target_")):
             raise RefusedError(f"{here} is a mixture itself: list its sources in {where}.sources.")
     return types.MappingProxyType(
         {name: _data(section, trust, f"{where}.sources.{name}") for name, section in sources.items()}

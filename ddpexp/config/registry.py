@@ -97,6 +97,11 @@ _PARTS: Mapping[str, Mapping[str, Part]] = {
         "tar_shards": Part("ddpexp.data.tar_shards.prepare.prepare"),
         "text": Part("ddpexp.data.text.prepare.prepare"),
     },
+    # Of kinds that check the keys of every kind of data.
+    "data.check": {
+        "image_folder": Part("ddpexp.data.image_folder.prepare.check"),
+        "text": Part("ddpexp.data.text.prepare.check"),
+    },
     # Of kinds that read other data by the schema, or the facts, of the data that was trained on.
     "data.predict": {
         "arrays": Part("ddpexp.data.arrays.to_predict.prepare"),
@@ -104,9 +109,6 @@ _PARTS: Mapping[str, Mapping[str, Part]] = {
         "image_folder": Part("ddpexp.data.image_folder.to_predict.prepare"),
     },
 }
-
-REMOTE_LOGGERS = ("wandb", "mlflow")
-"""Our loggers on other machines, whose classes are free of torch."""
 
 _LISTED = re.compile(r"(logger|callbacks)\.[^.\[]+")  # the place of a logger or a callback, whose key is any name
 _SOURCE = re.compile(r"(data)\.sources\.[^.\[]+(\.prepare)?")  # likewise of a source of a mixture
@@ -133,6 +135,16 @@ def key_of(where: str, target: object) -> str | None:
 def path_of(where: str, key: str) -> str:
     """Return the full name, `module.name`, of one of our own parts."""
     return _PARTS[section_of(where)][key].path
+
+
+def is_mixture(target: object) -> bool:
+    """Return whether a section of data is made of others."""
+    return key_of("data", target) == "mixture"
+
+
+def is_remote_logger(where: str, target: object) -> bool:
+    """Return whether a logger of ours sends to another machine; its class is free of torch."""
+    return key_of(where, target) in ("wandb", "mlflow")
 
 
 def key_of_class(section: str, kind: type) -> str | None:

@@ -23,7 +23,7 @@ from ddpexp.config import trusted
 from ddpexp.config.facts import refers
 from ddpexp.config.instantiate import RECIPES, TORCH, Trust, locate
 from ddpexp.config.plugins import plugin_folders
-from ddpexp.config.registry import REMOTE_LOGGERS, key_of
+from ddpexp.config.registry import is_remote_logger, key_of
 from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.data.hf.prepare import is_on_hub
 from ddpexp.data.text.tokenizer import is_on_hub as is_tokenizer_on_hub
@@ -363,7 +363,7 @@ def _declared(values: Mapping[str, Any]) -> Iterator[Place]:
                 if inner[0] not in _OF_EVERY_LOGGER
                 if isinstance(value, str) or (isinstance(value, int) and value >> 24)
             )  # fmt: skip
-        elif key in REMOTE_LOGGERS:
+        elif is_remote_logger(where, key):
             declared = locate(key, Trust(), where).restate_on_resume
             yield from (("logger", str(name), option) for option in declared if logger.get(option))
 

@@ -40,11 +40,6 @@ def check_sampling(data: Data) -> None:
             "data.on_device=true: data.transform, data.eval_transform and data.collate run on the host, sample by "
             "sample. Use data.on_device=false."
         )
-    if data.on_device is True and data.prepare == "image_folder":
-        raise RefusedError(
-            "data.on_device=true keeps samples in the memory of the device, and images of many sizes stay on the host. "
-            "Use data.on_device=false; data.augment_on=device computes their changes there."
-        )
     if data.batch_tokens is not None:
         _check_batch_tokens(data, data.batch_tokens)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpexp.config.instantiate import Trust
 from ddpexp.launch.launchers.base import Launcher
-from ddpexp.settings.data import Data
+from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.node import Node
 from ddpexp.settings.run import Predict, Recipe, Run
 from ddpexp.settings.trainer import Trainer
@@ -19,22 +19,12 @@ from ddpexp.task import Schedule
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(ExperimentSettings):
     """One experiment, as asked: parsed, checked, frozen."""
 
-    recipe: Recipe
-    task: Node
-    model: Node
-    data: Data
-    optimizer: Node
     scheduler: Schedule | Node  # a user's own is a node, which only workers build
     strategy: Options
     launcher: Launcher
-    logger: Mapping[str, Node]  # what records the run beside metrics.jsonl, by the key below `logger`
-    callbacks: Mapping[str, Node]  # in the order of their calls, by the key below `callbacks`
-    trainer: Trainer
-    run: Run
-    predict: Predict
 
     @property
     def trust(self) -> Trust:

@@ -5,24 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ddpexp.config.build import shown
-from ddpexp.config.check_optimizer import check_optimizer, check_strategy_and_average
+from ddpexp.config.check_optimizer import check_has_average, check_optimizer
 from ddpexp.config.numerics import check_param_dtype, check_speed
 from ddpexp.config.optimizer_arguments import arguments_of, check_arguments
 from ddpexp.config.param_groups import check_layers_and_late_starts, check_param_groups
-from ddpexp.config.registry import REMOTE_LOGGERS, key_of
 from ddpexp.config.sampling import check_epoch, check_sampling, training_micro_batch_size, training_plan
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import check_range
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.settings.data import Data
-from ddpexp.settings.node import Node
+from ddpexp.settings.experiment import Checked
+from ddpexp.settings.metrics import check_is_evaluated, check_not_test
 from ddpexp.settings.run import Run
 from ddpexp.settings.trainer import Trainer
-
-TEST_SET = "test"
-"""The evaluation set that is evaluated at the end only, and by which nothing is chosen."""
 
 
 def check_layout(experiment: Experiment, layout: Layout) -> None:
@@ -43,15 +38,7 @@ def check_layout(experiment: Experiment, layout: Layout) -> None:
             "trainer.compile=reduce-overhead records CUDA graphs, and the workers have no GPU. Use "
             "trainer.compile=true."
         )
-    copies = trainer.param_dtype == "bf16" and trainer.master_weights
-    if copies and trainer.activation_checkpointing and not experiment.strategy.makes_copies(layout.world_size):
-        raise RefusedError(
-            f"trainer.activation_checkpointing=[{','.join(trainer.activation_checkpointing)}] computes again in "
-            "backward, when the copies in bf16 that trainer.master_weights=true makes are gone. Use strategy=fsdp with "
-            "two or more workers, trainer.master_weights=false, or trainer.precision=bf16 instead of "
-            "trainer.param_dtype=bf16."
-        )
-    experiment.strategy.check_layout(trainer, layout, batch.gradient_accumulation_steps)
+    experiment.strategy.check_layout(experiment, layout, batch.gradient_accumulation_steps)
 
 
 def check_batches(experiment: Experiment, layouts: Sequence[Layout]) -> None:
@@ -70,19 +57,6 @@ def check_batches(experiment: Experiment, layouts: Sequence[Layout]) -> None:
     check_range(trainer.global_batch_size, training_micro_batch_size(experiment), data_sizes, str(trainer.nodes))
 
 
-def check_not_test(override: str, metric: str) -> None:
-    """Check that a key that chooses by a metric does not choose by the test set.
-
-    Raises:
-        RefusedError: it does; `override` is the key with its value, as typed.
-    """
-    if metric.partition("/")[0] == TEST_SET:
-        raise RefusedError(
-            f"{override} chooses by the set `{TEST_SET}`, which is for the final result only and is evaluated once, at "
-            "the end of a run. Choose by another set; data.validation_fraction=0.1 holds one out, named validation."
-        )
-
-
 def check(experiment: Experiment) -> None:
     """Check each section by itself, then what they must be together.
 
@@ -94,11 +68,14 @@ def check(experiment: Experiment) -> None:
     check_param_groups(experiment.trainer.param_groups or (), arguments_of(experiment.optimizer.target))
     check_layers_and_late_starts(experiment.trainer)
     _check_run(experiment.run)
-    _check_data(experiment.data)
     check_sampling(experiment.data)
     check_arguments(experiment.optimizer)
-    experiment.strategy.check(experiment.trainer)
-    _check_together(experiment)
+    check_epoch(experiment.data, experiment.trainer.global_batch_size)
+    check_has_average(experiment)
+    _check_reduction(experiment.trainer)
+    for part in (experiment.strategy, experiment.launcher, experiment.scheduler):
+        if isinstance(part, Checked):
+            part.check(experiment)
 
 
 def _check_trainer(trainer: Trainer) -> None:
@@ -146,11 +123,8 @@ def _check_keep_best(trainer: Trainer) -> None:
                 "trainer.keep_best=max:eval/accuracy."
             )
         return
-    check_not_test(f"trainer.keep_best={trainer.keep_best}", trainer.keep_best.partition(":")[2])
-    if trainer.eval_every == 0:
-        raise RefusedError(
-            f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none."
-        )
+    check_not_test("trainer.keep_best", trainer.keep_best, trainer.keep_best.partition(":")[2])
+    check_is_evaluated("trainer.keep_best", trainer.keep_best, trainer.eval_every)
 
 
 def _check_run(run: Run) -> None:
@@ -177,41 +151,13 @@ def _check_init(run: Run) -> None:
             )
 
 
-def _check_data(data: Data) -> None:
-    if data.validation_fraction and key_of("data", data.target) == "text":
-        raise RefusedError(
-            f"data.validation_fraction={data.validation_fraction} holds out single samples, and windows of a text "
-            "begin elsewhere in each epoch. Use data.eval_fraction, which keeps the end of the text."
-        )
-
-
-def _check_together(experiment: Experiment) -> None:
-    """Check keys of several sections against each other."""
-    trainer = experiment.trainer
-    check_epoch(experiment.data, trainer.global_batch_size)
-    _check_callbacks(experiment)
-    _check_schedule(experiment)
-    check_strategy_and_average(experiment)
-    _check_loggers(experiment)
-    if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
-        raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
+def _check_reduction(trainer: Trainer) -> None:
     if trainer.reduction == "exact" and trainer.micro_batch_size == "auto":
         raise RefusedError(
-            f"trainer.reduction=exact sums over micro-batches that are the same at every number of workers: "
-            f"type their size, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}."
-        )
-
-
-def _check_schedule(experiment: Experiment) -> None:
-    """Check a metric that the schedule follows; whether the evaluations have it is checked by the workers."""
-    monitor = getattr(experiment.scheduler, "monitor", None)
-    if isinstance(experiment.scheduler, Node) or not isinstance(monitor, str):
-        return
-    check_not_test(f"scheduler.monitor={monitor}", monitor)
-    if experiment.trainer.eval_every == 0:
-        raise RefusedError(
-            f"scheduler.monitor={monitor} needs evaluations, and trainer.eval_every=0 makes none: choose another "
-            "scheduler, or trainer.eval_every=epoch."
+            "sums over micro-batches that are the same at every number of workers, so their size must be given",
+            key="trainer.reduction",
+            value="exact",
+            suggestion=f"Type it, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}.",
         )
 
 
@@ -229,43 +175,3 @@ def check_alert_url(url: object) -> None:
             f"logger.{ALERT_URL} is not an address that begins with https:// or http://. Name the variable that holds "
             f"it: logger.{ALERT_URL}='${{oc.env:SLACK_WEBHOOK}}'."
         )
-
-
-def _check_loggers(experiment: Experiment) -> None:
-    for name, node in experiment.logger.items():
-        if key_of(f"logger.{name}", node.target) in REMOTE_LOGGERS and node.kwargs.get("checkpoint") == "best":
-            check_knows_best(experiment, name)
-
-
-def check_knows_best(experiment: Experiment, name: str) -> None:
-    """Check that the best checkpoint, which the remote logger of this name is to get, is defined.
-
-    Raises:
-        RefusedError: it is not.
-    """
-    if experiment.trainer.keep_best is None:
-        raise RefusedError(
-            f"logger.{name}.checkpoint=best needs to know which is the best: type trainer.keep_best, for example "
-            f"trainer.keep_best=min:eval/loss, or logger.{name}.checkpoint=last."
-        )
-
-
-def _check_callbacks(experiment: Experiment) -> None:
-    """Check our callbacks against the rest; what depends on data and model is checked by the workers."""
-    trainer = experiment.trainer
-    for name, node in experiment.callbacks.items():
-        key = key_of(f"callbacks.{name}", node.target)
-        if key == "find_nonfinite" and trainer.compile:
-            raise RefusedError(
-                f"callbacks.{name} looks at the output of each module, and with trainer.compile="
-                f"{shown(trainer.compile)} they are not called one by one. Use trainer.compile=false."
-            )
-        if key == "early_stopping" and isinstance(monitor := node.kwargs.get("monitor"), str):
-            check_not_test(f"callbacks.{name}.monitor={monitor}", monitor)
-        if key == "early_stopping" and trainer.eval_every == 0:
-            raise RefusedError(f"callbacks.{name} needs evaluations, and trainer.eval_every=0 makes none.")
-        if key == "histograms" and not experiment.logger:
-            raise RefusedError(
-                f"callbacks.{name} records histograms, and metrics.jsonl has none. Use logger=tensorboard, or another "
-                "logger that has."
-            )

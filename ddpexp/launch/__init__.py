@@ -32,6 +32,12 @@ class WorkerRequest:
     grace_seconds: float = 25.0  # from a stop signal to SIGKILL
     timeout: Timeout = field(default_factory=Timeout)
 
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The least and the greatest number of machines; both are 1 for `auto`."""
+        low, _, high = ("1" if self.nodes == "auto" else str(self.nodes)).partition(":")
+        return int(low), int(high or low)
+
 
 @dataclass(frozen=True)
 class Layout:

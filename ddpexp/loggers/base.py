@@ -16,7 +16,8 @@ class Logger(Protocol):
     """A destination for scalars, text, images and histograms.
 
     The class that `_target_` of a logger names is called with the run directory (a Path) and the keys beside
-    `_target_`, on rank zero only. Deriving from `Null` supplies the methods that a logger has no use for.
+    `_target_`, on rank zero only. Deriving from `Null` supplies the methods that a logger has no use for. Its class
+    method `check(experiment, where)`, if there is one, is called before, with the settings of the run and its own key.
     """
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout
 from ddpexp.launch.launchers.base import Launcher, ResourceRequest
-from ddpexp.launch.launchers.elastic import Elastic
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.system.hardware import count_gpus, usable_cores
 
@@ -38,7 +37,8 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
         RefusedError: what a run would refuse on whatever machine.
     """
     wanted = launcher.adapt(job.request)
-    sizes = node_counts(wanted.nodes, launcher)
+    first, last = wanted.node_range
+    sizes = range(first, last + 1)
     gpus, device, threads = wanted.gpus, wanted.device, wanted.threads
     notes: list[str] = []
     request = launcher.resource_request(job, sizes[-1])
@@ -72,20 +72,3 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
     if len(layouts) > 1:
         notes.append(f"trainer.nodes={job.request.nodes} is planned as {sizes[-1]}")
     return Assumed(layouts[-1], cores, request, tuple(notes))
-
-
-def node_counts(nodes: int | str, launcher: object) -> list[int]:
-    """Return the numbers of machines that trainer.nodes allows with a launcher.
-
-    Raises:
-        RefusedError: no machine, an empty range, or a range with a launcher that supports none.
-    """
-    if isinstance(nodes, str) and nodes != "auto" and not isinstance(launcher, Elastic):
-        raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic supports.")
-    low, _, high = ("1" if nodes == "auto" else str(nodes)).partition(":")
-    first, last = int(low), int(high or low)
-    if last < first:
-        raise RefusedError(
-            f"trainer.nodes={nodes} is not a valid range: the smaller number of machines comes first, such as 1:4."
-        )
-    return list(range(first, last + 1))

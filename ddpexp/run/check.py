@@ -60,10 +60,12 @@ class Check(Job):
     def check(self, layout: Layout) -> None:
         """Check that the device supports the options."""
         strategy = self.experiment.strategy
-        if strategy.kind == "pipeline":
+        if strategy.least_world_size > layout.world_size:
             raise RefusedError(
-                "strategy=pipeline has one worker or more for each stage, and check trains with one worker and then "
-                "with two: check the other overrides with strategy=ddp."
+                f"needs {strategy.least_world_size} workers or more, and check trains with one worker, then with two",
+                key="strategy",
+                value=strategy.kind,
+                suggestion="Check the other overrides with strategy=ddp.",
             )
         check_layout(self.experiment, layout)
 

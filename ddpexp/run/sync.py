@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import queue
 import re
@@ -24,14 +23,14 @@ from ddpexp.checkpoint.format import best_first, scan
 from ddpexp.config.build import build
 from ddpexp.config.instantiate import check_arguments, instantiate, locate
 from ddpexp.config.parse import load
-from ddpexp.config.registry import REMOTE_LOGGERS, key_of
+from ddpexp.config.registry import is_remote_logger, key_of
 from ddpexp.config.schema import Experiment
-from ddpexp.config.validate import check_knows_best
 from ddpexp.errors import RefusedError
 from ddpexp.loggers.remote.base import Keys, Remote, RunInfo
 from ddpexp.loggers.remote.feed import FOLDER, Feed, Mark, reason_of
 from ddpexp.loggers.remote.source import Records
 from ddpexp.run.directory import RunDir
+from ddpexp.settings.experiment import NamedChecked
 from ddpexp.settings.node import Node
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.secrets import masked_tree
@@ -52,7 +51,7 @@ def check_usable(experiment: Experiment) -> None:
     """
     for name, node in experiment.logger.items():
         where = f"logger.{name}"
-        if key_of(where, node.target) in REMOTE_LOGGERS:
+        if is_remote_logger(where, node.target):
             is_remote(experiment, name)
             remote_keys(experiment, name)
             problem = locate(node.target, experiment.trust, where).problem(where, node.kwargs, os.environ)
@@ -67,8 +66,8 @@ def is_remote(experiment: Experiment, name: str) -> bool:
         RefusedError: it is, and files cannot have its name.
     """
     where, target = f"logger.{name}", experiment.logger[name].target
-    if (key := key_of(where, target)) is not None:
-        found = key in REMOTE_LOGGERS
+    if key_of(where, target) is not None:
+        found = is_remote_logger(where, target)
     else:
         kind = locate(target, experiment.trust, where)
         found = isinstance(kind, type) and issubclass(kind, Remote)
@@ -86,10 +85,10 @@ def remote_keys(experiment: Experiment, name: str) -> Keys:
     where, node = f"logger.{name}", experiment.logger[name]
     fields = Keys.__dataclass_fields__
     keys = build(Keys, {key: value for key, value in node.kwargs.items() if key in fields}, where)
-    if not 0 <= keys.end_seconds < math.inf:
-        raise RefusedError(f"{where}.end_seconds={keys.end_seconds} is not a time: use seconds, 0 or more, such as 10.")
-    if keys.checkpoint == "best":
-        check_knows_best(experiment, name)
+    keys.check(experiment, where)
+    kind = locate(node.target, experiment.trust, where)
+    if isinstance(kind, NamedChecked):
+        kind.check(experiment, where)
     check_arguments(_without_keys(node), experiment.trust, where, None)
     return keys
 
@@ -203,7 +202,7 @@ def _feed(run: RunDir, experiment: Experiment, name: str, report: Callable[[str]
     config = masked_tree(load_yaml(run.config.read_text()))
     chosen, where = experiment.logger[name], f"logger.{name}"
     node = _without_keys(chosen)
-    if key_of(where, chosen.target) in REMOTE_LOGGERS:  # which take no credentials here: others may need theirs
+    if is_remote_logger(where, chosen.target):  # which take no credentials here: others may need theirs
         node = Node(node.target, masked_tree(node.kwargs))
 
     def connect(identity: str) -> Remote:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.options import Compilation, Options
@@ -37,12 +38,18 @@ class DDPOptions(Options):
     shard_optimizer: Annotated[bool, Key(on_resume="free")] = False
 
     @property
+    def accepts_unused_parameters(self) -> bool:
+        """Return whether DDP looks for parameters without a gradient."""
+        return self.find_unused_parameters
+
+    @property
     def divides_optimizer(self) -> str | None:
         """Return what gives each rank a part of the parameters to update, as typed; None: a rank updates all."""
         return "strategy.shard_optimizer=true" if self.shard_optimizer else None
 
-    def check(self, trainer: Trainer) -> None:
+    def check(self, experiment: ExperimentSettings) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
+        trainer = experiment.trainer
         if self.reduce_through == "shared_memory" and self.comm_hook != "none":
             raise RefusedError(
                 f"strategy.reduce_through=shared_memory leaves nothing to compress, so it is incompatible with "
@@ -86,8 +93,10 @@ class DDPOptions(Options):
                 f"{why} combines the buffers of all micro-batches, so strategy.broadcast_buffers must stay true."
             )
 
-    def check_layout(self, trainer: Trainer, layout: Layout, gradient_accumulation_steps: int) -> None:
+    def check_layout(self, experiment: ExperimentSettings, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the workers; see `Options.check_layout`."""
+        super().check_layout(experiment, layout, gradient_accumulation_steps)
+        trainer = experiment.trainer
         if self.static_graph and gradient_accumulation_steps > 1:
             raise RefusedError(
                 f"strategy.static_graph=true is incompatible with {gradient_accumulation_steps} accumulated passes a "

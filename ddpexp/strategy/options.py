@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh
 
@@ -51,6 +52,16 @@ class Options:
     supports_train_step: ClassVar[bool] = True  # of tasks that do a step themselves
 
     @property
+    def least_world_size(self) -> int:
+        """Return the number of workers below which the strategy cannot work."""
+        return 1
+
+    @property
+    def accepts_unused_parameters(self) -> bool:
+        """Return whether parameters may be left without a gradient in a step."""
+        return False
+
+    @property
     def updates_on_host(self) -> bool:
         """Return whether the optimizer works on parameters in the memory of the host, although there are GPUs."""
         return False
@@ -59,12 +70,13 @@ class Options:
         """Return which share of the global batch a rank computes."""
         return DataRank(rank, world_size)
 
-    def check(self, trainer: Trainer) -> None:
-        """Check the options by themselves and with the trainer section.
+    def check(self, experiment: ExperimentSettings) -> None:
+        """Check the options by themselves and with the rest of the configuration; a subclass calls this method too.
 
         Raises:
             RefusedError: a value means nothing, or contradicts another; names the keys.
         """
+        trainer = experiment.trainer
         if trainer.reduction == "exact" and not self.supports_exact:
             raise RefusedError(
                 f"trainer.reduction=exact is incompatible with strategy={self.kind}, whose sums depend on the number "
@@ -75,12 +87,22 @@ class Options:
         """Return whether the strategy makes the copies in bf16 that `trainer.master_weights` needs."""
         return False
 
-    def check_layout(self, trainer: Trainer, layout: Layout, gradient_accumulation_steps: int) -> None:
-        """Check what depends on the number of workers and their device.
+    def check_layout(self, experiment: ExperimentSettings, layout: Layout, gradient_accumulation_steps: int) -> None:
+        """Check what depends on the number of workers and their device; a subclass calls this method of its base too.
 
         Raises:
             RefusedError: the workers lack what an option needs.
         """
+        trainer = experiment.trainer
+        copies = trainer.param_dtype == "bf16" and trainer.master_weights
+        if copies and trainer.activation_checkpointing and not self.makes_copies(layout.world_size):
+            raise RefusedError(
+                "computes again in backward, when the copies in bf16 that trainer.master_weights=true makes are gone",
+                key="trainer.activation_checkpointing",
+                value=trainer.activation_checkpointing,
+                suggestion="Use strategy=fsdp with two or more workers, trainer.master_weights=false, or "
+                "trainer.precision=bf16 instead of trainer.param_dtype=bf16.",
+            )
 
     def to_be_loaded(self) -> Options:
         """Return options for models whose values do not matter, because all of them are read from a checkpoint."""

@@ -81,7 +81,7 @@ class JobPlanner:
                 f"launcher={kind} is incompatible with -m: there every rank is a command of its own, and each would "
                 "run the whole sweep. Use launcher=spawn, or launcher=slurm on the login node"
             )
-        if kind not in ("spawn", "elastic", "inline"):
+        if not launcher.takes_slots:
             return None, False
         if trainer.nodes not in ("auto", 1):
             raise RefusedError(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddpexp.config.build import build
-from ddpexp.config.validate import check_not_test
 from ddpexp.errors import RefusedError
+from ddpexp.settings.metrics import check_not_test
 from ddpexp.settings.sweep import Sweep
 
 
@@ -26,7 +26,7 @@ def settings_of(values: Mapping[str, Any]) -> Sweep:
             f"sweep.objective={with_mode[2]}."
         )
     if settings.objective is not None:
-        check_not_test(f"sweep.objective={settings.objective}", settings.objective)
+        check_not_test("sweep.objective", settings.objective, settings.objective)
     if settings.early_stop is not None and settings.objective is None:
         raise RefusedError(
             f"sweep.early_stop={settings.early_stop} compares objectives: name one with sweep.objective=eval/loss."

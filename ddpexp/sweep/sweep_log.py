@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpexp.config.build import did_you_mean
-from ddpexp.config.validate import TEST_SET
+from ddpexp.settings.metrics import TEST_SET
 from ddpexp.settings.sweep import Sweep
 from ddpexp.sweep.early import names_of
 from ddpexp.sweep.folder import Record, SweepDir

@@ -15,7 +15,6 @@ import torch
 
 from ddpexp.config.instantiate import instantiate, locate, targets
 from ddpexp.config.schema import Experiment
-from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import EvalBatches
 from ddpexp.data.datasets import Splits
@@ -31,6 +30,8 @@ from ddpexp.loggers.progress import Progress
 from ddpexp.loggers.remote.follower import Followers
 from ddpexp.run.directory import RunDir
 from ddpexp.run.sync import is_remote, remote_keys
+from ddpexp.settings.experiment import NamedChecked
+from ddpexp.settings.metrics import TEST_SET
 from ddpexp.settings.node import Node
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
@@ -267,7 +268,10 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
             continue
         where = f"logger.{name}"
         target = f"{where}._target_={node.target}"
-        check_takes_directory(locate(node.target, context.experiment.trust, where), node.kwargs, target)
+        kind = locate(node.target, context.experiment.trust, where)
+        if isinstance(kind, NamedChecked):
+            kind.check(context.experiment, where)
+        check_takes_directory(kind, node.kwargs, target)
         logger = instantiate(node, context.experiment.trust, where, run.path)
         loggers.append(check_logger(logger, target))
     return Many(loggers)
@@ -305,6 +309,7 @@ def build_callbacks(experiment: Experiment, world: World, num_steps: int) -> Cal
     for name, node in experiment.callbacks.items():
         where = f"callbacks.{name}"
         members[name] = check_callback(instantiate(node, experiment.trust, where), f"{where}._target_={node.target}")
+        members[name].check(experiment, where)
     nodes = {name: [node.target, node.kwargs] for name, node in experiment.callbacks.items()}
     return Callbacks(members, world, json.dumps([nodes, num_steps], default=dict))
 

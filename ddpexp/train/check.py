@@ -21,7 +21,6 @@ from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.run.check import Finding
 from ddpexp.run.directory import RunDir
-from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.system import files
 from ddpexp.system.oom import available_bytes
 from ddpexp.system.text import first_few
@@ -202,7 +201,7 @@ class _Examined:
         else:
             names, place = trials.unused_parameters(self._subject, batches[0])
             cause = "because the loss does not depend on " + ("it" if len(names) == 1 else "them")
-        if not names or (isinstance(strategy, DDPOptions) and strategy.find_unused_parameters):
+        if not names or strategy.accepts_unused_parameters:
             return None
         return (
             f"{first_few(names)} {'gets' if len(names) == 1 else 'get'} no gradient, {cause}: {place}. Leave it out or "

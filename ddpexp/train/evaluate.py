@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ddpexp.config.build import nearest
-from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batches import EvalBatches
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch.workers.control import Control
+from ddpexp.settings.metrics import TEST_SET
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasFinish, Sums, Task

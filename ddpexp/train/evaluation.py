@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batches import EvalBatches
 from ddpexp.data.streams import Batches
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
+from ddpexp.settings.metrics import TEST_SET
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.task import HasOnEval, Sums, Task

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ddpexp.config.build import nearest
-from ddpexp.config.validate import check_not_test
 from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.settings.metrics import check_is_evaluated, check_not_test
 
 
 class UnknownMetricError(DdpexpError):
@@ -75,11 +75,10 @@ def check_monitor(key: str, metric: str, sets: Iterable[str], eval_every: int | 
     Raises:
         RefusedError: it does not, or only at the end.
     """
-    check_not_test(f"{key}={metric}", metric)
+    check_not_test(key, metric, metric)
     available = list(sets)
     chosen, _, name = metric.partition("/")
-    if eval_every == 0:
-        raise RefusedError(f"{key}={metric} needs evaluations, and trainer.eval_every=0 makes none.")
+    check_is_evaluated(key, metric, eval_every)
     if not available:
         raise RefusedError(
             f"{key}={metric} needs evaluations, and the data has no evaluation set. data.validation_fraction=0.1 holds "

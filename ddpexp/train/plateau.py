@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from ddpexp.errors import DdpexpError
+from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
+from ddpexp.settings.metrics import check_is_evaluated, check_not_test
 from ddpexp.train.schedule import Warmup
 
 
@@ -24,6 +26,11 @@ class Plateau(Warmup):
     gamma: Annotated[float, Key(at_least=0, below=1)] = 0.1
     cooldown: Annotated[int, Key(at_least=0)] = 0  # evaluations after a reduction that do not count
     floor: Annotated[float, Key(at_least=0, at_most=1)] = 0.0  # the factor gets no smaller
+
+    def check(self, experiment: ExperimentSettings) -> None:
+        """Check that there are evaluations, and that the metric is not of the test set; the workers check the rest."""
+        check_not_test("scheduler.monitor", self.monitor, self.monitor)
+        check_is_evaluated("scheduler.monitor", self.monitor, experiment.trainer.eval_every)
 
 
 @dataclass

@@ -17,7 +17,6 @@ from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment
-from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batches import EvalBatches
 from ddpexp.data.datasets import Splits
 from ddpexp.data.streams import Stream
@@ -25,6 +24,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
+from ddpexp.settings.metrics import TEST_SET
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.system import files
 from ddpexp.system.limits import reason_with_limit

@@ -430,7 +430,6 @@ def test_wrong_arguments_are_refused(arguments: list[str], sentence: str) -> Non
     [
         ("trainer.gpus=999", "trainer.gpus=999 is more than the 256 workers that one machine can start. Use fewer."),
         ("trainer.nodes=0", "trainer.nodes=0: use auto, a number of machines from 1, or a range such as 1:4."),
-        ("trainer.nodes=1:2", "trainer.nodes=1:2 is a range, which only launcher=elastic supports."),
     ],
 )
 def test_numbers_of_workers_that_no_run_can_have_are_refused(override: str, sentence: str) -> None:

@@ -415,7 +415,7 @@ MODELS = ", ".join(options("model"))
             f"model=null: every run needs one. Available: {MODELS}.",
         ),
         ("+trainr.gpus=2", "trainr is not a known section. Did you mean trainer?"),
-        ("+zzz=2", "zzz is not a known section. Available: recipe, task, model, data, optimizer, scheduler,"),
+        ("+zzz=2", "zzz is not a known section. Available: recipe, task, model, data, optimizer,"),
         ("+trainer.gpu=2", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
         ("+strategy.static=true", "strategy.static is not a known key. Did you mean strategy.static_graph?"),
         ("+data.rot=x", "data.rot is not a known key. Did you mean data.root?"),

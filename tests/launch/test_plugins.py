@@ -122,6 +122,28 @@ class Toy(Launcher):
 """
 
 
+OWN_RULE = """
+    takes_slots: ClassVar[bool] = True
+
+    def check(self, experiment):
+        super().check(experiment)
+        if experiment.trainer.numa_binding:
+            raise RefusedError("binds cores itself", key="launcher", value="toy", suggestion="Use trainer.numa_binding=false.")
+"""
+
+
+def test_it_states_its_own_rules_and_keeps_those_of_every_launcher(recipe: Recipe, tmp_path: Path) -> None:
+    imports = "from typing import ClassVar\nfrom ddpexp.errors import RefusedError\n"
+    environ = package(tmp_path, "toy:Toy", f"{imports}{LAUNCHER}{OWN_RULE}")
+    for overrides, sentence in (
+        ((), "launcher=toy binds cores itself. Use trainer.numa_binding=false."),
+        (("trainer.nodes=1:2",), "trainer.nodes=1:2 is a range, which only launcher=elastic supports. Use "),
+        (("trainer.backend=mpi",), "trainer.backend=mpi needs launcher=mpi, because only mpirun connects the ranks"),
+    ):
+        done = recipe("launcher=toy", *overrides, environ=environ)
+        assert (done.code, done.err[: len(sentence) + 8]) == (2, f"ddpexp: {sentence}")
+
+
 @pytest.mark.parametrize(
     ("value", "code", "sentence"),
     [

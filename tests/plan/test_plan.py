@@ -371,7 +371,6 @@ def training(*words: str) -> Training:
     ("words", "refused"),
     [
         (["trainer.gpus=3"], "trainer.global_batch_size=128 does not split over 3 workers"),
-        (["trainer.nodes=1:4"], "trainer.nodes=1:4 is a range, which only launcher=elastic supports."),
         (
             ["trainer.nodes=1:3", "launcher=elastic"],
             "with 3 of trainer.nodes=1:3: trainer.global_batch_size=128 does not split",

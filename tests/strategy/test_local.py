@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from ddpexp.launch import Layout
 from ddpexp.strategy.local.options import DiLoCoOptions, LocalOptions
 from ddpexp.strategy.memory import Facts, Parameter
 from tests.conftest import Ddpexp
-from tests.fitting import TRAINER
+from tests.fitting import TRAINER, asked
 from tests.points import Recipe
 from tests.strategy.on_ranks import works
 
@@ -41,7 +40,7 @@ def test_what_needs_equal_weights_in_every_step_is_refused(
     options: LocalOptions, trainer: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(RefusedError, match=re.escape(sentence)):
-        options.check(replace(TRAINER, **trainer))  # type: ignore[arg-type]
+        options.check(asked(**trainer))
 
 
 def test_the_plan_spreads_the_messages_over_a_round_and_counts_the_outer_optimizer() -> None:

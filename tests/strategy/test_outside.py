@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from safetensors.torch import load_file
 
 from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.config.build import build
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
+from ddpexp.config.validate import check
 from ddpexp.config.values import Composed
+from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.run.evaluation import Evaluation
+from ddpexp.settings.experiment import ExperimentSettings
+from ddpexp.settings.key import Key
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.mesh import DataRank
 from tests.conftest import Ddpexp, python_path
@@ -144,6 +150,30 @@ class Pairs(DDPOptions):
 
     def data_rank(self, rank: int, world_size: int) -> DataRank:
         return DataRank(rank // 2, world_size // 2, reports=rank % 2 == 0)
+
+
+@dataclass(frozen=True)
+class Picky(DDPOptions):
+    """A strategy with rules of its own on other sections."""
+
+    rounds: Annotated[int, Key(at_least=1, on_resume="free")] = 1
+
+    def check(self, experiment: ExperimentSettings) -> None:
+        super().check(experiment)
+        if experiment.optimizer.target == "torch.optim.SGD" and experiment.trainer.clip_grad_norm is not None:
+            raise RefusedError("is not clipped", key="optimizer", value="sgd", suggestion="Use another optimizer.")
+
+
+def test_a_strategy_of_others_states_rules_on_every_section_like_ours() -> None:
+    composed = compose(["recipe=mnist", "optimizer=sgd"])
+    assert isinstance(composed, Composed)
+    ours = parse(composed.values)
+    picky = replace(ours, strategy=Picky(**vars(ours.strategy)))
+    check(picky)
+    with pytest.raises(RefusedError, match=r"^optimizer=sgd is not clipped\. Use another optimizer\.$"):
+        check(replace(picky, trainer=replace(picky.trainer, clip_grad_norm=1.0)))
+    with pytest.raises(RefusedError, match=r"^strategy\.rounds=0: use a whole number from 1\.$"):
+        build(Picky, {**vars(ours.strategy), "rounds": 0}, "strategy")
 
 
 def test_an_evaluation_takes_the_batches_of_the_ranks_that_share_none(tmp_path: Path) -> None:

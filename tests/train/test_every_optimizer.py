@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from ddpexp.config.check_optimizer import check_strategy_and_average
 from ddpexp.config.compose import compose
 from ddpexp.config.folders import conf_folder, options
 from ddpexp.config.parse import parse
@@ -206,8 +205,8 @@ def test_torchs_muon_alone_is_refused_with_what_to_use(experiments: Mapping[str,
 @pytest.mark.parametrize("name", ["adafactor", "rprop", "sparse_adam"])
 def test_what_sharded_gradients_cannot_serve_is_refused(experiments: Mapping[str, Experiment], name: str) -> None:
     with pytest.raises(RefusedError, match=r"strategy=fsdp.*Use another optimizer, or strategy=ddp\.$"):
-        check_strategy_and_average(replace(experiments[name], strategy=SHARDED))
-    check_strategy_and_average(experiments[name])
+        SHARDED.check(experiments[name])
+    experiments[name].strategy.check(experiments[name])
 
 
 ELEMENTWISE = set(OPTIMIZERS) - {"muon", "sparse_adam", "adafactor"}

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddpexp.config.validate import check_not_test
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import Control
+from ddpexp.settings.metrics import check_not_test
 from ddpexp.sweep.settings import settings_of
 from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.loop import Loop
@@ -180,7 +180,7 @@ def test_nothing_is_chosen_by_the_test_set(metric: str) -> None:
     with pytest.raises(RefusedError, match=message):
         settings_of({"objective": metric})
     with pytest.raises(RefusedError, match=r"^trainer\.keep_best=max:x chooses by the set `test`"):
-        check_not_test("trainer.keep_best=max:x", metric)
+        check_not_test("trainer.keep_best", "max:x", metric)
 
 
 def test_without_a_split_all_sets_but_test_are_evaluated() -> None:

@@ -28,6 +28,7 @@ from ddpexp.data.npy import write_file, write_npy
 from ddpexp.data.schema import Field, Schema
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
+from ddpexp.settings.data import CommonData
 from ddpexp.system.files import flush, json_line
 from ddpexp.system.limits import human
 from ddpexp.system.network import boot_id
@@ -98,6 +99,21 @@ def prepare(
         )
     known = classes if schema is None else Schema.read(schema).classes
     return prepared(scan(root, known, nested), stored, cache, broken, options)
+
+
+def check(data: CommonData) -> None:
+    """Check the keys of every kind of data.
+
+    Raises:
+        RefusedError: images of many sizes would be kept in the memory of the device.
+    """
+    if data.on_device is True:
+        raise RefusedError(
+            "keeps samples in the memory of the device, and images of many sizes stay on the host",
+            key="data.on_device",
+            value=True,
+            suggestion="Use data.on_device=false; data.augment_on=device computes their changes there.",
+        )
 
 
 def prepared(folder: Folder, stored: StoredSize, cache: str, broken: str, options: Options) -> dict[str, Any]:

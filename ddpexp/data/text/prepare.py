@@ -25,6 +25,7 @@ from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.data.text.tokenizer import TOKENIZER_FILE, Chars, Library, Tokenizer, token_bytes
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
+from ddpexp.settings.data import CommonData
 from ddpexp.system.files import open_regular
 from ddpexp.system.text import first_few
 
@@ -130,6 +131,21 @@ def _cached(
     space = f"{4 * sum(source.size for source in (*train, *held_out)) / 1e6:,.0f} MB"
     files = [source.path for source in (*train, *held_out)]
     return make_cache(bases, cache_name("text", identity), fill, space, "encoding the same text", files)
+
+
+def check(data: CommonData) -> None:
+    """Check the keys of every kind of data.
+
+    Raises:
+        RefusedError: single samples would be held out.
+    """
+    if data.validation_fraction:
+        raise RefusedError(
+            "holds out single samples, and windows of a text begin elsewhere in each epoch",
+            key="data.validation_fraction",
+            value=data.validation_fraction,
+            suggestion="Use data.eval_fraction, which keeps the end of the text.",
+        )
 
 
 def _check_options(block_size: int, eval_fraction: float, documents: str | None, end_token: str | None) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
+from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout, WorkerRequest
+from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.system.job_schedulers.base import JobScheduler
 from ddpexp.system.job_schedulers.slurm import SLURM
 
@@ -35,6 +37,9 @@ class Launcher:
 
     job_scheduler: ClassVar[JobScheduler] = SLURM  # whose job ids a `Submitter` reports
     provides_mpi: ClassVar[bool] = False  # its ranks are started by mpirun, so trainer.backend=mpi can work
+    accepts_range: ClassVar[bool] = False  # of machines, such as trainer.nodes=1:4
+    takes_slots: ClassVar[bool] = False  # its workers run on this machine, so the jobs of a sweep share its slots
+    stands_alone: ClassVar[bool] = False  # one command on a machine starts all workers there, and no other program
     # Fields that run code or connect to others: their values in a run directory are not trusted.
     restate_on_resume: ClassVar[Sequence[str]] = ()
 
@@ -48,6 +53,38 @@ class Launcher:
             other ranks are only named. StoppedError: a signal to this process ended the run.
         """
         raise NotImplementedError
+
+    def check(self, experiment: ExperimentSettings) -> None:
+        """Check the options against the rest of the configuration; a subclass calls this method of its base too.
+
+        Raises:
+            RefusedError: they contradict each other; names the keys.
+        """
+        trainer = experiment.trainer
+        if trainer.backend == "mpi" and not self.provides_mpi:
+            raise RefusedError(
+                "needs launcher=mpi, because only mpirun connects the ranks for it",
+                key="trainer.backend",
+                value="mpi",
+                suggestion="Use trainer.backend=auto.",
+            )
+        if not isinstance(trainer.nodes, str) or trainer.nodes == "auto":
+            return
+        low, _, high = trainer.nodes.partition(":")
+        if not self.accepts_range:
+            raise RefusedError(
+                "is a range, which only launcher=elastic supports",
+                key="trainer.nodes",
+                value=trainer.nodes,
+                suggestion=f"Use launcher=elastic, or trainer.nodes={high}.",
+            )
+        if int(low) > int(high):
+            raise RefusedError(
+                "is not a valid range, in which the smaller number of machines comes first",
+                key="trainer.nodes",
+                value=trainer.nodes,
+                suggestion=f"Use trainer.nodes={high}:{low}.",
+            )
 
     def adapt(self, request: WorkerRequest) -> WorkerRequest:
         """Return the request for workers with what this launcher settles itself.

@@ -65,6 +65,8 @@ class Elastic(Launcher):
     The same command is run on every machine.
     """
 
+    accepts_range: ClassVar = True
+    takes_slots: ClassVar = True
     restate_on_resume: ClassVar = ("rdzv_endpoint", "rdzv_conf")  # torch unpickles data from there
 
     max_restarts: Annotated[int, Key(at_least=0)] = 3
@@ -80,7 +82,7 @@ class Elastic(Launcher):
             RefusedError: a number of machines over which the batch does not divide, or an unreachable rendezvous.
             StoppedError: a signal to this process ended the run.
         """
-        low, high = self._range(job.request.nodes)
+        low, high = job.request.node_range
         here = resolve(job.request.gpus, job.request.device, job.request.backend, job.request.threads)
         job.check_range([replace(here, nodes=n, world_size=n * here.world_size) for n in range(low, high + 1)])
         rendezvous = self._rendezvous(high, job.request.timeout.init_seconds)
@@ -182,15 +184,6 @@ class Elastic(Launcher):
             board.leave(local_rank, code)
             if _ends_all(code):
                 _wait_for_agent_to_end()
-
-    def _range(self, nodes: int | str) -> tuple[int, int]:
-        low, _, high = ("1" if nodes == "auto" else str(nodes)).partition(":")
-        first, last = int(low), int(high or low)
-        if first < 1 or last < first:
-            raise RefusedError(
-                f"trainer.nodes={nodes} is not a valid range: the smaller number of machines comes first, such as 1:4."
-            )
-        return first, last
 
     def _rendezvous(self, max_nodes: int, init_seconds: float) -> list[str]:
         if self.rdzv_backend == "etcd-v2" and importlib.util.find_spec("etcd") is None:

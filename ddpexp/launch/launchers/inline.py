@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, WorkerRequest
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Inline(Launcher):
     """Run one worker in this process, without a watchdog."""
+
+    takes_slots: ClassVar = True
+    stands_alone: ClassVar = True
 
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Run the worker here and return its exit code.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job
@@ -24,6 +24,9 @@ class Spawn(Launcher):
     `start_method=forkserver` forks them from a server that has torch loaded; `spawn` gives each a new interpreter.
     On several machines the same command is run on each, with its own `node_rank`.
     """
+
+    takes_slots: ClassVar = True
+    stands_alone: ClassVar = True
 
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     node_rank: int | None = None
@@ -72,8 +75,6 @@ class Spawn(Launcher):
         from ddpexp.launch.rendezvous.kinds import Fixed
 
         fields = {"node_rank": self.node_rank, "master_addr": self.master_addr, "master_port": self.master_port}
-        if isinstance(nodes, str) and nodes != "auto":
-            raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic supports.")
         if nodes == "auto" or nodes == 1:
             given = next((name for name, value in fields.items() if value is not None), None)
             if given:

@@ -314,8 +314,6 @@ class Slurm(Launcher):
 
     def _nodes(self, job: Job, here: str) -> int:
         requested = job.request.nodes
-        if isinstance(requested, str) and requested != "auto":
-            raise RefusedError(f"trainer.nodes={requested} is a range, which only launcher=elastic supports.")
         if here == "login":
             return 1 if requested == "auto" else int(requested)
         allocated = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))

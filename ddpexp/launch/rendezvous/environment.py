@@ -260,8 +260,6 @@ def _check_consistent(
             f"this node ({name}={local_size}): {starter} decides, so {_MORE_WORKERS[starter].format(request.gpus)}, or "
             f"leave trainer.gpus=auto for {local_size}."
         )
-    if isinstance(request.nodes, str) and request.nodes != "auto":
-        raise RefusedError(f"trainer.nodes={request.nodes} is a range, which only launcher=elastic supports.")
     if request.nodes != "auto" and nodes is not None and request.nodes != nodes:
         raise RefusedError(f"trainer.nodes={request.nodes}, but {starter} runs on {nodes}: leave trainer.nodes=auto.")
 

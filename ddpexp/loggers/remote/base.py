@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from ddpexp.errors import RefusedError
+from ddpexp.settings.experiment import ExperimentSettings
+from ddpexp.settings.key import Key
 
 END_SECONDS = 10.0
 """How long the end of a run waits for a remote logger that has no `end_seconds` of its own."""
@@ -15,8 +20,22 @@ END_SECONDS = 10.0
 class Keys:
     """The keys of every remote logger, in a configuration; its class gets the others."""
 
-    end_seconds: float = END_SECONDS
+    end_seconds: Annotated[float, Key(at_least=0, below=math.inf)] = END_SECONDS
     checkpoint: Literal["best", "last"] | None = None
+
+    def check(self, experiment: ExperimentSettings, where: str) -> None:
+        """Check that the best checkpoint is defined where it is to be sent.
+
+        Raises:
+            RefusedError: it is not.
+        """
+        if self.checkpoint == "best" and experiment.trainer.keep_best is None:
+            raise RefusedError(
+                "needs to know which is the best",
+                key=f"{where}.checkpoint",
+                value="best",
+                suggestion=f"Type trainer.keep_best=min:eval/loss, for example, or use {where}.checkpoint=last.",
+            )
 
 
 class NotReadyError(Exception):
@@ -92,6 +111,14 @@ class Remote:
 
     # Keys that say to whom records go: their values in a run directory are not trusted.
     restate_on_resume: ClassVar[Sequence[str]] = ()
+
+    @classmethod
+    def check(cls, experiment: ExperimentSettings, where: str) -> None:
+        """Check the logger, whose key is `where`, against the rest of the configuration.
+
+        Raises:
+            RefusedError: they contradict each other; names the keys.
+        """
 
     def place(self) -> str:
         """Return where this sends to, without opening it: what was sent to another place is sent again to this one."""

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
+from ddpexp.strategy.optimizers import NOT_SHARDED, WHOLE_MATRICES, check_optimizer
 from ddpexp.strategy.options import Options
 from ddpexp.strategy.tensor.options import DividedLayers, divide_for_a_rank
 from ddpexp.system.limits import human
@@ -57,9 +59,15 @@ class FSDPOptions(Options):
         self._check_sizes(world_size)
         return DataRank(rank // self.tp_size, world_size // self.tp_size, rank % self.tp_size == 0)
 
-    def check(self, trainer: Trainer) -> None:
+    def check(self, experiment: ExperimentSettings) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
-        super().check(trainer)
+        super().check(experiment)
+        trainer = experiment.trainer
+        optimizer = experiment.optimizer.target
+        check_optimizer(optimizer, NOT_SHARDED, "", "strategy=ddp")
+        if self.divides_layers:
+            part = ", of which each worker of strategy.tp_size has a part"
+            check_optimizer(optimizer, WHOLE_MATRICES, part, "strategy.tp_size=1")
         if self.tp_size > 1:
             self._check_tensor_parallel(trainer)
         elif self.tp_plan is not None:
@@ -129,8 +137,9 @@ class FSDPOptions(Options):
         """Return whether blocks are gathered in bf16, which are the copies."""
         return world_size > self.tp_size
 
-    def check_layout(self, trainer: Trainer, layout: Layout, gradient_accumulation_steps: int) -> None:
+    def check_layout(self, experiment: ExperimentSettings, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the workers; see `Options.check_layout`."""
+        super().check_layout(experiment, layout, gradient_accumulation_steps)
         replicas, size = self.dp_replicate_size, layout.world_size
         self._check_sizes(size)
         if replicas == size // self.tp_size > 1:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.options import Compilation, Options
@@ -28,9 +29,10 @@ class LocalOptions(Options):
     sync_every: Annotated[int, Key(at_least=1)]
     warmup_steps: Annotated[int, Key(at_least=0)]
 
-    def check(self, trainer: Trainer) -> None:
+    def check(self, experiment: ExperimentSettings) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
-        super().check(trainer)
+        super().check(experiment)
+        trainer = experiment.trainer
         for clashes, other, why, instead in (
             (
                 trainer.precision == "fp16",

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
+from ddpexp.strategy.optimizers import WHOLE_MATRICES, WHOLE_ROWS, check_optimizer
 from ddpexp.strategy.options import Options
 from ddpexp.strategy.pipeline.schedule import Pipe, Schedule, num_in_flight
 from ddpexp.strategy.tensor.options import DividedLayers
@@ -38,6 +40,11 @@ class PipelineOptions(Options):
     gather_in_evaluation: bool = True
     init: Literal["whole", "replay", "reset_parameters"] = "whole"
     draws_values: ClassVar[bool] = True  # whether initial weights are needed
+
+    @property
+    def least_world_size(self) -> int:
+        """Return the workers of one pipe."""
+        return self.pp_size * self.tp_size * self.dp_shard_size
 
     @property
     def pipe(self) -> Pipe:
@@ -68,9 +75,12 @@ class PipelineOptions(Options):
         reports = place == self.pp_size - 1 and tensor == 0
         return DataRank(replica * self.dp_shard_size + shard, mesh.data_size, reports)
 
-    def check(self, trainer: Trainer) -> None:
+    def check(self, experiment: ExperimentSettings) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
-        super().check(trainer)
+        super().check(experiment)
+        trainer = experiment.trainer
+        stage = ", and with strategy=pipeline a worker has only the parameters of its stage"
+        check_optimizer(experiment.optimizer.target, {**WHOLE_MATRICES, **WHOLE_ROWS}, stage, "strategy=ddp")
         self._check_stages()
         if self.tp_size == 1 and self.tp_plan is not None:
             raise RefusedError("strategy.tp_plan has no effect without strategy.tp_size=2 or more.")
@@ -114,8 +124,9 @@ class PipelineOptions(Options):
                 f"strategy.pp_size={self.pp_size}{of} stages all but the first begin with one: name {stages - 1}."
             )
 
-    def check_layout(self, trainer: Trainer, layout: Layout, gradient_accumulation_steps: int) -> None:
+    def check_layout(self, experiment: ExperimentSettings, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check that workers divide into stages, and that there is something to pass through them."""
+        super().check_layout(experiment, layout, gradient_accumulation_steps)
         mesh, num_passes = self.mesh(layout.world_size), gradient_accumulation_steps
         if num_passes < self.pp_size:
             raise RefusedError(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ddpexp.data.streams import Batches
     from ddpexp.distributed.world import World
     from ddpexp.loggers.base import Logger
+    from ddpexp.settings.experiment import ExperimentSettings
     from ddpexp.settings.trainer import Trainer
     from ddpexp.strategy.base import Shard
     from ddpexp.train.optimizer_step import Step
@@ -29,6 +30,13 @@ class Callback:
 
     rank_zero_only: ClassVar[bool] = False
     communicates: ClassVar[bool] = False  # its methods call collectives, each alike on all ranks
+
+    def check(self, experiment: ExperimentSettings, where: str) -> None:
+        """Check the callback, whose key is `where`, against the rest of the configuration, before anything is built.
+
+        Raises:
+            RefusedError: they contradict each other; names the keys.
+        """
 
     def on_start(self, run: RunView) -> None:
         """Run at every start, once the checkpoint is restored, before the first step; this state too is restored."""

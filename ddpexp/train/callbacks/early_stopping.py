@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from ddpexp.errors import DdpexpError
+from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
+from ddpexp.settings.metrics import check_is_evaluated, check_not_test
 from ddpexp.train.callbacks.base import Callback, RunView
 
 
@@ -26,6 +28,11 @@ class EarlyStopping(Callback):
     best: float | None = field(init=False, default=None)
     best_step: int = field(init=False, default=0)
     waited: int = field(init=False, default=0)  # evaluations since the best one
+
+    def check(self, experiment: ExperimentSettings, where: str) -> None:
+        """Check that there are evaluations, and that the metric is not of the test set."""
+        check_not_test(f"{where}.monitor", self.monitor, self.monitor)
+        check_is_evaluated(f"{where}.monitor", self.monitor, experiment.trainer.eval_every)
 
     def on_start(self, run: RunView) -> None:
         """Have the metric checked."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ddpexp.errors import RefusedError
+from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.train.callbacks.base import Callback, RunView
 
 if TYPE_CHECKING:
@@ -25,6 +27,15 @@ class FindNonFinite(Callback):
     infinite: bool = True
     _run: RunView | None = field(init=False, default=None, repr=False, compare=False)
     _key: str = field(init=False, default="", repr=False, compare=False)
+
+    def check(self, experiment: ExperimentSettings, where: str) -> None:
+        """Check that modules are called one by one."""
+        if experiment.trainer.compile:
+            raise RefusedError(
+                "looks at the output of each module, and compiled modules are not called one by one",
+                key=where,
+                suggestion="Use trainer.compile=false.",
+            )
 
     def on_start(self, run: RunView) -> None:
         """Watch every module and parameter."""

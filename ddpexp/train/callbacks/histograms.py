@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from ddpexp.errors import RefusedError
+from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.train.callbacks.base import Callback, RunView
 
@@ -25,14 +27,21 @@ class Histograms(Callback):
     weights: bool = True
     gradients: bool = True
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: with the key and what to use.
-        """
+    def check(self, experiment: ExperimentSettings, where: str) -> None:
+        """Check that there is something to record, and a logger that may have it."""
         if not (self.weights or self.gradients):
-            raise ValueError("weights=false and gradients=false leave nothing to record: leave the callback out.")
+            raise RefusedError(
+                "leaves nothing to record",
+                key=f"{where}.weights=false {where}.gradients",
+                value=False,
+                suggestion="Leave the callback out.",
+            )
+        if not experiment.logger:
+            raise RefusedError(
+                "records histograms, and metrics.jsonl has none",
+                key=where,
+                suggestion="Use logger=tensorboard, or another logger that has.",
+            )
 
     def on_start(self, run: RunView) -> None:
         """Warn where the run ends before any step is due."""

@@ -193,7 +193,7 @@ def test_a_refusal_is_not_tried_again(recipe: Recipe) -> None:
     [
         (("trainer.nodes=1:3", "trainer.gpus=2", "trainer.global_batch_size=16", "launcher.rdzv_endpoint=localhost:1"),
          "with 3 of trainer.nodes=1:3: trainer.global_batch_size=16"),
-        (("trainer.nodes=4:1",), "trainer.nodes=4:1 is not a valid range: the smaller number of machines comes first"),
+        (("trainer.nodes=4:1",), "trainer.nodes=4:1 is not a valid range, in which the smaller number of machines comes first"),
         (("trainer.nodes=0:1",), "trainer.nodes=0:1: use auto, a number of machines from 1, or a range such as 1:4."),
         (("trainer.nodes=many",), "trainer.nodes=many: use auto, a number of machines from 1, or a range such as 1:4."),
         (("trainer.nodes=1:2", "trainer.gpus=2"), "launcher.rdzv_endpoint is missing"),
@@ -216,7 +216,8 @@ def test_a_range_is_for_elastic_alone(recipe: Recipe) -> None:
     done = recipe("trainer.nodes=1:2")
     assert (done.code, done.err) == (
         2,
-        "ddpexp: trainer.nodes=1:2 is a range, which only launcher=elastic supports.\n",
+        "ddpexp: trainer.nodes=1:2 is a range, which only launcher=elastic supports. Use launcher=elastic, or "
+        "trainer.nodes=2.\n",
     )
 
 

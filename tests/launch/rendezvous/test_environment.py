@@ -407,8 +407,6 @@ def test_a_given_number_of_nodes_must_be_the_starters(
     with pytest.raises(RefusedError) as refused:
         read(WorkerRequest(nodes=3), environ)
     assert str(refused.value) == f"trainer.nodes=3, but {starter} runs on {nodes}: leave trainer.nodes=auto."
-    with pytest.raises(RefusedError, match=r"trainer\.nodes=1:4 is a range, which only launcher=elastic supports\."):
-        read(WorkerRequest(nodes="1:4"), environ)
 
 
 def test_a_process_is_distinguished_from_a_later_one_with_its_pid() -> None:

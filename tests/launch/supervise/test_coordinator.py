@@ -536,7 +536,6 @@ FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0
         )),
         (("trainer.nodes=1", "launcher.master_port=1"),
          "launcher.master_port=1 is for several machines: set their number with trainer.nodes=... ."),
-        (("trainer.nodes=1:2",), "trainer.nodes=1:2 is a range, which only launcher=elastic supports."),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(recipe: Recipe, overrides: Sequence[str], sentence: str) -> None:

@@ -17,8 +17,9 @@ from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
-from ddpexp.loggers.remote.base import Keys
+from ddpexp.loggers.remote.base import Keys, Remote, RunInfo
 from ddpexp.run.sync import check_usable, remote_keys
+from ddpexp.settings.experiment import ExperimentSettings
 from tests.conftest import ROOT, Ddpexp, finish, python_path
 from tests.loggers.remote.receiver import receiver
 from tests.points import wait_for
@@ -116,16 +117,39 @@ def test_sync_names_what_it_cannot_send(
     ("name", "keys", "sentence"),
     [
         ("tb/other", {}, "files are named after this logger: use letters, digits"),
-        ("wandb", {"end_seconds": -1.0}, "logger.wandb.end_seconds=-1.0 is not a time: use seconds, 0 or more"),
+        ("wandb", {"end_seconds": -1.0}, "logger.wandb.end_seconds=-1.0: use a number from 0"),
     ],
 )
 def test_what_the_configuration_of_a_remote_logger_cannot_be(name: str, keys: Mapping[str, Any], sentence: str) -> None:
     section = {"_target_": "wandb", **keys}
     composed = compose(["recipe=mnist", "logger=none"])
     assert composed is not None
-    experiment = parse({**composed.values, "logger": {name: section}})
     with pytest.raises(RefusedError, match=sentence):
-        check_usable(experiment)
+        check_usable(parse({**composed.values, "logger": {name: section}}))
+
+
+class Posts(Remote):
+    """A remote logger of another package with a rule of its own."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self.info = info
+
+    @classmethod
+    def check(cls, experiment: ExperimentSettings, where: str) -> None:
+        if experiment.trainer.log_every < 10:
+            raise RefusedError("posts too often", key=where, suggestion="Use trainer.log_every=10.")
+
+
+@pytest.mark.parametrize("log_every", [9, 10])
+def test_a_logger_of_others_is_checked_by_its_own_rule(log_every: int) -> None:
+    own = (f"trainer.log_every={log_every}", "logger=none", "run.trust=[tests]")
+    experiment = parsed("recipe=mnist", *own, f"+logger.posts._target_={__name__}.Posts")
+    if log_every == 10:
+        assert remote_keys(experiment, "posts") == Keys()
+        return
+    with pytest.raises(RefusedError) as refused:
+        remote_keys(experiment, "posts")
+    assert (refused.value.key, refused.value.suggestion) == ("logger.posts", "Use trainer.log_every=10.")
 
 
 def parsed(*argv: str) -> Experiment:
@@ -151,7 +175,7 @@ def test_every_remote_logger_has_the_common_keys_that_no_file_lists(monkeypatch:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("logger.tracker.end_seconds=-1", r"^logger\.tracker\.end_seconds=-1\.0 is not a time"),
+        ("logger.tracker.end_seconds=-1", r"^logger\.tracker\.end_seconds=-1\.0: use"),
         ("logger.tracker.end_seconds=soon", r"^logger\.tracker\.end_seconds=soon is not a number"),
         ("logger.tracker.checkpoint=lats", r"^logger\.tracker\.checkpoint=lats is not one of .*=last\?$"),
         ("logger.tracker.checkpoint=best", r"^logger\.tracker\.checkpoint=best needs to know which is the best"),

@@ -18,7 +18,7 @@ from ddpexp.strategy.fsdp.blocks import blocks_of
 from ddpexp.strategy.fsdp.strategy import FSDP
 from ddpexp.strategy.memory import Facts, Parameter
 from tests.conftest import ROOT, Ddpexp
-from tests.fitting import ALONE, TRAINER
+from tests.fitting import ALONE, TRAINER, asked
 from tests.points import Recipe
 from tests.strategy.fsdp.ranks import OPTIONS, Block, Net
 from tests.strategy.on_ranks import works
@@ -85,7 +85,7 @@ def test_what_the_trainer_cannot_combine_with_it_is_refused(
     options: dict[str, Any], trainer: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(RefusedError) as caught:
-        replace(OPTIONS, **options).check(replace(TRAINER, **trainer))
+        replace(OPTIONS, **options).check(asked(**trainer))
     assert sentence in str(caught.value)
 
 
@@ -95,23 +95,23 @@ def test_replicas_must_divide_the_workers() -> None:
         (4, "strategy.dp_replicate_size=4 leaves one worker to each replica, so nothing is sharded: use strategy=ddp."),
     ):
         with pytest.raises(RefusedError) as caught:
-            replace(OPTIONS, dp_replicate_size=size).check_layout(TRAINER, Layout(1, 4, "cpu", "gloo", 1), 1)
+            replace(OPTIONS, dp_replicate_size=size).check_layout(asked(), Layout(1, 4, "cpu", "gloo", 1), 1)
         assert str(caught.value) == sentence
 
 
 def test_offload_needs_gpus_and_something_to_gather() -> None:
     for size, device, sentence in ((2, "cpu", "these are CPU workers"), (1, "cuda", "is for two or more workers")):
         with pytest.raises(RefusedError, match=sentence):
-            replace(OPTIONS, offload=True).check_layout(TRAINER, Layout(1, size, device, "gloo", 1), 1)
-    replace(OPTIONS, offload=True).check_layout(TRAINER, Layout(1, 2, "cuda", "nccl", 1), 1)
+            replace(OPTIONS, offload=True).check_layout(asked(), Layout(1, size, device, "gloo", 1), 1)
+    replace(OPTIONS, offload=True).check_layout(asked(), Layout(1, 2, "cuda", "nccl", 1), 1)
 
 
 def test_gpu_workers_without_nccl_are_refused_as_torch_would_set_it_up_all_the_same() -> None:
-    OPTIONS.check_layout(TRAINER, Layout(1, 1, "cuda", "gloo", 1), 1)
+    OPTIONS.check_layout(asked(), Layout(1, 1, "cuda", "gloo", 1), 1)
     with pytest.raises(
         RefusedError, match=r"these use gloo, as MIG instances .* trainer\.backend=auto, or strategy=ddp"
     ):
-        OPTIONS.check_layout(TRAINER, Layout(1, 2, "cuda", "gloo", 1), 1)
+        OPTIONS.check_layout(asked(), Layout(1, 2, "cuda", "gloo", 1), 1)
 
 
 def test_what_makes_other_bits_is_logged() -> None:

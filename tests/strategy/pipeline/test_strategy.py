@@ -21,7 +21,7 @@ from ddpexp.strategy.mesh import DataRank, Mesh
 from ddpexp.strategy.pipeline.options import PipelineOptions
 from ddpexp.strategy.tensor.options import DividedLayers
 from tests.conftest import Ddpexp, Done
-from tests.fitting import STRATEGY, TRAINER
+from tests.fitting import STRATEGY, TRAINER, asked
 from tests.points import Recipe, weights
 
 OPTIONS = PipelineOptions("pipeline", 2, None, "1f1b")
@@ -72,7 +72,7 @@ def test_what_a_stage_does_not_support_is_refused(
     options: dict[str, Any], trainer: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(RefusedError, match=re.escape(sentence)):
-        replace(OPTIONS, **options).check(replace(TRAINER, **trainer))
+        replace(OPTIONS, **options).check(asked(**trainer))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_a_stage_does_not_support_is_refused(
 def test_sizes_that_do_not_divide_are_refused(size: int, world_size: int, micro_batches: int, sentence: str) -> None:
     layout = Layout(1, world_size, "cpu", "gloo", 1)
     with pytest.raises(RefusedError, match=re.escape(sentence)):
-        replace(OPTIONS, pp_size=size).check_layout(TRAINER, layout, micro_batches)
+        replace(OPTIONS, pp_size=size).check_layout(asked(), layout, micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_sizes_of_several_dimensions_that_do_not_divide_are_refused(
 ) -> None:
     layout = Layout(1, world_size, "cpu", "gloo", 1)
     with pytest.raises(RefusedError, match=re.escape(sentence)):
-        replace(OPTIONS, **options).check_layout(TRAINER, layout, micro_batches)
+        replace(OPTIONS, **options).check_layout(asked(), layout, micro_batches)
 
 
 def test_the_plan_counts_the_largest_stage() -> None:
@@ -408,7 +408,7 @@ def test_a_check_with_one_worker_is_refused(recipe: Recipe) -> None:
     words, _ = recipe.words(*PIPELINE)
     done = recipe.ddpexp("check", *words)
     assert done.code == 2
-    assert "check the other overrides with strategy=ddp" in done.err
+    assert "Check the other overrides with strategy=ddp" in done.err
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from ddpexp.strategy.tensor.options import DividedLayers
 from ddpexp.strategy.tensor.plan import layers_of
 from recipes.gpt import GPT
 from tests.conftest import Ddpexp, Done
-from tests.fitting import TRAINER
+from tests.fitting import asked
 from tests.strategy.on_ranks import works
 
 OPTIONS = FSDPOptions(
@@ -146,7 +146,7 @@ def test_a_plan_that_does_not_fit_is_refused(
 )
 def test_what_cannot_be_combined_is_refused(options: dict[str, Any], trainer: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RefusedError, match=re.escape(sentence)):
-        replace(OPTIONS, **options).check(replace(TRAINER, **trainer))
+        replace(OPTIONS, **options).check(asked(**trainer))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_what_cannot_be_combined_is_refused(options: dict[str, Any], trainer: di
 )
 def test_the_sizes_must_divide_the_workers(options: dict[str, Any], size: int, sentence: str) -> None:
     with pytest.raises(RefusedError, match=re.escape(sentence)):
-        replace(OPTIONS, **options).check_layout(TRAINER, Layout(1, size, "cpu", "gloo", 1), 1)
+        replace(OPTIONS, **options).check_layout(asked(), Layout(1, size, "cpu", "gloo", 1), 1)
 
 
 MODEL = (
