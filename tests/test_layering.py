@@ -18,6 +18,7 @@ from tests.conftest import PATIENCE, ROOT
 # know each other.
 ROWS = [
     ["ddpexp"],  # the package itself: its version and its path
+    ["compat"],  # private names of other libraries
     ["errors"],
     ["settings"],  # the keys, declared
     ["compat"],  # private names of other libraries
@@ -40,7 +41,7 @@ ROWS = [
     ["__main__"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
-HYDRA = {"config", "sweep", "cli"}
+HYDRA = {"compat", "config", "sweep", "cli"}
 # What the command loads before it hands over to the workers.
 COMMAND = (
     "__main__", "cli.main", "cli.subcommands", "run.prepare", "config", "config.compose", "run.directory",

@@ -36,7 +36,6 @@ EXCEPTIONS: dict[str, str] = {
     "ddpexp/cli/main.py": "Python's",
     "ddpexp/config/": "Hydra's and OmegaConf's",
     "ddpexp/plan/activations.py": "torch's",
-    "ddpexp/sweep/hydra_sweeper.py": "Hydra's",
 }
 
 

@@ -15,6 +15,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from ddpexp import __version__
+from ddpexp.compat.hydra import VERSION_BASE
+from ddpexp.compat.omegaconf import quick_yaml
 from ddpexp.config.command_line import ONE_RUN, check_overrides, is_question, is_sweep, parse_arguments
 from ddpexp.config.folders import LISTED, added_folder, conf_folder
 from ddpexp.config.hydra_section import (
@@ -23,11 +25,9 @@ from ddpexp.config.hydra_section import (
 from ddpexp.config.hydra_tree import SweepInFileError, compose_tree, sweep_in_file, without_inherited
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.plugins import plugin_folders, searched_packages
-from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.sentences import one_sentence
 from ddpexp.config.sweeps import Swept, compose_sweep
 from ddpexp.config.values import Composed, Tree, finish
-from ddpexp.config.versions import VERSION_BASE
 from ddpexp.errors import RefusedError
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from ddpexp.compat.omegaconf import register_resolver
 from ddpexp.config.build import shown
 from ddpexp.config.instantiate import Trust, targets
-from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError
 from ddpexp.system.yaml_text import load_yaml
 

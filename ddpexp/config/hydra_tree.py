@@ -13,6 +13,8 @@ from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from ddpexp.compat.hydra import VERSION_BASE
+from ddpexp.compat.omegaconf import quick_yaml
 from ddpexp.config.build import unknown_key
 from ddpexp.config.file_targets import inherited_keys
 from ddpexp.config.folders import LISTED, conf_folder, options
@@ -21,10 +23,8 @@ from ddpexp.config.hydra_section import (
     check_nothing_ignored,
 )
 from ddpexp.config.plugins import plugin_folders, searched_packages
-from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.typed_targets import forced, is_in, keys_of_target, typed_targets
 from ddpexp.config.user_files import check_user_files
-from ddpexp.config.versions import VERSION_BASE
 from ddpexp.errors import RefusedError
 from ddpexp.system.text import is_utf8
 

@@ -10,11 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
-from omegaconf import Container, Node, OmegaConf
+from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ddpexp.compat.omegaconf import (
+    Place,
+    count_nodes,
+    guarded_resolvers,
+    observed_interpolations,
+    register_resolver,
+)
 from ddpexp.config import facts
-from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError
 
 _RESOLVED, _NODES = 10_000, 200_000
@@ -37,25 +43,22 @@ def bounded_interpolations() -> Iterator[None]:
         RefusedError: there is more.
     """
     register_resolver("facts", facts.reference, replace=True)
-    plain = Container.resolve_parse_tree
     resolved = nodes = characters = 0
     deadline = time.process_time() + _SECONDS
 
-    def counted(self: Container, *arguments: Any, **options: Any) -> Any:
+    def count(value: Any) -> None:
         nonlocal resolved, nodes, characters
         resolved += 1
-        value = plain(self, *arguments, **options)
         if isinstance(value, Container):
-            nodes += _count(value, _NODES - nodes)
+            nodes += count_nodes(value, _NODES - nodes)
         elif isinstance(value, str):
             characters += len(value) if len(value) <= _LONGEST else _CHARACTERS + 1
         if resolved > _RESOLVED or nodes >= _NODES or characters > _CHARACTERS or time.process_time() > deadline:
             raise _Excess
-        return value
 
-    Container.resolve_parse_tree = counted  # type: ignore[method-assign]
     try:
-        yield
+        with observed_interpolations(count):
+            yield
     except (_Excess, RecursionError):
         raise RefusedError(
             f"The configuration refers to itself with ${{...}} so often, or so deeply, that this may have no end: more "
@@ -63,44 +66,26 @@ def bounded_interpolations() -> Iterator[None]:
             f"{_RESOLVED:,} times, for a text of more than {_LONGEST:,} characters, or for more than {_SECONDS:g} s. "
             f"Write the values themselves."
         ) from None
-    finally:
-        Container.resolve_parse_tree = plain  # type: ignore[method-assign]
 
 
 @contextmanager
-def only_resolvers(allows: Callable[[tuple[str | int, ...], str], bool]) -> Iterator[dict[tuple[str | int, ...], str]]:
+def only_resolvers(allows: Callable[[Place, str], bool]) -> Iterator[dict[Place, str]]:
     """Let OmegaConf call only the resolver `facts`, and those for which `allows` returns true, inside the block.
 
     `allows` gets the place where the reference is written, as names and positions, and the text of the reference, such
     as `oc.env:NAME`. A refused reference stands for an empty text; the result has its text by its place.
     """
-    plain = Container._evaluate_custom_resolver
-    refused: dict[tuple[str | int, ...], str] = {}
+    refused: dict[Place, str] = {}
 
-    def evaluate(
-        self: Container, key: Any, node: Node, inter_type: str, inter_args: tuple[Any, ...], inter_args_str: Any
-    ) -> Any:
-        place, name = _place_of(node), f"{inter_type}:{','.join(map(str, inter_args))}"
-        if inter_type == "facts" or allows(place, name):
-            return plain(self, key, node, inter_type, inter_args, inter_args_str)
+    def evaluate(resolver: str, arguments: tuple[Any, ...], place: Place, call: Callable[[], Any]) -> Any:
+        name = f"{resolver}:{','.join(map(str, arguments))}"
+        if resolver == "facts" or allows(place, name):
+            return call()
         refused.setdefault(place, name)
         return ""
 
-    Container._evaluate_custom_resolver = evaluate  # type: ignore[method-assign]
-    try:
+    with guarded_resolvers(evaluate):
         yield refused
-    finally:
-        Container._evaluate_custom_resolver = plain  # type: ignore[method-assign]
-
-
-def _place_of(node: Node) -> tuple[str | int, ...]:
-    """Return the names and positions that lead to a node from the root."""
-    place: list[str | int] = []
-    parent = node._get_parent()
-    while parent is not None:
-        place.append(node._key())
-        node, parent = parent, parent._get_parent()
-    return tuple(reversed(place))
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,14 +100,3 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
         except OmegaConfBaseException as error:
             raise RefusedError(f"config.yaml cannot be resolved: {str(error).splitlines()[0]}.") from None
     return cast(dict[str, Any], value)
-
-
-def _count(tree: Container, most: int) -> int:
-    """Count the values in a tree, up to `most`, without resolving any."""
-    count, waiting = 0, [tree]
-    while waiting and count < most:
-        content = waiting.pop().__dict__["_content"]
-        inner = list(content.values()) if isinstance(content, dict) else content if isinstance(content, list) else []
-        count += len(inner)
-        waiting += [item for item in inner if isinstance(item, Container)]
-    return count

@@ -14,6 +14,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from ddpexp.compat.omegaconf import root_of
 from ddpexp.config.build import did_you_mean, nearest, unknown_key
 from ddpexp.config.folders import LISTED, conf_folder, groups, options
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
@@ -106,7 +107,7 @@ def _interpolated(error: OmegaConfBaseException) -> str:
     if key is not None and key[1].isupper():
         return f". A variable of the environment is written ${{oc.env:{key[1]}}}."
     if key is not None and error.parent_node is not None:
-        near = nearest(key[1], _keys(error.parent_node._get_root()))
+        near = nearest(key[1], _keys(root_of(error.parent_node)))
         return f". Did you mean ${{{near}}}?" if near else "."
     kind = re.match(r"Unsupported interpolation type (\S+)", str(error))
     if kind is not None:
@@ -237,7 +238,7 @@ def unknown_key_of(typed: str, cause: OmegaConfBaseException) -> RefusedError:
     others = _options_with(where, key) if not advice_on_key(key) else []
     if others and nearest(key, names) is None:
         return RefusedError(f"{typed} is not a known key: it is one of {', '.join(others)}.")
-    return unknown_key(key + typed[len(full_key) :], names, where, _keys(parent._get_root()))
+    return unknown_key(key + typed[len(full_key) :], names, where, _keys(root_of(parent)))
 
 
 def _options_with(group: str, key: str) -> list[str]:

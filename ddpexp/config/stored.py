@@ -12,6 +12,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from ddpexp.compat.omegaconf import get_yaml_loader, quick_yaml
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.command_line import check_chosen_once, parse_arguments
 from ddpexp.config.folders import LISTED, added_folder, conf_folder, groups, options
@@ -22,14 +23,12 @@ from ddpexp.config.interpolations import bounded_interpolations, only_resolvers
 from ddpexp.config.names import check_present
 from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.plugins import plugin_folders
-from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.restated import Place, Reader, UnrestatedError, leaves, unrestated
 from ddpexp.config.schema import TYPED_SECTIONS, Experiment
 from ddpexp.config.sentences import first_line, sentence, unknown_key_of
 from ddpexp.config.typed_targets import counts_unlisted, is_in, keys_of_target, typed_targets
 from ddpexp.config.validate import ALERT_URL
 from ddpexp.config.values import offered_by_packages, plain, text_of, trust_of
-from ddpexp.config.versions import get_yaml_loader
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import check_yaml, shortest
 from ddpexp.system.yaml_text import load_yaml

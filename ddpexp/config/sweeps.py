@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from ddpexp.compat.hydra import VERSION_BASE, apply_overrides
+from ddpexp.compat.omegaconf import quick_yaml
 from ddpexp.config.command_line import (
     SWEEPS,
     check_override_of_sweep,
@@ -38,12 +39,10 @@ from ddpexp.config.hydra_section import (
 from ddpexp.config.hydra_tree import check_settings_of_hydra, compose_for_sweep, compose_tree
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.interpolations import bounded_interpolations
-from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.sentences import one_sentence
 from ddpexp.config.typed_targets import forced, is_in, typed_targets
 from ddpexp.config.user_files import check_user_files
 from ddpexp.config.values import Composed, Tree, finish, warnings_of
-from ddpexp.config.versions import VERSION_BASE
 from ddpexp.errors import RefusedError
 from ddpexp.system.text import is_utf8
 from ddpexp.system.yaml_text import load_yaml
@@ -174,7 +173,7 @@ class JobComposer:
                 self._bases[rest] = Tree.of(compose_tree(list(rest), added))
             base = self._bases[rest]
             cfg = copy.deepcopy(base.cfg)
-            ConfigLoaderImpl._apply_overrides_to_config(self._parser.parse_overrides(forced(values, ())), cfg)
+            apply_overrides(self._parser.parse_overrides(forced(values, ())), cfg)
             of_job = {
                 "job.num": number, "sweep.dir": self._swept.cfg.hydra.sweep.dir, "mode": "MULTIRUN",
                 "job.override_dirname": self._dirname(overrides),

@@ -14,6 +14,7 @@ from typing import Any, cast
 from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from omegaconf.resolvers import oc
 
+from ddpexp.compat.omegaconf import register_resolver
 from ddpexp.config import facts
 from ddpexp.config.build import shown
 from ddpexp.config.folders import conf_folder, options
@@ -28,7 +29,6 @@ from ddpexp.config.plugins import offered_targets, plugin_folders, searched_pack
 from ddpexp.config.registry import key_of
 from ddpexp.config.trusted import covered
 from ddpexp.config.typed_targets import typed_targets
-from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError
 from ddpexp.settings.data import DATA_KEYS
 from ddpexp.system.secrets import with_references

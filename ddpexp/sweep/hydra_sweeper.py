@@ -7,14 +7,13 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from hydra._internal.callbacks import Callbacks
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
+from ddpexp.compat.hydra import sweeper_context
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.sentences import one_sentence
 from ddpexp.config.sweeps import Swept
@@ -69,7 +68,7 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
     assert isinstance(overrides, list)
     with one_sentence():
         try:
-            context = HydraContext(config_loader=loader, callbacks=Callbacks())
+            context = sweeper_context(loader)
             with bounded_interpolations():  # not in what follows, which lasts as long as the sweep
                 sweeper = plugins.instantiate_sweeper(config=cfg, hydra_context=context, task_function=run_batch)
             sweeper.sweep(arguments=[str(override) for override in overrides])

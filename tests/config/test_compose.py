@@ -14,6 +14,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from ddpexp.compat.omegaconf import register_resolver
 from ddpexp.config.compose import compose
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.parse import load, parse
@@ -21,7 +22,6 @@ from ddpexp.config.schema import Experiment
 from ddpexp.config.stored import override_file
 from ddpexp.config.sweeps import JobComposer, compose_sweep
 from ddpexp.config.values import Composed
-from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError, StoppedError
 from ddpexp.settings.node import Node
 from tests.listed import options

@@ -14,12 +14,12 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from ddpexp.compat.omegaconf import register_resolver
 from ddpexp.config import trusted
 from ddpexp.config.folders import LISTED, conf_folder, groups, options
 from ddpexp.config.parse import parse
 from ddpexp.config.restated import Reader, UnrestatedError, _is_foreign, is_setting, records_setting, to_restate
 from ddpexp.config.stored import override_file
-from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError
 from ddpexp.system.yaml_text import load_yaml
 

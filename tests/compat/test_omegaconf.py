@@ -1,4 +1,4 @@
-"""libyaml reads what OmegaConf's own parser reads, and refuses it in the same words."""
+"""The private names of OmegaConf are there; libyaml reads what its own parser reads, and refuses it alike."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from ddpexp.compat.omegaconf import (
+    Place,
+    count_nodes,
+    get_yaml_loader,
+    guarded_resolvers,
+    observed_interpolations,
+    quick_yaml,
+    root_of,
+)
 from ddpexp.config.folders import conf_folder
-from ddpexp.config.quick_yaml import quick_yaml
 
 Load = Callable[[str], Any]
 GOOD = {
@@ -66,3 +74,36 @@ def test_our_own_files_are_read_by_libyaml(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(yaml.scanner.Scanner, "fetch_more_tokens", slow)
     with quick_yaml():
         assert [OmegaConf.load(path) for path in paths] == expected
+
+
+def test_each_interpolation_is_observed_and_then_none() -> None:
+    cfg, seen = OmegaConf.create({"a": 1, "b": "${a}", "c": "x${b}"}), list[object]()
+    with observed_interpolations(seen.append):
+        assert cfg.c == "x1"
+    assert cfg.b == 1
+    assert [getattr(value, "_value", lambda v=value: v)() for value in seen] == [1, "x1"]
+
+
+def test_a_resolver_is_called_only_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NAME", "value")
+    cfg = OmegaConf.create({"a": [{"b": "${oc.env:NAME}"}], "c": "${oc.env:NAME}"})
+    seen = []
+
+    def evaluate(resolver: str, arguments: tuple[Any, ...], place: Place, call: Callable[[], Any]) -> Any:
+        seen.append((resolver, arguments, place))
+        return call() if place == ("c",) else "refused"
+
+    with guarded_resolvers(evaluate):
+        assert OmegaConf.to_container(cfg, resolve=True) == {"a": [{"b": "refused"}], "c": "value"}
+    assert seen == [("oc.env", ("NAME",), ("a", 0, "b")), ("oc.env", ("NAME",), ("c",))]
+
+
+def test_the_nodes_of_a_tree_are_counted_without_being_resolved() -> None:
+    cfg = OmegaConf.create({"a": [1, 2, {"b": "${nowhere}"}], "c": None})
+    assert count_nodes(cfg, 100) == 6
+    assert count_nodes(cfg, 2) >= 2
+    assert root_of(cfg.a[2]) is cfg
+
+
+def test_one_value_is_read_as_in_a_file() -> None:
+    assert yaml.load("1e-3", Loader=get_yaml_loader()) == 1e-3

@@ -1,0 +1,44 @@
+"""Names of Hydra that are private, or that differ between its releases 1.3 and 1.4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import hydra
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.types import Override
+from hydra.types import HydraContext
+from omegaconf import DictConfig
+
+VERSION_BASE: dict[str, Any] = (
+    {} if tuple(map(int, hydra.__version__.split(".")[:2])) >= (1, 4) else {"version_base": "1.3"}
+)
+"""What Hydra's entry points are called with.
+
+Private: none; `version_base` is an argument of 1.3.
+Why: 1.3 warns without it, and 1.4 with it.
+When it goes: leave it out with the support of 1.3.
+"""
+
+
+def apply_overrides(overrides: Sequence[Override], cfg: DictConfig) -> None:
+    """Apply parsed overrides to a tree, with Hydra's rules and errors.
+
+    Private: `ConfigLoaderImpl._apply_overrides_to_config` of 1.3 and 1.4.
+    Why: the public way reads all files again, for every job of a sweep.
+    When it goes: `ConfigLoader.load_configuration` with all overrides of the job.
+    """
+    ConfigLoaderImpl._apply_overrides_to_config(list(overrides), cfg)
+
+
+def sweeper_context(loader: ConfigLoader) -> HydraContext:
+    """Return what a sweeper is set up with: a loader, and no callbacks.
+
+    Private: `hydra._internal.callbacks.Callbacks` of 1.3 and 1.4.
+    Why: the type of the context is public, and the class of its field is not.
+    When it goes: whatever the context takes then for no callbacks.
+    """
+    return HydraContext(config_loader=loader, callbacks=Callbacks())
