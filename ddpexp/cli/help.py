@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ddpexp.cli.keys import Catalogue, Key, Option, nearest
 from ddpexp.config import commands
+from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import did_you_mean
-from ddpexp.config.command_line import split
 from ddpexp.config.compose import overview
 from ddpexp.errors import RefusedError
 
@@ -66,7 +66,8 @@ def answer(argv: Sequence[str], by_name: bool) -> str:
     Raises:
         RefusedError: arguments that cannot be composed, or a part that is not known.
     """
-    arguments, directory = split(argv)
+    typed = Arguments.of(argv)
+    arguments, directory = typed.settings, typed.config_dir
     catalogue = Catalogue(overview([], directory)) if by_name else None
     if catalogue is None:
         choices = [argument for argument in arguments if "=" in argument or argument[:1] == "~"]

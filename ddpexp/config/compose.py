@@ -17,13 +17,14 @@ from omegaconf import OmegaConf
 from ddpexp import __version__
 from ddpexp.compat.hydra import VERSION_BASE
 from ddpexp.compat.omegaconf import quick_yaml
-from ddpexp.config.command_line import ONE_RUN, check_overrides, is_question, is_sweep, parse_arguments
+from ddpexp.config.arguments import ONE_RUN, Arguments
 from ddpexp.config.folders import LISTED, added_folder, conf_folder
 from ddpexp.config.hydra_section import (
     check_not_typed,
 )
 from ddpexp.config.hydra_tree import SweepInFileError, compose_tree, sweep_in_file, without_inherited
 from ddpexp.config.interpolations import bounded_interpolations
+from ddpexp.config.override_checks import check_overrides
 from ddpexp.config.plugins import plugin_folders, searched_packages
 from ddpexp.config.sentences import one_sentence
 from ddpexp.config.sweeps import Swept, compose_sweep
@@ -39,12 +40,13 @@ def compose_command(argv: list[str]) -> Composed | Swept | None:
     Raises:
         RefusedError: whatever Hydra or OmegaConf refuses.
     """
-    if is_sweep(argv):
-        return compose_sweep(argv)
+    arguments = Arguments.of(argv)
+    if arguments.is_sweep:
+        return compose_sweep(arguments)
     try:
-        return compose(argv)
+        return _compose(arguments)
     except SweepInFileError:
-        return compose_sweep(argv)
+        return compose_sweep(arguments)
 
 
 def compose(argv: list[str]) -> Composed | None:
@@ -53,29 +55,31 @@ def compose(argv: list[str]) -> Composed | None:
     Raises:
         RefusedError: whatever Hydra or OmegaConf refuses. SweepInFileError: a config file makes it a sweep.
     """
-    if "--version" in argv:
+    return _compose(Arguments.of(argv))
+
+
+def _compose(arguments: Arguments) -> Composed | None:
+    if arguments.version:
         print(f"ddpexp {__version__}")
         return None
-    arguments = parse_arguments(argv)
-    for_hydra = is_question(arguments)
     if arguments.multirun and arguments.cfg:
         raise RefusedError(f"--cfg {arguments.cfg} shows one run: leave -m out, and give each key one value.")
     of_hydra = any(override.lstrip("+~").startswith("hydra") for override in arguments.overrides)
     may_sweep = of_hydra and (
         arguments.config_dir is not None or bool(searched_packages())
     )  # a config file may make it a sweep
-    check_overrides(arguments.overrides, bool(for_hydra), in_sweep=may_sweep)
+    check_overrides(arguments.overrides, arguments.question, in_sweep=may_sweep)
     with one_sentence(), bounded_interpolations():
-        if for_hydra:
+        if arguments.question:
             overrides = (
                 without_inherited(arguments.overrides, added_folder(arguments.config_dir))
                 if arguments.cfg
                 else arguments.overrides
             )
-            _let_hydra_answer([*(override for override in argv if override not in arguments.overrides), *overrides])
+            _let_hydra_answer([*arguments.options, *overrides])
             return None
         added = added_folder(arguments.config_dir)
-        cfg = compose_tree(arguments.overrides, added)
+        cfg = compose_tree(list(arguments.overrides), added)
         if cfg.hydra.mode == RunMode.MULTIRUN:
             raise sweep_in_file()
         for override in arguments.overrides:

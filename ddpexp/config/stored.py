@@ -13,14 +13,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ddpexp.compat.omegaconf import get_yaml_loader, quick_yaml
+from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import did_you_mean
-from ddpexp.config.command_line import check_chosen_once, parse_arguments
 from ddpexp.config.folders import LISTED, added_folder, conf_folder, groups, options
 from ddpexp.config.hydra_section import (
     answered,
 )
 from ddpexp.config.interpolations import bounded_interpolations, only_resolvers
 from ddpexp.config.names import check_present
+from ddpexp.config.override_checks import check_chosen_once
 from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.restated import Place, Reader, UnrestatedError, leaves, unrestated
@@ -50,7 +51,7 @@ def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> t
         UnrestatedError: the file has settings that count only when `argv` restates them: see `ddpexp.config.restated`.
         RefusedError: the file is damaged, or an override does not apply to it.
     """
-    arguments = parse_arguments(argv)
+    arguments = Arguments.of(argv)
     cfg, stored = _loaded(path)
     added = added_folder(arguments.config_dir)
     check_syntax(arguments.overrides)

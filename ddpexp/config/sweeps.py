@@ -19,16 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddpexp.compat.hydra import VERSION_BASE, apply_overrides
 from ddpexp.compat.omegaconf import quick_yaml
-from ddpexp.config.command_line import (
-    SWEEPS,
-    check_override_of_sweep,
-    check_overrides,
-    check_single_values,
-    check_typed_once,
-    choices,
-    is_question,
-    parse_arguments,
-)
+from ddpexp.config.arguments import Arguments
 from ddpexp.config.folders import added_folder, conf_folder
 from ddpexp.config.hydra_section import (
     answered,
@@ -39,6 +30,13 @@ from ddpexp.config.hydra_section import (
 from ddpexp.config.hydra_tree import check_settings_of_hydra, compose_for_sweep, compose_tree
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.interpolations import bounded_interpolations
+from ddpexp.config.override_checks import (
+    check_override_of_sweep,
+    check_overrides,
+    check_single_values,
+    check_typed_once,
+    choices,
+)
 from ddpexp.config.sentences import one_sentence
 from ddpexp.config.typed_targets import forced, is_in, typed_targets
 from ddpexp.config.user_files import check_user_files
@@ -69,15 +67,13 @@ class Swept:
         return f"hydra/sweeper={self.cfg.hydra.runtime.choices['hydra/sweeper']}"
 
 
-def compose_sweep(argv: list[str]) -> Swept:
+def compose_sweep(arguments: Arguments) -> Swept:
     """Compose what a sweep's jobs have in common.
 
     Raises:
         RefusedError: whatever Hydra or OmegaConf refuses, and Hydra's settings that would have no effect.
     """
-    arguments = parse_arguments(argv)
-    is_question(arguments)
-    typed = [text for text in arguments.overrides if not SWEEPS.match(text)]
+    typed = arguments.settings
     for text in typed:
         check_override_of_sweep(text)
     check_overrides(typed, False, in_sweep=True)

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddpexp.config.arguments import Arguments
 from ddpexp.config.sweeps import Swept, compose_sweep
 from ddpexp.errors import RefusedError
 from ddpexp.sweep.folder import SweepDir, key_of, read_command, restated_overrides
@@ -44,6 +45,6 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
         now.pop(key_of(override), override) for override in overrides if override in kept or key_of(override) in now
     ]
     rest = [override for override in typed if override not in merged]
-    swept = compose_sweep([*merged, *rest])
+    swept = compose_sweep(Arguments.of([*merged, *rest]))
     swept.cfg.hydra.sweep.dir = str(folder.path)
     return dataclasses.replace(swept, folder=str(folder.path), is_stored=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpexp.config.arguments import Arguments
 from ddpexp.config.compose import compose, compose_command
 from ddpexp.config.stored import override_file
 from ddpexp.config.sweeps import JobComposer, compose_sweep
@@ -60,7 +61,7 @@ def test_a_package_in_a_folder_that_hydra_cannot_search_is_refused(
 
 
 def test_a_sweep_in_a_folder_that_its_jobs_cannot_record_is_refused() -> None:
-    swept = compose_sweep(["-m", "recipe=mnist", "trainer.seed=0,1"])
+    swept = compose_sweep(Arguments.of(["-m", "recipe=mnist", "trainer.seed=0,1"]))
     with pytest.raises(RefusedError) as caught:
         JobComposer(swept).compose(["recipe=mnist", "trainer.seed=0"], Path(f"/tmp/{NAME}/0000"))
     assert str(caught.value).startswith(f"the path /tmp/{NAME} of the sweep is not UTF-8, as the configurations of its")

@@ -15,6 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from ddpexp.compat.omegaconf import register_resolver
+from ddpexp.config.arguments import Arguments
 from ddpexp.config.compose import compose
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.parse import load, parse
@@ -332,7 +333,7 @@ def test_an_optimizer_without_a_rate_of_its_own_is_refused_with_what_to_type() -
 
 def test_the_jobs_of_a_sweep_inherit_no_keys_of_another_target() -> None:
     typed = ["-m", "run.trust=[zoo]", "model._target_=ddpexp.recipes.mnist.LeNet,zoo.resnet", "model.classes=10,20"]
-    composer = JobComposer(compose_sweep(typed))
+    composer = JobComposer(compose_sweep(Arguments.of(typed)))
     job = composer.compose(["run.trust=[zoo]", "model._target_=zoo.resnet", "model.classes=20"], Path("/x"))
     assert job.values["model"] == {"_target_": "zoo.resnet", "classes": 20}
     with pytest.raises(RefusedError, match=r"^model\.classes is not a known key\. "):
@@ -378,10 +379,10 @@ def test_the_parsed_experiment_cannot_be_changed() -> None:
 
 def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
     overrides = ["optimizer.lr=interval(0,1)", "trainer.seed=tag(a,b,interval(2,3))", "model.hidden=choice(3,4)"]
-    assert compose_sweep(overrides).intervals == tuple(overrides[:2])
+    assert compose_sweep(Arguments.of(overrides)).intervals == tuple(overrides[:2])
     params = "hydra: {sweeper: {params: {optimizer.lr: 'interval(0.1,0.2)', trainer.seed: '1,2'}}}\n"
     write(tmp_path / "conf/recipe/searched.yaml", f"# @package _global_\n{params}")
-    assert compose_sweep([f"--config-dir={tmp_path}/conf", "recipe=searched"]).intervals == (
+    assert compose_sweep(Arguments.of([f"--config-dir={tmp_path}/conf", "recipe=searched"])).intervals == (
         "optimizer.lr=interval(0.1,0.2)",
     )
 
@@ -438,6 +439,11 @@ MODELS = ", ".join(options("model"))
         ("data=images data.flip=maybe", "data.flip=maybe is not true or false (its default is false)."),
         ("data=images data.crop=half", "data.crop=half is not a number (its default is 0)."),
         ("data.embedded_train=many", "data.embedded_train=many is not a number (its default is 60000)."),
+        (
+            "--conf x",
+            "ambiguous option: --conf could match --config-path, --config-name, --config-dir. --help shows what "
+            "can be typed.",
+        ),
         ("-m --cfg job", "--cfg job shows one run: leave -m out, and give each key one value."),
         ("sweep.slots=2", "sweep.slots=2 is for sweeps: add -m, or leave it out."),
         ("model=1", f"model=1 is not a known option. Available: {MODELS}."),
@@ -601,7 +607,7 @@ def test_a_config_folder_with_recipes_of_which_none_is_chosen_draws_a_warning(mi
         "recipe=other."
     )
     assert composed(f"--config-dir={mine}", "trainer.seed=3").warnings == (warning,)
-    assert compose_sweep(["-m", f"--config-dir={mine}", "trainer.seed=1,2"]).warnings == (warning,)
+    assert compose_sweep(Arguments.of(["-m", f"--config-dir={mine}", "trainer.seed=1,2"])).warnings == (warning,)
     for chosen in ("recipe=mnist", "recipe=mine"):
         assert composed(f"--config-dir={mine}", chosen).warnings == ()
 

@@ -1,140 +1,26 @@
-"""Read the arguments of a command, and refuse those that Hydra would misread or ignore."""
+"""Refuse the overrides that Hydra would misread or ignore."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-from argparse import ArgumentError, Namespace
 from collections.abc import Sequence
 from typing import get_args, get_type_hints
 
-from hydra._internal.utils import get_args_parser
-
-from ddpexp.config.build import nearest
+from ddpexp.config.arguments import ONE_RUN
 from ddpexp.config.folders import LISTED, conf_folder, groups, options
-from ddpexp.config.foreign import advice_on_key
-from ddpexp.config.hydra_section import (
-    check_not_typed,
-)
+from ddpexp.config.hydra_section import check_not_typed
 from ddpexp.config.kinds import several, takes_number
 from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.errors import RefusedError
 
-SWEEPS = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
-ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
 _NO_NAME = re.compile(
     r"[+-]?\d[\d_]*\.?\d*(e[+-]?\d+)?|true|false|nan|inf", re.IGNORECASE
 )  # what Hydra does not read as a text
-_TORCHRUN = ("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts")
-_OPTIONS = (
-    "--help",
-    "--hydra-help",
-    "--version",
-    "--cfg",
-    "--resolve",
-    "--package",
-    "--multirun",
-    "--config-dir",
-    "--info",
-)
 
 
-def parse_arguments(argv: list[str]) -> Namespace:
-    """Parse a command line with Hydra's options and its overrides.
-
-    Raises:
-        RefusedError: an option that is unknown or given twice, or one without the question it belongs to.
-    """
-    parser = get_args_parser()
-    parser.exit_on_error = False  # argparse would print the usage of all of Hydra's options
-    abbreviated = next((argument for argument in argv if re.match("--config(=|$)", argument)), None)
-    if abbreviated is not None:
-        raise RefusedError(f"{abbreviated} is not an option. Did you mean --config-dir?")
-    try:
-        arguments, unknown = parser.parse_known_intermixed_args(argv)  # options may stand anywhere
-    except ArgumentError as error:
-        raise RefusedError(f"{error}. --help shows what can be typed.") from None
-    if unknown:
-        raise RefusedError(_no_option(unknown[0]))
-    if sum(argument.partition("=")[0] in ("--config-dir", "-cd") for argument in argv) > 1:
-        raise RefusedError("--config-dir is typed twice: it takes one folder.")
-    folder = arguments.config_dir
-    if folder is not None and re.match(r"[\w./]+=", folder) and not os.path.isdir(folder):
-        raise RefusedError(
-            f"--config-dir takes a folder, and {folder} is an override: write --config-dir DIR {folder}, for example "
-            "--config-dir mine/conf recipe=mine."
-        )
-    if (arguments.package or arguments.resolve) and not arguments.cfg:
-        option = "--package" if arguments.package else "--resolve"
-        raise RefusedError(f"{option} goes with a question, such as --cfg job {option}.")
-    return arguments
-
-
-def _no_option(argument: str) -> str:
-    """Return the message for an unknown option: the nearest option, or the key that it may stand for."""
-    name, _, value = argument.lstrip("-").partition("=")
-    option = nearest(f"--{name}", _OPTIONS, 0.8) if argument.startswith("--") else None
-    if option is not None:
-        return f"{argument} is not an option. Did you mean {option}?"
-    key = name.replace("-", "_")
-    if key.startswith(("checkpoint", "ckpt")):
-        return (
-            f"{argument} is not an option: a checkpoint is named by its folder, as in ddpexp evaluate "
-            "RUN_DIR/checkpoints/step-00000100, and weights to start from as run.init_from=..."
-        )
-    if key == "resume":
-        return f"{argument} is not an option: a run is resumed with python -m ddpexp resume {value or 'RUN_DIR'}."
-    if key in _TORCHRUN:
-        return (
-            f"{argument} is an option of torchrun, and stands before -m: torchrun {argument} --nproc-per-node 2 -m "
-            f"ddpexp ... "
-            "launcher=torchrun-env. Without torchrun, trainer.gpus=2 starts the workers."
-        )
-    advice = advice_on_key(key)
-    section = next((section for section, typed in TYPED_SECTIONS.items() if key in typed.__dataclass_fields__), None)
-    if not advice and section is not None:
-        advice = f" Did you mean {section}.{key}={value or '...'}?"
-    return f"{argument} is not an option: write key=value, for example trainer.gpus=2.{advice}"
-
-
-def is_sweep(argv: list[str]) -> bool:
-    """Return whether a command line is a sweep, which a question such as --help is not."""
-    if {"--version", "--help", "-h"} & set(argv):
-        return False
-    arguments = parse_arguments(argv)
-    return bool(arguments.multirun or any(map(SWEEPS.match, arguments.overrides))) and not is_question(arguments)
-
-
-def is_question(arguments: Namespace) -> bool:
-    """Return whether the arguments only ask Hydra something, such as --cfg.
-
-    Raises:
-        RefusedError: an option of Hydra's that ddpexp does not support.
-    """
-    if arguments.config_path or arguments.config_name or arguments.experimental_rerun:
-        raise RefusedError(
-            "--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME."
-        )
-    if arguments.shell_completion:
-        raise RefusedError(
-            '--shell-completion is Hydra\'s own: type eval "$(ddpexp completion bash)" (ddpexp help completion).'
-        )
-    return bool(arguments.hydra_help or arguments.cfg or arguments.info)
-
-
-def split(argv: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the overrides of a command line, and the argument of --config-dir.
-
-    Raises:
-        RefusedError: an unknown option.
-    """
-    arguments = parse_arguments(list(argv))
-    return [argument for argument in arguments.overrides if not SWEEPS.match(argument)], arguments.config_dir
-
-
-def check_overrides(overrides: list[str], question: bool, in_sweep: bool = False) -> None:
+def check_overrides(overrides: Sequence[str], question: bool, in_sweep: bool = False) -> None:
     """Check overrides that Hydra would accept without effect, or reject with a traceback.
 
     Raises:

@@ -1,0 +1,153 @@
+"""Parse the arguments of a command: its options, its overrides, and whether they make a sweep. Pure text."""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ddpexp.config.build import nearest
+from ddpexp.config.foreign import advice_on_key
+from ddpexp.config.schema import TYPED_SECTIONS
+from ddpexp.errors import RefusedError
+
+ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
+_MULTIRUN = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
+_TORCHRUN = ("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts")
+_OPTIONS = (
+    "--help",
+    "--hydra-help",
+    "--version",
+    "--cfg",
+    "--resolve",
+    "--package",
+    "--multirun",
+    "--config-dir",
+    "--info",
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a command."""
+
+    overrides: tuple[str, ...] = ()  # as typed
+    options: tuple[str, ...] = ()  # the other arguments
+    config_dir: str | None = None
+    multirun: bool = False
+    cfg: str | None = None  # which configuration Hydra is asked to print
+    question: bool = False  # whether Hydra is only asked something, such as --cfg or --info
+    version: bool = False
+    help: bool = False
+
+    @classmethod
+    def of(cls, argv: Sequence[str]) -> Arguments:
+        """Parse a command line.
+
+        Raises:
+            RefusedError: an option that is unknown, does not apply or is given twice, or one without the question that
+                it belongs to.
+        """
+        if "--version" in argv:
+            return cls(version=True)
+        abbreviated = next((argument for argument in argv if re.match("--config(=|$)", argument)), None)
+        if abbreviated is not None:
+            raise RefusedError(f"{abbreviated} is not an option. Did you mean --config-dir?")
+        typed, unknown = _parser().parse_known_intermixed_args(argv)  # options may stand anywhere
+        if unknown:
+            raise RefusedError(_no_option(unknown[0]))
+        if sum(argument.partition("=")[0] in ("--config-dir", "-cd") for argument in argv) > 1:
+            raise RefusedError("--config-dir is typed twice: it takes one folder.")
+        folder = typed.config_dir
+        if folder is not None and re.match(r"[\w./]+=", folder) and not os.path.isdir(folder):
+            raise RefusedError(
+                f"--config-dir takes a folder, and {folder} is an override: write --config-dir DIR {folder}, for "
+                "example --config-dir mine/conf recipe=mine."
+            )
+        if (typed.package or typed.resolve) and not typed.cfg:
+            option = "--package" if typed.package else "--resolve"
+            raise RefusedError(f"{option} goes with a question, such as --cfg job {option}.")
+        if typed.config_path or typed.config_name or typed.experimental_rerun:
+            raise RefusedError(
+                "--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME."
+            )
+        if typed.shell_completion:
+            raise RefusedError(
+                '--shell-completion is Hydra\'s own: type eval "$(ddpexp completion bash)" (ddpexp help completion).'
+            )
+        return cls(
+            overrides=tuple(typed.overrides),
+            options=tuple(argument for argument in argv if argument not in typed.overrides),
+            config_dir=folder,
+            multirun=typed.multirun,
+            cfg=typed.cfg,
+            question=bool(typed.hydra_help or typed.cfg or typed.info),
+            help=typed.help,
+        )
+
+    @property
+    def settings(self) -> list[str]:
+        """The overrides but for hydra.mode=MULTIRUN, which says what -m says."""
+        return [override for override in self.overrides if not _MULTIRUN.match(override)]
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether the command is a sweep, which a question such as --help is not."""
+        return (self.multirun or len(self.settings) < len(self.overrides)) and not (self.question or self.help)
+
+
+class _Parser(ArgumentParser):
+    """A parser that raises its errors: argparse would print the usage of all options, and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RefusedError(f"{message}. --help shows what can be typed.")
+
+
+def _parser() -> ArgumentParser:
+    """Return the parser of Hydra's options, some of which only get an answer that is better than Hydra's."""
+    parser = _Parser(add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--experimental-rerun")
+    questions = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    parser.add_argument("--info", "-i", const="all", nargs="?", choices=questions)
+    for names in (
+        ("--help", "-h"), ("--hydra-help",), ("--resolve",), ("--run", "-r"), ("--multirun", "-m"),
+        ("--shell-completion", "-sc"),
+    ):  # fmt: skip
+        parser.add_argument(*names, action="store_true")
+    return parser
+
+
+def _no_option(argument: str) -> str:
+    """Return the message for an unknown option: the nearest option, or the key that it may stand for."""
+    name, _, value = argument.lstrip("-").partition("=")
+    option = nearest(f"--{name}", _OPTIONS, 0.8) if argument.startswith("--") else None
+    if option is not None:
+        return f"{argument} is not an option. Did you mean {option}?"
+    key = name.replace("-", "_")
+    if key.startswith(("checkpoint", "ckpt")):
+        return (
+            f"{argument} is not an option: a checkpoint is named by its folder, as in ddpexp evaluate "
+            "RUN_DIR/checkpoints/step-00000100, and weights to start from as run.init_from=..."
+        )
+    if key == "resume":
+        return f"{argument} is not an option: a run is resumed with python -m ddpexp resume {value or 'RUN_DIR'}."
+    if key in _TORCHRUN:
+        return (
+            f"{argument} is an option of torchrun, and stands before -m: torchrun {argument} --nproc-per-node 2 -m "
+            f"ddpexp ... "
+            "launcher=torchrun-env. Without torchrun, trainer.gpus=2 starts the workers."
+        )
+    advice = advice_on_key(key)
+    section = next((section for section, typed in TYPED_SECTIONS.items() if key in typed.__dataclass_fields__), None)
+    if not advice and section is not None:
+        advice = f" Did you mean {section}.{key}={value or '...'}?"
+    return f"{argument} is not an option: write key=value, for example trainer.gpus=2.{advice}"
