@@ -28,9 +28,9 @@ from ddpexp.config import commands
 from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import conf_folder, groups
 from ddpexp.config.parse import parse
+from ddpexp.config.resolve import Composed
 from ddpexp.config.restated import is_setting
 from ddpexp.config.sweeps import JobComposer, Swept
-from ddpexp.config.values import Composed
 from ddpexp.doctor.verb import DoctorArguments
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.layout import assume

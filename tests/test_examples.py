@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
-from ddpexp.config.values import Composed
+from ddpexp.config.resolve import Composed
 from ddpexp.errors import RefusedError
 from ddpexp.settings.node import Node
 from examples.mine.mine import Stable

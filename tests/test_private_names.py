@@ -32,9 +32,7 @@ OWN = {"_stepping"}  # of `RunView`, hidden from users, and set by the hooks tha
 
 # Files and folders in which private names are left, and which. An entry that is no longer needed fails the test.
 EXCEPTIONS: dict[str, str] = {
-    "ddpexp/cli/api/composed.py": "Hydra's",
     "ddpexp/cli/main.py": "Python's",
-    "ddpexp/config/": "Hydra's and OmegaConf's",
     "ddpexp/plan/activations.py": "torch's",
 }
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
+from hydra.core.singleton import Singleton
 from hydra.types import HydraContext
+from hydra.version import VersionBase
 from omegaconf import DictConfig
 
 VERSION_BASE: dict[str, Any] = (
@@ -42,3 +47,19 @@ def sweeper_context(loader: ConfigLoader) -> HydraContext:
     When it goes: whatever the context takes then for no callbacks.
     """
     return HydraContext(config_loader=loader, callbacks=Callbacks())
+
+
+@contextmanager
+def own_globals() -> Iterator[None]:
+    """Set aside what a program that uses Hydra itself has initialized, inside the block.
+
+    Private: `Singleton._instances` of 1.3 and 1.4.
+    Why: `Singleton.get_state` copies all resolvers of OmegaConf, too, with the objects that they hold.
+    When it goes: `Singleton.get_state` and `set_state`.
+    """
+    instances: dict[Any, Singleton] = Singleton._instances
+    outer = {kind: instances.pop(kind) for kind in (GlobalHydra, HydraConfig, VersionBase) if kind in instances}
+    try:
+        yield
+    finally:
+        instances.update(outer)

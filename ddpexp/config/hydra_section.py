@@ -1,22 +1,14 @@
-"""Hydra's own section: what of it counts here, what is refused because it would have no effect.
-
-What `${hydra:...}` stands for.
-"""
+"""Hydra's own section: which settings count here, which are refused as without effect, and `${hydra:...}`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
-
-from ddpexp.compat.omegaconf import register_resolver
 from ddpexp.config.build import shown
 from ddpexp.config.instantiate import Trust, targets
 from ddpexp.errors import RefusedError
@@ -34,7 +26,6 @@ _OF_A_RUN = re.compile(r"hydra\.job\.(name$|config\.override_dirname\.)")
 _HERE: Mapping[str, Any] = {
     "hydra.run.dir": ".",
     "hydra.sweep.subdir": "${hydra.job.num}",
-    "hydra.launcher._target_": "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
     **{
         f"hydra.{section}.{key}": value
         for section in ("hydra_logging", "job_logging")
@@ -68,20 +59,30 @@ _ANSWERED = ("runtime.cwd", "runtime.version", "runtime.choices", "job.name", "j
 _FORMED = re.compile(r"\$\{hydra:([\w./-]+)\}")
 
 
-def check_not_typed(override: str, in_sweep: bool) -> None:
-    """Look at a typed word for Hydra's own section.
+def check_has_effect(override: str) -> None:
+    """Refuse an override of Hydra's own section that would have no effect.
 
     Raises:
-        RefusedError: it would have no effect.
+        RefusedError: with what to type instead.
     """
-    key = override.lstrip("+~").partition("=")[0].partition("@")[0]
-    if not re.match(r"hydra[./]|hydra$", key) or _OF_A_RUN.match(key) or key == "hydra.mode":
-        return
-    if _OF_SWEEPS.match(key):
-        if not in_sweep:
-            raise RefusedError(f"{override} is for sweeps: add -m, or leave it out.")
-    else:
+    key = _key(override)
+    if re.match(r"hydra([./]|$)", key) and not (_OF_A_RUN.match(key) or _OF_SWEEPS.match(key) or key == "hydra.mode"):
         raise RefusedError(no_effect(override, key))
+
+
+def check_of_one_run(overrides: Sequence[str]) -> None:
+    """Refuse overrides that only a sweep has.
+
+    Raises:
+        RefusedError: with what to type instead.
+    """
+    for override in overrides:
+        if _OF_SWEEPS.match(_key(override)) or _key(override).startswith("sweep."):
+            raise RefusedError(f"{override} is for sweeps: add -m, or leave it out.")
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
 def no_effect(setting: str, key: str) -> str:
@@ -94,18 +95,18 @@ def no_effect(setting: str, key: str) -> str:
 
 
 def check_nothing_ignored(
-    cfg: DictConfig, plain: Callable[[], DictConfig], files: Callable[[], Sequence[Path]]
+    section: Mapping[str, Any], launcher: str, plain: Callable[[], Mapping[str, Any]], files: Sequence[Path]
 ) -> None:
-    """Look at what config files set in Hydra's own section, as it is composed in `cfg`.
+    """Look at what config files set in Hydra's own section, as it is composed.
 
-    `plain` composes the same without anybody's files but ours, and `files` lists those that were read: both take time,
-    and are only called where something is other than it should be.
+    `launcher` is the class of Hydra's own launcher. `plain` composes the section from no files but ours, which takes
+    time: it is only called where something is other than it should be. `files` are those that were read.
 
     Raises:
         RefusedError: one of them sets what would have no effect.
     """
-    found = _settings(cfg)
-    if found == _HERE:
+    found = _settings(section)
+    if found == {**_HERE, "hydra.launcher._target_": launcher}:
         return
     expected = _settings(plain())
     changed = next((key for key in (*found, *expected) if found.get(key, expected) != expected.get(key, found)), None)
@@ -113,7 +114,7 @@ def check_nothing_ignored(
         return
     setting = f"{changed}={shown(found.get(changed, expected.get(changed)))}"
     last = changed.rpartition(".")[2]
-    file = next((path for path in reversed(files()) if all(text in path.read_text() for text in ("hydra", last))), None)
+    file = next((path for path in reversed(files) if all(text in path.read_text() for text in ("hydra", last))), None)
     where = f"{file} sets {setting}" if file is not None else f"a config file sets {setting}"
     raise RefusedError(no_effect(where, changed))
 
@@ -140,20 +141,19 @@ def check_no_ignored_options(files: Sequence[Path]) -> None:
                     raise RefusedError(no_effect(f"{path} chooses {group}={option}", group))
 
 
-def check_code_of_sweeper(sweeper: Any, trust: Trust) -> None:
-    """Look at every `_target_` of a sweeper.
+def check_code_of_sweeper(sweeper: Any, offered: Collection[str], trust: Trust) -> None:
+    """Look at every `_target_` of a sweeper: its class and those of its settings, which this process calls.
 
-    Its own class and those of its settings, which are called in the command's process.
+    `offered` are those that Hydra and its plugins have registered for sweeps.
 
     Raises:
         RefusedError: one that neither an installed plugin has brought nor anybody has trusted.
     """
-    plain = OmegaConf.to_container(sweeper, resolve=True) if OmegaConf.is_config(sweeper) else sweeper
-    for key, target in targets(plain, "hydra.sweeper"):
+    for key, target in targets(sweeper, "hydra.sweeper"):
         itself = key == "hydra.sweeper._target_" and str(target).startswith(
             "hydra_plugins."
         )  # Hydra sees that it is a sweeper
-        if not (itself or target in _of_plugins() or trust.allows(str(target), key.removesuffix("._target_"))):
+        if not (itself or target in offered or trust.allows(str(target), key.removesuffix("._target_"))):
             raise RefusedError(
                 f"{key}={target} is not allowed: a configuration may name what an installed plugin of Hydra's offers "
                 "for sweeps, "
@@ -161,21 +161,7 @@ def check_code_of_sweeper(sweeper: Any, trust: Trust) -> None:
             )
 
 
-def _of_plugins() -> set[str]:
-    """Return what Hydra and its plugins have registered for sweeps."""
-
-    def walk(tree: Any) -> Iterator[str]:
-        for value in tree.values():
-            if isinstance(value, dict):
-                yield from walk(value)
-            elif OmegaConf.is_config(value.node):
-                yield from (str(target) for _, target in targets(OmegaConf.to_container(value.node, resolve=False), ""))
-
-    values = ConfigStore.instance().repo.get("hydra", {})
-    return {"hydra._internal.core_plugins.basic_sweeper.BasicSweeper", *walk(values.get("sweeper", {}))}
-
-
-def _settings(cfg: DictConfig) -> dict[str, Any]:
+def _settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is in Hydra's section beside what is obeyed and what Hydra fills in itself, by whole keys."""
     found: dict[str, Any] = {}
 
@@ -186,55 +172,45 @@ def _settings(cfg: DictConfig) -> dict[str, Any]:
         elif not _OBEYED.match(where):
             found[where] = values
 
-    walk(OmegaConf.to_container(cfg.hydra, resolve=False, enum_to_str=True), "hydra")
+    walk(section, "hydra")
     return found
 
 
 # What `${hydra:...}` stands for
 
 
-def answers_of(cfg: DictConfig) -> dict[str, Any]:
-    """Return what `${hydra:...}` can be answered with, by its words; `cfg` still has Hydra's section."""
-    plain: Any = OmegaConf.to_container(cfg.hydra, resolve=False, enum_to_str=True)
-    values: dict[str, Any] = {name: reduce(getitem, name.split("."), plain) for name in _ANSWERED}
+def answers_of(section: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what `${hydra:...}` can be answered with, by its words; `overrides` are as typed."""
+    values: dict[str, Any] = {name: reduce(getitem, name.split("."), section) for name in _ANSWERED}
     values["mode"] = values["mode"] or "RUN"
-    conf = cfg.hydra.job.config.override_dirname
-    values["job.override_dirname"] = dirname(
-        plain["overrides"]["task"], conf.kv_sep, conf.item_sep, list(conf.exclude_keys)
-    )
+    values["job.override_dirname"] = dirname(section, overrides)
     return values
 
 
-def dirname(overrides: Sequence[str], between: str = "=", joint: str = ",", left_out: Sequence[str] = ()) -> str:
-    """Return what was typed as part of a path, as Hydra does; what may have such a part itself is left out."""
+def dirname(section: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """Return overrides as part of a path, as Hydra does; without those that may have such a part themselves."""
+    conf = section["job"]["config"]["override_dirname"]
+    left_out = ("run.dir", *conf["exclude_keys"])
     kept = [
         override
         for override in overrides
-        if "${" not in override and override.partition("=")[0].lstrip("+~") not in ("run.dir", *left_out)
+        if "${" not in override and not re.match(r"[+~]*hydra[./]", override)
+        if override.partition("=")[0].lstrip("+~") not in left_out
     ]
-    return joint.join(sorted(kept)).replace("=", between)
-
-
-@contextmanager
-def answered(answers: Mapping[str, Any]) -> Iterator[None]:
-    """Have `${hydra:...}` stand for these answers in what is resolved inside; what else is asked for is refused."""
-
-    def answer(path: str) -> Any:
-        return _answer(answers, path)
-
-    register_resolver("hydra", answer, replace=True)
-    try:
-        yield
-    finally:
-        OmegaConf.clear_resolver("hydra")
+    return str(conf["item_sep"]).join(sorted(kept)).replace("=", str(conf["kv_sep"]))
 
 
 def written_out(text: str, answers: Mapping[str, Any]) -> str:
     """Put the answers into a text that is kept as it is written for other references: nobody else can give them."""
-    return _FORMED.sub(lambda found: str(_answer(answers, found[1])), text)
+    return _FORMED.sub(lambda found: str(answer(answers, found[1])), text)
 
 
-def _answer(answers: Mapping[str, Any], path: str) -> Any:
+def answer(answers: Mapping[str, Any], path: str) -> Any:
+    """Return what `${hydra:PATH}` stands for.
+
+    Raises:
+        ValueError: nothing, with the reason.
+    """
     name = next((name for name in answers if path == name or path.startswith(f"{name}.")), None)
     if name is not None:
         value = answers[name]

@@ -21,6 +21,7 @@ from ddpexp.compat.omegaconf import (
     register_resolver,
 )
 from ddpexp.config import facts
+from ddpexp.config.hydra_section import answer
 from ddpexp.errors import RefusedError
 
 _RESOLVED, _NODES = 10_000, 200_000
@@ -66,6 +67,16 @@ def bounded_interpolations() -> Iterator[None]:
             f"{_RESOLVED:,} times, for a text of more than {_LONGEST:,} characters, or for more than {_SECONDS:g} s. "
             f"Write the values themselves."
         ) from None
+
+
+@contextmanager
+def answered(answers: Mapping[str, Any]) -> Iterator[None]:
+    """Have `${hydra:...}` stand for these answers in what is resolved inside; what else is asked for is refused."""
+    register_resolver("hydra", lambda path: answer(answers, path), replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.clear_resolver("hydra")
 
 
 @contextmanager

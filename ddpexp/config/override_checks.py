@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 
 from ddpexp.config.arguments import ONE_RUN
 from ddpexp.config.folders import LISTED, conf_folder, groups, options
-from ddpexp.config.hydra_section import check_not_typed
+from ddpexp.config.hydra_section import check_has_effect
 from ddpexp.config.kinds import several, takes_number
 from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.schema import TYPED_SECTIONS
@@ -20,7 +20,7 @@ _NO_NAME = re.compile(
 )  # what Hydra does not read as a text
 
 
-def check_overrides(overrides: Sequence[str], question: bool, in_sweep: bool = False) -> None:
+def check_overrides(overrides: Sequence[str], question: bool = False, in_sweep: bool = False) -> None:
     """Check overrides that Hydra would accept without effect, or reject with a traceback.
 
     Raises:
@@ -33,7 +33,7 @@ def check_overrides(overrides: Sequence[str], question: bool, in_sweep: bool = F
             of_run = "" if in_sweep else f" or, for one run, run.dir={value}"
             raise RefusedError(f"sweep.dir is not a known key. Did you mean hydra.sweep.dir={value} (with -m){of_run}?")
         if not question:
-            check_not_typed(argument, in_sweep)
+            check_has_effect(argument)
         if key in LISTED and (value == "null" or argument[0] == "~"):
             what = {"logger": "to record nothing beside metrics.jsonl", "callbacks": "for a run without callbacks"}[key]
             raise RefusedError(f"{argument}: {what}, write {key}=none.")

@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 
 from ddpexp.config import commands
 from ddpexp.config.build import nearest
@@ -137,19 +134,22 @@ def _no_override(override: str, before: str, after: Sequence[str]) -> str:
     )
 
 
-def unread(override: str) -> str:
-    """Return the message for an override that Hydra's grammar rejects: why, and what to type instead."""
+def unread(override: str, is_read: Callable[[str], bool]) -> str:
+    """Return the message for an override that Hydra's grammar rejects: why, and what to type instead.
+
+    `is_read` says whether the grammar reads another one, which is suggested then.
+    """
     key, _, value = override.partition("=")
     if "=" not in override or not _KEY.fullmatch(key) or ".." in key:
         return f"{override} is not an override: {_EXAMPLE}."
     if value.startswith("="):
         return f"{override} has = twice: write {key}={value.lstrip('=')}."
-    if value.endswith(",") and _is_read(f"{key}={value.rstrip(',')}"):
+    if value.endswith(",") and is_read(f"{key}={value.rstrip(',')}"):
         return f"{override} ends with a comma: words are separated by spaces. Write {key}={value.rstrip(',')}."
     if (found := re.search(f"[{_QUOTES}]", value)) is not None:
         return f"{override} has the quote {found[0]} of a formatted text: write ' or \", or leave the quotes out."
     plain = unicodedata.normalize("NFKC", value).translate(_ASCII).rstrip(",;")
-    if not value.isascii() and plain.isascii() and _is_read(f"{key}={plain}"):
+    if not value.isascii() and plain.isascii() and is_read(f"{key}={plain}"):
         character = next(one for one in value if not one.isascii())
         return f"{override} has the character {character}, which only looks like a plain one: write {key}={plain}."
     if (more := re.search(r"[;,&]\+?[a-z_]+([./][\w.]+)?=", value)) is not None:
@@ -160,7 +160,7 @@ def unread(override: str) -> str:
         return (
             f"{override} has two overrides inside one pair of quotes: write {first} {more[1]}, each on its own{text}."
         )
-    if (advice := _no_function(override, key, value)) is not None:
+    if (advice := _no_function(override, key, value, is_read)) is not None:
         return advice
     inner = re.fullmatch(r"(\w[\w-]*)\.([\w.]+=.*)", value)
     if inner is not None and key in groups([conf_folder()]):
@@ -170,7 +170,7 @@ def unread(override: str) -> str:
             f"{override} is not read: neither the shell nor Hydra makes a folder of ~ there. Write "
             f"{key}=$HOME{value[1:]}."
         )
-    if value[:1] == "(" and value[-1:] == ")" and _is_read(f"{key}=[{value[1:-1]}]"):
+    if value[:1] == "(" and value[-1:] == ")" and is_read(f"{key}=[{value[1:-1]}]"):
         return f"{override} is not read: a list is written in brackets, {shlex.quote(f'{key}=[{value[1:-1]}]')}."
     for opening, closing in _BRACKETS:
         if value.count(opening) != value.count(closing):
@@ -179,7 +179,7 @@ def unread(override: str) -> str:
                 f"{shlex.quote(f'{key}=[a, b]')}."
             )
     quoted = _quoted(key, value)
-    if _is_read(shlex.split(quoted)[0]):
+    if is_read(shlex.split(quoted)[0]):
         return (
             f"{override} is not read: its value has characters that mean something to Hydra. Quote it twice: {quoted}."
         )
@@ -191,12 +191,12 @@ def _quoted(key: str, value: str) -> str:
     return shlex.quote('{}="{}"'.format(key, value.replace("\\", "\\\\").replace('"', '\\"')))
 
 
-def _no_function(override: str, key: str, value: str) -> str | None:
+def _no_function(override: str, key: str, value: str, is_read: Callable[[str], bool]) -> str | None:
     """Return the message for an unknown or misspelt function of sweeps; None where the value is no function."""
     called = re.match(r"(\w+)([(\[])", value)
     if called is not None and called[1] in _FUNCTIONS:
         suggestion = f"{key}={_FUNCTIONS[called[1]]}"
-        if called[2] == "[" and value.endswith("]") and _is_read(f"{key}={called[1]}({value[len(called[0]) : -1]})"):
+        if called[2] == "[" and value.endswith("]") and is_read(f"{key}={called[1]}({value[len(called[0]) : -1]})"):
             suggestion = f"{key}={called[1]}({value[len(called[0]) : -1]})"
         return f"{override} is not read: {called[1]} is written as in {shlex.quote(suggestion)}."
     braces = value[:1] + value[-1:] == "{}" and several(value)
@@ -211,11 +211,3 @@ def _no_function(override: str, key: str, value: str) -> str | None:
             f"0.1,0.01.{text}"
         )
     return None
-
-
-def _is_read(override: str) -> bool:
-    try:
-        OverridesParser.create().parse_override(override)
-    except HydraException:
-        return False
-    return True

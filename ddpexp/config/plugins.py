@@ -1,7 +1,4 @@
-"""What other installed packages add: launchers, loggers, schedules and recipes, each with its YAML files.
-
-And the folders of configs that they have Hydra search.
-"""
+"""What other installed packages add: launchers, loggers, schedules and recipes, each with its YAML files."""
 
 from __future__ import annotations
 
@@ -80,29 +77,10 @@ def _conf_folders(values: Iterable[str]) -> dict[Path, str]:
     return {place / "conf": package for package in packages for place in _places(package) if (place / "conf").is_dir()}
 
 
-def searched_packages() -> dict[Path, str]:
-    """Return the folders that installed packages have Hydra search, by a SearchPathPlugin.
-
-    Each with its top-level package.
-
-    Of a folder outside of any package that is empty. The plugins have been imported by then: Hydra does so whenever it
-    starts.
-    """
-    from hydra._internal.utils import (
-        create_config_search_path,
-    )  # workers, which have no use for Hydra, import this module too
-
-    folders: dict[Path, str] = {}
-    for element in create_config_search_path("pkg://ddpexp.conf").get_path():
-        if element.provider in ("hydra", "main", "schema"):
-            continue
-        scheme, separator, name = (element.path or "").rpartition("://")
-        if scheme == "pkg":
-            root, *rest = name.replace("/", ".").split(".")
-            folders |= {place.joinpath(*rest): root for place in _places(root) if place.joinpath(*rest).is_dir()}
-        elif scheme in ("", "file") and (separator or name) and Path(name).is_dir():
-            folders[Path(name)] = ""
-    return folders
+def package_folder(name: str) -> tuple[str, list[Path]]:
+    """Return the top-level package of `package.folder` or `package/folder`, and where that folder is."""
+    root, *rest = name.replace("/", ".").split(".")
+    return root, [folder for place in _places(root) if (folder := place.joinpath(*rest)).is_dir()]
 
 
 def _places(package: str) -> list[Path]:
@@ -115,10 +93,13 @@ def _places(package: str) -> list[Path]:
 
 
 @cache
-def offered_targets() -> frozenset[str]:
-    """Return the names that installed packages' own configs, which Hydra searches, give of their own code."""
+def offered_targets(searched: tuple[tuple[Path, str], ...]) -> frozenset[str]:
+    """Return the names that installed packages' own configs give of their own code.
+
+    `searched` are the folders that packages have Hydra search, each with its top-level package.
+    """
     names = set()
-    for folder, package in {**_conf_folders(_entry_points()[RECIPES].values()), **searched_packages()}.items():
+    for folder, package in {**_conf_folders(_entry_points()[RECIPES].values()), **dict(searched)}.items():
         for path in sorted(folder.rglob("*.yaml")) if package else ():
             with suppress(OSError, ValueError, yaml.YAMLError):
                 names |= set(_named(load_yaml(path.read_text()), package))

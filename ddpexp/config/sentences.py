@@ -1,4 +1,4 @@
-"""Convert the errors of Hydra, OmegaConf and PyYAML to one sentence each, with what to type or write."""
+"""The sentences for the errors of Hydra, OmegaConf and PyYAML, with what to type or write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -20,11 +19,10 @@ from ddpexp.config.folders import LISTED, conf_folder, groups, options
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.hydra_section import no_effect
 from ddpexp.config.kinds import takes_fraction, takes_list, takes_number
-from ddpexp.config.override_syntax import unread
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.errors import RefusedError
 
-_FULL_ERROR = "HYDRA_FULL_ERROR"
+FULL_ERROR = "HYDRA_FULL_ERROR"  # the variable with which Hydra shows whole errors
 _RESOLVERS = (
     "facts",
     "oc.env",
@@ -47,42 +45,17 @@ _YAML = {  # PyYAML's messages, each with what it mostly means
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Convert the errors of Hydra, OmegaConf and PyYAML to RefusedError."""
-    with _full_errors():
-        try:
-            yield
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-            if os.environ.get(_FULL_ERROR) == "asked":
-                raise
-            raise RefusedError(sentence(error)) from None
-
-
-@contextmanager
-def _full_errors() -> Iterator[None]:
-    """Have Hydra raise its errors instead of printing them and exiting with 1."""
-    previous = os.environ.get(_FULL_ERROR)
-    os.environ[_FULL_ERROR] = "asked" if previous else "1"
+    """Convert the errors of OmegaConf and PyYAML to RefusedError."""
     try:
         yield
-    finally:
-        if previous is None:
-            del os.environ[_FULL_ERROR]
-        else:
-            os.environ[_FULL_ERROR] = previous
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        if os.environ.get(FULL_ERROR):
+            raise
+        raise RefusedError(sentence(error)) from None
 
 
 def sentence(error: Exception) -> str:
-    """Return an error of Hydra, OmegaConf or PyYAML as one sentence."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group = error.missing_cfg_file.rpartition("/")[0]
-        searched = [Path(folder) for folder in re.findall(r"path=file://(.+)", str(error))]
-        known = error.options or options(group, searched)  # of one in a list, such as logger=[a,b], Hydra gives none
-        added = any(folder not in (conf_folder(), *plugin_folders()) for folder in searched)
-        return _unknown_option(error.missing_cfg_file, [name for name in known if name], added)
-    if isinstance(error, OverrideParseException):
-        return unread(str(error.override))
-    if isinstance(error, ConfigCompositionException):
-        return _composition(error)
+    """Return an error of OmegaConf or PyYAML as one sentence."""
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} is missing: give it a value, for example as {error.full_key}=... ."
     unset = re.search(r"Environment variable '(\w+)' not found", str(error))
@@ -115,8 +88,12 @@ def _interpolated(error: OmegaConfBaseException) -> str:
     return ""
 
 
-def _unknown_option(file: str, known: Sequence[str], added: bool) -> str:
-    """Return the message for an option that is not there; `added`: the command has a --config-dir."""
+def unknown_option(file: str, known: Sequence[str] | None, message: str) -> str:
+    """Return the message for an option that is not there: Hydra's `message` names the folders that it searched."""
+    searched = [Path(folder) for folder in re.findall(r"path=file://(.+)", message)]
+    # Of an option in a list, such as logger=[a,b], Hydra gives none.
+    known = [name for name in known or options(file.rpartition("/")[0], searched) if name]
+    added = any(folder not in (conf_folder(), *plugin_folders()) for folder in searched)
     group, _, option = file.rpartition("/")
     if not group:
         return f"There is no config {option}."
@@ -153,45 +130,38 @@ def _unknown_option(file: str, known: Sequence[str], added: bool) -> str:
     return f"{group}={option} is not a known option.{meant}"
 
 
-def _composition(error: ConfigCompositionException) -> str:
-    several = re.match(r"Ambiguous value for argument '([^']+)'", str(error))
+def composition(message: str, cause: BaseException | None) -> str:
+    """Return the sentence for Hydra's message about what it cannot compose."""
+    several = re.match(r"Ambiguous value for argument '([^']+)'", message)
     if several:
-        key, _, value = several[1].partition("=")
-        or_list = f", or write a list as {key}=[{value}]" if key in LISTED or takes_list(key) else ""
-        if key == "callbacks" and "none" in value.split(","):
-            or_list = ""
-        if takes_number(key) and not takes_fraction(key) and re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value):
-            or_list = f", or {key}={value.replace(',', '')}"
-        elif takes_number(key) and re.fullmatch(r"\d+,\d+", value):  # a decimal comma
-            or_list = f", or {key}={value.replace(',', '.')}" if takes_fraction(key) else or_list
-        return f"{several[1]} gives several values: add -m for a run with each{or_list}."
-    sweeps = re.match(r"Sweep parameters '(.+)' requires --multirun", str(error))
+        return _several_values(several[1])
+    sweeps = re.match(r"Sweep parameters '(.+)' requires --multirun", message)
     if sweeps:
         return f"{sweeps[1]} gives several values: add -m for a run with each."
-    unchosen = re.match(r"Could not override '([^']+)'\. No match in the defaults list", str(error))
+    unchosen = re.match(r"Could not override '([^']+)'\. No match in the defaults list", message)
     if unchosen:
-        added = re.search(r"use (\+\S+)", str(error))
+        added = re.search(r"use (\+\S+)", message)
         return (
             f"Of {unchosen[1]} no option is chosen by default, so one is added: "
             f"{added[1] if added else '+' + unchosen[1]}."
         )
-    unknown = re.match(r"Could not override '([^']+)'", str(error))
-    if unknown and isinstance(error.__cause__, OmegaConfBaseException):
-        return str(unknown_key_of(unknown[1], error.__cause__))
-    there = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
+    unknown = re.match(r"Could not override '([^']+)'", message)
+    if unknown and isinstance(cause, OmegaConfBaseException):
+        return str(unknown_key_of(unknown[1], cause))
+    there = re.match(r"Could not append to config\. An item is already at '([^']+)'", message)
     if there:
         return f"{there[1]} is a key already: leave the + out."
-    twice = re.match(r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: (.+)'", str(error))
+    twice = re.match(r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: (.+)'", message)
     if twice:
         name = twice[1]
         return (
             f"{name} is chosen already: leave the + out, {name}={twice[2]}; in a config's defaults write override "
             f"/{name}."
         )
-    again = re.match(r"([\w/]+) appears more than once in the final defaults list", str(error))
+    again = re.match(r"([\w/]+) appears more than once in the final defaults list", message)
     if again:
         return f"{again[1]} is chosen already: leave the + out."
-    unmatched = re.match(r"In '([^']+)': Could not override '(?:[\w/]+/)?(\w+)(?:@[\w.]+)?'\.", str(error))
+    unmatched = re.match(r"In '([^']+)': Could not override '(?:[\w/]+/)?(\w+)(?:@[\w.]+)?'\.", message)
     if unmatched:
         group = unmatched[2]
         way = f"override /{group}" if group in groups([conf_folder()]) else f"/{group}, without override"
@@ -199,20 +169,32 @@ def _composition(error: ConfigCompositionException) -> str:
             f"{unmatched[1]}.yaml overrides {group}, which is not chosen before it under that name: write - {way}: "
             "... ."
         )
-    in_file = re.match(r"In '([^']+)': \w+ raised while composing config:\n(.*)\n.*?full_key: (\S+)", str(error), re.S)
+    in_file = re.match(r"In '([^']+)': \w+ raised while composing config:\n(.*)\n.*?full_key: (\S+)", message, re.S)
     if in_file:
         if in_file[3].startswith("hydra."):
             return no_effect(f"{in_file[1]}.yaml sets {in_file[3]}", in_file[3])
         return f"{in_file[1]}.yaml, {in_file[3]}: {in_file[2].splitlines()[0]}."
-    if listed := re.match(r"In '([^']+)': ConfigTypeError .*\n.*Cannot merge DictConfig with ListConfig", str(error)):
+    if listed := re.match(r"In '([^']+)': ConfigTypeError .*\n.*Cannot merge DictConfig with ListConfig", message):
         return f"{listed[1]}.yaml is a list, and a config holds keys: a line that begins with - stands below a key."
-    unmerged = re.match(r"Error merging override (.+)", str(error))
-    key = unmerged[1].partition("=")[0] if unmerged else ""
-    if unmerged and "Cannot merge DictConfig with ListConfig" in str(error.__cause__):
+    unmerged = re.match(r"Error merging override (.+)", message)
+    if unmerged and "Cannot merge DictConfig with ListConfig" in str(cause):
         return _of_two_kinds(unmerged[1])
-    if unmerged and isinstance(error.__cause__, OmegaConfBaseException):
-        return f"{unmerged[1]}: {first_line(error.__cause__)}."
-    return first_line(error)
+    if unmerged and isinstance(cause, OmegaConfBaseException):
+        return f"{unmerged[1]}: {first_line(cause)}."
+    return sentence(cause) if not message and isinstance(cause, Exception) else first_line(message)
+
+
+def _several_values(override: str) -> str:
+    """Return the sentence for several values of one run, which may be meant as a list or as one number."""
+    key, _, value = override.partition("=")
+    or_list = f", or write a list as {key}=[{value}]" if key in LISTED or takes_list(key) else ""
+    if key == "callbacks" and "none" in value.split(","):
+        or_list = ""
+    if takes_number(key) and not takes_fraction(key) and re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value):
+        or_list = f", or {key}={value.replace(',', '')}"
+    elif takes_number(key) and re.fullmatch(r"\d+,\d+", value):  # a decimal comma
+        or_list = f", or {key}={value.replace(',', '.')}" if takes_fraction(key) else or_list
+    return f"{override} gives several values: add -m for a run with each{or_list}."
 
 
 def _of_two_kinds(override: str) -> str:
@@ -264,7 +246,7 @@ def _keys(tree: Any) -> list[str]:
     return [key for key in walk(plain, "") if not key.startswith("hydra")]
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: Exception | str) -> str:
     """Return an error's message without the lines in which OmegaConf repeats the key and its types."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]

@@ -16,20 +16,17 @@ from ddpexp.compat.omegaconf import get_yaml_loader, quick_yaml
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.folders import LISTED, added_folder, conf_folder, groups, options
-from ddpexp.config.hydra_section import (
-    answered,
-)
-from ddpexp.config.interpolations import bounded_interpolations, only_resolvers
+from ddpexp.config.interpolations import answered, bounded_interpolations, only_resolvers
 from ddpexp.config.names import check_present
 from ddpexp.config.override_checks import check_chosen_once
 from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.plugins import plugin_folders
+from ddpexp.config.replaced_targets import counts_unlisted, is_in, keys_of_target, typed_targets
+from ddpexp.config.resolve import offered_by_packages, plain, text_of, trust_of
 from ddpexp.config.restated import Place, Reader, UnrestatedError, leaves, unrestated
 from ddpexp.config.schema import TYPED_SECTIONS, Experiment
 from ddpexp.config.sentences import first_line, sentence, unknown_key_of
-from ddpexp.config.typed_targets import counts_unlisted, is_in, keys_of_target, typed_targets
 from ddpexp.config.validate import ALERT_URL
-from ddpexp.config.values import offered_by_packages, plain, text_of, trust_of
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import check_yaml, shortest
 from ddpexp.system.yaml_text import load_yaml
@@ -72,10 +69,17 @@ def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> t
     written: Any = OmegaConf.to_container(cfg, resolve=False)
     if settings := unrestated(values, written, read, reader):
         raise UnrestatedError(shortest(path.parent), settings)
-    if offered := offered_by_packages(values):
+    if offered := offered_by_packages(values, _searched_packages):
         written["run"]["trust"] = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
     check_present(values, trust_of(values))
     return values, text_of(written)
+
+
+def _searched_packages() -> Mapping[Path, str]:
+    """Return the folders that packages have Hydra search; only for names that nothing else trusts, as Hydra is slow."""
+    from ddpexp.config.tree import searched_packages
+
+    return searched_packages()
 
 
 def _resolved(cfg: DictConfig, reader: Reader) -> tuple[dict[str, Any], Mapping[Place, str]]:

@@ -46,5 +46,4 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     ]
     rest = [override for override in typed if override not in merged]
     swept = compose_sweep(Arguments.of([*merged, *rest]))
-    swept.cfg.hydra.sweep.dir = str(folder.path)
-    return dataclasses.replace(swept, folder=str(folder.path), is_stored=True)
+    return dataclasses.replace(swept, directory=str(folder.path), is_named=True, is_stored=True)

@@ -11,12 +11,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import OmegaConf, open_dict
+from omegaconf import open_dict
 
 from ddpexp.compat.hydra import sweeper_context
 from ddpexp.config.interpolations import bounded_interpolations
-from ddpexp.config.sentences import one_sentence
 from ddpexp.config.sweeps import Swept
+from ddpexp.config.tree import one_sentence
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.sweep.folder import key_of, mask_records
 from ddpexp.sweep.job_result import Ended
@@ -55,7 +55,7 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
     Raises:
         RefusedError: the sweeper takes its settings not as they were typed. And what `run_batch` raises.
     """
-    cfg, loader, plugins = swept.cfg, swept.loader, Plugins.instance()
+    cfg, loader, plugins = swept.composed.cfg, swept.composed.loader, Plugins.instance()
     with open_dict(cfg):
         cfg.hydra.sweep.dir = str(folder)
     launcher = _Launcher(run_batch, not is_grid(swept), folder)  # a grid continues whatever fails, batch by batch
@@ -64,14 +64,12 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
     # Hydra's own sweeper composes each job only to see whether that can be done, which `run_batch` does with all of
     # them.
     loader.load_sweep_config = lambda master_config, sweep_overrides: master_config  # type: ignore[method-assign]
-    overrides = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
-    assert isinstance(overrides, list)
     with one_sentence():
         try:
             context = sweeper_context(loader)
             with bounded_interpolations():  # not in what follows, which lasts as long as the sweep
                 sweeper = plugins.instantiate_sweeper(config=cfg, hydra_context=context, task_function=run_batch)
-            sweeper.sweep(arguments=[str(override) for override in overrides])
+            sweeper.sweep(arguments=list(swept.overrides))
         except OSError as error:
             if launcher.began:
                 raise
@@ -101,7 +99,7 @@ def _refusal(swept: Swept, error: Exception) -> str:
         if override.startswith("hydra.sweeper.") or key_of(override) in swept.keys
     )
     why = " ".join(str(error).split()).rstrip(".")
-    return f"{swept.sweeper} does not take one of: {typed}{f' ({why})' if why else ''}."
+    return f"{swept.sweeper_choice} does not take one of: {typed}{f' ({why})' if why else ''}."
 
 
 def check_ends(swept: Swept) -> None:
@@ -114,11 +112,9 @@ def check_ends(swept: Swept) -> None:
         return  # others draw from a range
     count = 1
     with one_sentence(), bounded_interpolations():
-        params = swept.cfg.hydra.sweeper.get("params") or {}
-        typed = OmegaConf.to_container(swept.cfg.hydra.overrides.task, resolve=False)
-        assert isinstance(typed, list)
-        overrides = [*(f"{key}={value}" for key, value in params.items()), *map(str, typed)]
-        for override in OverridesParser.create(swept.loader).parse_overrides(overrides):
+        params = swept.sweeper.get("params") or {}
+        overrides = [*(f"{key}={value}" for key, value in params.items()), *swept.overrides]
+        for override in OverridesParser.create(swept.composed.loader).parse_overrides(overrides):
             if override.is_sweep_override() and override.is_discrete_sweep():
                 value = override.value()
                 values = iter(value.range()) if isinstance(value, RangeSweep) else override.sweep_iterator()
@@ -131,7 +127,7 @@ def check_ends(swept: Swept) -> None:
 
 def is_grid(swept: Swept) -> bool:
     """Return whether the jobs are Hydra's own grid, which needs no objective."""
-    return str(swept.cfg.hydra.sweeper.get("_target_", "")).endswith(".BasicSweeper")
+    return str(swept.sweeper.get("_target_", "")).endswith(".BasicSweeper")
 
 
 class JobFailed(DdpexpError):

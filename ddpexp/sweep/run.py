@@ -38,7 +38,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
         print_message(f"ddpexp: warning: {warning}")
     _check_sweeper(swept, settings)
     check_ends(swept)
-    parents = [place for place in Path(str(swept.cfg.hydra.sweep.dir)).parents if not place.exists()]
+    parents = [place for place in Path(swept.directory).parents if not place.exists()]
     folder, made = _folder(swept)
     held = None
     sweep = None
@@ -77,10 +77,9 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
 def _check_sweeper(swept: Swept, settings: Sweep) -> None:
     """Check that a sweeper that chooses jobs by their results has an objective."""
     if is_grid(swept):
-        if swept.intervals:
+        if intervals := swept.composed.intervals:
             raise RefusedError(
-                f"{swept.intervals[0]} wants a sweeper that chooses values: add hydra/sweeper=optuna, or list the "
-                "values."
+                f"{intervals[0]} wants a sweeper that chooses values: add hydra/sweeper=optuna, or list the values."
             )
         return
     if settings.objective is None:
@@ -88,8 +87,7 @@ def _check_sweeper(swept: Swept, settings: Sweep) -> None:
             "hydra/sweeper chooses jobs by their results: name the metric with sweep.objective=eval/accuracy "
             "sweep.mode=max."
         )
-    direction = swept.cfg.hydra.sweeper.get("direction")
-    name = getattr(direction, "name", direction)
+    name = swept.sweeper.get("direction")
     if name in ("minimize", "maximize") and not name.startswith(settings.mode):
         raise RefusedError(
             f"hydra.sweeper.direction={name} and sweep.mode={settings.mode} contradict: type both, to the same end."
@@ -98,10 +96,10 @@ def _check_sweeper(swept: Swept, settings: Sweep) -> None:
 
 def _folder(swept: Swept) -> tuple[SweepDir, bool]:
     """Return the sweep's directory, and whether it was created just now."""
-    path = Path(str(swept.cfg.hydra.sweep.dir))
+    path = Path(swept.directory)
     check_name(path, "hydra.sweep.dir")
     try:
-        if swept.folder is None:
+        if not swept.is_named:
             path.parent.mkdir(parents=True, exist_ok=True)
             return SweepDir(files.first_free(path)), True
         made = not path.exists()

@@ -165,7 +165,7 @@ class SweepRunner:
 
     def _begin(self, jobs: Sequence[Planned]) -> None:
         """Record the sweep and the jobs of a batch."""
-        what = f"of {len(jobs)} job{'s' if len(jobs) > 1 else ''}" if self._grid else f"by {self._swept.sweeper}"
+        what = f"of {len(jobs)} job{'s' if len(jobs) > 1 else ''}" if self._grid else f"by {self._swept.sweeper_choice}"
         where = "" if all(job.submits for job in jobs) else f" on {self._slots}"
         title = f"sweep {what}{where} in {files.relative(self.folder.path)}"
         slots = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}

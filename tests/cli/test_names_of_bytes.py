@@ -55,7 +55,7 @@ def test_a_config_folder_that_hydra_cannot_search_is_refused(tmp_path: Path) -> 
 def test_a_package_in_a_folder_that_hydra_cannot_search_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpexp.config.hydra_tree.plugin_folders", lambda: [tmp_path / NAME / "conf"])
+    monkeypatch.setattr("ddpexp.config.tree.plugin_folders", lambda: [tmp_path / NAME / "conf"])
     with pytest.raises(RefusedError, match="of an installed package is not UTF-8, and Hydra reads no other"):
         compose(["recipe=mnist"])
 

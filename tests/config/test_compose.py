@@ -19,10 +19,10 @@ from ddpexp.config.arguments import Arguments
 from ddpexp.config.compose import compose
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.parse import load, parse
+from ddpexp.config.resolve import Composed
 from ddpexp.config.schema import Experiment
 from ddpexp.config.stored import override_file
 from ddpexp.config.sweeps import JobComposer, compose_sweep
-from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError, StoppedError
 from ddpexp.settings.node import Node
 from tests.listed import options
@@ -379,10 +379,10 @@ def test_the_parsed_experiment_cannot_be_changed() -> None:
 
 def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
     overrides = ["optimizer.lr=interval(0,1)", "trainer.seed=tag(a,b,interval(2,3))", "model.hidden=choice(3,4)"]
-    assert compose_sweep(Arguments.of(overrides)).intervals == tuple(overrides[:2])
+    assert compose_sweep(Arguments.of(overrides)).composed.intervals == tuple(overrides[:2])
     params = "hydra: {sweeper: {params: {optimizer.lr: 'interval(0.1,0.2)', trainer.seed: '1,2'}}}\n"
     write(tmp_path / "conf/recipe/searched.yaml", f"# @package _global_\n{params}")
-    assert compose_sweep(Arguments.of([f"--config-dir={tmp_path}/conf", "recipe=searched"])).intervals == (
+    assert compose_sweep(Arguments.of([f"--config-dir={tmp_path}/conf", "recipe=searched"])).composed.intervals == (
         "optimizer.lr=interval(0.1,0.2)",
     )
 

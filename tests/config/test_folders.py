@@ -11,7 +11,7 @@ import pytest
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import added_folder
-from ddpexp.config.values import Composed
+from ddpexp.config.resolve import Composed
 from ddpexp.errors import RefusedError
 
 

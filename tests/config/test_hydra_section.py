@@ -11,11 +11,11 @@ import yaml
 
 from ddpexp.config.compose import compose, compose_command
 from ddpexp.config.hydra_section import check_nothing_ignored
-from ddpexp.config.hydra_tree import SweepInFileError
 from ddpexp.config.parse import load, parse
+from ddpexp.config.resolve import Composed
 from ddpexp.config.stored import override_file
 from ddpexp.config.sweeps import JobComposer, Swept
-from ddpexp.config.values import Composed
+from ddpexp.config.tree import SweepInFileError
 from ddpexp.errors import RefusedError
 
 RECIPE = (
@@ -120,7 +120,8 @@ def test_nothing_is_composed_twice_for_that(tmp_path: Path, monkeypatch: pytest.
 
     overrides = recipe(tmp_path, "")
     monkeypatch.setattr(
-        "ddpexp.config.hydra_tree.check_nothing_ignored", lambda cfg, *_: check_nothing_ignored(cfg, called, called)
+        "ddpexp.config.tree.check_nothing_ignored",
+        lambda section, launcher, *_: check_nothing_ignored(section, launcher, called, ()),
     )
     one(overrides)
     sweep([*overrides, "-m", "trainer.seed=1,2"])
@@ -135,10 +136,10 @@ def test_sweep_params_in_a_file_make_the_sweep_that_the_overrides_make_with_m(tm
     found = sweep([*overrides, "trainer.epochs=1"])
     assert found.keys == {"optimizer.lr", "trainer.seed"}
     assert found.overrides == (f"recipe={overrides[-1].partition('=')[2]}", "trainer.epochs=1")
-    assert found.folder is None
+    assert not found.is_named
     assert sweep([*overrides, "model.x=1,2", "+model.y=3"]).keys == {"optimizer.lr", "trainer.seed", "model.x"}
     assert sweep([*overrides, "trainer.gpus=1,2", "sweep.slots=2"]).settings["slots"] == 2
-    assert sweep([*overrides, "hydra.sweep.dir=mine"]).folder == "mine"
+    assert sweep([*overrides, "hydra.sweep.dir=mine"]).directory == "mine"
     assert refusal([*recipe(tmp_path, "", "plain"), "hydra.sweep.dir=mine"]) == (
         "hydra.sweep.dir=mine is for sweeps: add -m, or leave it out."
     )
@@ -168,17 +169,17 @@ def test_params_without_the_mode_are_for_sweeps_alone_which_is_reported(tmp_path
 
 def test_a_file_names_the_directory_of_a_sweep_as_the_command_line_does(tmp_path: Path) -> None:
     overrides = ["-m", "trainer.seed=1,2"]
-    assert sweep([*overrides, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n")]).folder == "mine"
+    assert sweep([*overrides, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n")]).directory == "mine"
     assert (
-        sweep([*overrides, *recipe(tmp_path, "hydra: {sweep: {dir: 'all/${hydra:job.name}'}}\n")]).folder
+        sweep([*overrides, *recipe(tmp_path, "hydra: {sweep: {dir: 'all/${hydra:job.name}'}}\n")]).directory
         == "all/ddpexp"
     )
     assert (
-        sweep([*overrides, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n"), "hydra.sweep.dir=other"]).folder
+        sweep([*overrides, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n"), "hydra.sweep.dir=other"]).directory
         == "other"
     )
-    assert sweep([*overrides, "hydra.sweep.dir='a b'"]).folder == "a b"
-    assert sweep(overrides).folder is None
+    assert sweep([*overrides, "hydra.sweep.dir='a b'"]).directory == "a b"
+    assert not sweep(overrides).is_named
 
 
 def test_a_file_cannot_have_a_sweeper_run_what_nobody_trusts(tmp_path: Path) -> None:
@@ -192,10 +193,9 @@ def test_a_file_cannot_have_a_sweeper_run_what_nobody_trusts(tmp_path: Path) -> 
     chosen = ["--config-dir", str(tmp_path / "conf"), "recipe=sly"]
     assert refusal([*overrides, *chosen]).startswith("hydra.sweeper.sampler._target_=subprocess.Popen is not allowed: ")
     write(tmp_path / "conf/recipe/fine.yaml", optuna + "hydra: {sweeper: {n_trials: 3}}\n")
-    assert sweep([*overrides, *chosen[:2], "recipe=fine"]).cfg.hydra.sweeper.n_trials == 3
+    assert sweep([*overrides, *chosen[:2], "recipe=fine"]).sweeper["n_trials"] == 3
     assert (
-        sweep([*overrides, "hydra/sweeper=optuna", "hydra/sweeper/sampler=random"]).cfg.hydra.sweeper.sampler.seed
-        is None
+        sweep([*overrides, "hydra/sweeper=optuna", "hydra/sweeper/sampler=random"]).sweeper["sampler"]["seed"] is None
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 from ddpexp.config import facts
 from ddpexp.config.compose import compose
 from ddpexp.config.interpolations import resolved
+from ddpexp.config.resolve import Composed, text_of
 from ddpexp.config.stored import override_file
-from ddpexp.config.values import Composed, text_of
 from ddpexp.errors import RefusedError
 from ddpexp.system.secrets import masked, referenced
 from ddpexp.system.yaml_text import load_yaml

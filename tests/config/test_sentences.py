@@ -9,8 +9,8 @@ import pytest
 from ddpexp.config.build import unknown_key
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
+from ddpexp.config.resolve import Composed
 from ddpexp.config.sweeps import Swept
-from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
 
 

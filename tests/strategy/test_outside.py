@@ -14,8 +14,8 @@ from ddpexp.checkpoint.format import newest_checkpoint
 from ddpexp.config.build import build
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
+from ddpexp.config.resolve import Composed
 from ddpexp.config.validate import check
-from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.run.evaluation import Evaluation

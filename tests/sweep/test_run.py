@@ -259,7 +259,10 @@ def test_a_finished_job_that_has_lost_its_metrics_is_reported_and_left(sweeps: S
 
 
 BAD = [
-    (("optimizer.lrr=1,2",), r"^ddpexp: optimizer\.lrr is not a known key\. Did you mean optimizer\.lr\?$"),
+    (
+        ("optimizer.lrr=1,2",),
+        r"^ddpexp: optimizer\.lrr is not a known key\. Did you mean optimizer\.lr\? \(job 0000_optimizer\.lrr=1\)$",
+    ),
     (("optimizer.lr=0.1,fast",), r"optimizer\.lr=fast.* \(job 0001_optimizer\.lr=fast\)"),
     (("trainer.gpus=1,16",), r"trainer\.gpus=16 takes 16 slots at once, and there are 2 slots .*use sweep\.slots=16"),
     (("trainer.global_batch_size=24,25", "trainer.gpus=2"), r"trainer\.global_batch_size=25 .*\(job 0001_"),

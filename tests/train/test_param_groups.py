@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from ddpexp.config.compose import compose_command
 from ddpexp.config.param_groups import check_param_groups
 from ddpexp.config.parse import parse
+from ddpexp.config.resolve import Composed
 from ddpexp.config.schema import Experiment
-from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
 from ddpexp.settings.parameters import FreezeUntil, ParamGroup
 from ddpexp.train.build_optimizers import build_optimizers

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,31 +33,11 @@ def compose(arguments: Sequence[str]) -> Composed:
     words = checked(arguments, "compose")
     if any(word in MULTIRUN for word in words):
         raise RefusedError("ddpexp.compose composes one experiment: leave -m out, and give each key one value.")
-    with _own_hydra():
-        composed = compose_run(words)
+    composed = compose_run(words)
     assert composed is not None  # there is no option that asks about the configuration
     for text in composed.warnings:
         warnings.warn(text, stacklevel=2)
     return Composed(parse(composed.values), tuple(composed.overrides), dict(composed.values))
-
-
-@contextmanager
-def _own_hydra() -> Iterator[None]:
-    """Set aside what a program that uses Hydra itself has initialized, inside the block."""
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.core.singleton import Singleton
-    from hydra.version import VersionBase
-
-    kinds: tuple[type, ...] = (GlobalHydra, HydraConfig, VersionBase)
-    instances = Singleton._instances
-    outer = {kind: instances.pop(kind) for kind in kinds if kind in instances}
-    try:
-        yield
-    finally:
-        for kind in kinds:
-            instances.pop(kind, None)
-        instances.update(outer)
 
 
 @dataclass(frozen=True)

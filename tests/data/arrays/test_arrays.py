@@ -14,8 +14,8 @@ import torch
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
+from ddpexp.config.resolve import Composed
 from ddpexp.config.schema import Experiment
-from ddpexp.config.values import Composed
 from ddpexp.data.arrays import to_predict
 from ddpexp.data.arrays.dataset import load
 from ddpexp.data.arrays.prepare import prepare

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
-from ddpexp.config.values import Composed
+from ddpexp.config.resolve import Composed
 from ddpexp.data.image_folder import colors, device_colors
 from ddpexp.data.image_folder.dataset import load
 from ddpexp.data.image_folder.images import ImageFolder

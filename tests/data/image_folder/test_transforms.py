@@ -13,7 +13,7 @@ from PIL import Image
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
-from ddpexp.config.values import Composed
+from ddpexp.config.resolve import Composed
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.distributed.world import World

@@ -1,0 +1,374 @@
+"""Have Hydra compose the tree of a command: the one module, beside the sweeper's, that imports Hydra."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from ddpexp.compat.hydra import VERSION_BASE, apply_overrides, own_globals
+from ddpexp.compat.omegaconf import quick_yaml
+from ddpexp.config import sentences
+from ddpexp.config.arguments import Arguments
+from ddpexp.config.build import unknown_key
+from ddpexp.config.folders import LISTED, added_folder, conf_folder, options
+from ddpexp.config.hydra_section import check_no_ignored_options, check_nothing_ignored
+from ddpexp.config.instantiate import targets
+from ddpexp.config.interpolations import bounded_interpolations
+from ddpexp.config.override_syntax import unread
+from ddpexp.config.plugins import package_folder, plugin_folders
+from ddpexp.config.replaced_targets import forced, typed_targets, without_inherited
+from ddpexp.config.user_files import check_user_files
+from ddpexp.errors import RefusedError
+from ddpexp.system.text import is_utf8
+
+
+class SweepInFileError(RefusedError):
+    """A config file turns a command into a sweep that its arguments do not request."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A composed configuration: plain values, whose references are not resolved."""
+
+    values: Mapping[str, Any]  # by section; `sweep` is one of them
+    hydra: Mapping[str, Any]  # Hydra's own section
+    overrides: tuple[str, ...]  # as typed
+    added: Path | None  # --config-dir
+    packages: Mapping[Path, str]  # folders that packages have Hydra search, each with its top-level package
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The chosen option of each group."""
+        chosen = self.hydra["runtime"]["choices"].items()
+        return {str(group): option.removesuffix(".yaml") for group, option in chosen if isinstance(option, str)}
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders that hold the options of groups, in the order of precedence; ours is first."""
+        return _folders(self.added, self.packages)
+
+    def check_is_one_run(self) -> None:
+        """Raise SweepInFileError if a config file makes it a sweep."""
+        if self.hydra["mode"] == RunMode.MULTIRUN.name:
+            raise _sweep_in_file()
+
+
+@dataclass(frozen=True)
+class SweepTree:
+    """What the jobs of a sweep have in common, and what of its overrides is left to the jobs."""
+
+    tree: Tree
+    swept: frozenset[str]  # the keys of overrides that are swept
+    keys: frozenset[str]  # with those that a config file sweeps
+    intervals: tuple[str, ...]  # overrides with a range of values to choose from
+    trust: tuple[str, ...]  # the prefixes of run.trust
+    cfg: DictConfig  # the tree as Hydra's sweepers take it
+    loader: ConfigLoader  # in which they look up groups
+
+
+def compose_tree(overrides: Sequence[str], added: Path | None) -> Tree:
+    """Compose the tree of one run.
+
+    Raises:
+        RefusedError: a file or an override has a mistake. SweepInFileError: a config file makes this a sweep.
+    """
+    check_user_files(overrides, added)
+    with _opened(added) as files:
+        read = files.read_for(overrides)
+        values = _plain(_composed(files, read, overrides))
+        _check_hydra_section(files, read, values["hydra"])
+    tree = Tree(values, values.pop("hydra"), tuple(overrides), added, files.packages)
+    return replace(tree, values=_without_unchosen(tree))
+
+
+def compose_sweep_tree(overrides: Sequence[str], added: Path | None) -> SweepTree:
+    """Compose what the jobs of a sweep have in common; overrides with several values are left to the jobs.
+
+    Raises:
+        RefusedError: a file or an override has a mistake.
+    """
+    with _opened(added) as files:
+        parser = OverridesParser.create(files.loader)
+        typed = parser.parse_overrides(list(overrides))
+        cfg = files.compose(forced(overrides, typed_targets(overrides)), RunMode.MULTIRUN)
+        cfg.hydra.overrides.task = list(overrides)  # what sweepers read
+        values = _plain(cfg)
+        section = values.pop("hydra")
+        _check_hydra_section(files, files.read_for(overrides), section)
+        params = section["sweeper"].get("params") or {}
+        of_file = parser.parse_overrides([f"{key}={values}" for key, values in params.items()])
+        trust = [override.value() for override in typed if override.get_key_element().lstrip("+") == "run.trust"]
+        swept = [override.get_key_element() for override in typed if override.is_sweep_override()]
+        intervals = [str(override.input_line) for override in (*typed, *of_file) if override.is_interval_sweep()]
+    return SweepTree(
+        tree=Tree(values, section, tuple(overrides), added, files.packages),
+        swept=frozenset(swept),
+        keys=frozenset({*swept, *map(str, params)}),
+        intervals=tuple(intervals),
+        trust=tuple(map(str, trust[-1])) if trust and isinstance(trust[-1], list) else (),
+        cfg=cfg,
+        loader=files.loader,
+    )
+
+
+def with_values(tree: Tree, overrides: Sequence[str]) -> Tree:
+    """Set values in a tree, without reading its files again.
+
+    Raises:
+        RefusedError: a key or a value is wrong.
+    """
+    cfg = OmegaConf.create(dict(tree.values))
+    OmegaConf.set_struct(cfg, True)
+    with one_sentence(), bounded_interpolations():
+        apply_overrides(OverridesParser.create().parse_overrides(list(overrides)), cfg)
+    return replace(tree, values=cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False)))
+
+
+def answer(arguments: Arguments) -> None:
+    """Have Hydra's own main answer a question, such as --cfg, which it prints.
+
+    Raises:
+        RefusedError: a file or an override has a mistake.
+    """
+    overrides: Sequence[str] = arguments.overrides
+    if arguments.cfg:
+        added = added_folder(arguments.config_dir)
+        check_user_files(overrides, added)
+        with _opened(added) as files:
+            overrides = without_inherited(overrides, files.read_for(overrides), files.values)
+    with one_sentence(), bounded_interpolations(), quick_yaml(), _as_program([*arguments.options, *overrides]):
+        hydra.main(config_path=str(conf_folder()), config_name="config", **VERSION_BASE)(lambda cfg: None)()
+
+
+@contextmanager
+def _as_program(arguments: Sequence[str]) -> Iterator[None]:
+    """Have Hydra's main read these arguments, and raise its errors instead of printing them and exiting."""
+    argv, sys.argv = sys.argv, ["ddpexp", *arguments]
+    is_set = sentences.FULL_ERROR in os.environ
+    os.environ.setdefault(sentences.FULL_ERROR, "1")
+    try:
+        with suppress(BrokenPipeError):  # the reader has gone (`| head`)
+            yield
+    finally:
+        sys.argv = argv
+        if not is_set:
+            del os.environ[sentences.FULL_ERROR]
+
+
+def searched_packages() -> dict[Path, str]:
+    """Return the folders that installed packages have Hydra search, each with its top-level package."""
+    with _opened(None) as files:
+        return files.packages
+
+
+def sweeper_targets() -> set[str]:
+    """Return the names that Hydra and its plugins have registered for sweeps."""
+
+    def walk(tree: Any) -> Iterator[str]:
+        for value in tree.values():
+            if isinstance(value, dict):
+                yield from walk(value)
+            elif OmegaConf.is_config(value.node):
+                yield from (str(target) for _, target in targets(OmegaConf.to_container(value.node, resolve=False), ""))
+
+    return set(walk(ConfigStore.instance().repo["hydra"]["sweeper"]))
+
+
+# Hydra's errors
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Convert the errors of Hydra, OmegaConf and PyYAML to RefusedError."""
+    try:
+        with sentences.one_sentence():
+            yield
+    except HydraException as error:
+        if os.environ.get(sentences.FULL_ERROR):
+            raise
+        raise RefusedError(_sentence(error)) from None
+
+
+def _sentence(error: HydraException) -> str:
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return sentences.unknown_option(error.missing_cfg_file, error.options, str(error))
+    if isinstance(error, OverrideParseException):
+        return unread(str(error.override), _is_read)
+    if isinstance(error, ConfigCompositionException):
+        return sentences.composition(str(error), error.__cause__)
+    return sentences.first_line(error)
+
+
+def _is_read(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        return False
+    return True
+
+
+def _sweep_in_file() -> SweepInFileError:
+    return SweepInFileError(
+        "A config file sets hydra.mode=MULTIRUN, which makes this a sweep: add hydra.mode=RUN for one run."
+    )
+
+
+# The files
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files that Hydra composes."""
+
+    loader: ConfigLoader
+    added: Path | None
+    packages: dict[Path, str]
+    search: Sequence[str]  # the override that adds folders to those that Hydra searches by itself
+
+    def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
+        """Compose the whole tree, with Hydra's section."""
+        typed, is_run = [*self.search, *overrides], mode == RunMode.RUN
+        return self.loader.load_configuration("config", typed, mode, False, validate_sweep_overrides=is_run)
+
+    def values(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """Compose plain values, whose references are not resolved."""
+        return _plain(self.compose(overrides))
+
+    def read_for(self, overrides: Sequence[str]) -> list[tuple[Path, str]]:
+        """Return the files that overrides choose, in order, each with the package where its keys belong.
+
+        None are returned where there are no folders but ours, and where Hydra refuses the overrides: composing says so.
+        """
+        if not (self.search or self.packages):
+            return []
+        try:
+            composed = self.loader.compute_defaults_list("config", [*self.search, *overrides], RunMode.MULTIRUN)
+        except HydraException:
+            return []
+        folders = _folders(self.added, self.packages)
+        places = [
+            (default, folder / f"{default.config_path}.yaml") for default in composed.defaults for folder in folders
+        ]
+        first = {id(default): (path, default.package or "") for default, path in reversed(places) if path.is_file()}
+        return list(first.values())[::-1]
+
+
+@contextmanager
+def _opened(added: Path | None) -> Iterator[_Files]:
+    """Start Hydra for our files, those of a --config-dir and those of packages, without the caller's own Hydra."""
+    search = _search([*([added] if added else []), *plugin_folders()])
+    with (
+        one_sentence(), bounded_interpolations(), quick_yaml(), own_globals(),
+        hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE),
+    ):  # fmt: skip
+        loader = GlobalHydra.instance().config_loader()
+        yield _Files(loader, added, _packages(loader), search)
+
+
+def _folders(added: Path | None, packages: Mapping[Path, str]) -> list[Path]:
+    return list(dict.fromkeys([conf_folder(), *([added] if added else []), *plugin_folders(), *packages]))
+
+
+def _packages(loader: ConfigLoader) -> dict[Path, str]:
+    """Return the folders that SearchPathPlugins add, each with its top-level package; outside of any with none."""
+    folders: dict[Path, str] = {}
+    for element in loader.get_search_path().get_path():
+        if element.provider in ("hydra", "main", "schema"):
+            continue
+        scheme, separator, name = (element.path or "").rpartition("://")
+        if scheme == "pkg":
+            root, places = package_folder(name)
+            folders |= dict.fromkeys(places, root)
+        elif scheme in ("", "file") and (separator or name) and Path(name).is_dir():
+            folders[Path(name)] = ""
+    return folders
+
+
+def _search(folders: Sequence[Path]) -> list[str]:
+    """Return the override that adds folders to Hydra's search path."""
+    for folder in folders:
+        if not is_utf8(str(folder)):
+            raise RefusedError(f"the path {folder} of an installed package is not UTF-8, and Hydra reads no other.")
+        if "${" in str(folder):
+            raise RefusedError(f"the path {folder} has ${{, which stands for a reference in configurations: rename it.")
+    return [f"hydra.searchpath=[{','.join(_literal(f'file://{folder}') for folder in folders)}]"] if folders else []
+
+
+def _literal(text: str) -> str:
+    """Return a text as Hydra's grammar reads it: in quotes, with a backslash before each quote."""
+    return '"{}"'.format(re.sub(r'(\\*)"', r'\1\1\\"', text))
+
+
+# Composing
+
+
+def _composed(files: _Files, read: Sequence[tuple[Path, str]], overrides: Sequence[str]) -> DictConfig:
+    """Compose one run, without what replaced targets leave behind."""
+    try:
+        return files.compose(without_inherited(overrides, read, files.values))
+    except ConfigCompositionException as error:
+        if re.match("Ambiguous value|Sweep parameters", str(error)):
+            typed = forced(overrides, typed_targets(overrides))
+            if files.compose(typed, RunMode.MULTIRUN).hydra.mode == RunMode.MULTIRUN:
+                raise _sweep_in_file() from None
+        if gone := re.match(r"Could not delete from config\. '([^']+)' does not exist", str(error)):
+            raise _nothing_to_delete(files, gone[1], overrides) from None
+        raise
+
+
+def _nothing_to_delete(files: _Files, key: str, overrides: Sequence[str]) -> RefusedError:
+    """Return the error for a deletion that fails: no such key, or a null, which Hydra treats alike."""
+    cfg = files.compose([override for override in overrides if not override.startswith("~")])
+    parent, _, name = key.rpartition(".")
+    section = OmegaConf.select(cfg, parent) if parent else cfg
+    if isinstance(section, DictConfig) and name in section:
+        return RefusedError(f"~{key}: its value is null, and there is nothing to remove: leave ~{key} out.")
+    names = [str(child) for child in section if child != "hydra"] if isinstance(section, DictConfig) else []
+    return unknown_key(name, names, parent)
+
+
+def _check_hydra_section(files: _Files, read: Sequence[tuple[Path, str]], section: Mapping[str, Any]) -> None:
+    """Check what the files of the user and of packages set in Hydra's own section."""
+    theirs = [path for path, _ in read if not path.is_relative_to(conf_folder())]
+    if theirs:
+        check_no_ignored_options(theirs)
+        launcher = ConfigStore.instance().load("hydra/launcher/basic.yaml").node["_target_"]
+        check_nothing_ignored(section, launcher, lambda: files.values([])["hydra"], theirs)
+
+
+def _without_unchosen(tree: Tree) -> dict[str, Any]:
+    """Return the values without what a recipe sets of loggers and callbacks that are options and not chosen."""
+    values = dict(tree.values)
+    for group in LISTED:
+        section = values.get(group)
+        if not isinstance(section, Mapping):
+            continue
+        bare = [
+            name
+            for name, node in section.items()
+            if isinstance(node, Mapping) and "_target_" not in node
+            if not any(override.lstrip("+").startswith(f"{group}.{name}.") for override in tree.overrides)
+        ]
+        if bare:
+            gone = set(bare) & set(options(group, tree.folders))
+            values[group] = {name: node for name, node in section.items() if name not in gone}
+    return values
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))

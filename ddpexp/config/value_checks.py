@@ -1,0 +1,148 @@
+"""Check the values of a composed configuration against the files that they come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpexp.config import facts
+from ddpexp.config.build import shown
+from ddpexp.config.folders import conf_folder, options
+from ddpexp.config.plugins import plugin_folders
+from ddpexp.config.registry import key_of
+from ddpexp.config.replaced_targets import typed_targets
+from ddpexp.errors import RefusedError
+from ddpexp.settings.data import DATA_KEYS
+from ddpexp.system.yaml_text import load_yaml
+
+if TYPE_CHECKING:  # a stored configuration is resolved without Hydra
+    from ddpexp.config.tree import Tree
+
+
+def check_values(values: Mapping[str, Any], tree: Tree) -> None:
+    """Check the resolved values of a tree.
+
+    Raises:
+        RefusedError: a file grants trust, an option of ours hides the chosen one, or a value has another type than its
+            default.
+    """
+    _check_trust_is_typed(values, tree.overrides)
+    if tree.added is not None:
+        _check_chosen_is_used(tree.added, tree.choices, values)
+    _check_types(values, tree)
+
+
+def warnings_of(tree: Tree) -> tuple[str, ...]:
+    """Return the warnings about the user's and the packages' files."""
+    added = tree.added
+    folders = ([added] if added else []) + plugin_folders()
+    unchosen = _unchosen(added, tree.choices.get("recipe", ""), tree.overrides) if added else ()
+    return (*unchosen, *(warning for folder in folders for warning in _shadowed(folder)))
+
+
+def _unchosen(added: Path, recipe: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a warning if the user's folder has recipes and the command leaves the default one."""
+    ours = options("recipe", [conf_folder()])
+    theirs = [name for name in options("recipe", [added]) if name not in ours]
+    chooses = any(re.match(r"recipe=|\+[\w/]+=", override) for override in overrides)
+    if recipe in ours and theirs and not chooses:
+        offered = " or ".join(f"recipe={name}" for name in theirs)
+        yield f"no recipe is chosen, so the default is used, recipe={recipe}; to use one of {added}, add {offered}."
+
+
+def _shadowed(added: Path) -> Iterator[str]:
+    """Yield a warning for each added option that one of ours hides."""
+    for path, _ in _hidden(added):
+        name = path.relative_to(added).with_suffix("")
+        yield f"{path} is not used: ddpexp has its own {name}. Give yours another name."
+
+
+def _check_chosen_is_used(added: Path, choices: Mapping[str, str], values: Mapping[str, Any]) -> None:
+    for path, ours in _hidden(added):
+        group, option = path.parent.name, path.stem
+        several = values.get(group) if group not in choices else None  # the loggers of a list, by their names
+        if choices.get(group) == option or (isinstance(several, Mapping) and option in several):
+            raise RefusedError(
+                f"{group}={option} is chosen, and two files have that name: {path}, which is hidden, and ddpexp's own "
+                f"{ours}. Give yours another name, such as {group}/my_{option}.yaml for {group}=my_{option}."
+            )
+
+
+def _hidden(added: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield each added option that one of ours hides, and ours: Hydra searches our folder first."""
+    for path in sorted(added.glob("*/*.yaml")):
+        ours = conf_folder() / path.relative_to(added)
+        if ours.is_file():
+            yield path, ours
+
+
+def _check_trust_is_typed(values: Mapping[str, Any], typed: Sequence[str]) -> None:
+    run = values.get("run")
+    if not isinstance(run, Mapping):
+        raise RefusedError(f"run={run} is not a section: set its keys, such as run.dir=... .")
+    if run.get("trust") and not any(override.lstrip("+").startswith("run.trust=") for override in typed):
+        raise RefusedError(f"run.trust={run['trust']} is set in a file, and counts only on the command line.")
+    if run.get("allow_changes") and not any(
+        override.lstrip("+").startswith("run.allow_changes=") for override in typed
+    ):
+        raise RefusedError(
+            f"run.allow_changes={run['allow_changes']} is set in a file: it is for one start, so it counts only on the "
+            "command line."
+        )
+    if run.get("code"):
+        raise RefusedError(f"run.code={run['code']} cannot be set: type --config-dir DIR to use the code beside DIR.")
+
+
+def _check_types(values: Mapping[str, Any], tree: Tree) -> None:
+    """Compare the values of sections with a `_target_` with the types in the chosen option's own file.
+
+    The other sections are typed, and so are our schedules: `parse` checks them. Sections whose `_target_` is typed have
+    no file to compare with.
+    """
+    sections = ["task", "model", "data", "optimizer"]
+    scheduler = values.get("scheduler")
+    if isinstance(scheduler, Mapping) and key_of("scheduler", scheduler.get("_target_")) is None:
+        sections.append("scheduler")
+    replaced = typed_targets(tree.overrides)
+    sections = [section for section in sections if section not in replaced]
+    for group in ("recipe", *sections):
+        paths = [folder / group / f"{tree.choices.get(group)}.yaml" for folder in tree.folders]
+        path = next((path for path in paths if path.is_file()), None)
+        written = load_yaml(path.read_text()) if path else None
+        if not isinstance(written, dict):
+            continue
+        for section in sections if group == "recipe" else (group,):
+            default = written.get(section) if group == "recipe" else written
+            if isinstance(default, dict):
+                typed_here = DATA_KEYS if section == "data" else ()
+                default = {key: inner for key, inner in default.items() if key not in typed_here}
+                _compare(default, values.get(section), section)
+
+
+def _compare(default: Any, value: Any, key: str) -> None:
+    """Refuse a value that is no number, truth or list where the file has one; a text in the file allows anything."""
+    if isinstance(default, dict):
+        if isinstance(value, Mapping):
+            for name, inner in default.items():
+                _compare(inner, value.get(name), f"{key}.{name}")
+        return
+    if value is None or default is None or isinstance(default, str) or facts.refers(value):
+        return
+    if isinstance(default, list):
+        if not isinstance(value, list | tuple):
+            one = "" if isinstance(value, Mapping) else f": type {key}=[{shown(value)}] for a list of one"
+            raise RefusedError(f"{key}={shown(value)} is not a list (its default is {default}){one}.")
+        if len({type(item) for item in default}) == 1:
+            for index, item in enumerate(value):
+                _compare(default[0], item, f"{key}[{index}]")
+        return
+    if isinstance(default, bool):
+        kind = None if isinstance(value, bool) else "true or false"
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        kind = "a number"
+    else:
+        kind = "a whole number" if isinstance(default, int) and isinstance(value, float) else None
+    if kind:
+        raise RefusedError(f"{key}={shown(value)} is not {kind} (its default is {shown(default)}).")
