@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from ddpexp.errors import RefusedError
@@ -20,6 +21,12 @@ def conf_folder() -> Path:
         if (Path(place) / "conf" / "config.yaml").is_file():
             return Path(place) / "conf"
     raise RefusedError("ddpexp's own configs (ddpexp/conf) are not installed: reinstall ddpexp.")
+
+
+@cache
+def our_options() -> Mapping[str, Sequence[str]]:
+    """Return the options of each of our own groups."""
+    return {group: options(group, [conf_folder()]) for group in groups([conf_folder()])}
 
 
 def groups(folders: Iterable[Path]) -> list[str]:
@@ -51,7 +58,7 @@ def added_folder(typed: str | None) -> Path | None:
         raise RefusedError(
             f"--config-dir {typed}: the path {folder} is not UTF-8, and Hydra reads no other: rename it."
         )
-    ours = groups([conf_folder()])
+    ours = our_options()
     if any(options(group, [folder]) for group in ours):
         return folder
     suggestion = next(_suggestions(folder, ours), None)
@@ -70,7 +77,7 @@ def added_folder(typed: str | None) -> Path | None:
 
 def _not_a_folder(folder: Path, typed: str) -> str:
     """Say what may be meant by something else than a folder."""
-    if folder.is_file() and folder.suffix == ".yaml" and folder.parent.name in groups([conf_folder()]):
+    if folder.is_file() and folder.suffix == ".yaml" and folder.parent.name in our_options():
         return (
             f" Type the folder of its group's folder: --config-dir {Path(typed).parent.parent} "
             f"{folder.parent.name}={folder.stem}."
@@ -84,7 +91,7 @@ def _not_a_folder(folder: Path, typed: str) -> str:
     )
 
 
-def _suggestions(folder: Path, ours: list[str]) -> Iterator[Path]:
+def _suggestions(folder: Path, ours: Collection[str]) -> Iterator[Path]:
     """Yield the folders that may be meant: the one above, when this is the folder of a group, or one below."""
     if folder.name in ours and any(folder.glob("*.yaml")):
         yield folder.parent
@@ -93,7 +100,7 @@ def _suggestions(folder: Path, ours: list[str]) -> Iterator[Path]:
             yield path
 
 
-def _instead(folder: Path, typed: str, ours: list[str]) -> str:
+def _instead(folder: Path, typed: str, ours: Collection[str]) -> str:
     """Say what there is in a folder without options."""
     for path in folder.glob("*.y*ml"):
         if path.suffix in (".yaml", ".yml"):

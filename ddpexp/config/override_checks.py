@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import get_args, get_type_hints
 
 from ddpexp.config.arguments import ONE_RUN
-from ddpexp.config.folders import LISTED, conf_folder, groups, options
+from ddpexp.config.folders import LISTED, our_options
 from ddpexp.config.hydra_section import check_has_effect
 from ddpexp.config.kinds import several, takes_number
 from ddpexp.config.override_syntax import check_syntax
@@ -34,28 +34,32 @@ def check_overrides(overrides: Sequence[str], question: bool = False, in_sweep: 
             raise RefusedError(f"sweep.dir is not a known key. Did you mean hydra.sweep.dir={value} (with -m){of_run}?")
         if not question:
             check_has_effect(argument)
-        if key in LISTED and (value == "null" or argument[0] == "~"):
-            what = {"logger": "to record nothing beside metrics.jsonl", "callbacks": "for a run without callbacks"}[key]
-            raise RefusedError(f"{argument}: {what}, write {key}=none.")
-        if argument.startswith("~"):
+        if key in our_options():
+            _check_choice(argument, key, value)
+        elif argument.startswith("~"):
             _check_no_deletion(argument, key)
-        several = re.fullmatch(r"\[(.*,.*)\]", value)
-        if several is not None and key in groups([conf_folder()]) and key not in LISTED:
-            raise RefusedError(
-                f"{argument} chooses several options, and a run has one: -m {key}={several[1]} makes a run with each."
-            )
-        if value == "null" and key in groups([conf_folder()]):
-            raise RefusedError(
-                f"{argument}: every run needs one. Available: {', '.join(options(key, [conf_folder()]))}."
-            )
-        if key == "callbacks":
+
+
+def _check_choice(argument: str, group: str, value: str) -> None:
+    """Refuse a value of a group that names no option, or several for one run."""
+    is_none = value == "null" or argument.startswith("~")
+    available = f"Available: {', '.join(our_options()[group])}."
+    if group in LISTED:
+        if is_none:
+            what = {"logger": "to record nothing beside metrics.jsonl", "callbacks": "for a run without callbacks"}
+            raise RefusedError(f"{argument}: {what[group]}, write {group}=none.")
+        if group == "callbacks":
             check_chosen_once(value)
-        parts = value.strip("[]").split(",") if key in LISTED else value.split(",")
-        number = next((part for part in parts if _NO_NAME.fullmatch(part.strip())), None)
-        if number is not None and key in groups([conf_folder()]):
-            raise RefusedError(
-                f"{key}={number} is not a known option. Available: {', '.join(options(key, [conf_folder()]))}."
-            )
+        value = value.strip("[]")
+    elif several := re.fullmatch(r"\[(.*,.*)\]", value):
+        raise RefusedError(
+            f"{argument} chooses several options, and a run has one: -m {group}={several[1]} makes a run with each."
+        )
+    if is_none:
+        raise RefusedError(f"{argument}: every run needs one. {available}")
+    number = next((option for option in value.split(",") if _NO_NAME.fullmatch(option.strip())), None)
+    if number is not None:
+        raise RefusedError(f"{group}={number} is not a known option. {available}")
 
 
 def check_chosen_once(value: str) -> None:
@@ -73,12 +77,8 @@ def check_chosen_once(value: str) -> None:
 
 
 def _check_no_deletion(argument: str, key: str) -> None:
-    """Refuse an override that removes a key or a section that every run has."""
+    """Refuse an override that removes a key that every run has."""
     section, _, name = key.partition(".")
-    if section in groups([conf_folder()]) and not name:
-        raise RefusedError(
-            f"{argument}: every run needs one. Available: {', '.join(options(section, [conf_folder()]))}."
-        )
     typed = TYPED_SECTIONS.get(section)
     if typed is None or name not in typed.__dataclass_fields__:
         return
@@ -148,9 +148,3 @@ def check_typed_once(overrides: Sequence[str]) -> None:
         if any(sweeps):
             raise RefusedError(f"{key} is typed twice: leave {key}={typed[0]} or {key}={typed[-1]} out.")
         raise RefusedError(f"{key} is typed twice: write {key}={','.join(dict.fromkeys(typed))}.")
-
-
-def choices(overrides: Sequence[str]) -> list[list[str]]:
-    """Return each option that the overrides choose as an override of its own: `recipe=a,b` chooses two."""
-    parts = [argument.partition("=") for argument in overrides if "." not in argument.partition("=")[0]]
-    return [[f"{key}={option}"] for key, _, options in parts for option in options.split(",")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddpexp.config import commands
 from ddpexp.config.build import nearest
-from ddpexp.config.folders import conf_folder, groups, options
+from ddpexp.config.folders import our_options
 from ddpexp.config.kinds import several, takes_number, takes_text
 from ddpexp.errors import RefusedError
 from ddpexp.system.text import is_utf8
@@ -93,7 +93,7 @@ def _joined(overrides: Sequence[str], place: int) -> str | None:
 
 
 def _no_override(override: str, before: str, after: Sequence[str]) -> str:
-    known = groups([conf_folder()])
+    known = our_options()
     if override[:1] and override[0] in _DASHES:
         return f"{override} begins with a dash from a formatted text: type --{override.lstrip(_DASHES)}."
     apart = re.fullmatch(
@@ -107,9 +107,9 @@ def _no_override(override: str, before: str, after: Sequence[str]) -> str:
         return f"{override} is a command and stands first: python -m ddpexp {override} ... ."
     value = after[0] if after[0] and not re.search(r"[=~]", after[0]) else "..."
     if override.partition(".")[0] in known:
-        options_of = f" Available: {', '.join(options(override, [conf_folder()]))}." if override in known else ""
+        options_of = f" Available: {', '.join(known[override])}." if override in known else ""
         return f"{override} has no value: write {override}={value}{' ' if value == '...' else ''}.{options_of}"
-    group = next((group for group in ("recipe", *known) if override in options(group, [conf_folder()])), None)
+    group = next((group for group in ("recipe", *known) if override in known[group]), None)
     if group is not None:
         return f"{override} is not an override: write {group}={override}."
     if re.search(r"\.(py|ya?ml)$", override):
@@ -163,7 +163,7 @@ def unread(override: str, is_read: Callable[[str], bool]) -> str:
     if (advice := _no_function(override, key, value, is_read)) is not None:
         return advice
     inner = re.fullmatch(r"(\w[\w-]*)\.([\w.]+=.*)", value)
-    if inner is not None and key in groups([conf_folder()]):
+    if inner is not None and key in our_options():
         return f"{override} is not read: an option and its key are two overrides: {key}={inner[1]} {key}.{inner[2]}."
     if value.startswith("~"):
         return (

@@ -15,7 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ddpexp.compat.omegaconf import root_of
 from ddpexp.config.build import did_you_mean, nearest, unknown_key
-from ddpexp.config.folders import LISTED, conf_folder, groups, options
+from ddpexp.config.folders import LISTED, conf_folder, options, our_options
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.hydra_section import no_effect
 from ddpexp.config.kinds import takes_fraction, takes_list, takes_number
@@ -97,7 +97,7 @@ def unknown_option(file: str, known: Sequence[str] | None, message: str) -> str:
     group, _, option = file.rpartition("/")
     if not group:
         return f"There is no config {option}."
-    ours = groups([conf_folder()])
+    ours = our_options()
     head, _, inner = group.partition("/")
     if head == "recipe" and inner in ours:
         return (
@@ -164,7 +164,7 @@ def composition(message: str, cause: BaseException | None) -> str:
     unmatched = re.match(r"In '([^']+)': Could not override '(?:[\w/]+/)?(\w+)(?:@[\w.]+)?'\.", message)
     if unmatched:
         group = unmatched[2]
-        way = f"override /{group}" if group in groups([conf_folder()]) else f"/{group}, without override"
+        way = f"override /{group}" if group in our_options() else f"/{group}, without override"
         return (
             f"{unmatched[1]}.yaml overrides {group}, which is not chosen before it under that name: write - {way}: "
             "... ."
@@ -214,8 +214,8 @@ def unknown_key_of(typed: str, cause: OmegaConfBaseException) -> RefusedError:
         return RefusedError(f"{typed} is not a known key.")
     names = [str(name) for name in parent if name != "hydra"]
     where = full_key[: -len(key)].rstrip(".")
-    if not where and key in groups([conf_folder()]):
-        listed = ", ".join(f"{key}={option}" for option in options(key, [conf_folder()]))
+    if not where and key in our_options():
+        listed = ", ".join(f"{key}={option}" for option in our_options()[key])
         return RefusedError(f"{typed}: no {key} is chosen, by the recipe or by {key}=... . Available: {listed}.")
     others = _options_with(where, key) if not advice_on_key(key) else []
     if others and nearest(key, names) is None:

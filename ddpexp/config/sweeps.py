@@ -17,12 +17,10 @@ from ddpexp.config.override_checks import (
     check_overrides,
     check_single_values,
     check_typed_once,
-    choices,
 )
 from ddpexp.config.replaced_targets import forced, is_in, typed_targets
 from ddpexp.config.resolve import Composed, resolve, resolved_at
 from ddpexp.config.tree import SweepTree, Tree, compose_sweep_tree, compose_tree, sweeper_targets, with_values
-from ddpexp.config.user_files import check_user_files
 from ddpexp.config.value_checks import warnings_of
 from ddpexp.errors import RefusedError
 from ddpexp.system.text import is_utf8
@@ -76,8 +74,6 @@ def compose_sweep(arguments: Arguments) -> Swept:
     check_single_values(typed)
     check_typed_once(typed)
     added = added_folder(arguments.config_dir)
-    for choice in choices(typed):
-        check_user_files(choice, added)
     composed = compose_sweep_tree(typed, added)
     for key in composed.swept:
         if re.match(r"\+*(sweep\.|hydra)", key):

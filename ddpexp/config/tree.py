@@ -49,6 +49,7 @@ class Tree:
     hydra: Mapping[str, Any]  # Hydra's own section
     overrides: tuple[str, ...]  # as typed
     added: Path | None  # --config-dir
+    folders: Sequence[Path]  # that hold the options of groups, in the order of precedence; ours is first
     packages: Mapping[Path, str]  # folders that packages have Hydra search, each with its top-level package
 
     @property
@@ -56,11 +57,6 @@ class Tree:
         """The chosen option of each group."""
         chosen = self.hydra["runtime"]["choices"].items()
         return {str(group): option.removesuffix(".yaml") for group, option in chosen if isinstance(option, str)}
-
-    @property
-    def folders(self) -> list[Path]:
-        """The folders that hold the options of groups, in the order of precedence; ours is first."""
-        return _folders(self.added, self.packages)
 
     def check_is_one_run(self) -> None:
         """Raise SweepInFileError if a config file makes it a sweep."""
@@ -92,7 +88,7 @@ def compose_tree(overrides: Sequence[str], added: Path | None) -> Tree:
         read = files.read_for(overrides)
         values = _plain(_composed(files, read, overrides))
         _check_hydra_section(files, read, values["hydra"])
-    tree = Tree(values, values.pop("hydra"), tuple(overrides), added, files.packages)
+    tree = Tree(values, values.pop("hydra"), tuple(overrides), added, files.folders, files.packages)
     return replace(tree, values=_without_unchosen(tree))
 
 
@@ -102,6 +98,7 @@ def compose_sweep_tree(overrides: Sequence[str], added: Path | None) -> SweepTre
     Raises:
         RefusedError: a file or an override has a mistake.
     """
+    check_user_files(overrides, added)
     with _opened(added) as files:
         parser = OverridesParser.create(files.loader)
         typed = parser.parse_overrides(list(overrides))
@@ -116,7 +113,7 @@ def compose_sweep_tree(overrides: Sequence[str], added: Path | None) -> SweepTre
         swept = [override.get_key_element() for override in typed if override.is_sweep_override()]
         intervals = [str(override.input_line) for override in (*typed, *of_file) if override.is_interval_sweep()]
     return SweepTree(
-        tree=Tree(values, section, tuple(overrides), added, files.packages),
+        tree=Tree(values, section, tuple(overrides), added, files.folders, files.packages),
         swept=frozenset(swept),
         keys=frozenset({*swept, *map(str, params)}),
         intervals=tuple(intervals),
@@ -236,9 +233,9 @@ class _Files:
     """The files that Hydra composes."""
 
     loader: ConfigLoader
-    added: Path | None
-    packages: dict[Path, str]
-    search: Sequence[str]  # the override that adds folders to those that Hydra searches by itself
+    folders: Sequence[Path]  # in the order of precedence; ours is first
+    packages: dict[Path, str]  # those that Hydra searches by itself
+    search: Sequence[str]  # the override that adds the others
 
     def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
         """Compose the whole tree, with Hydra's section."""
@@ -254,16 +251,14 @@ class _Files:
 
         None are returned where there are no folders but ours, and where Hydra refuses the overrides: composing says so.
         """
-        if not (self.search or self.packages):
+        if len(self.folders) == 1:
             return []
         try:
             composed = self.loader.compute_defaults_list("config", [*self.search, *overrides], RunMode.MULTIRUN)
         except HydraException:
             return []
-        folders = _folders(self.added, self.packages)
-        places = [
-            (default, folder / f"{default.config_path}.yaml") for default in composed.defaults for folder in folders
-        ]
+        names = [(default, f"{default.config_path}.yaml") for default in composed.defaults]
+        places = [(default, folder / name) for default, name in names for folder in self.folders]
         first = {id(default): (path, default.package or "") for default, path in reversed(places) if path.is_file()}
         return list(first.values())[::-1]
 
@@ -271,17 +266,15 @@ class _Files:
 @contextmanager
 def _opened(added: Path | None) -> Iterator[_Files]:
     """Start Hydra for our files, those of a --config-dir and those of packages, without the caller's own Hydra."""
-    search = _search([*([added] if added else []), *plugin_folders()])
+    theirs = [*([added] if added else []), *plugin_folders()]
+    search = _search(theirs)
     with (
         one_sentence(), bounded_interpolations(), quick_yaml(), own_globals(),
         hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE),
     ):  # fmt: skip
         loader = GlobalHydra.instance().config_loader()
-        yield _Files(loader, added, _packages(loader), search)
-
-
-def _folders(added: Path | None, packages: Mapping[Path, str]) -> list[Path]:
-    return list(dict.fromkeys([conf_folder(), *([added] if added else []), *plugin_folders(), *packages]))
+        packages = _packages(loader)
+        yield _Files(loader, list(dict.fromkeys([conf_folder(), *theirs, *packages])), packages, search)
 
 
 def _packages(loader: ConfigLoader) -> dict[Path, str]:

@@ -10,13 +10,13 @@ from typing import Any
 import yaml
 
 from ddpexp.config.build import nearest
-from ddpexp.config.folders import LISTED, conf_folder, groups, options
+from ddpexp.config.folders import LISTED, conf_folder, options, our_options
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
 from ddpexp.system.yaml_text import load_yaml
 
-_OPTION = re.compile(r"\+*([\w/]+)=([\w.-]+)")  # an override that chooses an option of a group
+_CHOICE = re.compile(r"\+*([\w/]+)=([\w.,-]+)")  # an override that chooses an option of a group; a sweep, several
 _HEADER = re.compile(r"(?:\s*#.*\n)*?\s*#\s*@package[ \t]+(\S+)")
 _SPACELESS = re.compile(r"(\w+):([^\s:/].*)")  # `hidden:16`, which YAML reads as one text
 _SPACELESS_LINE = re.compile(r"\s*(?:- +)?[A-Za-z_]\w*:[^\s:/]")
@@ -31,7 +31,8 @@ def check_user_files(overrides: Sequence[str], added: Path | None) -> None:
     """
     if added is None:
         return
-    waiting = [(match[1], match[2]) for override in overrides if (match := _OPTION.fullmatch(override)) is not None]
+    chosen = [match for override in overrides if (match := _CHOICE.fullmatch(override)) is not None]
+    waiting = [(match[1], option) for match in chosen for option in match[2].split(",") if option]
     checked: set[Path] = set()
     while waiting:
         group, option = waiting.pop(0)
@@ -132,7 +133,7 @@ def _check_entry(path: Path, key: str, option: Any) -> Iterator[tuple[str, str]]
     typed = re.fullmatch(r"(override +)?(/?)([\w/]+?)(@[\w.]+)?", key.strip())
     if typed is None:
         return
-    group, ours = typed[3], groups([conf_folder()])
+    group, ours = typed[3], our_options()
     if group in ours and isinstance(option, list) and group not in LISTED:
         raise RefusedError(
             f"{path}: - {key}: [{', '.join(map(str, option))}] chooses several options, and a run has one: write one "
@@ -158,7 +159,7 @@ def _check_section(path: Path, key: str, value: Any) -> None:
         return
     if _SPACELESS.fullmatch(value):
         raise _no_space(str(path), value)
-    if key in groups([conf_folder()]) and re.fullmatch(r"[\w-]+", value):
+    if key in our_options() and re.fullmatch(r"[\w-]+", value):
         raise RefusedError(
             f"{path}: {key}: {value} stands in the place of the section {key}. An option is chosen under defaults, as "
             f"- override /{key}: {value}."
@@ -169,7 +170,7 @@ def _check_folder_name(added: Path, group: str, option: str) -> None:
     """Refuse a folder such as `models` that holds the option which is looked for in `model`."""
     if option in options(group, [conf_folder(), *plugin_folders()]):
         return
-    ours = groups([conf_folder()])
+    ours = our_options()
     for path in sorted(added.glob(f"*/{option.removesuffix('.yaml')}.yaml")):
         folder = path.parent
         if group in ours and folder.name not in ours and nearest(folder.name, ours, 0.8) == group:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpexp.config import facts
 from ddpexp.config.build import shown
-from ddpexp.config.folders import conf_folder, options
+from ddpexp.config.folders import conf_folder, options, our_options
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.registry import key_of
 from ddpexp.config.replaced_targets import typed_targets
@@ -44,7 +44,7 @@ def warnings_of(tree: Tree) -> tuple[str, ...]:
 
 def _unchosen(added: Path, recipe: str, overrides: Sequence[str]) -> Iterator[str]:
     """Yield a warning if the user's folder has recipes and the command leaves the default one."""
-    ours = options("recipe", [conf_folder()])
+    ours = our_options()["recipe"]
     theirs = [name for name in options("recipe", [added]) if name not in ours]
     chooses = any(re.match(r"recipe=|\+[\w/]+=", override) for override in overrides)
     if recipe in ours and theirs and not chooses:
