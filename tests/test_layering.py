@@ -18,7 +18,6 @@ from tests.conftest import PATIENCE, ROOT
 # know each other.
 ROWS = [
     ["ddpexp"],  # the package itself: its version and its path
-    ["compat"],  # private names of other libraries
     ["errors"],
     ["settings"],  # the keys, declared
     ["compat"],  # private names of other libraries
@@ -41,7 +40,14 @@ ROWS = [
     ["__main__"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
-HYDRA = {"compat", "config", "sweep", "cli"}
+# The one module that has Hydra compose, the one that runs its sweepers, and their private names.
+HYDRA = {"config.tree", "sweep.hydra_sweeper", "compat.hydra"}
+OMEGACONF = {
+    *HYDRA, "compat.omegaconf", "config.facts", "config.interpolations", "config.resolve", "config.sentences",
+    "config.stored",
+}  # fmt: skip
+# The stages of a configuration, in order: none imports a later one.
+STAGES = ["arguments", "override_checks", "tree", "resolve", "compose"]
 # What the command loads before it hands over to the workers.
 COMMAND = (
     "__main__", "cli.main", "cli.subcommands", "run.prepare", "config", "config.compose", "run.directory",
@@ -136,9 +142,21 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     TopologicalSorter(graph).prepare()  # its error names the circle
 
 
-def test_hydra_and_omegaconf_live_in_the_configuration_alone() -> None:
-    users = {room(path) for path in FILES if tops(set(imports(path))) & {"hydra", "omegaconf"}}
-    assert users <= HYDRA
+@pytest.mark.parametrize(("library", "modules"), [("hydra", HYDRA), ("omegaconf", OMEGACONF)])
+def test_hydra_and_omegaconf_are_known_to_a_few_modules(library: str, modules: set[str]) -> None:
+    users = {module(path).removeprefix("ddpexp.") for path in FILES if library in tops(set(imports(path)))}
+    assert users == modules
+
+
+def test_a_configuration_goes_through_its_stages_in_one_direction() -> None:
+    for number, stage in enumerate(STAGES):
+        known = set(imports(ROOT / f"ddpexp/config/{stage}.py"))
+        for later in STAGES[number + 1 :]:
+            assert not any(name.startswith(f"ddpexp.config.{later}.") for name in known), f"{stage} imports {later}"
+
+
+def test_a_stored_configuration_is_read_without_hydra() -> None:
+    assert "hydra" not in tops(loaded_by("ddpexp.config.stored", "ddpexp.config.parse"))
 
 
 UNPICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
