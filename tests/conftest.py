@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from ddpexp.config import commands
+from ddpexp.cli import verbs
 from ddpexp.config.suggestions import refusals
 from ddpexp.errors import DdpexpError
 from ddpexp.launch import Job, WorkerRequest
@@ -216,7 +216,7 @@ class Ddpexp:
         self._count += 1
         run = self.folder / f"run{self._count}"
         typed = list(words)
-        if not any(word in commands.NAMES or word.startswith(("run.dir=", "-")) for word in words):
+        if not any(word in verbs.NAMES or word.startswith(("run.dir=", "-")) for word in words):
             typed.append(f"run.dir={run}")
         process = start_command(typed, self.folder, warm_too({**self.environ, **(environ or {})}))
         return process, run
@@ -354,7 +354,7 @@ def refused_suggestions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def checked(error: DdpexpError, *arguments: Any, **fields: Any) -> None:
         initialize(error, *arguments, **fields)
-        refused.extend(refusals(error.suggestion))
+        refused.extend(refusals(error.suggestion, commands=verbs.NAMES))
 
     monkeypatch.setattr(DdpexpError, "__init__", checked)
     yield refused

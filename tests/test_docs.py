@@ -9,29 +9,30 @@ import pkgutil
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from ddpexp.cli.check import run_arguments
-from ddpexp.cli.data import arguments_of as data_arguments
+from ddpexp.cli import verbs
+from ddpexp.cli.evaluate import evaluation_of
 from ddpexp.cli.export import check as check_export
-from ddpexp.cli.generate import parse_options
+from ddpexp.cli.generate import options_of
 from ddpexp.cli.help import answer
-from ddpexp.cli.predict import predict
+from ddpexp.cli.new import DEFAULT, kinds
+from ddpexp.cli.predict import prediction_of
+from ddpexp.cli.resume import resumed_run
 from ddpexp.cli.shells import SCRIPTS
-from ddpexp.cli.subcommands import evaluate, option_values, resume, stored_run
-from ddpexp.config import commands
+from ddpexp.cli.subcommands import stored_run
+from ddpexp.cli.verb import Call
 from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import conf_folder, groups
 from ddpexp.config.parse import parse
 from ddpexp.config.resolve import Composed
 from ddpexp.config.restated import is_setting
 from ddpexp.config.sweeps import JobComposer, Swept
-from ddpexp.doctor.verb import DoctorArguments
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.layout import assume
 from ddpexp.run.training import Training
@@ -233,41 +234,36 @@ def filled(text: str) -> str:
 
 def accept(words: Sequence[str]) -> None:
     """Go through what a command does with its words before it looks at the machine, its environment and the data."""
-    if words[:1] == ["resume"] and SweepDir(Path(words[1])).is_sweep():
-        accept_sweep(resumed(words[1:], ["ddpexp", *words]))
-    elif words[:1] == ["resume"]:
-        assert resume(list(words[1:]), ["ddpexp", *words]) is not None
-    elif words[:1] == ["evaluate"]:
-        assert evaluate(list(words[1:]), ["ddpexp", *words]) is not None
-    elif words[:1] == ["generate"]:
-        assert parse_options(words[1:])[1]
-    elif words[:1] == ["predict"]:
-        assert predict(words[1:], ["ddpexp", *words]) is not None
-    elif words[:1] == ["export"]:
-        options, _ = option_values(words[1:], "export", {"--out": "", "--format": ""})
-        check_export(Path(options["--out"]), options["--format"])
-    elif words[:1] in (["table"], ["status"]):
-        Arguments.of(words[0], words[1:])
-    elif words[:1] == ["sync"]:
-        stored_run("sync", [word for word in words[1:] if word != "--json"], ["ddpexp", *words])
-    elif words[:1] == ["help"]:
-        assert answer(words[1:], by_name=True)
-    elif words[:1] == ["completion"]:
-        assert words[1] in SCRIPTS
-    elif words[:1] == ["trust"]:
-        assert all(re.fullmatch(r"--remove|[\w.]+", word) or is_setting(word) for word in words[1:])
-    elif words[:1] == ["new"]:
-        assert len(words) == 2 or words[2] == "--like", words
-    elif words[:1] == ["plan"]:
-        accept_run(PlanArguments.of(words[1:]).run)
-    elif words[:1] == ["doctor"]:
-        accept_run(DoctorArguments.of(words[1:]).run)
-    elif words[:1] == ["data"]:
-        accept_run(data_arguments(words[1:])[0])
-    elif words[:1] == ["check"]:
-        accept_run(run_arguments(words[1:]))
-    else:
+    verb = verbs.find(words[0]) if words else None
+    if verb is None:
         accept_run(words)
+        return
+    call = verb.call(words[1:], ["ddpexp", *words])
+    if verb.operands == "overrides":
+        accept_run(call.operands)
+        if verb.name == "plan":
+            PlanArguments.of(call.operands, call.options)
+        return
+    if verb.name == "resume" and SweepDir(Path(words[1])).is_sweep():
+        accept_sweep(resumed(words[1:], ["ddpexp", *words]))
+        return
+    accepts: dict[str, Callable[[Call], object]] = {
+        "resume": resumed_run,
+        "evaluate": evaluation_of,
+        "generate": options_of,
+        "predict": prediction_of,
+        "export": lambda call: check_export(Path(call.options["--out"]), call.options["--format"]),
+        "table": lambda call: Arguments.of(call.operands, call.options),
+        "status": lambda call: Arguments.of(call.operands, {}),
+        "sync": stored_run,
+        "help": lambda call: answer(call.operands, by_name=True),
+        "completion": lambda call: SCRIPTS[call.operands[0]],
+        "new": lambda call: kinds().index(call.options.get("--like", DEFAULT)),
+    }
+    if verb.name == "trust":
+        assert all(re.fullmatch(r"[\w.]+", word) or is_setting(word) for word in call.operands)
+    else:
+        accepts[verb.name](call)
 
 
 def accept_run(words: Sequence[str]) -> None:
@@ -301,7 +297,7 @@ def test_every_command_is_accepted_as_it_stands(typed: Typed, kept: Path, monkey
     monkeypatch.setenv("SLACK_WEBHOOK", "https://hooks.slack.com/services/a/b/c")
     words = command_of(filled(typed.text))
     assert words is not None
-    if len(words) == 1 and words[0] in commands.NAMES:
+    if len(words) == 1 and words[0] in verbs.NAMES:
         return  # its name
     accept(words)
 

@@ -50,12 +50,12 @@ OMEGACONF = {
 STAGES = ["arguments", "override_checks", "tree", "resolve", "compose"]
 # What the command loads before it hands over to the workers.
 COMMAND = (
-    "__main__", "cli.main", "cli.subcommands", "run.prepare", "config", "config.compose", "run.directory",
+    "__main__", "cli.main", "cli.evaluate", "cli.resume", "run.prepare", "config", "config.compose", "run.directory",
     "data.mnist.prepare", "data.cifar10.prepare",
     "data.images.files", "data.text.prepare",
     "launch.launchers.local", "launch.launchers.inline", "launch.supervise.coordinator",
     "launch.supervise.in_process", "run.training",
-    "doctor.verb",
+    "cli.doctor",
 )  # fmt: skip
 HEAVY = {"torch", "torchvision", "numpy", "rich", "safetensors", "tensorboard", "recipes"}
 

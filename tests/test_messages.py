@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 
+from ddpexp.cli import verbs
 from ddpexp.config.suggestions import drop_refused, refusals
 from ddpexp.errors import CodeError, DdpexpError, RefusedError
 from tests import write_messages
@@ -29,7 +30,7 @@ def test_no_message_suggests_what_would_be_refused() -> None:
     wrong = [
         f"{message.path}:{message.line}: {refusal}"
         for message in MESSAGES
-        for refusal in refusals(message.fields.get("suggestion", ""), shipped_only=True)
+        for refusal in refusals(message.fields.get("suggestion", ""), shipped_only=True, commands=verbs.NAMES)
     ]
     assert not wrong
 
@@ -90,7 +91,7 @@ def test_fields_have_the_value_as_it_is_typed() -> None:
     ],
 )
 def test_a_suggestion_is_parsed(suggestion: str, is_accepted: bool) -> None:
-    assert (not list(refusals(suggestion, shipped_only=True))) == is_accepted
+    assert (not list(refusals(suggestion, shipped_only=True, commands=verbs.NAMES))) == is_accepted
 
 
 def test_a_suggestion_that_would_be_refused_is_not_printed(refused_suggestions: list[str]) -> None:

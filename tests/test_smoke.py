@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.config.commands import NAMES
+from ddpexp.cli.verbs import NAMES
 from tests.conftest import OWN_SERVER, SMALL, Ddpexp, Done, finish
 from tests.points import ITEMS, Recipe, wait_for
 

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from ddpexp.cli.check_verdict import judge
-from ddpexp.config import commands
-from ddpexp.config.build import did_you_mean
+from ddpexp.cli.launching import check_runs_once
+from ddpexp.cli.verb import Call
 from ddpexp.config.compose import compose
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.parse import load, parse
@@ -35,17 +35,6 @@ from ddpexp.system.terminal import print_message, show
 from ddpexp.system.text import one_line
 from ddpexp.system.yaml_text import load_yaml
 
-_USAGE = f"""{commands.of("check").usage}
-
-Train two steps of the experiment in a temporary folder, which is removed:
-with an evaluation, a checkpoint, a resume from it, and at one and two workers.
-Each line is ok, a problem with the line of the recipe, or not checked.
-
-  --json               for programs: an object per line
-
-The exit code is 1 if there is a problem. docs/check.md explains the lines."""
-
-_OF_RUNS = ("--config-dir", "-cd")  # each takes a value
 _STEP_SECONDS = 120  # after which workers that wait for one another are a finding
 
 
@@ -59,22 +48,20 @@ class _Here(Spawn):
         return coordinator.run(job, LaunchEnvironment(), None, server)
 
 
-def check(argv: Sequence[str], server: Server | None) -> int:
-    """Check the experiment of a command line, print what was found, and return the exit code.
+def check(call: Call) -> int:
+    """Check the experiment of a command line, print the findings, and return the exit code.
 
     Raises:
         RefusedError: a run would be refused.
     """
-    if {"--help", "-h"} & set(argv):
-        print(_USAGE)
-        return EXIT_DONE
+    check_runs_once("check the recipe")
     began = time.monotonic()
-    composed = compose(run_arguments(argv))
+    composed = compose(list(call.operands))
     assert composed is not None  # there is no option that asks about the configuration
     experiment = parse(composed.values)
     for warning in composed.warnings:
         print_message(f"ddpexp: warning: {warning}")
-    server = server if server is not None and server.start_method == "forkserver" else Server()
+    server = call.server if call.server is not None and call.server.start_method == "forkserver" else Server()
     outcome.stop_on_signals()
     try:
         with temporary_folder() as folder:
@@ -83,40 +70,11 @@ def check(argv: Sequence[str], server: Server | None) -> int:
     finally:
         server.close()
     findings = [*_notes(experiment, composed.values), *findings]
-    if "--json" in argv:
+    if call.as_json:
         show("\n".join(json.dumps(asdict(finding)) for finding in findings))
     else:
         show(_as_text(findings, time.monotonic() - began))
     return EXIT_FAILED if any(finding.ok is False for finding in findings) else EXIT_DONE
-
-
-def run_arguments(argv: Sequence[str]) -> list[str]:
-    """Return the arguments of the run.
-
-    Raises:
-        RefusedError: an unknown option, or a sweep.
-    """
-    run: list[str] = []
-    remaining = iter(argv)
-    for argument in remaining:
-        if argument == "--json":
-            continue
-        if argument in _OF_RUNS:
-            run += [argument, next(remaining, "")]
-        elif argument in ("-m", "--multirun"):
-            raise RefusedError(
-                f"check {argument}: it checks one run. Leave {argument} out, and give each key one value."
-            )
-        elif argument.startswith("-") and argument.partition("=")[0] not in _OF_RUNS:
-            meant = did_you_mean(argument, ("--json", *_OF_RUNS))
-            raise RefusedError(f"check {argument}: no such option.{meant}")
-        elif "=" not in argument:
-            raise RefusedError(f"check {argument}: it takes key=value, as a training does, and --json.")
-        else:
-            run.append(argument)
-    if not run:
-        raise RefusedError("check what? Name the experiment as for a training, for example ddpexp check recipe=mnist.")
-    return run
 
 
 def shortened(text: str, experiment: Experiment, folder: str) -> str:

@@ -5,6 +5,7 @@ Which words can stand at the cursor.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -18,45 +19,19 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from ddpexp.cli import verbs
 from ddpexp.cli.shells import BREAKS, LINE, SCRIPTS, script
-from ddpexp.config import commands
+from ddpexp.cli.verb import CONFIG_DIR, MULTIRUN, Call, Option, load
 from ddpexp.errors import EXIT_DONE, RefusedError
-from ddpexp.system.terminal import show
 from ddpexp.system.yaml_text import load_yaml
 
 if TYPE_CHECKING:
     from ddpexp.cli.keys import Catalogue, Key
 
-_USAGE = f"""{commands.of("completion").usage}
-
-Print what a shell evaluates to complete commands, groups, options, keys, values
-and folders, for ddpexp and for python -m ddpexp. To have it in every shell:
-
-    bash  echo 'eval "$(ddpexp completion bash)"' >> ~/.bashrc
-    zsh   echo 'eval "$(ddpexp completion zsh)"' >> ~/.zshrc
-    fish  echo 'ddpexp completion fish | source' >> ~/.config/fish/config.fish"""
 _SECONDS = 10.0  # after which a shell gets no answer: it waits
 _ENTRIES = 10_000  # of a folder that are looked at
 _LONGEST = 60  # characters of what is said beside a word
-_FOLDERS = ("--config-dir", "-cd", "--out")  # options with a folder behind them
-_OPTIONS = {
-    "": ("--config-dir", "--multirun", "--cfg", "--help", "--version"),
-    "resume": ("--config-dir", "--help"),
-    "evaluate": ("--config-dir", "--help"),
-    "predict": ("--config-dir", "--help"),
-    "export": ("--config-dir", "--help"),
-    "generate": ("--config-dir", "--help"),
-    "status": ("--help",),
-    "table": ("--help",),
-    "plan": ("--config-dir", "--help"),
-    "doctor": ("--config-dir", "--help"),
-    "check": ("--config-dir", "--help"),
-    "sync": ("--config-dir", "--help"),
-    "trust": ("--help",),
-    "new": ("--help",),
-    "help": ("--config-dir",),
-    "completion": ("--help",),
-}
+_TRAINING_OPTIONS = ("--config-dir", "--multirun", "--cfg", "--help", "--version")
 _PATHS = ("run.dir", "run.init_from", "data.root", "hydra.sweep.dir", "launcher.python")  # keys whose value is one
 _SPECIAL = re.compile(r"[^\w@%+=:,./~^-]")  # to bash and zsh, outside of quotes
 _LIKE_A_PATH = re.compile(r"~|\.{0,2}/")
@@ -81,27 +56,26 @@ class Word:
     is_whole: bool = True  # a blank follows, for nothing can be added
 
 
-def completion(argv: Sequence[str]) -> int:
+def completion(call: Call) -> int:
     """Print the script of a shell, or answer that script: it has put the line into the environment.
 
     Raises:
         RefusedError: another word than a shell.
     """
-    if {"--help", "-h"} & set(argv):
-        show(_USAGE)
-        return EXIT_DONE
-    if len(argv) != 1 or argv[0] not in SCRIPTS:
-        raise RefusedError(f"completion for which shell? One of {', '.join(SCRIPTS)}.\n{_USAGE}")
+    gc.disable()
+    if len(call.operands) != 1 or call.operands[0] not in SCRIPTS:
+        raise RefusedError(f"completion for which shell? One of {', '.join(SCRIPTS)}.\n{verbs.of(call.name).help()}")
+    shell = call.operands[0]
     typed = os.environ.get(LINE)
     if typed is None:
         version = f"python3.{sys.version_info.minor}"
-        print(script(argv[0], f"python python3 {version}"), end="")
+        print(script(shell, f"python python3 {version}"), end="")
         return EXIT_DONE
     signal.signal(signal.SIGALRM, _give_up)
     signal.setitimer(signal.ITIMER_REAL, _SECONDS)
-    line = parse(typed, os.environ.get(BREAKS, "") if argv[0] == "bash" else "")
+    line = parse(typed, os.environ.get(BREAKS, "") if shell == "bash" else "")
     for word in candidates(*_behind_the_program(line)):
-        print(_written(word, line, argv[0]))
+        print(_written(word, line, shell))
     signal.setitimer(signal.ITIMER_REAL, 0)
     return EXIT_DONE
 
@@ -178,69 +152,45 @@ def candidates(words: Sequence[str], current: str) -> list[Word]:
 
 
 def _candidates(words: list[str], current: str) -> Iterable[Word]:
-    name = words[0] if words and words[0] in commands.NAMES else ""
+    verb = verbs.find(words[0]) if words else None
+    options = verb.options if verb is not None else ()
     last = words[-1] if words else ""
-    if last in _FOLDERS:
-        return _paths(current)
     if last in ("--cfg", "-c"):
         return map(Word, ("job", "hydra", "all"))
-    if (option := current.partition("=")[0]) in _FOLDERS:
-        return _behind(f"{option}=", _paths(current[len(option) + 1 :]))
+    name, equals, value = current.partition("=")
+    if (values := _option_values(name if equals else last, options, value if equals else current)) is not None:
+        return _behind(f"{name}=", values) if equals else values
     if current.startswith("-"):
-        return map(Word, (*_own_options(name), *_OPTIONS[name]))
-    named = [
-        word for place, word in enumerate(words) if place and word[0:1] != "-" and words[place - 1] not in _FOLDERS
-    ]
-    if name == "completion":
-        return [] if named else map(Word, SCRIPTS)
-    if name == "new":
-        from ddpexp.cli.new import kinds
-
-        return map(Word, kinds()) if last == "--like" else []
-    if name == "status":
-        return [] if named else _paths(current)
-    if name == "table":
+        return map(Word, _TRAINING_OPTIONS if verb is None else verb.option_names)
+    if verb is None:
+        beginning = [] if words else [Word(verb.name, verb.summary) for verb in verbs.VERBS]
+        return [*beginning, *_overrides(_catalogue(words), current, bool({*MULTIRUN} & set(words)))]
+    valued = (*CONFIG_DIR, *(option.name for option in options if option.value))
+    bare = [word for before, word in pairwise(words) if word[:1] != "-" and before not in valued]
+    if verb.operands == "topics":
+        return _topics(_catalogue(words[1:]), current)
+    if verb.operands == "overrides":
+        return _overrides(_catalogue(words[1:]), current, False)
+    if verb.operands == "directories":
         return [*_of_table(current), *_paths(current)]
-    if name == "help":
-        return _parts(_catalogue(words[1:]), current)
-    if name in ("resume", "evaluate", "predict", "export", "generate", "sync"):
-        if named:
-            return _overrides(_of_run(Path(named[0]), words[1:]), current, False)
-        return _paths(
-            current, (lambda path: path.endswith(".safetensors")) if name in ("evaluate", "predict") else None
-        )
-    beginning = [Word(one.name, one.summary) for one in commands.COMMANDS] if not words else []
-    multirun = bool({"-m", "--multirun"} & set(words))
-    return [*beginning, *_overrides(_catalogue(words[1:] if name else words), current, multirun)]
+    if bare:
+        is_source = verb.operands in ("run", "weights")
+        return _overrides(_of_run(Path(bare[0]), words[1:]), current, False) if is_source else []
+    if verb.operands == "shell":
+        return map(Word, SCRIPTS)
+    if verb.operands == "weights":
+        return _paths(current, lambda path: path.endswith(".safetensors"))
+    return [] if verb.operands == "names" else _paths(current)
 
 
-def _own_options(command: str) -> Sequence[str]:
-    """Return the options that a command has for itself alone."""
-    if command == "plan":
-        from ddpexp.plan.arguments import NUMBERS, SWITCHES
-
-        return (*SWITCHES, *NUMBERS)
-    if command == "new":
-        return ("--like",)
-    if command == "trust":
-        return ("--remove",)
-    if command in ("doctor", "check", "status", "sync"):
-        return ("--json",)
-    if command == "evaluate":
-        return ("--split", "--json")
-    if command == "predict":
-        return ("--out", "--split")
-    if command == "export":
-        return ("--out", "--format")
-    if command == "generate":
-        from ddpexp.cli.generate import OPTIONS
-
-        return OPTIONS
-    if command == "table":
-        from ddpexp.sweep.arguments import FLAGS, VALUED
-
-        return (*VALUED, *FLAGS)
-    return ()
+def _option_values(name: str, options: Sequence[Option], begin: str) -> Iterable[Word] | None:
+    """Return the values of the option of that name; None if it is none with known values."""
+    if name in CONFIG_DIR:
+        return _paths(begin)
+    option = next((option for option in options if option.name == name), None)
+    if option is None or not option.values:
+        return None
+    return _paths(begin) if option.values == "paths" else map(Word, load(option.values)())
 
 
 def _catalogue(words: Sequence[str]) -> Catalogue:
@@ -250,7 +200,7 @@ def _catalogue(words: Sequence[str]) -> Catalogue:
 
     directory = None
     for place, word in enumerate(words):
-        if word in ("--config-dir", "-cd"):
+        if word in CONFIG_DIR:
             directory = words[place + 1] if place + 1 < len(words) else None
         elif word.startswith("--config-dir="):
             directory = word.partition("=")[2]
@@ -332,13 +282,13 @@ def _values(catalogue: Catalogue, name: str, begin: str) -> Iterable[Word]:
     return [*words, *([Word(default)] if default and default not in (word.text for word in words) else [])]
 
 
-def _parts(catalogue: Catalogue, current: str) -> Iterator[Word]:
+def _topics(catalogue: Catalogue, current: str) -> Iterator[Word]:
     """Yield what `ddpexp help` explains."""
     name, equals, _ = current.partition("=")
     if equals:
         yield from _behind(f"{name}=", _values(catalogue, name, ""))
         return
-    yield from (Word(one.name, one.summary) for one in commands.COMMANDS)
+    yield from (Word(verb.name, verb.summary) for verb in verbs.VERBS)
     for section in dict.fromkeys([*catalogue.groups, *catalogue.sections]):
         yield Word(section)
         if "." in current and section in catalogue.values:

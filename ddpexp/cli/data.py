@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddpexp.config import commands
+from ddpexp.cli.verb import Call
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.config.registry import key_of
@@ -19,69 +19,32 @@ from ddpexp.run.prepare import prepare
 from ddpexp.system.limits import human, reason_with_limit
 from ddpexp.system.text import first_few
 
-_USAGE = f"""{commands.of("data").usage}
-
-Prepare the data of an experiment as a run would, without starting workers,
-and print what it is: samples, classes, cache and bytes.
-
-  --preview FILE.png   draw the first training images of epoch 0 with their
-                       labels, cropped and changed as the model will see them
-  --verify             read the whole cache again, and prepare the data anew
-                       if the cache is damaged; without it only files that
-                       changed, or that this machine has not read since its
-                       start, are read
-  --json               for programs"""
-
-_PREVIEW, _VERIFY = "--preview", "--verify"
 _SHOWN = 10  # classes and the like
 
 
-def arguments_of(argv: Sequence[str]) -> tuple[list[str], Path | None, bool]:
-    """Return the arguments of the run, the file of `--preview`, and whether there is `--json`.
-
-    Raises:
-        RefusedError: `--preview` has no file, or one that cannot be a picture.
-    """
-    arguments = [argument for argument in argv if argument not in ("--json", _VERIFY)]
-    file: str | None = None
-    for place, argument in enumerate(arguments):
-        if argument.partition("=")[0] != _PREVIEW:
-            continue
-        _, equals, file = argument.partition("=")
-        end = place + (1 if equals else 2)
-        file = file if equals else "".join(arguments[place + 1 : end])
-        if not file.endswith(".png"):
-            raise RefusedError(f"--preview {file}: name a file for the picture, such as --preview photos.png.")
-        arguments = arguments[:place] + arguments[end:]
-        break
-    return arguments, Path(file) if file is not None else None, "--json" in argv
-
-
-def data(argv: Sequence[str]) -> int:
+def data(call: Call) -> int:
     """Print what the data of a command line is, and return the exit code.
 
     Raises:
         RefusedError: a run would be refused, or the picture cannot be drawn.
     """
-    if {"--help", "-h"} & set(argv):
-        print(_USAGE)
-        return EXIT_DONE
-    arguments, file, for_programs = arguments_of(argv)
-    composed = compose(arguments)
-    if composed is None:
-        return EXIT_DONE
+    file = call.options.get("--preview")
+    if file is not None and not file.endswith(".png"):
+        raise RefusedError(f"--preview {file}: name a file for the picture, such as --preview photos.png.")
+    composed = compose(list(call.operands))
+    assert composed is not None  # there is no option that asks about the configuration
     experiment = parse(composed.values)
-    with reading_again(_VERIFY in argv) as verified:
+    with reading_again("--verify" in call.options) as verified:
         prepared = prepare(experiment.data, experiment.trust)
-    if for_programs:
+    if call.as_json:
         print(json.dumps(prepared, indent=1))
     else:
         print("\n".join(described(experiment, prepared)))
         for folder, num_bytes in verified:
             print(f"verified: {human(num_bytes)} in {folder}")
     if file is not None:
-        _draw(experiment, prepared, file)
-        if not for_programs:
+        _draw(experiment, prepared, Path(file))
+        if not call.as_json:
             print(f"preview: {file}")
     return EXIT_DONE
 

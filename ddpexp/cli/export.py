@@ -6,14 +6,14 @@ import importlib.util
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ddpexp import __version__
 from ddpexp.checkpoint.format import is_checkpoint
-from ddpexp.cli.subcommands import Weights, option_values, weights_of
-from ddpexp.config import commands
+from ddpexp.cli.subcommands import Weights, weights_of
+from ddpexp.cli.verb import Call
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError
 from ddpexp.run.directory import RunDir
@@ -29,7 +29,6 @@ FORMATS = {
     "pt2": (),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),  # with what each needs
 }
-_EXAMPLES = {"--out": "--out exported", "--format": "--format safetensors"}
 _OF_DATA = (
     "mean",
     "std",
@@ -47,43 +46,26 @@ _OF_DATA = (
     "tokenizer",
 )  # that a program needs to use the model
 
-_USAGE = f"""{commands.of("export").usage}
 
-Write the newest model of a run directory, or that of a checkpoint, into a new
-folder, and compare it with the model on a batch of the data.
-
-  --out FOLDER     new or empty
-  --format NAME    safetensors (the default), hf (safetensors in parts, as
-                   Hugging Face's libraries write it), pt (a state_dict of
-                   torch.save), pt2 (torch.export), onnx
-
-docs/export.md."""
-
-
-def run_export(argv: Sequence[str], command: Sequence[str]) -> int:
-    """Export the model that `argv` names, print what was written, and return the exit code.
+def export(call: Call) -> int:
+    """Export the model that is named, print the names of the files, and return the exit code.
 
     Raises:
         RefusedError: no such weights, a folder that is not empty, or a format that is not installed.
     """
-    if {"--help", "-h"} & set(argv):
-        print(_USAGE)
-        return EXIT_DONE
-    options, others = option_values(argv, "export", _EXAMPLES)
-    if not others:
-        raise RefusedError(f"export what?\n{_USAGE}")
+    source, options = call.operands[0], call.options
     if "--out" not in options:
-        raise RefusedError(f"export {others[0]}: where to? Add --out FOLDER.")
+        raise RefusedError(f"export {source}: where to? Add --out FOLDER.")
     out, kind = Path(options["--out"]).expanduser(), options.get("--format", "safetensors")
     check(out, kind)
-    found = weights_of(others, "export", command)
+    found = weights_of(call)
     if found.home is None or not is_checkpoint(found.weights):
         raise RefusedError(f"export {found.weights}: name a run directory, or one of its checkpoints.")
     answer = _answer(request_of(found, out, kind))
     if "refused" in answer:
-        raise RefusedError(f"export {others[0]}: {answer['refused']}")
+        raise RefusedError(f"export {source}: {answer['refused']}")
     if "failed" in answer:
-        raise DdpexpError(f"export {others[0]} --format {kind}: {answer['failed']}")
+        raise DdpexpError(f"export {source} --format {kind}: {answer['failed']}")
     compared = "several models, not compared" if answer["difference"] is None else (
         f"greatest difference from the model on a batch: {answer['difference']:.3g}"
     )  # fmt: skip

@@ -4,42 +4,47 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 
-from ddpexp.config import commands
+from ddpexp.cli import no_verb, verbs
+from ddpexp.cli.verb import HELP
 
 # Launchers whose workers are forked by the command itself, and the variable that must be set for that, if any.
 _FORK_HERE = {"spawn": None, "torchrun-env": None, "mpi": None, "slurm": "SLURM_STEP_ID"}
-_HELP = {"--help", "-h"}
-_NO_QUESTION = ("--config-dir", "-cd", "--config-name", "-cn", "--multirun", "-m")
+_NO_QUESTION = (
+    "--config-dir",
+    "-cd",
+    "--config-name",
+    "-cn",
+    "--multirun",
+    "-m",
+)  # options with which the command trains
 
 
 def will_fork(argv: list[str]) -> bool:
     """Guess from the arguments alone whether workers will be forked here; a wrong guess costs time, nothing else."""
-    if argv[:1] == ["member"]:
-        return True
-    if (
-        not argv
-        or argv[0]
-        in ("table", "status", "sync", "plan", "data", "export", "generate", "trust", "new", "help", "completion")
-        or commands.unknown(argv[0]) is not None
-    ):
+    verb = verbs.find(argv[0]) if argv else None
+    if verb is None:
+        asks = any(argument.startswith("-") and not argument.startswith(_NO_QUESTION) for argument in argv)
+        return bool(argv) and not asks and no_verb.unknown(argv[0]) is None and _forks_here(argv, _chosen(argv))
+    if HELP & set(argv) or (verb.missing and len(argv) == 1):
         return False
-    if argv[0] == "check":  # workers are forked here whatever the launcher
-        return len(argv) > 1 and not _HELP & set(argv)
-    chosen = [
-        name for argument in argv if argument.startswith("launcher=") for name in argument.partition("=")[2].split(",")
-    ]
-    if argv[:1] == ["resume"]:
-        chosen = chosen or _launcher_of_run(argv[1:])
-    fresh = any(
-        argument.startswith("launcher.start_method=") and argument != "launcher.start_method=forkserver"
-        for argument in argv
+    if verb.forks == "stored launcher":
+        return _forks_here(argv, _chosen(argv) or _launcher_of_run(argv[1:]))
+    return verb.forks == "always" or (verb.forks == "launcher" and _forks_here(argv, _chosen(argv)))
+
+
+def _chosen(argv: Sequence[str]) -> list[str]:
+    chosen = (argument.partition("=")[2] for argument in argv if argument.startswith("launcher="))
+    return [name for names in chosen for name in names.split(",")]
+
+
+def _forks_here(argv: Sequence[str], launchers: Sequence[str]) -> bool:
+    """Return whether this command forks the workers of these launchers, of launcher=spawn if there are none."""
+    start_methods = [argument for argument in argv if argument.startswith("launcher.start_method=")]
+    return all(method == "launcher.start_method=forkserver" for method in start_methods) and all(
+        name in _FORK_HERE and _FORK_HERE[name] in (None, *os.environ) for name in launchers
     )
-    here = all(name in _FORK_HERE and _FORK_HERE[name] in (None, *os.environ) for name in chosen)
-    if argv[:1] in (["evaluate"], ["predict"], ["resume"], ["doctor"]):
-        return here and not fresh and len(argv) > (argv[0] != "doctor") and not _HELP & set(argv)
-    asks = any(argument.startswith("-") and not argument.startswith(_NO_QUESTION) for argument in argv)
-    return here and not asks and not fresh
 
 
 def _launcher_of_run(arguments: list[str]) -> list[str]:

@@ -5,31 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_type_hints
 
 from ddpexp.cli.subcommands import stored_run
-from ddpexp.config import commands
-from ddpexp.config.build import convert, did_you_mean
+from ddpexp.cli.verb import Call
+from ddpexp.config.build import convert
 from ddpexp.config.parse import load
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, DdpexpError, RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
 from ddpexp.system.terminal import print_message
-
-_USAGE = f"""{commands.of("generate").usage}
-
-Print what the model of a run with data=text writes, on a GPU if there is one.
-
-  --prompt TEXT      what it continues; default: a new line
-  --tokens N         how many tokens it adds; default: 200
-  --temperature T    divides the scores, 0 takes the most likely; default: 0.8
-  --top_k K          draw from the K most likely tokens; default: 200
-  --seed S           of the random numbers; default: 0
-  --checkpoint C     last (default), best, or a step
-  --device D         auto (default), cpu or cuda"""
 
 
 @dataclass(frozen=True)
@@ -45,23 +33,14 @@ class Options:
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
-OPTIONS = tuple(f"--{field.name}" for field in fields(Options))
-_CONFIG_DIR = ("--config-dir", "-cd")
-
-
-def generate(argv: Sequence[str], command: Sequence[str]) -> int:
+def generate(call: Call) -> int:
     """Generate in a process of its own, which imports torch, and return its exit code.
 
     Raises:
         RefusedError: no such run, one without text, or an option that means nothing.
     """
-    if {"--help", "-h"} & set(argv):
-        print(_USAGE)
-        return EXIT_DONE
-    options, others = parse_options(argv)
-    if not others:
-        raise RefusedError(f"generate with what?\n{_USAGE}")
-    run, _, text = stored_run("generate", others, command)
+    options = options_of(call)
+    run, _, text = stored_run(call)
     arguments = [os.getpid(), str(run.path.resolve()), text, _tokenizer(run), asdict(options)]
     sys.stdout.flush()
     return subprocess.run(python("ddpexp.cli.generate:child", *arguments), check=False).returncode
@@ -107,36 +86,24 @@ def _written(path: str, config: str, tokenizer: Mapping[str, Any], options: Opti
     return reader.decode(tokens if options.prompt else tokens[len(prompt) :])
 
 
-def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Return the options of this command, and the other arguments.
+def options_of(call: Call) -> Options:
+    """Return the typed options.
 
     Raises:
-        RefusedError: an unknown option, or a value that means nothing.
+        RefusedError: a value that means nothing.
     """
-    typed: dict[str, Any] = {}
-    others: list[str] = []
     hints = get_type_hints(Options)
-    remaining = iter(argv)
-    for argument in remaining:
-        name, equals, value = argument.partition("=")
-        key = name[2:].replace("-", "_")
-        if name.startswith("--") and key in hints:
-            given = value if equals else next(remaining, None)
-            if given is None or key in typed:
-                raise RefusedError(f"generate {name}: it takes one value, once.")
-            typed[key] = convert(given if key == "prompt" else _number(given), hints[key], f"generate {name}")
-        elif name.startswith("--") and name not in _CONFIG_DIR:
-            raise RefusedError(f"generate {name}: no such option.{did_you_mean(name, (*OPTIONS, *_CONFIG_DIR))}")
-        else:
-            others.append(argument)
-            if argument in _CONFIG_DIR:
-                others += [*filter(None, [next(remaining, None)])]
+    texts = {name.removeprefix("--"): text for name, text in call.options.items()}
+    typed: dict[str, Any] = {
+        key: convert(text if key == "prompt" else _number(text), hints[key], f"generate --{key}")
+        for key, text in texts.items()
+    }
     options = Options(**typed)
     for key, least in (("tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         value = getattr(options, key)
         if value is not None and not value >= least:
             raise RefusedError(f"generate --{key} {value}: use {least} or more.")
-    return options, others
+    return options
 
 
 def _number(text: str) -> Any:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from ddpexp.cli import verbs
 from ddpexp.cli.keys import Catalogue, Key, Option, nearest
-from ddpexp.config import commands
+from ddpexp.cli.verb import Call
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.compose import overview
-from ddpexp.errors import RefusedError
+from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.system.terminal import show
 
 _FIRST = """\
 usage: ddpexp [COMMAND] [group=option ...] [key=value ...] [--config-dir DIR]
@@ -37,17 +40,6 @@ _MORE = "ddpexp --help shows every group and key, ddpexp help PART explains one.
 _PARTS = """\
 ddpexp help launcher explains all options of a group, chosen or not; ddpexp help
 trainer a section, and ddpexp help trainer.seed or ddpexp help seed a key."""
-USAGE = f"""{commands.of("help").usage}
-
-Explain a command, a group with its options, an option, or a key, such as
-
-    ddpexp help evaluate
-    ddpexp help trainer
-    ddpexp help trainer.reduction
-    ddpexp help launcher=slurm
-    ddpexp help --config-dir mine/conf model=mynet
-
-Without a PART: what to type first, and every group and key."""
 _WIDEST, _NARROWEST = 100, 40
 _KIND = 44  # the column of what a value may be
 
@@ -55,6 +47,23 @@ _KIND = 44  # the column of what a value may be
 def first() -> str:
     """Return what to type first."""
     return f"{_beginning()}\n\n{_MORE}"
+
+
+def answer_topics(call: Call) -> int:
+    """Explain the operands of `ddpexp help`."""
+    return explain(call.operands, by_name=True)
+
+
+def explain(arguments: Sequence[str], by_name: bool) -> int:
+    """Print the help of the verbs among the arguments, then the answer to the others; return the exit code."""
+    gc.disable()  # nothing lives long here: a tenth of the time
+    named = [argument for argument in arguments if argument in verbs.NAMES]
+    for name in named:
+        show(verbs.of(name).help())
+    others = [argument for argument in arguments if argument not in named]
+    if others or not named:
+        show(answer(others, by_name))
+    return EXIT_DONE
 
 
 def answer(argv: Sequence[str], by_name: bool) -> str:
@@ -99,7 +108,7 @@ def _everything(catalogue: Catalogue) -> str:
 
 
 def _beginning() -> str:
-    return _FIRST.format(commands="\n".join(commands.listed()))
+    return _FIRST.format(commands="\n".join(verbs.listed()))
 
 
 def _part(catalogue: Catalogue, argument: str) -> str:
@@ -120,7 +129,7 @@ def _part(catalogue: Catalogue, argument: str) -> str:
     if elsewhere:
         return "\n\n".join(f"with {one.group}={one.name}:\n{_key(key)}" for one, key in elsewhere)
     keys = [*known, *(key for one in choosable for key in one.keys)]
-    names = [*commands.NAMES, *catalogue.groups, *catalogue.values, *(key.name for key in keys)]
+    names = [*verbs.NAMES, *catalogue.groups, *catalogue.values, *(key.name for key in keys)]
     raise RefusedError(f"help {argument}: there is no such command, group, option or key.{_near(name, names)}")
 
 

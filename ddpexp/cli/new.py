@@ -11,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from ddpexp.config import commands
+from ddpexp.cli.verb import Call
 from ddpexp.config.build import nearest
 from ddpexp.config.folders import conf_folder
 from ddpexp.errors import EXIT_DONE, RefusedError
@@ -26,28 +26,16 @@ _ARGUMENTS = {  # what the recipe needs beside
 }  # fmt: skip
 _RENAMED = {"gitignore": ".gitignore"}  # with the dot it would apply to the file itself
 
-_USAGE = f"""{commands.of("new").usage}
 
-Make a folder NAME with a project of your own: a package with a recipe and its
-YAML file, a test, a README and a pyproject.toml. After `pip install -e NAME`
-every command knows recipe=NAME, without --config-dir and run.trust.
-
---like says what it begins with:
-"""
-
-
-def new(argv: list[str]) -> int:
+def new(call: Call) -> int:
     """Make the folder; return the exit code.
 
     Raises:
         RefusedError: the name cannot be a package's, or is taken; or the folder cannot be written.
     """
-    if {"--help", "-h"} & set(argv):
-        print(_USAGE + "\n".join(f"  {kind:<8} {_summary(kind)}" for kind in kinds()))
-        return EXIT_DONE
-    place, kind = _arguments(argv)
+    place, kind = _project(call)
     name = place.name.replace("-", "_")
-    _check_name(name, argv)
+    _check_name(name, str(place))
     if os.path.lexists(place):
         raise RefusedError(f"new {place}: there is a file or folder of that name already. Choose another name.")
     try:
@@ -68,42 +56,32 @@ def kinds() -> list[str]:
     return sorted(found, key=lambda kind: kind != DEFAULT)
 
 
+def explained() -> list[str]:
+    """Return a line for each kind of project, for the help of `ddpexp new`."""
+    return [f"  {kind:<8} {_summary(kind)}" for kind in kinds()]
+
+
 def _summary(kind: str) -> str:
     """Return the first line of text of its README, which says what it trains."""
     text = (PROJECTS / kind / "README.md").read_text()
     return text.split("\n\n")[1].partition(":")[0].replace("\n", " ")
 
 
-def _arguments(argv: list[str]) -> tuple[Path, str]:
-    rest, kind = list(argv), DEFAULT
-    for number, argument in enumerate(rest):
-        option, equals, value = argument.partition("=")
-        if option == "--like":
-            taken = rest[number : number + (1 if equals else 2)]
-            kind = value if equals else taken[-1] if len(taken) == 2 else ""
-            del rest[number : number + len(taken)]
-            break
-    available = kinds()
-    if not kind:
-        raise RefusedError(f"new --like: name what the project begins with: {', '.join(available)}.")
+def _project(call: Call) -> tuple[Path, str]:
+    """Return the folder to make, and the kind of project."""
+    kind, available = call.options.get("--like", DEFAULT), kinds()
     if kind not in available:
         near = nearest(kind, available)
         raise RefusedError(
             f"new --like {kind}: there is no such project. "
             + (f"Did you mean {near}?" if near else f"Available: {', '.join(available)}.")
         )
-    for argument in rest:
-        if argument.startswith("-"):
-            raise RefusedError(f"new {argument}: no such option. There is --like NAME.")
-    if not rest:
-        raise RefusedError(f"new what? Name the folder, as in ddpexp new mine.\n{commands.of('new').usage}")
-    if len(rest) > 1:
-        raise RefusedError(f"new {' '.join(rest)}: one name at a time.")
-    return Path(rest[0]), kind
+    if len(call.operands) > 1:
+        raise RefusedError(f"new {' '.join(call.operands)}: one name at a time.")
+    return Path(call.operands[0]), kind
 
 
-def _check_name(name: str, argv: list[str]) -> None:
-    typed = " ".join(argv)
+def _check_name(name: str, typed: str) -> None:
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise RefusedError(
             f"new {typed}: {name or 'that'} cannot be the name of a package and a recipe. Use lower-case letters, "

@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from ddpexp.cli.subcommands import option_values, weights_of
-from ddpexp.config import commands
+from ddpexp.cli.launching import launch
+from ddpexp.cli.subcommands import weights_of
+from ddpexp.cli.verb import Call
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.run.prediction import Prediction, Source, check_format, check_out
 
-_USAGE = f"""{commands.of("predict").usage}
 
-Write what the task's method predict returns for each sample of a data set, in
-their order, with the newest weights of a run directory, those of a checkpoint
-or of a safetensors file.
-
-  --out FILE       .npz, .npy, .csv or .parquet, replaced once it is complete
-  --split NAME     an evaluation set, or train; default: the evaluation set
-
-Other data is named by overrides, such as data.root=OTHER. docs/predict.md."""
-
-_EXAMPLES = {"--out": "--out predictions.npz", "--split": "--split test"}
+def predict(call: Call) -> int:
+    """Predict with the weights that are named, and return the exit code."""
+    return launch(*prediction_of(call), call.server)
 
 
-def predict(argv: Sequence[str], command: Sequence[str]) -> tuple[Launcher, Prediction] | None:
-    """Return how to predict with the weights that `argv` names, or None when it only asked for help, which is printed.
+def prediction_of(call: Call) -> tuple[Launcher, Prediction]:
+    """Return how to predict.
 
     Raises:
         RefusedError: no such weights, a file that cannot be written, or a configuration that does not fit.
     """
-    if {"--help", "-h"} & set(argv):
-        print(_USAGE)
-        return None
-    options, others = option_values(argv, "predict", _EXAMPLES)
-    if not others:
-        raise RefusedError(f"predict with what?\n{_USAGE}")
-    if "--out" not in options:
-        raise RefusedError(f"predict {others[0]}: where to? Add --out FILE.npz, or .npy, .csv or .parquet.")
-    out = Path(options["--out"]).expanduser()
+    if "--out" not in call.options:
+        raise RefusedError(f"predict {call.operands[0]}: where to? Add --out FILE.npz, or .npy, .csv or .parquet.")
+    out = Path(call.options["--out"]).expanduser()
     check_format(out)
     check_out(out)
-    found = weights_of(others, "predict", command)
-    source = Source(found.weights, found.home, out, options.get("--split"))
+    found = weights_of(call)
+    source = Source(found.weights, found.home, out, call.options.get("--split"))
     return found.experiment.launcher, Prediction(found.experiment, found.text, source)

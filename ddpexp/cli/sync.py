@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from ddpexp.cli.subcommands import stored_run
-from ddpexp.config import commands
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError
+from ddpexp.cli.verb import Call
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED
 from ddpexp.run import lock
 from ddpexp.run.sync import Sent, check_usable, send
 from ddpexp.system import files
 from ddpexp.system.terminal import print_json
 
-_USAGE = f"""{commands.of("sync").usage}
 
-Send what the remote loggers of a run (logger=wandb, logger=mlflow) have not
-got: after an outage, a killed run, or a run without a network. What is sent is
-marked in the run directory: nothing is sent twice. Refused while the run runs,
-which sends by itself. Keys of the loggers may change: logger.wandb.mode=online.
-A run with a logger of your own needs --config-dir DIR or run.trust=[...] again.
---json prints the numbers of steps for programs."""
-
-
-def sync(argv: list[str], command: Sequence[str]) -> int:
+def sync(call: Call) -> int:
     """Send what is left; return 0 once nothing is, else 1.
 
     Raises:
         RefusedError: it is no run, it is running, or it has no remote logger.
     """
-    if not argv:
-        raise RefusedError(f"sync what?\n{_USAGE}")
-    if {"--help", "-h"} & set(argv):
-        print(_USAGE)
-        return EXIT_DONE
-    arguments = [argument for argument in argv if argument != "--json"]
-    run, experiment, _ = stored_run("sync", arguments, command, keeps=("logger",))
+    run, experiment, _ = stored_run(call, keeps=("logger",))
     check_usable(experiment)
     held = lock.take(run.path, run.ranks, f"sync {files.typed(run.path)}")
     try:
         sent = send(run, experiment)
     finally:
         held.release()
-    if "--json" in argv:
+    if call.as_json:
         print_json({"run": str(run.path.resolve()), "loggers": {name: asdict(part) for name, part in sent.items()}})
     else:
         print("\n".join(_lines(sent, run.path)))

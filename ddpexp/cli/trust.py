@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-from ddpexp.config import commands, trusted
+from collections.abc import Sequence
+
+from ddpexp.cli.verb import Call
+from ddpexp.config import trusted
 from ddpexp.config.restated import checked_setting
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.system import files
 from ddpexp.system.text import sanitize
 
-_USAGE = f"""{commands.of("trust").usage}
 
-Trust a class or function of an installed package, or all of the package, so
-that configurations may name it without run.trust=[...] in each command:
-
-    ddpexp trust schedulefree.AdamWScheduleFree
-
-Without a name it lists what is trusted; --remove NAME takes it back. The list
-is yours, not a run's; a module of the same name in another place, such as the
-current folder, is not trusted by it. What you trust whole, every configuration
-can call with any arguments, so name the class where you can.
-
-An address (with all below it), a name on a hub or a variable of the
-environment counts in a run directory without being restated, whoever made it:
-
-    ddpexp trust https://data.example.org hub:stanfordnlp/imdb oc.env:TOKEN"""
-
-
-def trust(argv: list[str]) -> int:
+def trust(call: Call) -> int:
     """Add names to what is trusted, remove them, or list them; return the exit code.
 
     Raises:
         RefusedError: a name is not of an installed package.
     """
-    if {"--help", "-h"} & set(argv):
-        print(_USAGE)
-        return EXIT_DONE
-    names = [word for word in argv if word != "--remove"]
+    names = call.operands
     for word in names:
-        if word.startswith("-"):
-            raise RefusedError(f"trust {word}: no such option. There is --remove.")
         if "=" in word:
             raise RefusedError(f"trust {word}: it takes names, such as package.Class, and no key=value.")
     entries = trusted.read()
-    if "--remove" in argv:
+    if "--remove" in call.options:
         return _remove(names, entries)
     for name in names:
         entry = trusted.Trusted(checked_setting(name, "trust"), "", "", "") if ":" in name else trusted.find(name)
@@ -59,7 +40,7 @@ def trust(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _remove(names: list[str], entries: list[trusted.Trusted]) -> int:
+def _remove(names: Sequence[str], entries: list[trusted.Trusted]) -> int:
     known = [entry.name for entry in entries]
     for name in names:
         if name not in known:

@@ -8,8 +8,6 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ddpexp.config import commands
-from ddpexp.config.build import nearest
 from ddpexp.config.folders import our_options
 from ddpexp.config.kinds import several, takes_number, takes_text
 from ddpexp.errors import RefusedError
@@ -103,8 +101,6 @@ def _no_override(override: str, before: str, after: Sequence[str]) -> str:
         apart = re.fullmatch(r"([A-Za-z_][\w./]*) *(=) *(\S*)", f"{before} = {override.lstrip('=') or after[0]}")
     if apart is not None:
         return f"{override} is not an override: write {apart[1]}={apart[3] or '...'}, without spaces."
-    if override in commands.NAMES:
-        return f"{override} is a command and stands first: python -m ddpexp {override} ... ."
     value = after[0] if after[0] and not re.search(r"[=~]", after[0]) else "..."
     if override.partition(".")[0] in known:
         options_of = f" Available: {', '.join(known[override])}." if override in known else ""
@@ -126,12 +122,7 @@ def _no_override(override: str, before: str, after: Sequence[str]) -> str:
         )
     if not re.search(r"\w", override) or override.startswith("="):
         return f"{override} is not an override: {_EXAMPLE}."
-    near = nearest(override, commands.NAMES)
-    suggestion = f" Did you mean {near}?" if near else ""
-    return (
-        f"{override} is neither an override (key=value, for example trainer.gpus=2) nor a command. "
-        f"The commands are {', '.join(commands.NAMES)}.{suggestion}"
-    )
+    return f"{override} is neither an override (key=value, for example trainer.gpus=2) nor a command."
 
 
 def unread(override: str, is_read: Callable[[str], bool]) -> str:

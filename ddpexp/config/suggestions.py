@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import yaml
 
-from ddpexp.config import commands
 from ddpexp.config.build import convert
 from ddpexp.config.declared import SECTIONS
 from ddpexp.config.folders import conf_folder, groups, options
@@ -33,15 +32,15 @@ def drop_refused(error: DdpexpError) -> None:
         error.suggestion = ""
 
 
-def refusals(suggestion: str, shipped_only: bool = False) -> Iterator[str]:
+def refusals(suggestion: str, shipped_only: bool = False, commands: Collection[str] | None = None) -> Iterator[str]:
     """Yield why the overrides and commands in a suggestion would be refused; nothing if all are accepted.
 
-    Checked are the names of commands, and the keys, types and ranges of the sections that every run has, except for
-    `data`; a placeholder such as DIR is accepted as a value. `shipped_only`: neither packages nor the user's folders
-    add options, so that the options of groups and the keys of data, launchers and strategies are checked too.
+    Checked are the keys, types and ranges of the sections that every run has, except for `data`; a placeholder such as
+    DIR is accepted as a value. `shipped_only`: neither packages nor the user's folders add options, so that the options
+    of groups and the keys of data, launchers and strategies are checked too. `commands`: the names that there are.
     """
     for match in _COMMAND.finditer(suggestion):
-        if (name := match[1] or match[2]) not in commands.NAMES:
+        if commands is not None and (name := match[1] or match[2]) not in commands:
             yield f"there is no command {name}"
     for match in _OVERRIDE.finditer(suggestion):
         key, value = match["key"], match["value"].rstrip(".:")

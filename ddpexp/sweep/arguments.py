@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -15,8 +15,6 @@ from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.rows import Goal, Row, directories, goal_of, rows_of, with_defaults
 
 _KEYS = ("sweep.objective", "sweep.mode")
-VALUED = {"--out": "a folder behind it: --out FOLDER", "--columns": "names behind it: --columns optimizer.lr,eval/loss"}
-FLAGS = ("--all", "--csv", "--json")
 
 
 @dataclass(frozen=True)
@@ -33,39 +31,23 @@ class Arguments:
     json: bool = False
 
     @classmethod
-    def of(cls, verb: str, argv: Sequence[str]) -> Arguments:
-        """Parse the arguments of a command.
+    def of(cls, operands: Sequence[str], options: Mapping[str, str]) -> Arguments:
+        """Read directories, keys and options.
 
         Raises:
-            RefusedError: an unknown argument, or a directory that holds no sweep and no run.
+            RefusedError: an unknown key, or a directory that holds no sweep and no run.
         """
-        places, values = [], {}
-        remaining = iter(argv)
-        for argument in remaining:
-            key, equals, value = argument.partition("=")
-            if key in VALUED:
-                values[key] = value if equals else next(remaining, "")
-                if not values[key]:
-                    raise RefusedError(f"{verb} {key} needs {VALUED[key]}.")
-            elif argument in FLAGS:
-                values[argument] = argument
-            elif argument.startswith("-"):
-                advice = did_you_mean(key, [*VALUED, *FLAGS, "--help"])
-                if key in ("--sort", "--sort-by", "--order-by"):
-                    advice = " The rows are sorted by sweep.objective=METRIC, in the order of sweep.mode=min or max."
-                raise RefusedError(f"{verb} {argument}: no such option.{advice}")
-            elif (
-                equals and re.fullmatch(r"[\w.]+", key) and not Path(argument).exists()
+        places, values = [], {**options}
+        for operand in operands:
+            key, equals, value = operand.partition("=")
+            if (
+                equals and re.fullmatch(r"[\w.]+", key) and not Path(operand).exists()
             ):  # a job's directory has = in its name too
                 if key not in _KEYS:
-                    raise RefusedError(f"{verb} {argument}: {key} is not a known key.{did_you_mean(key, _KEYS)}")
+                    raise RefusedError(f"table {operand}: {key} is not a known key.{did_you_mean(key, _KEYS)}")
                 values[key] = value
             else:
-                places.append(Path(argument))
-        if not places:
-            raise RefusedError(
-                f"{verb} of what? Name a sweep, a run, or a folder that holds some, such as outputs/mnist."
-            )
+                places.append(Path(operand))
         mode = values.get("sweep.mode")
         if mode not in (None, "min", "max"):
             here = value_here("sweep.mode", mode)
@@ -75,11 +57,11 @@ class Arguments:
         ways = [option for option in ("--columns", "--all", "--csv", "--json") if option in values]
         if len(ways) > 1:
             raise RefusedError(
-                f"{verb}: {' and '.join(ways)} are incompatible: --csv, --json and --all have every column."
+                f"table: {' and '.join(ways)} are incompatible: --csv, --json and --all have every column."
             )
         if "--out" in values and (prints := next((option for option in ("--csv", "--json") if option in values), None)):
             raise RefusedError(
-                f"{verb}: {prints} prints the table, and --out writes it into a folder, as sweep.csv too: type one of "
+                f"table: {prints} prints the table, and --out writes it into a folder, as sweep.csv too: type one of "
                 "them."
             )
         out = Path(values["--out"]) if "--out" in values else None

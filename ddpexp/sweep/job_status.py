@@ -28,6 +28,11 @@ STATUSES: dict[str, str] = {
 _QUERY_INTERVAL_FACTOR = 20.0  # times as long as the scheduler took to answer, until it is queried again
 
 
+def explained() -> list[str]:
+    """Return a line for each status, for the help of `ddpexp status`."""
+    return [f"  {name:<13}{meaning}" for name, meaning in STATUSES.items()]
+
+
 def status_of(path: Path, event: Mapping[str, Any], files: Files, queue: Queue) -> tuple[Status, str | None]:
     """Return a job's status and a message, from its newest event in the sweep's record and from its own files."""
     recorded, kind = files.result.get("status"), event.get("event")

@@ -1,7 +1,4 @@
-"""The plot of a sweep: the curves of its jobs, and the effect of each swept value.
-
-`python -m ddpexp.sweep.picture DIR` draws it.
-"""
+"""The plot of a sweep: the curves of its jobs, and the effect of each swept value."""
 
 from __future__ import annotations
 
@@ -128,18 +125,21 @@ def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal[
         bottom[0].supxlabel(text, fontsize=8, color=FAINT, x=0.995, ha="right")
 
 
-def draw_later(argv: Sequence[str]) -> int:
+def draw_later(words: Sequence[str]) -> int:
     """Import what draws while the last jobs of a sweep run, and call `main` at the end of the standard input."""
     os.nice(10)
     _import_matplotlib()
     sys.stdin.read()
-    return main(argv)
+    return main(words)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Draw what `ddpexp table` with the same arguments shows, into the sweep's directory or the folder behind --out."""
+def main(words: Sequence[str], out: str | None = None) -> int:
+    """Subprocess entry point: draw what `ddpexp table` with these operands shows.
+
+    `out` is the folder of the plot; without one it is that of the sweep.
+    """
     try:
-        arguments = Arguments.of("picture", argv)
+        arguments = Arguments.of(words, {"--out": out} if out is not None else {})
         goal = arguments.goal()
         metric = goal.metric or _usual_metric(arguments.rows(None))
         folder = arguments.out or arguments.sweep
@@ -156,7 +156,3 @@ def _usual_metric(rows: Sequence[Row]) -> str | None:
     """Return the metric to draw if no objective is set."""
     metrics = metrics_of(rows)
     return next((name for name in ("eval/loss", "train/loss", *metrics) if name in metrics), None)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpexp.cli.check import run_arguments, shortened
+from ddpexp.cli.check import check, shortened
 from ddpexp.cli.check_verdict import judge
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import load, parse
@@ -32,6 +32,7 @@ from ddpexp.train.train_step_trials import means_in_train_step, never_trained, u
 from ddpexp.train.trial_subject import Subject
 from tests.cli.broken.kinds import broken, faulty, odd
 from tests.conftest import ROOT, Ddpexp
+from tests.typed import call
 
 CONF = ROOT / "tests/cli/broken/conf"
 FILE = ROOT / "tests/cli/broken/kinds/broken.py"
@@ -414,15 +415,15 @@ def test_what_follows_from_another_problem_is_not_reported_again() -> None:
     ("arguments", "sentence"),
     [
         ([], "check what? Name the experiment as for a training, for example ddpexp check recipe=mnist."),
-        (["-m", "recipe=mnist"], "check -m: it checks one run. Leave -m out, and give each key one value."),
+        (["-m", "recipe=mnist"], "check -m: it takes one run. Leave -m out, and give each key one value."),
         (["recipe=mnist", "--jsn"], "check --jsn: no such option. Did you mean --json?"),
-        (["outputs"], "check outputs: it takes key=value, as a training does, and --json."),
+        (["what"], "what is neither an override (key=value, for example trainer.gpus=2) nor a command."),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], sentence: str) -> None:
     with pytest.raises(RefusedError) as caught:
-        run_arguments(arguments)
-    assert str(caught.value) == sentence
+        check(call("check", *arguments))
+    assert str(caught.value).splitlines()[0] == sentence
 
 
 @pytest.mark.parametrize(

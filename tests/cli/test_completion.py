@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ddpexp.cli import verbs
 from ddpexp.cli.completion import Line, candidates, parse
 from ddpexp.cli.shells import LINE, SCRIPTS
-from ddpexp.config import commands
 from tests.conftest import PATIENCE, ROOT, Ddpexp, python_path
 from tests.listed import options
 
@@ -119,7 +119,7 @@ def test_each_position_gets_the_completions_that_are_valid_there(typed: str, fou
 
 def test_the_first_place_gets_the_commands_first() -> None:
     found = [word.text + " " * word.is_whole for word in candidates([], "")]
-    assert found[: len(commands.NAMES)] == [f"{name} " for name in commands.NAMES]
+    assert found[: len(verbs.NAMES)] == [f"{name} " for name in verbs.NAMES]
     assert {"recipe=", "model=", "optimizer.", "trainer.", "run."} <= {*found}
     assert "sweep." not in found
 
@@ -127,7 +127,7 @@ def test_the_first_place_gets_the_commands_first() -> None:
 def test_every_completion_has_a_description() -> None:
     for words in ([], ["help"]):
         about = {word.text: word.about for word in candidates(words, "")}
-        assert about["status"] == commands.of("status").summary
+        assert about["status"] == verbs.of("status").summary
     assert {word.text: word.about for word in candidates([], "")}["trainer."] == "How a model is trained."
     about = {word.text: word.about for word in candidates([], "trainer.")}
     assert about["trainer.seed="].startswith("(0) Seed of the initialization")
@@ -180,8 +180,8 @@ def test_a_shell_waits_for_completions_for_a_limited_time(place: Path) -> None:
     pipe = place / "pipe"
     os.mkfifo(pipe)  # whoever opens it waits, as on a network's disk that does not answer
     program = (
-        "import ddpexp.cli.completion as c; c._SECONDS = 0.5\n"
-        f"c.candidates = lambda *_: open({str(pipe)!r}).readlines()\nc.completion(['bash']); print('came back')"
+        "from ddpexp.cli import completion as c, verbs; c._SECONDS = 0.5\n"
+        f"c.candidates = lambda *_: open({str(pipe)!r}).readlines()\nc.completion(verbs.of('completion').call(['bash'])); print('came back')"
     )
     environ = {**os.environ, "PYTHONPATH": python_path(), LINE: "ddpexp trainer."}
     done = subprocess.run(

@@ -10,21 +10,25 @@ import pytest
 import torch
 from PIL import Image
 
-from ddpexp.cli.data import arguments_of, data
+from ddpexp.cli.data import data
 from ddpexp.cli.preview import pixels, sheet, texts
 from ddpexp.errors import RefusedError
 from examples.photos.draw import main as draw_photos
 from tests.conftest import ROOT
+from tests.typed import call
 
 
-def test_options_are_taken_out_of_the_arguments() -> None:
-    run = ["recipe=mnist", "trainer.seed=1"]
-    assert arguments_of(run) == (run, None, False)
-    assert arguments_of([run[0], "--preview", "a.png", run[1], "--json"]) == (run, Path("a.png"), True)
-    assert arguments_of(["--preview=a.png", *run]) == (run, Path("a.png"), False)
-    for wrong in (["--preview"], ["--preview", "a.jpg"], ["--preview", "recipe=mnist"]):
-        with pytest.raises(RefusedError, match="name a file for the picture"):
-            arguments_of(wrong)
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--preview", "a.jpg"], "name a file for the picture"),
+        (["--preview", "recipe=mnist"], "name a file for the picture"),
+        (["--preview"], r"data --preview: it takes one value, once, such as --preview photos\.png\."),
+    ],
+)
+def test_a_preview_is_a_picture(words: list[str], sentence: str) -> None:
+    with pytest.raises(RefusedError, match=sentence):
+        data(call("data", *words))
 
 
 def test_data_is_described_and_drawn(
@@ -33,16 +37,16 @@ def test_data_is_described_and_drawn(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     draw_photos(tmp_path / "photos")
     typed = ["--config-dir", str(ROOT / "examples/photos/conf"), "recipe=photos", f"data.root={tmp_path / 'photos'}"]
-    assert data([*typed, "--preview", str(tmp_path / "sheet.png")]) == 0
+    assert data(call("data", *typed, "--preview", str(tmp_path / "sheet.png"))) == 0
     lines = capsys.readouterr().out
     assert "120 samples" in lines
     assert "circle, square, triangle" in lines
     with Image.open(tmp_path / "sheet.png") as picture:
         assert picture.size == (8 * 128, 2 * (128 + 14))  # 16 images of 64 pixels, twice as large
-    assert data([*typed, "--json"]) == 0
+    assert data(call("data", *typed, "--json")) == 0
     assert json.loads(capsys.readouterr().out)["facts"]["num_classes"] == 3
     with pytest.raises(RefusedError, match=r"sheet\.png cannot be written"):
-        data([*typed, "--preview", str(tmp_path / "nowhere/sheet.png")])
+        data(call("data", *typed, "--preview", str(tmp_path / "nowhere/sheet.png")))
 
 
 def test_tokens_are_not_called_samples_nor_counted_as_such(
@@ -52,7 +56,7 @@ def test_tokens_are_not_called_samples_nor_counted_as_such(
     (tmp_path / "a.txt").write_text("0123456789" * 10)
     (tmp_path / "w.txt").write_text("1\n" * 21)  # the text to train on has 21 windows
     typed = ["recipe=gpt", f"data.path={tmp_path}/a.txt", "data.block_size=4", f"data.weights={tmp_path}/w.txt"]
-    assert data(typed) == 0
+    assert data(call("data", *typed)) == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert dict(lines[1:3]) == {"train": "90 tokens", "eval": "10 tokens"}
 

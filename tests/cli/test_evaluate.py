@@ -22,9 +22,10 @@ from torch import nn
 
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.weights import find
-from ddpexp.cli.subcommands import _split_option
+from ddpexp.cli import evaluate as verbs
 from ddpexp.errors import RefusedError
 from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, python_path
+from tests.typed import call
 
 
 @pytest.fixture(scope="session")
@@ -244,26 +245,19 @@ def test_the_sets_to_evaluate_are_typed_with_split(ddpexp: Ddpexp, trained: Done
 
 
 @pytest.mark.parametrize(
-    ("argv", "split"),
+    ("options", "sentence"),
     [
-        (["run", "a=b", "--json"], ()),
-        (["run", "--split", "test", "a=b"], ("test",)),
-        (["--split=eval,test", "run", "a=b"], ("eval", "test")),
+        (["--split"], "evaluate --split: it takes one value, once, such as --split test."),
+        (["--split="], "evaluate --split: it takes one value, once, such as --split test."),
+        (["--split", "--json"], "evaluate --split: it takes one value, once, such as --split test."),
+        (["--split", "a", "--split=b"], "evaluate --split: it takes one value, once, such as --split test."),
+        (["--split=a,"], "--split takes the names of evaluation sets, such as --split test or --split eval,test."),
     ],
 )
-def test_split_may_stand_anywhere(argv: list[str], split: tuple[str, ...]) -> None:
-    found, others = _split_option(argv)
-    assert (found, [word for word in others if word != "--json"]) == (split, ["run", "a=b"])
-
-
-@pytest.mark.parametrize(
-    "options", [["--split"], ["--split="], ["--split", "--json"], ["--split=a,"], ["--split", "a", "--split=b"]]
-)
-def test_a_split_without_names_is_refused(options: list[str]) -> None:
-    with pytest.raises(
-        RefusedError, match=r"^--split takes the names of evaluation sets once, such as --split test or "
-    ):
-        _split_option(["run", *options])
+def test_a_split_without_names_is_refused(options: list[str], sentence: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        verbs.evaluate(call("evaluate", "run", *options))
+    assert str(caught.value) == sentence
 
 
 def test_a_run_without_checkpoints_starts_no_other(ddpexp: Ddpexp, copied: Path) -> None:

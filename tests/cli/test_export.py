@@ -12,10 +12,11 @@ import torch
 
 from ddpexp.cli.api.exporting import _difference, export_model, inputs_of
 from ddpexp.cli.api.opened import open_run
-from ddpexp.cli.export import described, request_of, run_export
+from ddpexp.cli.export import described, export, request_of
 from ddpexp.cli.subcommands import weights_of
 from ddpexp.errors import RefusedError
 from tests.conftest import ROOT
+from tests.typed import call
 
 FEW = ("data.source=embedded", "data.embedded_train=8", "data.embedded_test=8")
 
@@ -28,7 +29,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command_writes_a_folder_and_prints_the_difference(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_export(["RUN", "--out", "out", "--format=pt", *FEW], ["ddpexp", "export"]) == 0
+    assert export(call("export", "RUN", "--out", "out", "--format=pt", *FEW)) == 0
     printed = capsys.readouterr().out
     assert printed == "out: export.json, model.pt\ngreatest difference from the model on a batch: 0\n"
     record = json.loads(Path("out/export.json").read_text())
@@ -38,7 +39,7 @@ def test_the_command_writes_a_folder_and_prints_the_difference(run: Path, capsys
 
 @pytest.mark.parametrize("kind", ["safetensors", pytest.param("pt2", marks=pytest.mark.slow)])
 def test_what_was_written_gives_the_same(run: Path, kind: str) -> None:
-    request = request_of(weights_of(["RUN", *FEW], "export", ["ddpexp", "export"]), Path("out"), kind)
+    request = request_of(weights_of(call("export", "RUN", *FEW)), Path("out"), kind)
     answer = export_model(request)
     assert answer["difference"] < 1e-5
     assert answer["files"] == ["export.json", f"model.{kind}"]
@@ -59,7 +60,7 @@ def test_what_was_written_gives_the_same(run: Path, kind: str) -> None:
 )
 def test_what_is_wrong_is_refused(run: Path, arguments: list[str], sentence: str) -> None:
     with pytest.raises(RefusedError) as refused:
-        run_export(arguments, ["ddpexp", "export", *arguments])
+        export(call("export", *arguments))
     assert sentence in str(refused.value)
     assert not Path("out").exists()
 
@@ -73,7 +74,7 @@ def test_a_folder_without_a_run_or_without_a_checkpoint_is_named(run: Path) -> N
         ("RUN", "export RUN: RUN/checkpoints holds no complete checkpoint."),
     ):
         with pytest.raises(RefusedError) as refused:
-            run_export([folder, "--out", "out"], ["ddpexp", "export", folder, "--out", "out"])
+            export(call("export", folder, "--out", "out"))
         assert str(refused.value).startswith(sentence)
         assert not Path("out").exists()
 
@@ -81,13 +82,13 @@ def test_a_folder_without_a_run_or_without_a_checkpoint_is_named(run: Path) -> N
 def test_onnx_names_what_to_install(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RefusedError, match=r"needs onnx, onnxscript, onnxruntime: pip install 'ddpexp\[onnx\]'\."):
-        run_export(["RUN", "--out", "out", "--format=onnx"], ["ddpexp", "export"])
+        export(call("export", "RUN", "--out", "out", "--format=onnx"))
 
 
 @pytest.mark.slow
 def test_an_onnx_model_takes_batches_of_any_size_and_gives_the_same(run: Path) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="needs pip install 'ddpexp[onnx]'")
-    assert run_export(["RUN", "--out", "out", "--format=onnx", *FEW], ["ddpexp", "export"]) == 0
+    assert export(call("export", "RUN", "--out", "out", "--format=onnx", *FEW)) == 0
     assert sorted(path.name for path in Path("out").iterdir()) == ["export.json", "model.onnx"]
     assert json.loads(Path("out/export.json").read_text())["difference"] < 1e-4
     session = runtime.InferenceSession("out/model.onnx", providers=["CPUExecutionProvider"])

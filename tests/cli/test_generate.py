@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.cli.generate import Options, parse_options
+from ddpexp.cli.generate import Options, options_of
 from ddpexp.errors import RefusedError
 from tests.conftest import Ddpexp, Done
+from tests.typed import call
 
 
 def test_options_stand_anywhere_among_the_arguments() -> None:
@@ -25,19 +26,19 @@ def test_options_stand_anywhere_among_the_arguments() -> None:
         "--temperature",
         "0",
     ]
-    assert parse_options(typed) == (
-        Options(prompt="--x 3", tokens=5, top_k=None, temperature=0.0),
-        ["run", "--config-dir", "mine/conf"],
-    )
-    assert parse_options(["run", "--prompt", "7", "--checkpoint", "30"])[0] == Options(prompt="7", checkpoint=30)
+    called = call("generate", *typed)
+    assert options_of(called) == Options(prompt="--x 3", tokens=5, top_k=None, temperature=0.0)
+    assert called.operands == ["run", "--config-dir", "mine/conf"]
+    called = call("generate", "run", "--prompt", "7", "--checkpoint", "30")
+    assert options_of(called) == Options(prompt="7", checkpoint=30)
 
 
 @pytest.mark.parametrize(
     ("typed", "sentence"),
     [
         ("--token 3", "generate --token: no such option. Did you mean --tokens?"),
-        ("--tokens", "generate --tokens: it takes one value, once."),
-        ("--seed 1 --seed 2", "generate --seed: it takes one value, once."),
+        ("--tokens", "generate --tokens: it takes one value, once, such as --tokens 200."),
+        ("--seed 1 --seed 2", "generate --seed: it takes one value, once, such as --seed 0."),
         ("--tokens 0", "generate --tokens 0: use 1 or more."),
         ("--temperature -1", "generate --temperature -1.0: use 0 or more."),
         ("--top_k x", "generate --top_k=x is not"),
@@ -46,7 +47,7 @@ def test_options_stand_anywhere_among_the_arguments() -> None:
 )
 def test_an_option_that_means_nothing_is_refused(typed: str, sentence: str) -> None:
     with pytest.raises(RefusedError, match=f"^{re.escape(sentence)}"):
-        parse_options(["run", *typed.split()])
+        options_of(call("generate", "run", *typed.split()))
 
 
 def trained(ddpexp: Ddpexp) -> tuple[Done, Path]:

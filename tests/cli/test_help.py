@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddpexp.cli import main
+from ddpexp.cli import main, no_verb, verbs
 from ddpexp.cli.help import answer, first
 from ddpexp.cli.keys import Catalogue, typed
-from ddpexp.config import commands
 from ddpexp.config.compose import overview
 from ddpexp.config.folders import conf_folder
 from ddpexp.errors import RefusedError
@@ -224,30 +221,14 @@ class Toy(SearchPathPlugin):
 # commands
 
 
-def test_the_table_of_commands_is_what_is_dispatched() -> None:
-    assert set(main._COMMANDS) == {*commands.NAMES, "member"}
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Restore the handlers of signals, which a command replaces."""
-    numbers = [number for number in signal.valid_signals() if signal.getsignal(number) is not None]
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        if signal.getsignal(number) != handler:
-            signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("name", commands.NAMES)
+@pytest.mark.parametrize("name", verbs.NAMES)
 def test_help_of_a_command_is_what_it_says_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
-    for arguments in ([name, "--help"], [name, "-h"], ["help", name]):
-        assert main._COMMANDS[arguments[0]](arguments, None) == 0
+    for verb, arguments in ((name, ["--help"]), (name, ["-h"]), ("help", [name])):
+        assert main._call(verbs.of(verb), arguments, None) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] == outputs[2]
-    assert outputs[0].startswith(f"{commands.of(name).usage}\n\n")
+    assert outputs[0].startswith(f"{verbs.of(name).usage}\n\n")
     assert max(map(len, outputs[0].splitlines())) <= 80
 
 
@@ -280,7 +261,19 @@ def test_for_an_unknown_command_the_nearest_is_suggested(
     (tmp_path / "a b").mkdir()
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert commands.unknown(word) == sentence
+    assert no_verb.unknown(word) == sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("trainer.seed=1 resume", "resume is a command and stands first: python -m ddpexp resume ... ."),
+        ("--config-dir data recipe=mnist", None),
+        ("recipe=mnist trainer.seed=1", None),
+    ],
+)
+def test_a_command_behind_an_override_is_refused(words: str, sentence: str | None) -> None:
+    assert no_verb.misplaced(words.split()) == sentence
 
 
 def said(done: Done) -> tuple[int, str, list[str]]:
@@ -295,8 +288,8 @@ def test_an_unknown_command_lists_the_commands(ddpexp: Ddpexp, tmp_path: Path) -
         "trainer.gpus=2. "
         "The commands are:"
     )
-    assert lines[1:] == commands.listed()
-    assert [line.split()[0] for line in lines[1:]] == list(commands.NAMES)
+    assert lines[1:] == verbs.listed()
+    assert [line.split()[0] for line in lines[1:]] == list(verbs.NAMES)
     assert not (tmp_path / "run").exists()
 
 

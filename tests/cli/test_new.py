@@ -15,6 +15,7 @@ from examples.photos.draw import main as draw_photos
 from examples.table.table import write as write_table
 from tests.conftest import PATIENCE, Ddpexp, python_path, warm_too
 from tests.examples import install
+from tests.typed import call
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +26,7 @@ def environ(warm_environ: dict[str, str]) -> dict[str, str]:
 
 def made(place: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(place)
-    assert new(["my-work", "--like", kind]) == 0
+    assert new(call("new", "my-work", "--like", kind)) == 0
     return place / "my-work"
 
 
@@ -87,9 +88,9 @@ def test_a_project_is_checked_swept_predicted_with_and_exported(
     ("arguments", "sentence"),
     [
         ([], "new what? Name the folder, as in ddpexp new mine."),
-        (["seedling", "--like"], "new --like: name what the project begins with: points"),
+        (["seedling", "--like"], "new --like: it takes one value, once, such as --like table."),
         (["seedling", "--like", "point"], "new --like point: there is no such project. Did you mean points?"),
-        (["seedling", "--lik", "points"], "new --lik: no such option. There is --like NAME."),
+        (["seedling", "--lik", "points"], "new --lik: no such option. Did you mean --like?"),
         (["seedling", "other"], "new seedling other: one name at a time."),
         (["torch"], "new torch: there is a Python module torch already. Choose another name."),
         (["random"], "new random: there is a Python module random already."),
@@ -108,7 +109,7 @@ def test_what_cannot_be_made_is_refused_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     with pytest.raises(RefusedError) as refused:
-        new(arguments)
+        new(call("new", *arguments))
     assert str(refused.value).startswith(sentence)
     assert os.listdir() == ["taken"]
 
@@ -120,5 +121,5 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ddpexp.cli.new.write_data", full)
     with pytest.raises(RefusedError, match=r"new seedling: the folder cannot be written \(No space left on device\)"):
-        new(["seedling"])
+        new(call("new", "seedling"))
     assert os.listdir() == []

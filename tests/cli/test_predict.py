@@ -22,6 +22,7 @@ from ddpexp.train.predict import _write, as_arrays
 from ddpexp.train.prediction_files import check_holds, contents
 from tests.conftest import Ddpexp, Done, python_path
 from tests.examples import EXAMPLES
+from tests.typed import call
 
 CONF = str(EXAMPLES / "patches/conf")
 PATCHES = (f"--config-dir={CONF}",)
@@ -114,7 +115,7 @@ def test_what_is_wrong_is_refused_before_anything_starts(
     (tmp_path / "RUN").symlink_to(trained.run)
     argv = [*arguments, *PATCHES] if arguments else []
     with pytest.raises(RefusedError) as refused:
-        predict(argv, ["ddpexp", "predict", *argv])
+        predict(call("predict", *argv))
     assert sentence in str(refused.value)
 
 
@@ -123,7 +124,7 @@ def test_parquet_without_pyarrow_is_refused_with_what_to_install(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RefusedError, match="this needs pyarrow"):
-        predict([str(trained.run), "--out", str(tmp_path / "x.parquet")], ["ddpexp"])
+        predict(call("predict", str(trained.run), "--out", str(tmp_path / "x.parquet")))
 
 
 def test_batch_size_and_threads_do_not_follow_the_workers() -> None:

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from ddpexp.checkpoint.weights import check_usable
+from ddpexp.cli.evaluate import evaluate
 from ddpexp.cli.help import answer
-from ddpexp.cli.subcommands import evaluate, resume
+from ddpexp.cli.resume import resume
 from ddpexp.errors import RefusedError
-from ddpexp.plan.arguments import PlanArguments
 from ddpexp.sweep.arguments import Arguments
 from tests.conftest import PATIENCE, ROOT, python_path
+from tests.typed import call
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def refused(work: Callable[..., Any], *arguments: Any) -> str:
 def test_for_a_folder_of_runs_the_error_names_the_newest(
     outputs: Path, name: str, work: Callable[..., Any], folder: str
 ) -> None:
-    assert refused(work, [folder], [name, folder]) == (
+    assert refused(work, call(name, folder)) == (
         f"{name} {folder}: it is no run directory. Runs in it: outputs/mnist/4, outputs/mnist/3, outputs/mnist/2 and "
         "2 more."
     )
@@ -64,15 +65,15 @@ SOURCES = [
 @pytest.mark.parametrize(("typed", "says"), SOURCES)
 def test_for_a_run_named_another_way_the_error_gives_its_name(outputs: Path, typed: str, says: str) -> None:
     name, *overrides = typed.split()
-    assert refused({"evaluate": evaluate, "resume": resume}[name], overrides, typed.split()) == f"{typed}: {says}"
+    assert refused({"evaluate": evaluate, "resume": resume}[name], call(name, *overrides)) == f"{typed}: {says}"
 
 
 @pytest.mark.parametrize(
     ("option", "meant"), [("--splt", "--split"), ("--splits=eval", "--split"), ("--jsn", "--json")]
 )
 def test_a_misspelt_option_of_evaluate_is_refused_with_the_right_one(option: str, meant: str) -> None:
-    said = refused(evaluate, ["outputs/mnist/1", option, "eval"], [])
-    assert said == f"evaluate {option.partition('=')[0]}: no such option. Did you mean {meant}?"
+    said = refused(call, "evaluate", "outputs/mnist/1", option, "eval")
+    assert said == f"evaluate {option}: no such option. Did you mean {meant}?"
 
 
 PLANS = [
@@ -86,14 +87,14 @@ PLANS = [
 
 @pytest.mark.parametrize(("overrides", "sentence"), PLANS)
 def test_what_a_plan_does_not_accept_is_refused(outputs: Path, overrides: Sequence[str], sentence: str) -> None:
-    assert refused(PlanArguments.of, overrides).startswith(sentence)
+    assert refused(call, "plan", *overrides).startswith(sentence)
 
 
 def test_what_a_table_does_not_accept_is_refused(outputs: Path) -> None:
-    assert refused(Arguments.of, "table", ["outputs/mnist/1/metrics.jsonl"]) == (
+    assert refused(Arguments.of, ["outputs/mnist/1/metrics.jsonl"], {}) == (
         "outputs/mnist/1/metrics.jsonl is a file: name the directory of a run or a sweep, such as outputs/mnist/1."
     )
-    assert refused(Arguments.of, "table", ["outputs", "--sort", "x"]).startswith(
+    assert refused(call, "table", "outputs", "--sort", "x").startswith(
         "table --sort: no such option. The rows are sorted by sweep.objective=METRIC"
     )
 
@@ -136,11 +137,11 @@ def test_for_a_lost_config_the_command_that_copies_it_from_a_checkpoint_is_given
     shutil.move(config, newest / "config.yaml")
     if written is not None:
         config.write_text(written)
-    said = refused(resume, ["run"], ["ddpexp", "resume", "run"])
+    said = refused(resume, call("resume", "run"))
     assert said.startswith(sentence.format(path=Path("run/config.yaml")))
     command = said.partition(" Its newest checkpoint holds a copy: ")[2]
     subprocess.run(command.split(), check=True, timeout=PATIENCE)
-    assert "names code of its own" in refused(resume, ["run"], ["ddpexp", "resume", "run"])
+    assert "names code of its own" in refused(resume, call("resume", "run"))
 
 
 def test_a_damaged_config_without_a_copy_is_reported_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,12 +150,12 @@ def test_a_damaged_config_without_a_copy_is_reported_as_it_is(tmp_path: Path, mo
     for copy in run.glob("checkpoints/*/config.yaml"):
         copy.unlink()
     (run / "config.yaml").write_text("- a\n")
-    assert refused(resume, ["run"], ["ddpexp", "resume", "run"]) == (
+    assert refused(resume, call("resume", "run")) == (
         "resume run: run/config.yaml is not the configuration of a run. No checkpoint holds a copy: put one back, or "
         "start a new run with another run.dir."
     )
     (run / "config.yaml").unlink()
-    assert refused(resume, ["run"], ["ddpexp", "resume", "run"]) == (
+    assert refused(resume, call("resume", "run")) == (
         "resume run: config.yaml is missing. No checkpoint holds a copy: put one back, or start a new run with another "
         "run.dir."
     )

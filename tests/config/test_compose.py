@@ -448,7 +448,6 @@ MODELS = ", ".join(options("model"))
         ("sweep.slots=2", "sweep.slots=2 is for sweeps: add -m, or leave it out."),
         ("model=1", f"model=1 is not a known option. Available: {MODELS}."),
         ("optimizer=adamw,true", "optimizer=true is not a known option. Available: adadelta,"),
-        ("trainer.seed=1 resume", "resume is a command and stands first: python -m ddpexp resume ... ."),
         (
             "hydra.run.dir=x",
             "hydra.run.dir=x: Hydra's own settings have no effect here. run.dir=... names the run directory.",

@@ -45,9 +45,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # The arguments after >, and in the next line how the error begins.
 BARE = """\
 > tune x
-tune is neither an override (key=value, for example trainer.gpus=2) nor a command. The commands are resume, evaluat
+tune is neither an override (key=value, for example trainer.gpus=2) nor a command.
 > evalute x
-evalute is neither an override (key=value, for example trainer.gpus=2) nor a command. The commands are resume, evaluat
+evalute is neither an override (key=value, for example trainer.gpus=2) nor a command.
 > fit recipe=mnist
 fit is not an override: a training needs no command, as in python -m ddpexp recipe=mnist trainer.gpus=2.
 > mnist

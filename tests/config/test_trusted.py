@@ -13,6 +13,7 @@ from ddpexp.config import trusted
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
+from tests.typed import call
 
 CLASS = "helpful.optim.Careful"
 
@@ -49,7 +50,7 @@ def composed(*overrides: str) -> list[str]:
 
 def refused(*argv: str) -> str:
     with pytest.raises(RefusedError) as caught:
-        trust(list(argv))
+        trust(call("trust", *argv))
     return str(caught.value)
 
 
@@ -60,24 +61,24 @@ def test_a_class_that_is_trusted_once_needs_no_override(site: Path, capsys: pyte
         f" If this code is yours, add run.trust=[helpful]. To trust it once for all commands: ddpexp trust {CLASS}."
     )
     assert str(caught.value).endswith(sentence)
-    assert trust([CLASS]) == 0
+    assert trust(call("trust", CLASS)) == 0
     assert capsys.readouterr().out == f"{CLASS} of helpful-kit 1.0 ({site / 'helpful'}) is trusted.\n"
     assert composed() == [CLASS]
     with pytest.raises(RefusedError, match="Careless is not allowed"):
         composed("optimizer._target_=helpful.optim.Careless")
-    assert trust([]) == 0
+    assert trust(call("trust")) == 0
     assert capsys.readouterr().out == f"{CLASS}  helpful-kit 1.0  {site / 'helpful'}\n"
-    assert trust(["--remove", CLASS]) == 0
+    assert trust(call("trust", "--remove", CLASS)) == 0
     assert capsys.readouterr().out.startswith(f"{CLASS}: no longer trusted (")
-    assert trust([]) == 0
+    assert trust(call("trust")) == 0
     assert capsys.readouterr().out.startswith("Nothing is trusted beside")
     with pytest.raises(RefusedError):
         composed()
 
 
 def test_a_package_may_be_trusted_as_a_whole_and_named_twice(site: Path) -> None:
-    trust(["helpful"])
-    trust(["helpful", CLASS])
+    trust(call("trust", "helpful"))
+    trust(call("trust", "helpful", CLASS))
     assert [entry.name for entry in trusted.read()] == ["helpful", CLASS]
     assert composed() == [CLASS]
     assert trusted.covered(["helpful.a", "helpfully.a", "helpful"]) == {"helpful.a", "helpful"}
@@ -87,7 +88,7 @@ def test_a_package_may_be_trusted_as_a_whole_and_named_twice(site: Path) -> None
 def test_a_module_of_that_name_in_another_place_is_not_trusted(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trust([CLASS])
+    trust(call("trust", CLASS))
     stranger = tmp_path / "stranger"
     (stranger / "helpful").mkdir(parents=True)
     (stranger / "helpful/__init__.py").write_text("raise SystemExit('imported')\n")
@@ -101,7 +102,7 @@ def test_a_module_of_that_name_in_another_place_is_not_trusted(
 
 
 def test_a_new_version_at_the_same_place_stays_trusted(site: Path) -> None:
-    trust([CLASS])
+    trust(call("trust", CLASS))
     os.rename(site / "helpful_kit-1.0.dist-info", site / "helpful_kit-2.0.dist-info")
     assert composed() == [CLASS]
 
@@ -115,7 +116,7 @@ def test_an_editable_package_is_trusted_where_its_code_is(
     url = {"url": f"file://{code}", "dir_info": {"editable": True}}
     (site / "helpful_kit-1.0.dist-info/direct_url.json").write_text(json.dumps(url))
     monkeypatch.syspath_prepend(str(code))
-    trust([CLASS])
+    trust(call("trust", CLASS))
     assert composed() == [CLASS]
 
 
@@ -129,7 +130,7 @@ def test_an_editable_package_is_trusted_where_its_code_is(
         ("helpful-kit", "trust helpful-kit: use the name of a package, or of a class in it, such as package.Class."),
         ("helpful_kit", "trust helpful_kit: there is no installed package with a module helpful_kit."),
         ("run.trust=[helpful]", "trust run.trust=[helpful]: it takes names, such as package.Class, and no key=value."),
-        ("--force", "trust --force: no such option. There is --remove."),
+        ("--force", "trust --force: no such option. Available: --remove, --help."),
     ],
 )
 def test_what_cannot_be_trusted_is_refused(site: Path, name: str, sentence: str) -> None:
@@ -139,7 +140,7 @@ def test_what_cannot_be_trusted_is_refused(site: Path, name: str, sentence: str)
 
 @pytest.mark.fault("S19")
 def test_a_list_that_others_can_write_or_that_is_damaged_counts_for_nothing(site: Path) -> None:
-    trust([CLASS])
+    trust(call("trust", CLASS))
     path = trusted.list_file()
     assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o666)
@@ -154,6 +155,6 @@ def test_a_list_that_others_can_write_or_that_is_damaged_counts_for_nothing(site
 
 def test_removing_what_is_not_trusted_names_what_is(site: Path) -> None:
     assert refused("--remove", "helpful") == "trust --remove helpful: it is not trusted. Nothing is."
-    trust([CLASS])
+    trust(call("trust", CLASS))
     assert refused("--remove", "helpful") == f"trust --remove helpful: it is not trusted. There is {CLASS}."
     assert refused("--remove").startswith("trust --remove: name what")

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from ddpexp.cli.doctor import diagnose, doctor, prepare
 from ddpexp.doctor import job as job_module
 from ddpexp.doctor import storage
 from ddpexp.doctor.job import Diagnosis, ElsewhereError
-from ddpexp.doctor.verb import DoctorArguments, diagnose, judge, prepare
+from ddpexp.doctor.judge import judge
 from ddpexp.errors import Failure, RefusedError, WorkerError
 from tests.conftest import Ddpexp, finish
+from tests.typed import call
 
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -104,29 +106,22 @@ def test_under_srun_one_task_reports_for_all(ddpexp: Ddpexp) -> None:
     ("argv", "answer"),
     [
         (["--jsn"], "doctor --jsn: no such option. Did you mean --json?"),
-        (["outputs"], "doctor outputs: it takes key=value, as a training does, and --json."),
-        (["-m", "trainer.seed=1,2"], "doctor -m: no such option."),
+        (["what"], "what is neither an override"),
+        (["-m", "trainer.seed=1,2"], "doctor -m: it takes one run."),
         (["trainer.gpu=2"], "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
         (["trainer.precision=fp31"], "trainer.precision=fp31"),
     ],
 )
 def test_wrong_arguments_are_refused(argv: list[str], answer: str) -> None:
     with pytest.raises(RefusedError) as refused:
-        prepare(argv)
+        doctor(call("doctor", *argv))
     assert str(refused.value).startswith(answer)
-
-
-def test_arguments_of_a_run_are_kept() -> None:
-    arguments = DoctorArguments.of(["--config-dir", "conf", "recipe=mine", "--json", "trainer.gpus=2"])
-    assert arguments == DoctorArguments(("--config-dir", "conf", "recipe=mine", "trainer.gpus=2"), True)
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
     monkeypatch.chdir(tmp_path)
-    prepared = prepare(["trainer.gpus=2", "trainer.device=cpu"])
-    assert prepared is not None
-    return prepared[1]
+    return prepare(["trainer.gpus=2", "trainer.device=cpu"])[1]
 
 
 FACTS = {name: {"hung": 1.0} for name in ("software", "gpus", "infiniband", "cores", "memory", "shared_memory",

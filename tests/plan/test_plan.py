@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddpexp.cli.plan import plan
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.data.batch_plan import plan_batches
@@ -54,6 +55,7 @@ from ddpexp.strategy.reserved import most_blocks
 from ddpexp.system.process import children
 from tests.conftest import SMALL, Ddpexp
 from tests.test_user_recipes import write
+from tests.typed import call
 
 MIB = 1 << 20
 
@@ -221,22 +223,22 @@ def test_partial_sums_are_as_many_as_a_counter_has_digits() -> None:
     [
         ("--jsn", "plan --jsn: no such option. Did you mean --json?"),
         ("--alpha_us=fast", "plan --alpha_us=fast: use a number above 0."),
-        ("--compute_ms", "plan --compute_ms=: use a number above 0."),
+        ("--compute_ms", "plan --compute_ms: it takes one value, once, such as --compute_ms 12."),
         ("--num_samples=1.5", "plan --num_samples=1.5: use a whole number."),
-        ("-m", "plan -m: it looks at one run, as python -m ddpexp would start it: leave that out."),
+        ("-m", "plan -m: it takes one run. Leave -m out, and give each key one value."),
     ],
 )
 def test_a_wrong_option_is_refused(typed: str, refused: str) -> None:
     with pytest.raises(RefusedError) as caught:
-        PlanArguments.of([typed])
+        plan(call("plan", typed))
     assert str(caught.value) == refused
 
 
 def test_options_stand_anywhere_among_the_overrides() -> None:
-    found = PlanArguments.of(
-        ["--json", "recipe=mnist", "--alpha_us", "5", "--config-dir", "conf", "--cores=96", "trainer.gpus=2"]
+    typed = call(
+        "plan", "--json", "recipe=mnist", "--alpha-us", "5", "--config-dir", "conf", "--cores=96", "trainer.gpus=2"
     )
-    assert found == PlanArguments(
+    assert PlanArguments.of(typed.operands, typed.options) == PlanArguments(
         ("recipe=mnist", "--config-dir", "conf", "trainer.gpus=2"), json=True, alpha_us=5.0, cores=96
     )
 

@@ -14,6 +14,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.schedule_plot import draw, sketch
 from ddpexp.train.rate_curves import curves_of, shown_steps
+from tests.typed import call
 
 
 def test_every_step_is_shown_or_a_thousand_with_the_last() -> None:
@@ -74,10 +75,11 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     ],
 )
 def test_the_file_of_a_picture_may_be_left_out(words: str, plot: str | None, rest: list[str]) -> None:
-    arguments = PlanArguments.of(words.split())
+    typed = call("plan", *words.split())
+    arguments = PlanArguments.of(typed.operands, typed.options)
     assert (arguments.plot, list(arguments.run)) == (plot, rest)
 
 
 def test_another_kind_of_file_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"^plan --plot-schedule lr\.svg: it draws a PNG: name a file that ends"):
-        PlanArguments.of(["--plot-schedule", "lr.svg"])
+        PlanArguments.of([], {"--plot-schedule": "lr.svg"})

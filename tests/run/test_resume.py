@@ -531,11 +531,8 @@ def test_what_is_no_run_is_refused_with_its_name(ddpexp: Ddpexp, run: Path) -> N
         ("empty",): r"^ddpexp: resume empty: it is no run directory\.\n$",
         ("run/config.yaml",): r"^ddpexp: resume run/config\.yaml: it is no run directory\. Did you mean run\?\n$",
         ("run/checkpoints/step-00000010",): r"it is no run directory\. Did you mean run\?\n$",
-        (
-            "run",
-            "-m",
-        ): r"^ddpexp: resume -m: it takes a run directory, key=value and --config-dir DIR, and nothing else\.\n$",
-        ("--cfg", "job", "run"): r"^ddpexp: resume --cfg: it takes",
+        ("run", "-m"): r"^ddpexp: resume -m: it takes one run\. Leave -m out, and give each key one value\.\n$",
+        ("--cfg", "job", "run"): r"^ddpexp: resume --cfg: no such option\.",
         ("run", "run.dir=other"): r"^ddpexp: run\.dir=other: resume continues in run itself\.\n$",
         ("run", "trainer.epoch=3"): r"trainer\.epoch is not a known key\. Did you mean trainer\.epochs\?\n$",
         ("run", "trainer.epochs"): r"trainer\.epochs has no value: write trainer\.epochs=\.\.\. \.",

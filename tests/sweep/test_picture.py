@@ -29,7 +29,8 @@ from tests.test_layering import loaded_by, tops
 
 def process(*overrides: str | Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ddpexp.sweep.picture", *map(str, overrides)], cwd=ROOT, env={**os.environ,
+        [sys.executable, "-c", "import sys; from ddpexp.sweep.picture import main; sys.exit(main(sys.argv[1:2], *sys.argv[2:]))",
+            *map(str, overrides)], cwd=ROOT, env={**os.environ,
             **(environ or {})},
         capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
@@ -71,7 +72,7 @@ def sweep(path: Path, jobs: int) -> Made:
 
 def test_the_picture_of_a_real_sweep_has_a_panel_for_each_value_and_its_best(trained: Path, tmp_path: Path) -> None:
     """As the sweep itself has it drawn."""
-    done = process(trained, "--out", tmp_path)
+    done = process(trained, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert size(tmp_path / "sweep.png") == (1500, round(150 * (4.0 + 2.7)))
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.png"]
@@ -203,7 +204,7 @@ def test_a_style_that_lies_about_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = sweep(tmp_path / "sweep", 3)
-    assert picture.main([str(made.path), "--out", str(tmp_path / "none")]) == 2
+    assert picture.main([str(made.path)], str(tmp_path / "none")) == 2
     said = capsys.readouterr()
     assert said.err.startswith("sweep.png cannot be drawn: ")
     assert said.err.count("\n") == 1
@@ -226,7 +227,7 @@ def test_wrong_arguments_are_one_sentence(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_only_drawing_imports_what_draws() -> None:
-    names = ("rows", "table", "encoding", "picture", "verbs", "arguments", "folder")
+    names = ("rows", "table", "encoding", "picture", "arguments", "folder")
     loaded = tops(loaded_by(*(f"ddpexp.sweep.{name}" for name in names), "ddpexp.cli.main"))
     assert not loaded & {"matplotlib", "numpy", "torch", "hydra", "omegaconf", "rich"}
     assert "yaml" in loaded  # the check can see what is loaded

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from ddpexp.cli.status import status
+from ddpexp.cli.table import table
 from ddpexp.errors import RefusedError
-from ddpexp.sweep import verbs
 from tests.conftest import PATIENCE, ROOT, python_path
 from tests.sweep.made import Made, hold, hold_dead, run
+from tests.typed import call
 
 
 def ddpexp(
@@ -92,13 +94,13 @@ def test_columns_can_be_named_and_csv_printed(
     made.job("optimizer.lr=0.1")
     made.job("optimizer.lr=0.2", points=((1, 0.25),))
     monkeypatch.chdir(tmp_path)
-    assert verbs.table(["sweep", "--csv"]) == 0
+    assert table(call("table", "sweep", "--csv")) == 0
     first, second = csv.DictReader(capsys.readouterr().out.splitlines())
     assert (first["optimizer.lr"], second["eval/loss"]) == ("0.1", "0.25")
     assert not (made.path / "sweep.csv").exists()
     runs = map(str, sorted(Path("sweep").glob("000*")))
     assert (
-        verbs.table([*runs, "--columns", "eval/loss,optimizer.nesterov,step"]) == 0
+        table(call("table", *runs, "--columns", "eval/loss,optimizer.nesterov,step")) == 0
     )  # the second is in config.yaml alone
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["eval/loss", "optimizer.nesterov", "step"]
@@ -131,8 +133,11 @@ def test_a_directory_that_cannot_be_written_is_reported_and_the_table_is_shown(t
             "none of these has recorded that. Did you mean sweep.objective=eval/loss?",
         ),
         (["table", "SWEEP", "--uot", "x"], "Did you mean --out?"),
-        (["table", "SWEEP", "--out"], "--out needs a folder"),
-        (["table", "SWEEP", "--columns"], "--columns needs names"),
+        (["table", "SWEEP", "--out"], "table --out: it takes one value, once, such as --out tables."),
+        (
+            ["table", "SWEEP", "--columns"],
+            "table --columns: it takes one value, once, such as --columns optimizer.lr,eval/loss.",
+        ),
         (["table", "SWEEP", "--columns=eval/los"], "has such a key or metric. Did you mean --columns eval/loss?"),
         (["table", "SWEEP", "--columns", "time,trainer.sed"], "--columns trainer.sed: none of these"),
         (["table", "SWEEP", "--csv", "--all"], "are incompatible"),
@@ -157,19 +162,15 @@ def test_wrong_arguments_are_refused_with_the_right_ones(
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RefusedError) as error:
-        {"table": verbs.table, "status": verbs.status}[overrides[0]](overrides[1:])
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
+        {"table": table, "status": status}[overrides[0]](call(*overrides))
+    assert said in str(error.value).splitlines()[0]
     assert capsys.readouterr().out == ""
 
 
 def test_a_refusal_is_one_line_and_exit_code_2() -> None:
-    done = ddpexp("table")
+    done = ddpexp("table", "nowhere")
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr
-        == "ddpexp: table of what? Name a sweep, a run, or a folder that holds some, such as outputs/mnist.\n"
-    )
+    assert done.stderr == "ddpexp: nowhere: there is no such directory.\n"
 
 
 @pytest.mark.parametrize("verb", ["table", "status"])
@@ -224,7 +225,7 @@ def test_a_reader_that_goes_away_is_no_trouble(tmp_path: Path) -> None:
 
 
 def as_json(capsys: pytest.CaptureFixture[str], verb: str, *argv: object) -> dict[str, Any]:
-    assert {"table": verbs.table, "status": verbs.status}[verb]([*map(str, argv), "--json"]) == 0
+    assert {"table": table, "status": status}[verb](call(verb, *map(str, argv), "--json")) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 

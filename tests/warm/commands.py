@@ -16,10 +16,11 @@ from tests.warm.state import MOST_BYTES, ignored_signals, reap, state, take_over
 
 _IMPORTED = (
     "_strptime", "antlr4.LL1Analyzer", "ddpexp.__main__", "ddpexp.cli.help", "ddpexp.cli.main",
-    "ddpexp.cli.subcommands", "ddpexp.config.compose", "ddpexp.config.parse", "ddpexp.data.images.files",
+    "ddpexp.cli.evaluate", "ddpexp.cli.resume", "ddpexp.config.compose", "ddpexp.config.parse",
+    "ddpexp.data.images.files",
     "ddpexp.data.mnist.prepare", "ddpexp.launch.supervise.coordinator", "ddpexp.launch.supervise.watchdog",
-    "ddpexp.plan.show", "ddpexp.plan.verb", "ddpexp.run.evaluation", "ddpexp.run.training", "ddpexp.sweep.run",
-    "ddpexp.sweep.verbs", "ddpexp.train.schedule", "hydra._internal.core_plugins.basic_launcher",
+    "ddpexp.plan.show", "ddpexp.cli.plan", "ddpexp.run.evaluation", "ddpexp.run.training", "ddpexp.sweep.run",
+    "ddpexp.cli.status", "ddpexp.cli.table", "ddpexp.train.schedule", "hydra._internal.core_plugins.basic_launcher",
     "hydra._internal.core_plugins.basic_sweeper", "hydra._internal.core_plugins.bash_completion",
     "hydra._internal.core_plugins.file_config_source", "hydra._internal.core_plugins.fish_completion",
     "hydra._internal.core_plugins.importlib_resources_config_source",

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ddpexp.cli import verbs
 from ddpexp.cli.api.child import Ended, run_command
 from ddpexp.cli.api.errors import RunFailedError, RunInterruptedError, WorkerTraceback
 from ddpexp.cli.api.opened import Run
 from ddpexp.cli.api.opened_sweep import Sweep
-from ddpexp.config import commands
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, Failure, RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import config_options, config_path, names_to_trust
@@ -43,7 +43,7 @@ def run(arguments: Sequence[str], *, cwd: str | Path | None = None, quiet: bool 
         RunInterruptedError: A signal ended it; a KeyboardInterrupt, with the command to resume and `run`.
     """
     words = checked(arguments, "run")
-    if (first := words[0] if words else "") != "resume" and first in commands.NAMES:
+    if (first := words[0] if words else "") != "resume" and first in verbs.NAMES:
         raise RefusedError(f"ddpexp.run trains or resumes, and {first} does neither: {_instead(first)}.")
     if any(word in MULTIRUN for word in words):
         raise RefusedError("ddpexp.run starts one run, and -m makes a sweep: use ddpexp.sweep.")
@@ -76,7 +76,7 @@ def sweep(arguments: Sequence[str], *, cwd: str | Path | None = None, quiet: boo
     """
     words = checked(arguments, "sweep")
     first = words[0] if words else ""
-    if first in commands.NAMES and first != "resume":
+    if first in verbs.NAMES and first != "resume":
         raise RefusedError(f"ddpexp.sweep runs or resumes a sweep, and {first} does neither: {_instead(first)}.")
     if first != "resume" and not any(word in MULTIRUN for word in words):
         words = ["-m", *words]

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from ddpexp.cli.forks import will_fork
-from ddpexp.cli.main import check_started_once
+from ddpexp.cli.launching import check_started_once
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.launchers.inline import Inline

@@ -23,6 +23,7 @@ from ddpexp.settings.experiment import ExperimentSettings
 from tests.conftest import ROOT, Ddpexp, finish, python_path
 from tests.loggers.remote.receiver import receiver
 from tests.points import wait_for
+from tests.typed import call
 
 CONF = str(ROOT / "examples/tracker/conf")
 RUN = (
@@ -68,11 +69,11 @@ def test_a_server_that_is_down_costs_a_warning_and_sync_sends_the_rest_once(
         words = [str(run), "--config-dir", CONF, f"logger.tracker.url={server.url}", "--json"]
         for sent in (4, 0):
             capsys.readouterr()
-            assert sync(words, ["ddpexp", "sync", *words]) == 0
+            assert sync(call("sync", *words)) == 0
             answer = json.loads(capsys.readouterr().out)
             assert answer["loggers"] == {"tracker": {"sent": sent, "left": 0, "problem": None}}
         assert server.steps("train/loss") == [2, 4, 6, 8]
-    assert sync(words, ["ddpexp", "sync", *words]) == 0, "nothing is left to send"
+    assert sync(call("sync", *words)) == 0, "nothing is left to send"
 
 
 def test_nothing_survives_a_killed_command_and_a_resumed_run_sends_no_step_twice(
@@ -110,7 +111,7 @@ def test_sync_names_what_it_cannot_send(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RefusedError, match=sentence):
-        sync(argv, ["ddpexp", "sync", *argv])
+        sync(call("sync", *argv))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddpexp.config import commands
+from ddpexp.cli.verb import Call
 from ddpexp.config.compose import compose
 from ddpexp.config.facts import refers
 from ddpexp.config.parse import parse
@@ -26,39 +26,15 @@ from ddpexp.run.prepare import prepare, with_facts
 from ddpexp.run.training import Training
 from ddpexp.system.terminal import print_message
 
-_USAGE = f"""{commands.of("plan").usage}
 
-Report what a run with these overrides would be: its workers and batches, the
-memory of a rank, the size of a checkpoint, the time of a step. Nothing is
-trained and no machine is needed: trainer.device=cuda trainer.gpus=8
-trainer.nodes=512 plans for 4,096 GPUs.
-
-  --strategies         compare the strategies: what a rank holds, what fits
-  --memory_gb X        memory of a GPU, or of a CPU worker, in gigabytes (1e9)
-  --json               for programs
-  --cores N            CPU cores of a machine; else as many as this one has
-  --num_samples N      plan for so many training samples, without the data
-  --compute_ms X       time of a pass: forward and backward of a micro-batch
-  --alpha_us X         latency of a message between two workers
-  --bandwidth_gbps X   what a worker sends and receives, in gigabits a second
-  --plot-schedule [FILE.png]
-                       draw the learning rate over the steps
-  --calibrate          measure these three on this machine, in short runs
-
-docs/plan.md says what each number is."""
-
-
-def plan(argv: Sequence[str]) -> int:
-    """Print the plan of the run that `argv` describes, and return the exit code.
+def plan(call: Call) -> int:
+    """Print the plan of the run that the overrides describe, and return the exit code.
 
     Raises:
         RefusedError: what a run would refuse, or more memory than --memory_gb. FinishedError: so is the run in
         `run.dir`. DdpexpError: the model's code failed.
     """
-    if {"--help", "-h"} & set(argv):
-        print(_USAGE)
-        return EXIT_DONE
-    arguments = PlanArguments.of(argv)
+    arguments = PlanArguments.of(call.operands, call.options)
     if arguments.strategies:
         from ddpexp.plan.strategies import compare, show_comparison
 

@@ -1,0 +1,40 @@
+"""The command `ddpexp evaluate`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+
+from ddpexp.cli.launching import launch
+from ddpexp.cli.subcommands import weights_of
+from ddpexp.cli.verb import Call
+from ddpexp.errors import RefusedError
+from ddpexp.launch.launchers.base import Launcher
+from ddpexp.run.evaluation import Evaluation
+from ddpexp.system.terminal import print_json
+
+
+def evaluate(call: Call) -> int:
+    """Evaluate the weights that are named, and return the exit code."""
+    launcher, job = evaluation_of(call)
+    if not call.as_json:
+        return launch(launcher, job, call.server)
+    with redirect_stdout(sys.stderr):  # standard output is for the metrics alone
+        code = launch(launcher, job, call.server)
+    if (metrics := job.answer()) is not None:
+        print_json(metrics)
+    return code
+
+
+def evaluation_of(call: Call) -> tuple[Launcher, Evaluation]:
+    """Return how to evaluate.
+
+    Raises:
+        RefusedError: no such weights, or a configuration that does not fit.
+    """
+    split = call.options["--split"].split(",") if "--split" in call.options else []
+    if not all(split):
+        raise RefusedError("--split takes the names of evaluation sets, such as --split test or --split eval,test.")
+    found = weights_of(call)
+    job = Evaluation(found.experiment, found.text, found.weights, split, call.as_json, found.home)
+    return found.experiment.launcher, job

@@ -1,0 +1,111 @@
+"""The command `ddpexp resume`, and `ddpexp member`, with which launchers start the other commands of a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from ddpexp.cli.launching import check_runs_once, launch
+from ddpexp.cli.subcommands import override, run_at
+from ddpexp.cli.verb import CONFIG_DIR, Call
+from ddpexp.config.parse import load, parse
+from ddpexp.errors import RefusedError
+from ddpexp.launch.launchers.base import Launcher, Starter
+from ddpexp.run import outcome
+from ddpexp.run.directory import RunDir
+from ddpexp.run.resume_arguments import merge_overrides
+from ddpexp.run.stored_config import check_config
+from ddpexp.run.training import Training
+from ddpexp.sweep.folder import SweepDir
+from ddpexp.system import files
+from ddpexp.system.yaml_text import load_yaml
+
+
+def resume(call: Call) -> int:
+    """Resume a run or a sweep, and return the exit code."""
+    if any(SweepDir(Path(operand)).is_sweep() for operand in call.operands):
+        from ddpexp.sweep.again import resumed
+        from ddpexp.sweep.run import run_sweep
+
+        sweep = resumed(call.operands, call.command)
+        check_runs_once("run the whole sweep")
+        outcome.stop_on_signals()
+        return run_sweep(sweep, call.server)
+    return launch(*resumed_run(call), call.server)
+
+
+def resumed_run(call: Call) -> tuple[Launcher, Training]:
+    """Return how to resume the run that is named.
+
+    Raises:
+        RefusedError: no such run, one whose code is not trusted, or arguments that do not fit.
+    """
+    source, arguments = call.source()
+    run = run_at(source, "resume")
+    if "run.resume=never" in arguments:
+        raise RefusedError("resume continues a run, and run.resume=never forbids that: leave it out.")
+    moved = next((argument for argument in arguments if argument.startswith("run.dir=")), None)
+    if moved is not None:
+        raise RefusedError(f"{moved}: resume continues in {source} itself.")
+    check_config(run, f"resume {source}")
+    values, text = override(run, arguments, call.command, keeps=("launcher", "logger"))
+    typed = [
+        argument
+        for i, argument in enumerate(arguments)
+        if "=" in argument and argument[0] != "-" and (i == 0 or arguments[i - 1] not in CONFIG_DIR)
+    ]
+    experiment = parse(values)
+    return experiment.launcher, Training(
+        experiment, text, merge_overrides(run, typed), call.command, new_overrides=typed, resume_from=run
+    )
+
+
+def member(call: Call) -> int:
+    """Run the share of this command in a job, and return the exit code."""
+    return outcome.launch(*member_of(call.operands), call.server, as_member=True)
+
+
+def member_of(argv: Sequence[str]) -> tuple[Launcher, Training]:
+    """Return the job that the launcher of another command has sent this one to.
+
+    A run directory, or a JSON file of a job.
+
+    Raises:
+        RefusedError: neither is there, or its launcher does not work that way.
+    """
+    if len(argv) != 1:
+        raise RefusedError(
+            "ddpexp member is for launchers: it takes the run directory, or the file, that they have made."
+        )
+    place = Path(argv[0])
+    if place.is_dir():
+        run = RunDir(place)
+        if run.config.is_file() and run.config.stat().st_uid != os.getuid():
+            raise RefusedError(
+                f"{place} is another user's: its configuration says whose code runs, so it must be your own."
+            )
+        try:
+            files.check_yaml(run.config)
+            files.check_yaml(run.overrides)
+            text, overrides = run.config.read_text(), load_yaml(run.overrides.read_text())
+            command = run.command() or ["ddpexp", *overrides]
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise RefusedError(f"{place} is not a run directory: {error}.") from None
+        experiment = load(text)
+        job = Training(experiment, text, overrides, command, run)
+    else:
+        try:
+            described = files.read_json(place)
+            text, resume_from = described["config"], described["resume_from"]
+            arguments = described["overrides"], described["command"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise RefusedError(f"{place} describes no job: {error}.") from None
+        experiment = load(text)
+        home = RunDir(Path(resume_from)) if resume_from is not None else None
+        job = Training(experiment, text, *arguments, new_overrides=described["new_overrides"], resume_from=home)
+    if not isinstance(experiment.launcher, Starter):
+        raise RefusedError(f"{place}: its launcher starts no further commands.")
+    return experiment.launcher, job

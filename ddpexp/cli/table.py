@@ -1,0 +1,112 @@
+"""The command `ddpexp table`: compare sweeps and runs; it starts nothing but the drawing."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpexp.cli.verb import Call
+from ddpexp.config.build import did_you_mean
+from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.sweep import comparison, table_files
+from ddpexp.sweep import table as tables
+from ddpexp.sweep.arguments import Arguments
+from ddpexp.sweep.as_json import table_as_dict
+from ddpexp.sweep.grid import limit, show
+from ddpexp.sweep.rows import Goal, Row, with_defaults
+from ddpexp.system import files
+from ddpexp.system.programs import python
+from ddpexp.system.terminal import print_json, print_message
+
+_DRAWING_SECONDS = 120.0
+
+
+def table(call: Call) -> int:
+    """Print the table of directories, and write it to files on request, or if it is of one sweep.
+
+    Raises:
+        RefusedError: invalid arguments, or nothing there.
+    """
+    arguments = Arguments.of(call.operands, call.options)
+    goal = arguments.goal()
+    rows = arguments.rows(goal.metric)
+    metrics = comparison.metrics_of(rows)
+    if goal.metric is not None and metrics and all(row.objective is None for row in rows):
+        raise RefusedError(
+            f"sweep.objective={goal.metric}: none of these has recorded "
+            f"that.{did_you_mean(goal.metric, metrics, 'sweep.objective=')}"
+        )
+    if arguments.csv:
+        print_message(table_files.as_csv(rows).rstrip("\n"), sys.stdout)
+        return EXIT_DONE
+    if arguments.json:
+        print_json(table_as_dict(rows, goal))
+        return EXIT_DONE
+    again = f"python -m ddpexp table {shlex.join([*call.command[2:], '--all'])}"
+    chosen = rows if arguments.columns is None else _with_columns(rows, arguments.columns)
+    whole = arguments.whole or arguments.columns is not None
+    show(tables.render(chosen, goal, limit(), columns=arguments.columns, again=again), whole)
+    if goal.metric is None and metrics:
+        print_message(
+            f"to have the best marked: sweep.objective={metrics[0]}, with sweep.mode=max where more is better",
+            sys.stdout,
+        )
+    folder = arguments.out or arguments.sweep
+    if folder is not None:
+        _save(folder, arguments, rows, goal)
+    return EXIT_DONE
+
+
+def _with_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
+    """Add the values of named columns that are keys, which only the configurations may have.
+
+    Raises:
+        RefusedError: nothing has such a column.
+    """
+    filled = with_defaults(rows, columns)
+    names = {*tables.FACTS, *(name for row in filled for name in (*row.overrides, *row.metrics))}
+    for name in columns:
+        if name not in names:
+            raise RefusedError(
+                f"--columns {name}: none of these has such a key or "
+                f"metric.{did_you_mean(name, sorted(names), '--columns ')}"
+            )
+    return filled
+
+
+def _save(folder: Path, arguments: Arguments, rows: Sequence[Row], goal: Goal) -> None:
+    """Write the files; report where they are, or why they could not be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        table_files.save(folder, rows, goal)
+    except OSError as error:
+        print_message(
+            f"ddpexp: {folder} cannot be written ({error.strerror}), so the table is in no file: name a folder with "
+            "--out FOLDER."
+        )
+        return
+    names = ["sweep.csv", "sweep.md", *(["sweep.png"] if _draw(folder, arguments, goal) else [])]
+    print_message(f"written: {', '.join(names)} in {files.typed(folder)}", sys.stdout)
+
+
+def _draw(folder: Path, arguments: Arguments, goal: Goal) -> bool:
+    """Draw the plot in a separate process: the plotting library is large, and has its own exit handlers."""
+    words = [*map(files.shortest, arguments.paths)]
+    words += [f"sweep.objective={goal.metric}", f"sweep.mode={goal.mode}"] if goal.metric is not None else []
+    program = python("ddpexp.sweep.picture:main", words, str(folder))
+    try:
+        done = subprocess.run(
+            program, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DRAWING_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print_message(f"ddpexp: sweep.png is left out: {error}")
+        return False
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        print_message(
+            f"ddpexp: sweep.png is left out: {lines[-1] if lines else f'drawing ended with {done.returncode}'}"
+        )
+    return done.returncode == 0

@@ -1,0 +1,372 @@
+"""The verbs beside training: one table, which dispatch, help, refusals, completion and the fork server share."""
+
+from __future__ import annotations
+
+from ddpexp.cli.verb import Option, Verb
+
+_JSON = Option("--json", "for programs")
+_FOLDER = "paths"
+_SORTED = "The rows are sorted by sweep.objective=METRIC, in the order of sweep.mode=min or max."
+
+VERBS = (
+    Verb(
+        "resume",
+        "RUN_DIR [key=value ...]",
+        "continue an interrupted run or sweep",
+        about="""\
+Resume the run in a directory from its newest checkpoint, as its config.yaml
+says. Another launcher is typed as launcher=..., its settings as
+launcher.key=..., and what is to change in the training itself as
+trainer.epochs=4 or optimizer.lr=0.01. A run with code of your own needs
+--config-dir DIR or run.trust=[...] again. A sweep's directory resumes it.""",
+        function="ddpexp.cli.resume:resume",
+        operands="run",
+        missing="resume what?",
+        forks="stored launcher",
+        also=("continue", "restart", "restore"),
+    ),
+    Verb(
+        "evaluate",
+        "RUN_DIR_OR_WEIGHTS [key=value ...] [options]",
+        "evaluate the weights of a run, or of a file",
+        about="""\
+Evaluate the newest weights of a run directory, or a safetensors file, on the
+run's evaluation data. Weights that lie in no run directory need a recipe:
+
+    ddpexp evaluate weights.safetensors recipe=mnist""",
+        function="ddpexp.cli.evaluate:evaluate",
+        operands="weights",
+        options=(
+            Option("--split", "evaluate these sets; default: all but the one named test", "NAME,NAME", "test"),
+            Option("--json", "print the metrics for programs, and everything else\non standard error"),
+        ),
+        missing="evaluate what?",
+        forks="launcher",
+        also=("eval", "test", "valid", "validate"),
+    ),
+    Verb(
+        "predict",
+        "RUN_DIR_OR_WEIGHTS --out FILE [key=value ...] [options]",
+        "write what a model predicts for each sample",
+        about="""\
+Write what the task's method predict returns for each sample of a data set, in
+their order, with the newest weights of a run directory, those of a checkpoint
+or of a safetensors file.""",
+        function="ddpexp.cli.predict:predict",
+        operands="weights",
+        options=(
+            Option(
+                "--out",
+                ".npz, .npy, .csv or .parquet, replaced once it is complete",
+                "FILE",
+                "predictions.npz",
+                values=_FOLDER,
+            ),
+            Option("--split", "an evaluation set, or train; default: the evaluation set", "NAME", "test"),
+        ),
+        notes="Other data is named by overrides, such as data.root=OTHER. docs/predict.md.",
+        missing="predict with what?",
+        forks="launcher",
+        also=("infer", "inference", "forward"),
+    ),
+    Verb(
+        "export",
+        "RUN_DIR --out FOLDER [--format NAME] [key=value ...]",
+        "write a trained model for other programs",
+        about="""\
+Write the newest model of a run directory, or that of a checkpoint, into a new
+folder, and compare it with the model on a batch of the data.""",
+        function="ddpexp.cli.export:export",
+        is_interruptible=True,
+        operands="run",
+        options=(
+            Option("--out", "new or empty", "FOLDER", "exported", values=_FOLDER),
+            Option(
+                "--format",
+                "safetensors (the default), hf (safetensors in parts, as\nHugging Face's libraries write it), pt (a "
+                "state_dict of\ntorch.save), pt2 (torch.export), onnx",
+                "NAME",
+                "safetensors",
+            ),
+        ),
+        notes="docs/export.md.",
+        missing="export what?",
+        also=("save", "convert", "onnx"),
+    ),
+    Verb(
+        "generate",
+        "RUN_DIR [--prompt TEXT] [--tokens N] [options]",
+        "print what a language model of a run writes",
+        about="Print what the model of a run with data=text writes, on a GPU if there is one.",
+        function="ddpexp.cli.generate:generate",
+        operands="run",
+        options=(
+            Option("--prompt", "what it continues; default: a new line", "TEXT", "'To be'", may_be_empty=True),
+            Option("--tokens", "how many tokens it adds; default: 200", "N", "200"),
+            Option("--temperature", "divides the scores, 0 takes the most likely; default: 0.8", "T", "0.8"),
+            Option("--top_k", "draw from the K most likely tokens; default: 200", "K", "200"),
+            Option("--seed", "of the random numbers; default: 0", "S", "0"),
+            Option("--checkpoint", "last (default), best, or a step", "C", "best"),
+            Option("--device", "auto (default), cpu or cuda", "D", "cpu"),
+        ),
+        missing="generate with what?",
+        also=("sample", "complete", "chat"),
+    ),
+    Verb(
+        "status",
+        "DIR [--json]",
+        "how far a run or a sweep is, and what to type next",
+        about="Show how far a run or the jobs of a sweep are, where they run, and what to type\nto resume them.",
+        function="ddpexp.cli.status:status",
+        is_interruptible=True,
+        operands="directory",
+        options=(_JSON,),
+        list_more="ddpexp.sweep.job_status:explained",
+        also=("info", "show", "state", "ps"),
+    ),
+    Verb(
+        "sync",
+        "RUN_DIR [key=value ...] [--json]",
+        "send what the remote loggers of a run have not got",
+        about="""\
+Send what the remote loggers of a run (logger=wandb, logger=mlflow) have not
+got: after an outage, a killed run, or a run without a network. What is sent is
+marked in the run directory: nothing is sent twice. Refused while the run runs,
+which sends by itself. Keys of the loggers may change: logger.wandb.mode=online.
+A run with a logger of your own needs --config-dir DIR or run.trust=[...] again.""",
+        function="ddpexp.cli.sync:sync",
+        is_interruptible=True,
+        operands="run",
+        options=(Option("--json", "print the numbers of steps for programs"),),
+        missing="sync what?",
+        also=("upload", "push", "wandb"),
+    ),
+    Verb(
+        "table",
+        "DIR... [sweep.objective=METRIC] [options]",
+        "compare sweeps and runs in a table",
+        about="""\
+Show what is in directories as a table, the best first: a sweep, runs, or a
+folder that holds some, such as outputs/mnist. Columns are the values that
+differ, then the metric (sweep.mode=max: more is better). With seeds among them
+a second table has their mean and std. A terminal gets as many columns as fit,
+those that distinguish most runs; a file or a pipe gets all of them.
+Of one sweep it also writes sweep.csv, sweep.md and sweep.png into its
+directory, of anything into the FOLDER behind --out.""",
+        function="ddpexp.cli.table:table",
+        is_interruptible=True,
+        operands="directories",
+        instead=dict.fromkeys(("--sort", "--sort-by", "--order-by"), _SORTED),
+        missing="table of what? Name a sweep, a run, or a folder that holds some, such as outputs/mnist.",
+        options=(
+            Option("--out", "where to write the files", "FOLDER", "tables", values=_FOLDER),
+            Option(
+                "--columns",
+                "these columns: keys of the configuration, metrics, status,\nstep, time, directory",
+                "A,B,...",
+                "optimizer.lr,eval/loss",
+            ),
+            Option("--all", "all columns, on a terminal too"),
+            Option(
+                "--csv",
+                "one line a run with all overrides and every metric, as\nplain numbers; writes no file",
+            ),
+            Option("--json", "the same for programs, with the means over seeds"),
+        ),
+        also=("compare", "list", "ls", "runs", "results"),
+    ),
+    Verb(
+        "plan",
+        "[key=value ...] [--config-dir DIR] [options]",
+        "what a run would take, in memory and in time, on any machines",
+        about="""\
+Report what a run with these overrides would be: its workers and batches, the
+memory of a rank, the size of a checkpoint, the time of a step. Nothing is
+trained and no machine is needed: trainer.device=cuda trainer.gpus=8
+trainer.nodes=512 plans for 4,096 GPUs.""",
+        function="ddpexp.cli.plan:plan",
+        is_interruptible=True,
+        options=(
+            Option("--strategies", "compare the strategies: what a rank holds, what fits"),
+            Option("--memory_gb", "memory of a GPU, or of a CPU worker, in gigabytes (1e9)", "X", "80"),
+            _JSON,
+            Option("--cores", "CPU cores of a machine; else as many as this one has", "N", "16"),
+            Option("--num_samples", "plan for so many training samples, without the data", "N", "60000"),
+            Option("--compute_ms", "time of a pass: forward and backward of a micro-batch", "X", "12"),
+            Option("--alpha_us", "latency of a message between two workers", "X", "20"),
+            Option("--bandwidth_gbps", "what a worker sends and receives, in gigabits a second", "X", "100"),
+            Option("--calibrate", "measure these three on this machine, in short runs"),
+            Option(
+                "--plot-schedule",
+                "draw the learning rate over the steps",
+                "[FILE.png]",
+                "lr.png",
+                needs_value=False,
+            ),
+        ),
+        notes="docs/plan.md says what each number is.",
+        also=("estimate", "profile", "dry-run"),
+    ),
+    Verb(
+        "doctor",
+        "[key=value ...] [--config-dir DIR] [--json]",
+        "what a run would meet on these machines",
+        about="""\
+Report what a run with these overrides would meet on this machine: GPUs,
+driver, links and a measured all-reduce, memory, limits, file systems, clock,
+network, scheduler, versions. Each line is good, doubtful or bad, with what to
+do. Nothing is trained, and no data is needed.""",
+        function="ddpexp.cli.doctor:doctor",
+        options=(Option("--json", "for programs: an object per line"),),
+        notes="""\
+Several hosts are examined together where the launcher's own program starts the
+command on each:
+
+    srun python -m ddpexp doctor launcher=slurm
+    torchrun --nproc-per-node 2 -m ddpexp doctor launcher=torchrun-env
+
+The exit code is 1 if a line is bad. docs/doctor.md explains the lines.""",
+        forks="launcher",
+        also=("diagnose", "env", "preflight"),
+    ),
+    Verb(
+        "check",
+        "[key=value ...] [--config-dir DIR] [--json]",
+        "try a recipe in two steps and report its mistakes",
+        about="""\
+Train two steps of the experiment in a temporary folder, which is removed:
+with an evaluation, a checkpoint, a resume from it, and at one and two workers.
+Each line is ok, a problem with the line of the recipe, or not checked.""",
+        function="ddpexp.cli.check:check",
+        missing="check what? Name the experiment as for a training, for example ddpexp check recipe=mnist.",
+        options=(Option("--json", "for programs: an object per line"),),
+        notes="The exit code is 1 if there is a problem. docs/check.md explains the lines.",
+        forks="always",
+        also=("lint", "verify", "dry_run", "debug"),
+    ),
+    Verb(
+        "data",
+        "[key=value ...] [--config-dir DIR] [options]",
+        "prepare the data, and show what the model will see",
+        about="""\
+Prepare the data of an experiment as a run would, without starting workers,
+and print what it is: samples, classes, cache and bytes.""",
+        function="ddpexp.cli.data:data",
+        is_interruptible=True,
+        options=(
+            Option(
+                "--preview",
+                "draw the first training images of epoch 0 with their\nlabels, cropped and changed as the model will "
+                "see them",
+                "FILE.png",
+                "photos.png",
+            ),
+            Option(
+                "--verify",
+                "read the whole cache again, and prepare the data anew\nif the cache is damaged; without it only "
+                "files that\nchanged, or that this machine has not read since its\nstart, are read",
+            ),
+            _JSON,
+        ),
+        also=("dataset", "prepare", "preview"),
+    ),
+    Verb(
+        "trust",
+        "[--remove] [PACKAGE | PACKAGE.CLASS | ADDRESS ...]",
+        "let configurations name code and addresses",
+        about="""\
+Trust a class or function of an installed package, or all of the package, so
+that configurations may name it without run.trust=[...] in each command:
+
+    ddpexp trust schedulefree.AdamWScheduleFree
+
+Without a name it lists what is trusted. The list is yours, not a run's; a
+module of the same name in another place, such as the current folder, is not
+trusted by it. What you trust whole, every configuration can call with any
+arguments, so name the class where you can.
+
+An address (with all below it), a name on a hub or a variable of the
+environment counts in a run directory without being restated, whoever made it:
+
+    ddpexp trust https://data.example.org hub:stanfordnlp/imdb oc.env:TOKEN""",
+        function="ddpexp.cli.trust:trust",
+        operands="names",
+        options=(Option("--remove", "trust these names no longer"),),
+        also=("allow", "untrust"),
+    ),
+    Verb(
+        "new",
+        "NAME [--like PROJECT]",
+        "make a folder with a project of your own",
+        about="""\
+Make a folder NAME with a project of your own: a package with a recipe and its
+YAML file, a test, a README and a pyproject.toml. After `pip install -e NAME`
+every command knows recipe=NAME, without --config-dir and run.trust.""",
+        function="ddpexp.cli.new:new",
+        operands="names",
+        missing="new what? Name the folder, as in ddpexp new mine.",
+        options=(Option("--like", "what it begins with:", "PROJECT", "table", values="ddpexp.cli.new:kinds"),),
+        list_more="ddpexp.cli.new:explained",
+        also=("init", "create", "startproject", "scaffold", "template"),
+    ),
+    Verb(
+        "help",
+        "[COMMAND | GROUP | GROUP=OPTION | KEY ...]",
+        "explain one command, group, option or key",
+        about="""\
+Explain a command, a group with its options, an option, or a key, such as
+
+    ddpexp help evaluate
+    ddpexp help trainer
+    ddpexp help trainer.reduction
+    ddpexp help launcher=slurm
+    ddpexp help --config-dir mine/conf model=mynet
+
+Without a PART: what to type first, and every group and key.""",
+        function="ddpexp.cli.help:answer_topics",
+        operands="topics",
+        also=("man", "doc"),
+    ),
+    Verb(
+        "completion",
+        "bash | zsh | fish",
+        "print the script that lets a shell complete ddpexp",
+        about="""\
+Print what a shell evaluates to complete commands, groups, options, keys, values
+and folders, for ddpexp and for python -m ddpexp. To have it in every shell:
+
+    bash  echo 'eval "$(ddpexp completion bash)"' >> ~/.bashrc
+    zsh   echo 'eval "$(ddpexp completion zsh)"' >> ~/.zshrc
+    fish  echo 'ddpexp completion fish | source' >> ~/.config/fish/config.fish""",
+        function="ddpexp.cli.completion:completion",
+        operands="shell",
+    ),
+)
+MEMBER = Verb(
+    "member",
+    "RUN_DIR_OR_FILE",
+    "run a share of a job",
+    about="What the launcher of another command starts, and no person types.",
+    function="ddpexp.cli.resume:member",
+    operands="names",
+    forks="always",
+)
+NAMES = tuple(verb.name for verb in VERBS)
+
+
+def find(name: str) -> Verb | None:
+    """Return the verb of that name; None where the command trains."""
+    return next((verb for verb in (*VERBS, MEMBER) if verb.name == name), None)
+
+
+def of(name: str) -> Verb:
+    """Return the verb of a name that is known."""
+    verb = find(name)
+    assert verb is not None
+    return verb
+
+
+def listed() -> list[str]:
+    """Return the table: a line for each verb."""
+    width = max(map(len, NAMES))
+    return [f"  {verb.name:<{width}}  {verb.summary}" for verb in VERBS]

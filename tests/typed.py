@@ -1,0 +1,11 @@
+"""A verb as a command line calls it."""
+
+from __future__ import annotations
+
+from ddpexp.cli import verbs
+from ddpexp.cli.verb import Call
+
+
+def call(name: str, *words: str) -> Call:
+    """Return what `ddpexp NAME WORDS` asks for."""
+    return verbs.of(name).call(words, ["ddpexp", name, *words])
