@@ -25,7 +25,6 @@ from ddpexp.cli.new import DEFAULT, kinds
 from ddpexp.cli.predict import prediction_of
 from ddpexp.cli.resume import resumed_run
 from ddpexp.cli.shells import SCRIPTS
-from ddpexp.cli.subcommands import stored_run
 from ddpexp.cli.verb import Call
 from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import conf_folder, groups
@@ -35,6 +34,7 @@ from ddpexp.config.restated import is_setting
 from ddpexp.config.sweeps import JobComposer, Swept
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.layout import assume
+from ddpexp.run.stored_run import find_run, read_run
 from ddpexp.run.training import Training
 from ddpexp.sweep.again import resumed
 from ddpexp.sweep.arguments import Arguments
@@ -255,7 +255,7 @@ def accept(words: Sequence[str]) -> None:
         "export": lambda call: check_export(Path(call.options["--out"]), call.options["--format"]),
         "table": lambda call: Arguments.of(call.operands, call.options),
         "status": lambda call: Arguments.of(call.operands, {}),
-        "sync": stored_run,
+        "sync": lambda call: read_run(find_run(call.source()[0], "sync"), call.source()[1], "sync", call.restate),
         "help": lambda call: answer(call.operands, by_name=True),
         "completion": lambda call: SCRIPTS[call.operands[0]],
         "new": lambda call: kinds().index(call.options.get("--like", DEFAULT)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -78,7 +78,9 @@ def find(path: Path, description: str, warn: Callable[[str], None], request: Req
     if path.name != "checkpoints" or not is_run(path.resolve().parent):
         _check_single(path, description, request)
         return path
-    chosen = _newest(path, description, warn) if request.checkpoint == "last" else _named(path, description, request)
+    chosen = choose(
+        path, request.checkpoint, description, f"{description} run.init_checkpoint={request.checkpoint}", warn
+    )
     if request.averaged and not chosen.has_average:
         raise RefusedError(
             f"{description} run.init_weights=ema: the checkpoint of step {chosen.step} holds no average of the "
@@ -101,42 +103,59 @@ def is_pickled(path: Path) -> bool:
     )  # safetensors: a length, then JSON
 
 
-def _newest(folder: Path, description: str, warn: Callable[[str], None]) -> Checkpoint:
-    chosen, damaged = newest_intact(folder, weights_only=True)
-    for entry in damaged:
-        warn(f"{relative(entry.folder)} is damaged and not used: {entry.problem}")
-    if chosen is None:
-        raise RefusedError(f"{description}: {folder} holds no complete checkpoint.")
-    if damaged:
-        warn(f"the weights are those of step {chosen.step}; resume the run to train the steps after it again")
-    return chosen
+def choose(
+    folder: Path, which: Literal["best", "last"] | int, run: str, description: str, warn: Callable[[str], None]
+) -> Checkpoint:
+    """Return a checkpoint of a run's folder of them: the newest intact one, the best one, or that of a step.
 
+    `run` names the run in messages, `description` what was typed for `which`.
 
-def _named(folder: Path, description: str, request: Request) -> Checkpoint:
-    """Return the best checkpoint, or that of a step."""
-    override, complete = f"{description} run.init_checkpoint={request.checkpoint}", scan(folder).complete
-    if request.checkpoint == "best":
-        keep_best = _keep_best(complete)
-        rated = best_first(complete, keep_best) if keep_best is not None else []
-        if not rated:
+    Raises:
+        RefusedError: there is none, or it is damaged.
+    """
+    if which == "last":
+        return _newest(folder, run, warn)
+    complete = scan(folder).complete
+    if which == "best":
+        chosen = best_of(complete)
+        if chosen is None:
             raise RefusedError(
-                f"{override}: that run keeps no best checkpoint, which needs trainer.keep_best, such as "
+                f"{description}: that run keeps no best checkpoint, which needs trainer.keep_best, such as "
                 "trainer.keep_best=max:eval/accuracy. Use last, or a step."
             )
-        chosen = rated[0]
     else:
-        at = [checkpoint for checkpoint in complete if checkpoint.step == request.checkpoint]
+        at = [checkpoint for checkpoint in complete if checkpoint.step == which]
         if not at:
             steps = first_few([str(checkpoint.step) for checkpoint in complete]) or "none"
-            raise RefusedError(f"{override}: there is no intact checkpoint of that step. There are those of {steps}.")
+            raise RefusedError(
+                f"{description}: there is no intact checkpoint of that step. There are those of {steps}."
+            )
         chosen = at[0]
     problem = chosen.problem(files=chosen.weights)
     if problem is not None:
-        raise RefusedError(f"{override}: {relative(chosen.folder)} is damaged: {problem}.")
+        raise RefusedError(f"{description}: {relative(chosen.folder)} is damaged: {problem}.")
     return chosen
 
 
-def _keep_best(complete: list[Checkpoint]) -> str | None:
+def best_of(complete: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Return the best of a run's checkpoints by its trainer.keep_best; None if it keeps none."""
+    keep_best = _keep_best(complete)
+    rated = best_first(complete, keep_best) if keep_best is not None else []
+    return rated[0] if rated else None
+
+
+def _newest(folder: Path, description: str, warn: Callable[[str], None]) -> Checkpoint:
+    chosen, damaged = newest_intact(folder, weights_only=True)
+    problems = [f"{relative(entry.folder)} is damaged and not used: {entry.problem}" for entry in damaged]
+    if chosen is None:
+        raise RefusedError("; ".join([f"{description}: {folder} holds no complete checkpoint", *problems]) + ".")
+    if problems:
+        used = f"the weights are those of step {chosen.step}; resume the run to train the steps after it again"
+        warn("; ".join([*problems, used]))
+    return chosen
+
+
+def _keep_best(complete: Sequence[Checkpoint]) -> str | None:
     """Return trainer.keep_best of the run that wrote the checkpoints."""
     try:
         text = complete[0].config if complete else None

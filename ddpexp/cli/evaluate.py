@@ -6,11 +6,11 @@ import sys
 from contextlib import redirect_stdout
 
 from ddpexp.cli.launching import launch
-from ddpexp.cli.subcommands import weights_of
 from ddpexp.cli.verb import Call
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.run.evaluation import Evaluation
+from ddpexp.run.stored_run import find_weights
 from ddpexp.system.terminal import print_json
 
 
@@ -35,6 +35,5 @@ def evaluation_of(call: Call) -> tuple[Launcher, Evaluation]:
     split = call.options["--split"].split(",") if "--split" in call.options else []
     if not all(split):
         raise RefusedError("--split takes the names of evaluation sets, such as --split test or --split eval,test.")
-    found = weights_of(call)
-    job = Evaluation(found.experiment, found.text, found.weights, split, call.as_json, found.home)
-    return found.experiment.launcher, job
+    weights = find_weights(*call.source(), call.name, call.restate)
+    return weights.run.experiment.launcher, Evaluation(weights, split, call.as_json)

@@ -12,12 +12,12 @@ from typing import Any
 
 from ddpexp import __version__
 from ddpexp.checkpoint.format import is_checkpoint
-from ddpexp.cli.subcommands import Weights, weights_of
 from ddpexp.cli.verb import Call
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError
-from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare
+from ddpexp.run.stored_config import trained_data
+from ddpexp.run.stored_run import StoredWeights, find_weights
 from ddpexp.system.files import relative
 from ddpexp.system.memory_file import memory_file
 from ddpexp.system.programs import python
@@ -58,10 +58,10 @@ def export(call: Call) -> int:
         raise RefusedError(f"export {source}: where to? Add --out FOLDER.")
     out, kind = Path(options["--out"]).expanduser(), options.get("--format", "safetensors")
     check(out, kind)
-    found = weights_of(call)
-    if found.home is None or not is_checkpoint(found.weights):
-        raise RefusedError(f"export {found.weights}: name a run directory, or one of its checkpoints.")
-    answer = _answer(request_of(found, out, kind))
+    weights = find_weights(*call.source(), call.name, call.restate)
+    if not is_checkpoint(weights.path):
+        raise RefusedError(f"export {weights.path}: name a run directory, or one of its checkpoints.")
+    answer = _answer(request_of(weights, out, kind))
     if "refused" in answer:
         raise RefusedError(f"export {source}: {answer['refused']}")
     if "failed" in answer:
@@ -91,22 +91,20 @@ def check(out: Path, kind: str) -> None:
         raise RefusedError(f"--out {out}: {parent} is no directory that can be written.")
 
 
-def request_of(found: Weights, out: Path, kind: str) -> dict[str, Any]:
+def request_of(weights: StoredWeights, out: Path, kind: str) -> dict[str, Any]:
     """Return what the process that exports needs."""
-    assert found.home is not None
-    manifest = RunDir(found.home).read_if_present(RunDir(found.home).manifest) or {}
-    trained_on = manifest.get("data")
+    run = weights.run
     return {
-        "config": found.text,
-        "weights": str(found.weights.resolve()),
+        "config": run.text,
+        "weights": str(weights.path.resolve()),
         "out": str(out.absolute()),
         "format": kind,
-        "data": prepare(found.experiment.data, found.experiment.trust, stored=True),
+        "data": prepare(run.experiment.data, run.experiment.trust, stored=run.home is not None),
         "made": {
             "ddpexp": __version__,
-            "run": str(found.home.resolve()),
-            "weights": found.weights.name,
-            "data": described(trained_on if isinstance(trained_on, Mapping) else {}),
+            "run": str(run.home.path.resolve()) if run.home is not None else None,
+            "weights": weights.path.name,
+            "data": described(trained_data(run.manifest)),
         },
     }
 

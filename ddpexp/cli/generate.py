@@ -7,14 +7,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from ddpexp.cli.subcommands import stored_run
+from ddpexp.checkpoint.weights import choose
 from ddpexp.cli.verb import Call
 from ddpexp.config.build import convert
 from ddpexp.config.parse import load
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, DdpexpError, RefusedError
-from ddpexp.run.directory import RunDir
+from ddpexp.run.stored_config import data_facts
+from ddpexp.run.stored_run import find_run, read_run
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
 from ddpexp.system.terminal import print_message
@@ -40,33 +42,38 @@ def generate(call: Call) -> int:
         RefusedError: no such run, one without text, or an option that means nothing.
     """
     options = options_of(call)
-    run, _, text = stored_run(call)
-    arguments = [os.getpid(), str(run.path.resolve()), text, _tokenizer(run), asdict(options)]
+    source, overrides = call.source()
+    run = find_run(source, call.name)
+    stored = read_run(run, overrides, f"generate {source}", call.restate)
+    tokenizer = _tokenizer(source, stored.manifest)
+    checkpoint = choose(
+        run.checkpoints,
+        options.checkpoint,
+        f"generate {source}",
+        f"generate {source} --checkpoint {options.checkpoint}",
+        lambda text: print_message(f"ddpexp: warning: {text}"),
+    )
+    arguments = [os.getpid(), stored.text, str(checkpoint.folder.resolve()), tokenizer, asdict(options)]
     sys.stdout.flush()
     return subprocess.run(python("ddpexp.cli.generate:child", *arguments), check=False).returncode
 
 
-def child(
-    parent: int,
-    path: str,
-    config: str,
-    tokenizer: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> int:
+def child(parent: int, config: str, checkpoint: str, tokenizer: Mapping[str, Any], options: Mapping[str, Any]) -> int:
     """Subprocess entry point: build the model of a configuration, load its weights, and print what it writes."""
     die_with_parent(parent)
     try:
-        print(_written(path, config, tokenizer, Options(**options)))
+        print(_written(config, Path(checkpoint), tokenizer, Options(**options)))
     except DdpexpError as error:
         print_message(f"ddpexp: {error}")
         return EXIT_REFUSED
     return EXIT_DONE
 
 
-def _written(path: str, config: str, tokenizer: Mapping[str, Any], options: Options) -> str:
+def _written(config: str, checkpoint: Path, tokenizer: Mapping[str, Any], options: Options) -> str:
     import torch
 
-    from ddpexp.cli.api.opened import model_of, open_run
+    from ddpexp.checkpoint.format import open_checkpoint
+    from ddpexp.cli.api.build import saved_model
     from ddpexp.data.text.tokenizer import from_record, prompt_of
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -74,11 +81,11 @@ def _written(path: str, config: str, tokenizer: Mapping[str, Any], options: Opti
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     reader = from_record(tokenizer)
     prompt = prompt_of(reader, options.prompt)
-    model = model_of(open_run(path), load(config), options.checkpoint)
+    model = saved_model(load(config), checkpoint, open_checkpoint(checkpoint).has_average)
     if not callable(getattr(model, "generate", None)):
         raise RefusedError(
-            f"generate {path}: {type(model).__name__} has no method generate(tokens, num_tokens, temperature, top_k, "
-            "seed), which the model of recipe=gpt has."
+            f"generate {checkpoint}: {type(model).__name__} has no method generate(tokens, num_tokens, temperature, "
+            "top_k, seed), which the model of recipe=gpt has."
         )
     model = model.to("cuda" if on_gpu else "cpu")
     begin = torch.tensor([prompt], device="cuda" if on_gpu else "cpu")
@@ -118,10 +125,9 @@ def _number(text: str) -> Any:
     return text
 
 
-def _tokenizer(run: RunDir) -> Mapping[str, Any]:
+def _tokenizer(source: str, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the record of the tokenizer of a run. Raises: RefusedError, if it has none."""
-    data = (run.read_if_present(run.manifest) or {}).get("data") or {}
-    tokenizer = (data.get("facts") or {}).get("tokenizer")
+    tokenizer = data_facts(manifest).get("tokenizer")
     if not isinstance(tokenizer, Mapping):
-        raise RefusedError(f"generate {run.path}: it was not trained on data=text, so no tokenizer is stored with it.")
+        raise RefusedError(f"generate {source}: it was not trained on data=text, so no tokenizer is stored with it.")
     return tokenizer

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddpexp.cli.launching import launch
-from ddpexp.cli.subcommands import weights_of
 from ddpexp.cli.verb import Call
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
-from ddpexp.run.prediction import Prediction, Source, check_format, check_out
+from ddpexp.run.prediction import Prediction, check_format, check_out
+from ddpexp.run.stored_run import find_weights
 
 
 def predict(call: Call) -> int:
@@ -28,6 +28,5 @@ def prediction_of(call: Call) -> tuple[Launcher, Prediction]:
     out = Path(call.options["--out"]).expanduser()
     check_format(out)
     check_out(out)
-    found = weights_of(call)
-    source = Source(found.weights, found.home, out, call.options.get("--split"))
-    return found.experiment.launcher, Prediction(found.experiment, found.text, source)
+    weights = find_weights(*call.source(), call.name, call.restate)
+    return weights.run.experiment.launcher, Prediction(weights, out, call.options.get("--split"))

@@ -9,15 +9,14 @@ from pathlib import Path
 import yaml
 
 from ddpexp.cli.launching import check_runs_once, launch
-from ddpexp.cli.subcommands import override, run_at
 from ddpexp.cli.verb import CONFIG_DIR, Call
-from ddpexp.config.parse import load, parse
+from ddpexp.config.parse import load
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher, Starter
 from ddpexp.run import outcome
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import merge_overrides
-from ddpexp.run.stored_config import check_config
+from ddpexp.run.stored_run import find_run, read_run
 from ddpexp.run.training import Training
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.system import files
@@ -44,22 +43,20 @@ def resumed_run(call: Call) -> tuple[Launcher, Training]:
         RefusedError: no such run, one whose code is not trusted, or arguments that do not fit.
     """
     source, arguments = call.source()
-    run = run_at(source, "resume")
+    run = find_run(source, call.name)
     if "run.resume=never" in arguments:
         raise RefusedError("resume continues a run, and run.resume=never forbids that: leave it out.")
     moved = next((argument for argument in arguments if argument.startswith("run.dir=")), None)
     if moved is not None:
         raise RefusedError(f"{moved}: resume continues in {source} itself.")
-    check_config(run, f"resume {source}")
-    values, text = override(run, arguments, call.command, keeps=("launcher", "logger"))
+    stored = read_run(run, arguments, f"resume {source}", call.restate, keeps=("launcher", "logger"))
     typed = [
         argument
         for i, argument in enumerate(arguments)
         if "=" in argument and argument[0] != "-" and (i == 0 or arguments[i - 1] not in CONFIG_DIR)
     ]
-    experiment = parse(values)
-    return experiment.launcher, Training(
-        experiment, text, merge_overrides(run, typed), call.command, new_overrides=typed, resume_from=run
+    return stored.experiment.launcher, Training(
+        stored.experiment, stored.text, merge_overrides(run, typed), call.command, new_overrides=typed, resume_from=run
     )
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from ddpexp.cli.subcommands import stored_run
 from ddpexp.cli.verb import Call
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED
 from ddpexp.run import lock
+from ddpexp.run.stored_run import find_run, read_run
 from ddpexp.run.sync import Sent, check_usable, send
 from ddpexp.system import files
 from ddpexp.system.terminal import print_json
@@ -21,7 +21,9 @@ def sync(call: Call) -> int:
     Raises:
         RefusedError: it is no run, it is running, or it has no remote logger.
     """
-    run, experiment, _ = stored_run(call, keeps=("logger",))
+    source, overrides = call.source()
+    run = find_run(source, call.name)
+    experiment = read_run(run, overrides, f"sync {source}", call.restate, keeps=("logger",)).experiment
     check_usable(experiment)
     held = lock.take(run.path, run.ranks, f"sync {files.typed(run.path)}")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from ddpexp.errors import RefusedError
 
 if TYPE_CHECKING:
+    from ddpexp.config.restated import UnrestatedError
     from ddpexp.launch.workers.client import Server
+    from ddpexp.run.directory import RunDir
 
 HELP = frozenset({"--help", "-h"})
 CONFIG_DIR = ("--config-dir", "-cd")  # each with a folder behind it
@@ -182,6 +185,14 @@ class Call:
     def as_json(self) -> bool:
         """Whether the output is for programs."""
         return "--json" in self.options
+
+    def restate(self, run: RunDir, error: UnrestatedError | None = None) -> str:
+        """Return this command with what restates the code of a run, and the settings of an error."""
+        from ddpexp.run.resume_arguments import trust_arguments
+
+        recorded = [word for word in trust_arguments(run) if word not in self.command]
+        words = [*self.command[1:], *recorded, *(error.overrides if error is not None else ())]
+        return f"python -m ddpexp {shlex.join(words)}"
 
     def source(self) -> tuple[str, list[str]]:
         """Return the operand that names a run directory or a file, and the other ones.

@@ -6,18 +6,16 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ddpexp.config.sampling import eval_batch_size
-from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_batches, check_layout
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.run import directory
-from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare_to_evaluate
 from ddpexp.run.stored_config import job_identity, trained_data
+from ddpexp.run.stored_run import StoredWeights
 from ddpexp.run.worker_request import worker_request
 
 
@@ -26,25 +24,14 @@ class Evaluation(Job):
 
     entry = "ddpexp.train.worker:evaluate"
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        text: str,
-        weights: Path,
-        split: Sequence[str] = (),
-        answers: bool = False,
-        home: Path | None = None,
-    ) -> None:
-        """Take the experiment, its YAML and the weights.
+    def __init__(self, weights: StoredWeights, split: Sequence[str] = (), answers: bool = False) -> None:
+        """Take the weights.
 
         `split` names evaluation sets; empty: all but `test`. `answers`: rank zero hands the metrics to this command.
-        `home` is the run directory of the weights.
         """
-        self.experiment, self.request = experiment, worker_request(experiment)
-        self.identity = job_identity(text)
-        self._text, self._weights, self._split, self._answers = text, weights, tuple(split), answers
-        self._trained_on = trained_data(RunDir(home).read_if_present(RunDir(home).manifest)) if home else {}
-        self._stored = home is not None
+        self.experiment = weights.run.experiment
+        self.request, self.identity = worker_request(self.experiment), job_identity(weights.run.text)
+        self._weights, self._split, self._answers = weights, tuple(split), answers
         self._answer: int | None = None  # a file in memory
 
     def check(self, layout: Layout) -> None:
@@ -75,14 +62,17 @@ class Evaluation(Job):
         Raises:
             RefusedError: this host cannot see the weights.
         """
-        if not self._weights.exists():
-            raise RefusedError(f"evaluate {self._weights}: there is no such file on {directory.host()}.")
+        path, run = self._weights.path, self._weights.run
+        if not path.exists():
+            raise RefusedError(f"evaluate {path}: there is no such file on {directory.host()}.")
         data_size = self.experiment.strategy.data_rank(0, layout.world_size).size
         evaluation = {
-            "config": self._text,
+            "config": run.text,
             "layout": asdict(layout),
-            "data": prepare_to_evaluate(self.experiment.data, self.experiment.trust, self._trained_on, self._stored),
-            "weights": str(self._weights.resolve()),
+            "data": prepare_to_evaluate(
+                self.experiment.data, self.experiment.trust, trained_data(run.manifest), run.home is not None
+            ),
+            "weights": str(path.resolve()),
             "split": self._split,
             "answer": f"/proc/{os.getpid()}/fd/{self._answer}" if self._answer is not None else None,
             "batch_size": eval_batch_size(self.experiment, data_size),

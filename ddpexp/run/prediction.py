@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,13 @@ from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout, Participants, WorkerRequest
 from ddpexp.run import directory
-from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare_to_predict
 from ddpexp.run.stored_config import data_facts, job_identity, trained_data
+from ddpexp.run.stored_run import StoredWeights
 from ddpexp.run.worker_request import worker_request
 
 WHOLE = "eval"  # the name of a set without targets
 FORMATS = (".npz", ".npy", ".parquet", ".csv")
-
-
-@dataclass(frozen=True)
-class Source:
-    """What predicts, for what, and where the predictions go."""
-
-    weights: Path
-    home: Path | None  # the run directory of the weights
-    out: Path
-    split: str | None = None  # None: the evaluation set, if there is one
 
 
 class Prediction(Job):
@@ -40,16 +30,16 @@ class Prediction(Job):
 
     entry = "ddpexp.train.predict:main"
 
-    def __init__(self, experiment: Experiment, text: str, source: Source) -> None:
-        """Take the experiment, its YAML, and the source."""
-        manifest = RunDir(source.home).read_if_present(RunDir(source.home).manifest) if source.home else None
-        self.experiment, self.request = experiment, request_of(experiment, manifest)
-        self.identity = job_identity(text)
-        self._text, self._source, self._manifest = text, source, manifest or {}
+    def __init__(self, weights: StoredWeights, out: Path, split: str | None = None) -> None:
+        """Take the weights, the file and the name of a set; None: the evaluation set, if there is one."""
+        self.experiment = weights.run.experiment
+        self.request = request_of(self.experiment, weights.run.manifest)
+        self.identity = job_identity(weights.run.text)
+        self._weights, self._out, self._split = weights, out, split
 
     def begin(self, layout: Layout, participants: Participants) -> None:
         """Check that the file can be written, and prepare the data."""
-        check_out(self._source.out)
+        check_out(self._out)
         self.enter({}, layout)
 
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
@@ -58,22 +48,22 @@ class Prediction(Job):
         Raises:
             RefusedError: this host cannot see the weights.
         """
-        source = self._source
-        if not source.weights.exists():
-            raise RefusedError(f"predict {source.weights}: there is no such file on {directory.host()}.")
-        trained_on = trained_data(self._manifest)
-        data = prepare_to_predict(self.experiment.data, self.experiment.trust, trained_on, source.home is not None)
-        if data and data.get("whole") and source.split not in (None, WHOLE):
-            raise RefusedError(f"--split {source.split}: there is only `{WHOLE}`, all that is to be predicted for.")
+        path, run = self._weights.path, self._weights.run
+        if not path.exists():
+            raise RefusedError(f"predict {path}: there is no such file on {directory.host()}.")
+        trained_on = trained_data(run.manifest)
+        data = prepare_to_predict(self.experiment.data, self.experiment.trust, trained_on, run.home is not None)
+        if data and data.get("whole") and self._split not in (None, WHOLE):
+            raise RefusedError(f"--split {self._split}: there is only `{WHOLE}`, all that is to be predicted for.")
         prediction = {
-            "config": self._text,
+            "config": run.text,
             "layout": asdict(layout),
             "data": data,
-            "weights": str(source.weights.resolve()),
-            "split": source.split,
-            "out": str(source.out.absolute()),
+            "weights": str(path.resolve()),
+            "split": self._split,
+            "out": str(self._out.absolute()),
             "batch_size": batch_size_of(self.experiment),
-            "made": made_with(source, self._manifest, data, layout.threads),
+            "made": made_with(self._weights, data, layout.threads),
         }
         self.arguments = [json.dumps(prediction)]
 
@@ -117,25 +107,23 @@ def batch_size_of(experiment: Experiment) -> int:
     return trainer.global_batch_size if trainer.micro_batch_size == "auto" else trainer.micro_batch_size
 
 
-def request_of(experiment: Experiment, manifest: Mapping[str, Any] | None) -> WorkerRequest:
+def request_of(experiment: Experiment, manifest: Mapping[str, Any]) -> WorkerRequest:
     """Return the workers to predict with: their threads are those of the run, however many workers there are."""
     request = worker_request(experiment)
-    world = manifest.get("world") if manifest else None
+    world = manifest.get("world")
     threads = world.get("threads") if isinstance(world, Mapping) else None
     if request.threads != "auto":
         return request
     return replace(request, threads=threads if isinstance(threads, int) and threads > 0 else 1)
 
 
-def made_with(
-    source: Source, manifest: Mapping[str, Any], data: Mapping[str, Any] | None, threads: int
-) -> dict[str, Any]:
+def made_with(weights: StoredWeights, data: Mapping[str, Any] | None, threads: int) -> dict[str, Any]:
     """Return what the file of predictions says of how it was made, beside what the workers know."""
-    data, facts = data or {}, data_facts(manifest)
+    data, home, facts = data or {}, weights.run.home, data_facts(weights.run.manifest)
     return {
         "ddpexp": __version__,
-        "run": str(source.home.resolve()) if source.home is not None else None,
-        "weights": source.weights.name,
+        "run": str(home.path.resolve()) if home is not None else None,
+        "weights": weights.path.name,
         "data": {key: data[key] for key in ("name", "sha256", "hash") if key in data},
         "threads": threads,
         **({"files": data["files"]} if "files" in data else {}),

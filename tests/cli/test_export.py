@@ -13,8 +13,8 @@ import torch
 from ddpexp.cli.api.exporting import _difference, export_model, inputs_of
 from ddpexp.cli.api.opened import open_run
 from ddpexp.cli.export import described, export, request_of
-from ddpexp.cli.subcommands import weights_of
 from ddpexp.errors import RefusedError
+from ddpexp.run.stored_run import find_weights
 from tests.conftest import ROOT
 from tests.typed import call
 
@@ -39,7 +39,8 @@ def test_the_command_writes_a_folder_and_prints_the_difference(run: Path, capsys
 
 @pytest.mark.parametrize("kind", ["safetensors", pytest.param("pt2", marks=pytest.mark.slow)])
 def test_what_was_written_gives_the_same(run: Path, kind: str) -> None:
-    request = request_of(weights_of(call("export", "RUN", *FEW)), Path("out"), kind)
+    typed = call("export", "RUN", *FEW)
+    request = request_of(find_weights(*typed.source(), "export", typed.restate), Path("out"), kind)
     answer = export_model(request)
     assert answer["difference"] < 1e-5
     assert answer["files"] == ["export.json", f"model.{kind}"]

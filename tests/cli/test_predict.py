@@ -16,8 +16,8 @@ import torch
 import ddpexp as package
 from ddpexp.cli.predict import predict
 from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.run.prediction import Source as PredictionSource
 from ddpexp.run.prediction import batch_size_of, made_with, request_of
+from ddpexp.run.stored_run import StoredRun, StoredWeights
 from ddpexp.train.predict import _write, as_arrays
 from ddpexp.train.prediction_files import check_holds, contents
 from tests.conftest import Ddpexp, Done, python_path
@@ -133,7 +133,7 @@ def test_batch_size_and_threads_do_not_follow_the_workers() -> None:
     assert batch_size_of(experiment) == 96
     assert batch_size_of(replace(experiment, trainer=replace(trainer, micro_batch_size=8))) == 8
     assert request_of(experiment, {"world": {"threads": 3}}).threads == 3
-    assert request_of(experiment, None).threads == 1
+    assert request_of(experiment, {}).threads == 1
     typed = replace(experiment, trainer=replace(trainer, threads=2))
     assert request_of(typed, {"world": {"threads": 3}}).threads == 2
 
@@ -216,9 +216,9 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_file_says_which_data_it_is_of() -> None:
     data = {"name": "pets", "hash": "12", "folder": "/somewhere", "facts": {"classes": ["other"]}}
-    made = made_with(
-        PredictionSource(Path("step-1"), None, Path("x.npz")), {"data": {"facts": {"classes": ["cat"]}}}, data, 2
-    )
+    experiment = package.compose(["recipe=mnist"]).experiment
+    run = StoredRun(experiment, "", None, {"data": {"facts": {"classes": ["cat"]}}})
+    made = made_with(StoredWeights(Path("step-1"), run), data, 2)
     assert made["data"] == {"name": "pets", "hash": "12"}
     assert made["classes"] == ["cat"]  # those of the training
 

@@ -19,6 +19,7 @@ from ddpexp.config.validate import check
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.run.evaluation import Evaluation
+from ddpexp.run.stored_run import StoredRun, StoredWeights
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.strategy.ddp_options import DDPOptions
@@ -181,7 +182,7 @@ def test_an_evaluation_takes_the_batches_of_the_ranks_that_share_none(tmp_path: 
     assert isinstance(composed, Composed)
     whole = parse(composed.values)
     experiment = replace(whole, strategy=Pairs(**vars(whole.strategy)))
-    evaluation = Evaluation(experiment, composed.text, tmp_path)
+    evaluation = Evaluation(StoredWeights(tmp_path, StoredRun(experiment, composed.text, None)))
     layout = Layout(1, 4, "cpu", "gloo", 1)
     evaluation.check(layout)
     evaluation.enter({}, layout)

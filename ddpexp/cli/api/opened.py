@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddpexp.checkpoint.format import Checkpoint, best_first, newest_intact, scan
+from ddpexp.checkpoint.format import Checkpoint, scan
+from ddpexp.checkpoint.weights import best_of, choose
 from ddpexp.errors import RefusedError
 from ddpexp.run import directory as directories
 from ddpexp.run.directory import RunDir
@@ -22,6 +23,7 @@ from ddpexp.sweep.rows import rows_of
 from ddpexp.system.text import first_few
 
 if TYPE_CHECKING:
+    from ddpexp.config.restated import UnrestatedError
     from ddpexp.config.schema import Experiment
 
 Weights = Literal["raw", "ema"]
@@ -49,7 +51,7 @@ def open_run(directory: str | Path, *, config_dir: str | Path | None = None, tru
         raise RefusedError(f"{path} is the directory of a sweep: use ddpexp.open_sweep.")
     check_config_exists(RunDir(path), str(path))
     if not directories.is_ours(path):
-        from ddpexp.cli.subcommands import runs_below
+        from ddpexp.run.stored_run import runs_below
 
         raise RefusedError(f"{path} is no run directory.{runs_below(path) if path.is_dir() else ''}")
     return Run(path.absolute(), *trusted(config_dir, trust))
@@ -147,7 +149,7 @@ class Run:
     def checkpoints(self) -> list[SavedCheckpoint]:
         """The checkpoints, by step."""
         found = scan(self._files.checkpoints)
-        best = self._best(found.complete)
+        best = best_of(found.complete)
         saved = [
             SavedCheckpoint(one.step, one.folder, one is best, one.wrong_size() is None, _numbers(one.metrics))
             for one in found.complete
@@ -170,7 +172,10 @@ class Run:
         Raises:
             RefusedError: There is no such checkpoint, it is damaged, or the run has code that is not trusted.
         """
-        return model_of(self, self.experiment(), checkpoint, weights)
+        folder, averaged = self._weights(checkpoint, weights)
+        from ddpexp.cli.api.build import saved_model
+
+        return saved_model(self.experiment(), folder, averaged)
 
     def load_into(
         self,
@@ -289,27 +294,15 @@ class Run:
         Raises:
             RefusedError: It cannot be read, or names code that `config_dir` and `trust` do not cover.
         """
-        from ddpexp.cli.subcommands import foreign_code, untrusted_code
-        from ddpexp.config.parse import parse
-        from ddpexp.config.restated import UnrestatedError
-        from ddpexp.config.stored import override_file
+        from ddpexp.run.stored_run import read_run
 
-        check_config(self._files, str(self.path))
-        try:
-            values, _ = override_file(self._files.config, self._trusted())
-        except UnrestatedError as error:
-            if not error.trusts:
-                raise
-            again = f"ddpexp.open_run({str(self.path)!r}, {self._recorded_trust(error.trusts)})"
-            raise RefusedError(error.reason, suggestion=error.advice(again), place=error.place) from None
-        untrusted = untrusted_code(values, foreign_code(values))
-        if untrusted and (recorded := self._recorded_trust()):
-            key, target = next(iter(untrusted.items()))
-            raise RefusedError(
-                f"{self.path} names code of its own ({key}={target}), which runs only when it is restated. If it is "
-                f"yours: ddpexp.open_run({str(self.path)!r}, {recorded})"
-            )
-        return parse(values)
+        return read_run(self._files, self._trusted(), str(self.path), self._restate, is_own=False).experiment
+
+    def _restate(self, run: RunDir, error: UnrestatedError | None = None) -> str | None:
+        """Return what to call to trust the run's code and the settings of an error; None if no name can trust them."""
+        if error is not None and not error.trusts:
+            return None
+        return f"ddpexp.open_run({str(self.path)!r}, {self._recorded_trust(error.trusts if error else ())})"
 
     def _recorded_trust(self, more: Sequence[str] = ()) -> str:
         """Return the arguments of `open_run` that trust what the run's command trusted, and more; for display only."""
@@ -326,7 +319,7 @@ class Run:
         words = ["--config-dir", self.config_dir] if self.config_dir is not None else []
         return [*words, f"run.trust=[{','.join(self.trust)}]"] if self.trust else words
 
-    def _weights(self, which: str | int, weights: Weights | None) -> tuple[Path, bool]:
+    def _weights(self, which: Literal["best", "last"] | int, weights: Weights | None) -> tuple[Path, bool]:
         """Return the folder of a checkpoint, and whether to take the average of the weights."""
         if weights not in (None, "raw", "ema"):
             raise RefusedError(f"weights={weights!r} is not one of 'raw', 'ema'.")
@@ -338,56 +331,23 @@ class Run:
             )
         return checkpoint.folder, checkpoint.has_average and weights != "raw"
 
-    def _checkpoint(self, which: str | int) -> Checkpoint:
+    def _checkpoint(self, which: Literal["best", "last"] | int) -> Checkpoint:
         """Return the checkpoint that is meant.
 
         Raises:
             RefusedError: there is none.
         """
-        folder = self._files.checkpoints
-        if which == "last":
-            chosen, damaged = newest_intact(folder, weights_only=True)
-            instead = f"; {chosen.folder.name} is used instead" if chosen is not None else ""
-            for entry in damaged:
-                warnings.warn(f"{entry.folder} is damaged and not used: {entry.problem}{instead}", stacklevel=4)
-            if chosen is None:
-                raise RefusedError(f"{self.path} holds no complete checkpoint.")
-            return chosen
-        complete = scan(folder).complete
-        if which == "best":
-            best = self._best(complete)
-            if best is None:
-                raise RefusedError(
-                    f"checkpoint='best': the run in {self.path} keeps no best checkpoint, which needs "
-                    "trainer.keep_best, such as trainer.keep_best=max:eval/accuracy. Use 'last', or a step."
-                )
-            return best
-        found = next((one for one in complete if one.step == which), None)
-        if found is None:
-            steps = first_few([str(one.step) for one in reversed(complete)]) or "there are none"
-            raise RefusedError(f"checkpoint={which!r} is not 'best', 'last' or a step of {folder}: {steps}.")
-        return found
-
-    def _best(self, complete: Sequence[Checkpoint]) -> Checkpoint | None:
-        tree = read_config(self._files) or {}
-        trainer = tree.get("trainer")
-        keep_best = trainer.get("keep_best") if isinstance(trainer, Mapping) else None
-        rated = best_first(complete, keep_best) if isinstance(keep_best, str) else []
-        return rated[0] if rated else None
+        return choose(
+            self._files.checkpoints,
+            which,
+            str(self.path),
+            f"checkpoint={which!r}",
+            lambda text: warnings.warn(text, stacklevel=6),
+        )
 
     @property
     def _files(self) -> RunDir:
         return RunDir(self.path)
-
-
-def model_of(
-    run: Run, experiment: Experiment, checkpoint: Literal["best", "last"] | int, weights: Weights | None = None
-) -> Any:
-    """Return the model of an experiment with the weights of a run, as `Run.model`, whose arguments these are."""
-    folder, averaged = run._weights(checkpoint, weights)
-    from ddpexp.cli.api.build import saved_model
-
-    return saved_model(experiment, folder, averaged)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -150,8 +150,8 @@ def test_code_of_a_run_is_trusted_only_when_it_is_restated(trained: ddpexp.Run) 
 @pytest.mark.parametrize(
     ("checkpoint", "weights", "sentence"),
     [
-        (5, None, r"checkpoint=5 is not 'best', 'last' or a step of .*: 4, 8\."),
-        ("newest", None, "checkpoint='newest' is not"),
+        (5, None, r"checkpoint=5: there is no intact checkpoint of that step\. There are those of 8, 4\."),
+        ("newest", None, "checkpoint='newest': there is no intact checkpoint"),
         ("last", "average", r"weights='average' is not one of 'raw', 'ema'\."),
     ],
 )
@@ -213,7 +213,7 @@ def test_a_damaged_directory_is_one_sentence_each(trained: ddpexp.Run, tmp_path:
     shutil.copy(trained.path / "config.yaml", copy)
     weights = copy / "checkpoints/step-00000008/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    with pytest.warns(UserWarning, match="step-00000008 is damaged and not used: .*; step-00000004 is used instead"):
+    with pytest.warns(UserWarning, match="step-00000008 is damaged and not used: .*; the weights are those of step 4"):
         model = run.model(weights="raw")
     assert torch.equal(model.weight, trained.model(4, "raw").weight)
     with pytest.raises(ddpexp.RefusedError, match="its hash is not the one in the manifest"):
