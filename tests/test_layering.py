@@ -35,7 +35,7 @@ ROWS = [
     ["run"],
     ["train"],
     ["sweep"],
-    ["plan", "doctor"],
+    ["plan", "doctor", "check", "predict"],
     ["cli"],
     ["__main__"],
 ]

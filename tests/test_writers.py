@@ -89,9 +89,9 @@ EXCEPTIONS: dict[str, str] = {
     "system/terminal_mode.py:descriptor_of_terminal": NOTHING,
     "system/terminal_mode.py:close": NOTHING,
     "train/debugger.py:_resending_interrupts": NUMBERS,
-    "train/predict.py:_write": MASKED,  # by `prediction_files.contents`
-    "train/prediction_files.py:_npz": MASKED,
-    "train/prediction_files.py:_npy": NUMBERS,
+    "predict/worker.py:_write": MASKED,  # by `files.contents`
+    "predict/files.py:_npz": MASKED,
+    "predict/files.py:_npy": NUMBERS,
 }
 
 

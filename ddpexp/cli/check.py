@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from ddpexp.cli.check_verdict import judge
+from ddpexp.check.job import Check, Finding, Part, temporary_folder
+from ddpexp.check.verdict import judge
 from ddpexp.cli.launching import check_runs_once
 from ddpexp.cli.verb import Call
 from ddpexp.config.compose import compose

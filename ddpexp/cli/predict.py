@@ -8,7 +8,7 @@ from ddpexp.cli.launching import launch
 from ddpexp.cli.verb import Call
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
-from ddpexp.run.prediction import Prediction, check_format, check_out
+from ddpexp.predict.job import Prediction, check_format, check_out
 from ddpexp.run.stored_run import find_weights
 
 

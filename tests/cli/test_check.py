@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 import torch
 
+from ddpexp.check import trials
+from ddpexp.check.attributes import Attributes
+from ddpexp.check.job import temporary_folder
+from ddpexp.check.subject import Subject
+from ddpexp.check.train_step_trials import means_in_train_step, never_trained, uneven_calls
+from ddpexp.check.verdict import judge
 from ddpexp.cli.check import check, shortened
-from ddpexp.cli.check_verdict import judge
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import load, parse
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.errors import RefusedError
-from ddpexp.run.check import temporary_folder
 from ddpexp.run.lock import Owner
-from ddpexp.train import trials
-from ddpexp.train.attributes import Attributes
 from ddpexp.train.precision import Precision
-from ddpexp.train.train_step_trials import means_in_train_step, never_trained, uneven_calls
-from ddpexp.train.trial_subject import Subject
 from tests.cli.broken.kinds import broken, faulty, odd
 from tests.conftest import ROOT, Ddpexp
 from tests.typed import call

@@ -16,10 +16,10 @@ import torch
 import ddpexp as package
 from ddpexp.cli.predict import predict
 from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.run.prediction import batch_size_of, made_with, request_of
+from ddpexp.predict.files import check_holds, contents
+from ddpexp.predict.job import batch_size_of, made_with, request_of
+from ddpexp.predict.worker import _write, as_arrays
 from ddpexp.run.stored_run import StoredRun, StoredWeights
-from ddpexp.train.predict import _write, as_arrays
-from ddpexp.train.prediction_files import check_holds, contents
 from tests.conftest import Ddpexp, Done, python_path
 from tests.examples import EXAMPLES
 from tests.typed import call

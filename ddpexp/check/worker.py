@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 
+from ddpexp.check import trials
+from ddpexp.check.attributes import Attributes
+from ddpexp.check.job import Finding
+from ddpexp.check.subject import Subject
+from ddpexp.check.train_step_trials import means_in_train_step, never_trained, uneven_calls
 from ddpexp.config.parse import load
 from ddpexp.data.adapters import sized
 from ddpexp.data.batches import EvalBatches
@@ -19,26 +24,22 @@ from ddpexp.data.streams import Stream
 from ddpexp.errors import CodeError, DdpexpError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
-from ddpexp.run.check import Finding
 from ddpexp.run.directory import RunDir
 from ddpexp.system import files
 from ddpexp.system.oom import available_bytes
 from ddpexp.system.text import first_few
 from ddpexp.system.user_code import place_in_code
-from ddpexp.train import gpu_memory, trials, worker
-from ddpexp.train.attributes import Attributes
+from ddpexp.train import gpu_memory, worker
 from ddpexp.train.build import RunContext
 from ddpexp.train.join import join_world
 from ddpexp.train.process import open_log, run_rank
 from ddpexp.train.task_checks import named
-from ddpexp.train.train_step_trials import means_in_train_step, never_trained, uneven_calls
-from ddpexp.train.trial_subject import Subject
 
 _NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory): you tried to allocate (\d+)")
 
 
 def main(request: str) -> int:
-    """Check one part; `request` is JSON made by `ddpexp.run.check.Check`. Never returns in a worker."""
+    """Check one part; `request` is JSON made by `ddpexp.check.job.Check`. Never returns in a worker."""
     return run_rank(lambda control: _check(json.loads(request), control))
 
 

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from itertools import cycle, islice
 from typing import Any
 
+from ddpexp.check.subject import Subject, are_close
+from ddpexp.check.trials import without_gradient
 from ddpexp.task import HasTrainStep
 from ddpexp.train.task_checks import line_of, named, split_batch
-from ddpexp.train.trial_subject import Subject, are_close
-from ddpexp.train.trials import without_gradient
 
 _STEPS = 16  # of trials in which some network may step more rarely
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from ddpexp.check.job import Finding
 from ddpexp.config.schema import Experiment
-from ddpexp.run.check import Finding
 
 _TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, of sums in another order
 Records = Mapping[str, Mapping[int, Mapping[str, float]]]

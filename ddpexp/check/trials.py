@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpexp.check.attributes import place_of
+from ddpexp.check.subject import SEED, Subject, are_close
 from ddpexp.data.base import IndexData
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.samples import tensors_of
 from ddpexp.data.streams import Batches, Stream
 from ddpexp.system.text import first_few
-from ddpexp.train.attributes import place_of
 from ddpexp.train.task_checks import line_of, mean_for_a_sum, named, split_batch
-from ddpexp.train.trial_subject import SEED, Subject, are_close
 
 
 def different_samples(train: Batches, evals: Mapping[str, EvalBatches]) -> str | None:

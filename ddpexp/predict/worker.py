@@ -25,6 +25,7 @@ from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.settings.metrics import TEST_SET
+from ddpexp.predict.files import check_holds, contents
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.system import files
 from ddpexp.system.limits import reason_with_limit
@@ -33,7 +34,6 @@ from ddpexp.train import gpu_memory
 from ddpexp.train.build import build_evals, open_data
 from ddpexp.train.join import join_world
 from ddpexp.train.precision import Precision
-from ddpexp.train.prediction_files import check_holds, contents
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.worker import build_trained, situation
 
@@ -47,7 +47,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def main(prediction: str, control: Control | None = None) -> int:
-    """Predict; `prediction` is JSON made by `ddpexp.run.prediction.Prediction`. Like `run_rank`."""
+    """Predict; `prediction` is JSON made by `ddpexp.predict.job.Prediction`. Like `run_rank`."""
     return run_rank(lambda control: _predict(json.loads(prediction), control), control)
 
 

@@ -47,7 +47,7 @@ class Check(Job):
     """Train two steps; writes only into its folder."""
 
     name = "ddpexp-check"
-    entry = "ddpexp.train.check:main"
+    entry = "ddpexp.check.worker:main"
 
     def __init__(self, experiment: Experiment, text: str, folder: Path, part: Part) -> None:
         """Take the shortened experiment, its YAML, and the temporary folder of all parts."""

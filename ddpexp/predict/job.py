@@ -28,7 +28,7 @@ FORMATS = (".npz", ".npy", ".parquet", ".csv")
 class Prediction(Job):
     """Predict for each sample of a data set; rank zero writes one file."""
 
-    entry = "ddpexp.train.predict:main"
+    entry = "ddpexp.predict.worker:main"
 
     def __init__(self, weights: StoredWeights, out: Path, split: str | None = None) -> None:
         """Take the weights, the file and the name of a set; None: the evaluation set, if there is one."""

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from ddpexp.check.job import Check
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.launch import Layout, Participants
-from ddpexp.run.check import Check
 
 
 def test_weights_of_torch_save_reach_the_workers_as_those_of_a_run_do(tmp_path: Path) -> None:
