@@ -15,11 +15,11 @@ import yaml
 
 from ddpexp.check.job import Check, Finding, Part, temporary_folder
 from ddpexp.check.verdict import judge
+from ddpexp.cli.composing import compose_experiment
 from ddpexp.cli.launching import check_runs_once
 from ddpexp.cli.verb import Call
-from ddpexp.config.compose import compose
 from ddpexp.config.folders import conf_folder
-from ddpexp.config.parse import load, parse
+from ddpexp.config.parse import load
 from ddpexp.config.sampling import training_plan
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError, WorkerError
@@ -32,7 +32,7 @@ from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
 from ddpexp.run.check import Check, Finding, Part, temporary_folder
 from ddpexp.run.worker_request import worker_request
-from ddpexp.system.terminal import print_message, show
+from ddpexp.system.terminal import show
 from ddpexp.system.text import one_line
 from ddpexp.system.yaml_text import load_yaml
 
@@ -57,11 +57,7 @@ def check(call: Call) -> int:
     """
     check_runs_once("check the recipe")
     began = time.monotonic()
-    composed = compose(list(call.operands))
-    assert composed is not None  # there is no option that asks about the configuration
-    experiment = parse(composed.values)
-    for warning in composed.warnings:
-        print_message(f"ddpexp: warning: {warning}")
+    experiment, composed = compose_experiment(call.operands)
     server = call.server if call.server is not None and call.server.start_method == "forkserver" else Server()
     outcome.stop_on_signals()
     try:

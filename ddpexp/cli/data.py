@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ddpexp.cli.composing import compose_experiment
 from ddpexp.cli.verb import Call
-from ddpexp.config.compose import compose
-from ddpexp.config.parse import parse
 from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Experiment
 from ddpexp.data.hashes import reading_again
@@ -31,9 +30,7 @@ def data(call: Call) -> int:
     file = call.options.get("--preview")
     if file is not None and not file.endswith(".png"):
         raise RefusedError(f"--preview {file}: name a file for the picture, such as --preview photos.png.")
-    composed = compose(list(call.operands))
-    assert composed is not None  # there is no option that asks about the configuration
-    experiment = parse(composed.values)
+    experiment, _ = compose_experiment(call.operands)
     with reading_again("--verify" in call.options) as verified:
         prepared = prepare(experiment.data, experiment.trust)
     if call.as_json:

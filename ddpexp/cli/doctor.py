@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 
+from ddpexp.cli.composing import compose_experiment
 from ddpexp.cli.launching import check_started_once
 from ddpexp.cli.verb import Call
-from ddpexp.config.compose import compose
-from ddpexp.config.parse import parse
 from ddpexp.doctor.job import Diagnosis, ElsewhereError, NoAnswerError
 from ddpexp.doctor.judge import headline, judge
 from ddpexp.doctor.report import as_json, as_text, exit_code
@@ -18,7 +17,7 @@ from ddpexp.errors import EXIT_DONE, RefusedError, WorkerError
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.run import outcome
 from ddpexp.run.outcome import write_torchrun_error
-from ddpexp.system.terminal import print_message, show
+from ddpexp.system.terminal import show
 
 
 def doctor(call: Call) -> int:
@@ -38,13 +37,8 @@ def prepare(overrides: Sequence[str]) -> tuple[Launcher, Diagnosis]:
     Raises:
         RefusedError: the overrides are wrong.
     """
-    composed = compose(list(overrides))
-    assert composed is not None  # there is no option that asks about the configuration
-    experiment = parse(composed.values)
-    job = Diagnosis(experiment, composed.text)
-    for warning in composed.warnings:
-        print_message(f"ddpexp: warning: {warning}")
-    return experiment.launcher, job
+    experiment, composed = compose_experiment(overrides)
+    return experiment.launcher, Diagnosis(experiment, composed.text)
 
 
 def diagnose(launcher: Launcher, job: Diagnosis, launch: Callable[[], int], json: bool) -> int:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ddpexp.cli.composing import compose_experiment
 from ddpexp.cli.verb import Call
-from ddpexp.config.compose import compose
 from ddpexp.config.facts import refers
-from ddpexp.config.parse import parse
 from ddpexp.config.sampling import training_plan
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError
@@ -106,12 +105,7 @@ def _outcome(run: _Foreseen, gathered: Gathered, note: str | None) -> Outcome:
 
 def _foreseen(overrides: Sequence[str], arguments: PlanArguments) -> _Foreseen | RefusedError:
     try:
-        composed = compose(list(overrides))
-        if composed is None:
-            raise RefusedError(f"plan {' '.join(overrides)}: that option shows the configuration: use it without plan.")
-        experiment = parse(composed.values)
-        for warning in composed.warnings:
-            print_message(f"ddpexp: warning: {warning}")
+        experiment, composed = compose_experiment(overrides)
         job = Training(experiment, composed.text, composed.overrides, ["ddpexp", *overrides])
         assumed = assume(job, experiment.launcher, arguments.cores)
         return _Foreseen(experiment, composed.text, assumed, job.foresee())

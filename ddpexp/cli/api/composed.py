@@ -26,7 +26,8 @@ def compose(arguments: Sequence[str]) -> Composed:
     Raises:
         RefusedError: The command would be refused, with the same sentence.
     """
-    from ddpexp.cli.api.start import MULTIRUN, checked
+    from ddpexp.cli.api.start import checked
+    from ddpexp.cli.verb import MULTIRUN
     from ddpexp.config.compose import compose as compose_run
     from ddpexp.config.parse import parse
 

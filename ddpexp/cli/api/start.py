@@ -12,13 +12,13 @@ from ddpexp.cli.api.child import Ended, run_command
 from ddpexp.cli.api.errors import RunFailedError, RunInterruptedError, WorkerTraceback
 from ddpexp.cli.api.opened import Run
 from ddpexp.cli.api.opened_sweep import Sweep
+from ddpexp.cli.verb import MULTIRUN
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, Failure, RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import config_options, config_path, names_to_trust
 from ddpexp.system import caller
 from ddpexp.system.text import sanitize
 
-MULTIRUN = ("-m", "--multirun")
 _QUESTIONS = ("--help", "-h", "--version", "--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p")
 
 
