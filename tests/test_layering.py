@@ -35,7 +35,7 @@ ROWS = [
     ["run"],
     ["train"],
     ["sweep"],
-    ["plan", "doctor", "check", "predict"],
+    ["plan", "doctor", "check", "predict", "export"],
     ["cli"],
     ["__main__"],
 ]

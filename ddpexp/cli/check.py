@@ -30,7 +30,6 @@ from ddpexp.launch.rendezvous.layout import check_workers, resolve
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
-from ddpexp.run.check import Check, Finding, Part, temporary_folder
 from ddpexp.run.worker_request import worker_request
 from ddpexp.system.terminal import show
 from ddpexp.system.text import one_line

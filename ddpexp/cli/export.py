@@ -53,12 +53,12 @@ def export(call: Call) -> int:
     Raises:
         RefusedError: no such weights, a folder that is not empty, or a format that is not installed.
     """
-    source, options = call.operands[0], call.options
+    (source, overrides), options = call.source(), call.options
     if "--out" not in options:
         raise RefusedError(f"export {source}: where to? Add --out FOLDER.")
     out, kind = Path(options["--out"]).expanduser(), options.get("--format", "safetensors")
     check(out, kind)
-    weights = find_weights(*call.source(), call.name, call.restate)
+    weights = find_weights(source, overrides, call.name, call.restate)
     if not is_checkpoint(weights.path):
         raise RefusedError(f"export {weights.path}: name a run directory, or one of its checkpoints.")
     answer = _answer(request_of(weights, out, kind))
@@ -120,7 +120,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     reading, writing = os.pipe()
     with memory_file(request) as described:
         process = subprocess.Popen(
-            python("ddpexp.cli.api.exporting:main", os.getpid(), writing, described),
+            python("ddpexp.export.worker:main", os.getpid(), writing, described),
             pass_fds=[writing, described],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )

@@ -73,8 +73,8 @@ def _written(config: str, checkpoint: Path, tokenizer: Mapping[str, Any], option
     import torch
 
     from ddpexp.checkpoint.format import open_checkpoint
-    from ddpexp.cli.api.build import saved_model
     from ddpexp.data.text.tokenizer import from_record, prompt_of
+    from ddpexp.export.trained import saved_model
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise RefusedError("generate --device cuda: there is no GPU here. Use --device cpu.")

@@ -23,10 +23,11 @@ def prediction_of(call: Call) -> tuple[Launcher, Prediction]:
     Raises:
         RefusedError: no such weights, a file that cannot be written, or a configuration that does not fit.
     """
+    source, overrides = call.source()
     if "--out" not in call.options:
-        raise RefusedError(f"predict {call.operands[0]}: where to? Add --out FILE.npz, or .npy, .csv or .parquet.")
+        raise RefusedError(f"predict {source}: where to? Add --out FILE.npz, or .npy, .csv or .parquet.")
     out = Path(call.options["--out"]).expanduser()
     check_format(out)
     check_out(out)
-    weights = find_weights(*call.source(), call.name, call.restate)
+    weights = find_weights(source, overrides, call.name, call.restate)
     return weights.run.experiment.launcher, Prediction(weights, out, call.options.get("--split"))

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ddpexp.cli.api.exporting import _difference, export_model, inputs_of
 from ddpexp.cli.api.opened import open_run
 from ddpexp.cli.export import described, export, request_of
 from ddpexp.errors import RefusedError
+from ddpexp.export.worker import _difference, export_model, inputs_of
 from ddpexp.run.stored_run import find_weights
 from tests.conftest import ROOT
 from tests.typed import call

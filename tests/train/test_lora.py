@@ -14,13 +14,13 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ddpexp.checkpoint.export import export_adapters, export_weights
 from ddpexp.checkpoint.format import newest_checkpoint
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
+from ddpexp.export.weights import export_adapters, export_weights
 from ddpexp.settings.parameters import LoRA
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Shard

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import random
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
 from ddpexp.checkpoint import initial
-from ddpexp.checkpoint.export import export_adapters, export_weights
-from ddpexp.checkpoint.format import open_checkpoint
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.config import facts
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.schema import Experiment
 from ddpexp.data.datasets import Splits
 from ddpexp.distributed.world import World
-from ddpexp.errors import RefusedError
+from ddpexp.export.trained import modules_of, unchanged_random_state
 from ddpexp.run.prepare import prepare
 from ddpexp.train.build import build_model, open_data
-from ddpexp.train.offline import without_downloads
 from ddpexp.train.recipe_checks import check_task
 
 _ALONE = World(0, 0, 0, 1, 1, torch.device("cpu"))
@@ -35,7 +28,7 @@ _ALONE = World(0, 0, 0, 1, 1, torch.device("cpu"))
 def new_model(experiment: Experiment) -> Any:
     """Return the model with the weights that a run starts with, on the CPU, in training mode."""
     experiment.trust.make_importable()
-    with _unchanged_random_state():
+    with unchanged_random_state():
         model = build_model(experiment)
         if experiment.run.init_from is not None:
             _initialize(model, experiment)
@@ -51,42 +44,10 @@ def _initialize(model: Any, experiment: Experiment) -> None:
         load_weights(modules_of(model), path, initial.override(run), averaged, selection, lora=lora)
 
 
-def saved_model(experiment: Experiment, folder: Path, averaged: bool) -> Any:
-    """Return the model with the weights of a checkpoint, on the CPU, in evaluation mode."""
-    experiment.trust.make_importable()
-    with _unchanged_random_state(), without_downloads(experiment):
-        model = build_model(experiment, trains=False)
-    load_into(model, folder, averaged)
-    for module in modules_of(model).values():
-        module.eval()
-    return model
-
-
-def load_into(model: Any, folder: Path, averaged: bool) -> None:
-    """Load the weights of a checkpoint into a module, or into a mapping of names to modules."""
-    load_weights(modules_of(model), folder, str(folder), averaged)
-
-
-def export(source: Path, folder: Path, averaged: bool, adapters: bool, max_file_bytes: int) -> list[Path]:
-    """Write the weights of a checkpoint, or their adapters alone, into a folder, or one for each of several models."""
-    checkpoint = open_checkpoint(source)
-    names = [name for name in checkpoint.weights if name.endswith(".ema.safetensors") is averaged]
-    if (problem := checkpoint.problem(files=names)) is not None:
-        raise RefusedError(f"{source} is damaged: {problem}.")
-    written = []
-    for name in names:
-        target = folder if len(names) == 1 else folder / name.partition(".")[0]
-        if adapters:
-            written += export_adapters(source / name, target)
-        else:
-            written += export_weights(source / name, target, max_file_bytes)
-    return written
-
-
 def open_splits(experiment: Experiment) -> Splits:
     """Prepare and open the data."""
     experiment.trust.make_importable()
-    with _unchanged_random_state():
+    with unchanged_random_state():
         return open_data(experiment, prepare(experiment.data, experiment.trust), _ALONE)
 
 
@@ -104,32 +65,6 @@ def new_task(experiment: Experiment) -> Any:
     task = instantiate(experiment.task, experiment.trust, "task")
     check_task(task, experiment.task.target, evaluates=experiment.trainer.eval_every != 0)
     return task
-
-
-def modules_of(model: Any) -> dict[str, nn.Module]:
-    """Return the modules by the names that their weights have in a checkpoint.
-
-    Raises:
-        RefusedError: it is neither a module nor a mapping of names to modules.
-    """
-    if isinstance(model, nn.Module):
-        return {"model": model}
-    if isinstance(model, Mapping) and all(isinstance(module, nn.Module) for module in model.values()):
-        return dict(model)
-    raise RefusedError(f"{type(model).__name__} is no torch.nn.Module, and no mapping of names to modules.")
-
-
-@contextmanager
-def _unchanged_random_state() -> Iterator[None]:
-    """Leave the global generators as they are: of torch, of NumPy and of Python."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
 
 
 def _warn(text: str) -> None:

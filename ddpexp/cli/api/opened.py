@@ -173,7 +173,7 @@ class Run:
             RefusedError: There is no such checkpoint, it is damaged, or the run has code that is not trusted.
         """
         folder, averaged = self._weights(checkpoint, weights)
-        from ddpexp.cli.api.build import saved_model
+        from ddpexp.export.trained import saved_model
 
         return saved_model(self.experiment(), folder, averaged)
 
@@ -191,7 +191,7 @@ class Run:
             RefusedError: There is no such checkpoint, it is damaged, or its weights are those of another model.
         """
         folder, averaged = self._weights(checkpoint, weights)
-        from ddpexp.cli.api.build import load_into
+        from ddpexp.export.trained import load_into
 
         load_into(module, folder, averaged)
         return module
@@ -224,7 +224,7 @@ class Run:
             RefusedError: There is no such checkpoint, it is damaged, or the folder is not empty.
         """
         source, averaged = self._weights(checkpoint, weights)
-        from ddpexp.cli.api.build import export
+        from ddpexp.export.trained import export
 
         return export(source, Path(folder).expanduser(), averaged, adapters, max_file_bytes)
 

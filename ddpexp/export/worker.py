@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from ddpexp.checkpoint.format import open_checkpoint
 from ddpexp.checkpoint.loading import load_weights
-from ddpexp.cli.api.build import export, saved_model
 from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batches import EvalBatches
 from ddpexp.data.samples import tensors_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
+from ddpexp.export.trained import export, saved_model
 from ddpexp.system import files
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.memory_file import read_memory_file

@@ -1,0 +1,1 @@
+"""`ddpexp export` and `Run.export`: a trained model for other programs."""
