@@ -105,7 +105,7 @@ def test_a_task_without_predict_is_shown_what_to_write(ddpexp: Ddpexp, trained: 
         (["RUN", "--out", "x.npz", "--splt=test"], "Did you mean --split?"),
         (["NONE", "--out", "x.npz"], "predict NONE: there is no such directory or file."),
         (["RUN/checkpoints/step-00000009", "--out", "x.npz"], "there is no such directory or file"),
-        (["RUN", "--out", "x.npz", "predict.batch_size=0"], "predict.batch_size=0 is too small"),
+        (["RUN", "--out", "x.npz", "predict.batch_size=0"], "predict.batch_size=0: use auto or"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_starts(
