@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
+from ddpexp.config.resolve import Composed
 from ddpexp.config.schema import Experiment
-from ddpexp.config.values import Composed
 from ddpexp.system.terminal import print_message
 
 

@@ -24,8 +24,8 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
-from ddpexp.settings.metrics import TEST_SET
 from ddpexp.predict.files import check_holds, contents
+from ddpexp.settings.metrics import TEST_SET
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.system import files
 from ddpexp.system.limits import reason_with_limit
