@@ -24,6 +24,7 @@ from ddpexp.cli.help import answer
 from ddpexp.cli.new import DEFAULT, kinds
 from ddpexp.cli.predict import prediction_of
 from ddpexp.cli.resume import resumed_run
+from ddpexp.cli.schema import schema_of
 from ddpexp.cli.shells import SCRIPTS
 from ddpexp.cli.verb import Call
 from ddpexp.config.compose import compose_command
@@ -257,6 +258,7 @@ def accept(words: Sequence[str]) -> None:
         "status": lambda call: Arguments.of(call.operands, {}),
         "sync": lambda call: read_run(find_run(call.source()[0], "sync"), call.source()[1], "sync", call.restate),
         "help": lambda call: answer(call.operands, by_name=True),
+        "schema": lambda call: schema_of(call.operands),
         "completion": lambda call: SCRIPTS[call.operands[0]],
         "new": lambda call: kinds().index(call.options.get("--like", DEFAULT)),
     }

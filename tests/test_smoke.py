@@ -57,6 +57,7 @@ VERBS = {
     "data": ("recipe=mnist data.source=embedded", r"synthetic digits"),
     "trust": ("", r"trust"),
     "new": ("mine", r"pip install -e"),
+    "schema": ("trainer", r"json-schema"),
     "help": ("trainer.gpus", r"trainer\.gpus"),
     "completion": ("bash", r"complete -"),
 }

@@ -310,6 +310,21 @@ every command knows recipe=NAME, without --config-dir and run.trust.""",
         also=("init", "create", "startproject", "scaffold", "template"),
     ),
     Verb(
+        "schema",
+        "[GROUP]",
+        "print a JSON schema, with which editors complete YAML files",
+        about="""\
+Print the JSON schema of a recipe's file, or of a file of the group GROUP: every
+key with its type, its range and its explanation. An editor with a plugin for
+YAML completes and checks the files that name it in their first line:
+
+    ddpexp schema > recipe.schema.json
+    # yaml-language-server: $schema=recipe.schema.json""",
+        function="ddpexp.cli.schema:schema",
+        operands="names",
+        also=("json-schema", "jsonschema"),
+    ),
+    Verb(
         "help",
         "[COMMAND | GROUP | GROUP=OPTION | KEY ...]",
         "explain one command, group, option or key",

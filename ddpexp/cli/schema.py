@@ -1,0 +1,173 @@
+"""The verb `ddpexp schema`: a JSON schema with which editors complete and check YAML files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Union
+
+from ddpexp.cli.keys import Catalogue
+from ddpexp.cli.verb import Call
+from ddpexp.config import strategies
+from ddpexp.config.build import did_you_mean
+from ddpexp.config.compose import overview
+from ddpexp.config.declared import SECTIONS
+from ddpexp.config.folders import LISTED
+from ddpexp.config.instantiate import Trust, locate
+from ddpexp.config.registry import keys_of
+from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.settings.key import Key, declaration
+from ddpexp.settings.node import Node
+
+Schema = dict[str, Any]
+
+_DRAFT = "http://json-schema.org/draft-07/schema#"  # what the YAML plugins of editors read
+_REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}  # to another key, in place of a value of any type
+_SCALARS: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+_CALL: Schema = {"type": "object", "properties": {"_target_": {"type": "string"}}}
+_DEFAULTS: Schema = {
+    "type": "array",
+    "description": "The options that this file chooses, such as - override /model: lenet.",
+    "items": {"type": ["string", "object"]},
+}
+_LISTED_SECTION: Schema = {  # several parts, each below a key of its own
+    "type": ["object", "null"],
+    "additionalProperties": {"anyOf": [_CALL, {"type": ["string", "null"]}]},
+}
+
+
+def schema(call: Call) -> int:
+    """Print the schema of a recipe, or of an option of the group that is named; return the exit code.
+
+    Raises:
+        RefusedError: there is no such group.
+    """
+    print(json.dumps(schema_of(call.operands), indent=1))
+    return EXIT_DONE
+
+
+def schema_of(operands: Sequence[str]) -> Schema:
+    """Return the schema of a recipe, or of an option of the group that the operands name.
+
+    Raises:
+        RefusedError: there is no such group.
+    """
+    sections = dict(_sections())
+    names = operands or ["recipe"]
+    if len(names) > 1 or names[0] not in sections:
+        raise RefusedError(
+            f"there is no group {' '.join(names)}", key="schema", suggestion=did_you_mean(names[0], sections).strip()
+        )
+    name = names[0]
+    if name == "recipe":
+        properties: Schema = {"defaults": _DEFAULTS, **sections, "hydra": {"type": "object"}}
+        described: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    elif name in LISTED:
+        described = {**_LISTED_SECTION, "properties": {"defaults": _DEFAULTS}}
+    else:
+        described = {**sections[name], "properties": {"defaults": _DEFAULTS, **sections[name]["properties"]}}
+    return {"$schema": _DRAFT, "title": f"ddpexp: {name}", **described}
+
+
+def _sections() -> Iterator[tuple[str, Schema]]:
+    """Yield the schema of each section, by its name."""
+    catalogue = Catalogue(overview([], None))
+    said = {key.name: key.meaning for section in catalogue.sections for key in catalogue.keys(section)}
+    for name in catalogue.sections:
+        about = {"description": catalogue.about(name)}
+        if name == "data":
+            common = _object(SECTIONS[name], name, said)
+            yield name, {**_CALL, **about, "properties": {**_CALL["properties"], **common["properties"]}}
+        elif name in SECTIONS:
+            yield name, {**_object(SECTIONS[name], name, said), **about}
+        elif name == "strategy":
+            kinds = [kind for each in strategies.kinds() if (kind := strategies.options_of(each)) is not None]
+            yield name, {**_union(name, kinds, catalogue), **about, "additionalProperties": False}
+        elif name in ("launcher", "scheduler"):
+            parts = [locate(key, Trust(), name) for key in keys_of(name)]
+            union = _union(name, parts, catalogue)
+            yield name, {**union, **about, "properties": {**_CALL["properties"], **union["properties"]}}
+        elif name in LISTED:
+            yield (
+                name,
+                {"type": ["object", "null"], **about, "additionalProperties": {"anyOf": [_CALL, {"type": "null"}]}},
+            )
+        else:
+            yield name, {**_CALL, **about}
+
+
+def _union(section: str, parts: list[Any], catalogue: Catalogue) -> Schema:
+    """Return the schema of a section whose keys are those of any of these classes."""
+    said = {
+        key.name: key.meaning
+        for option in catalogue.options(section)
+        for key in catalogue.option(section, option).keys
+    }  # fmt: skip
+    alternatives: dict[str, list[Schema]] = {}
+    for part in parts:
+        for name, described in _object(part, section, said)["properties"].items():
+            known = alternatives.setdefault(name, [])
+            if described not in known:
+                known.append(described)
+    merged = {name: several[0] if len(several) == 1 else {"anyOf": several} for name, several in alternatives.items()}
+    return {"type": "object", "properties": merged}
+
+
+def _object(section: Any, where: str, said: Mapping[str, str]) -> Schema:
+    """Return the schema of a section whose keys are the fields of a dataclass."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    fields = [one for one in dataclasses.fields(section) if one.init]
+    properties = {one.name: _value(hints[one.name], f"{where}.{one.name}", said) for one in fields}
+    rest = next((one.name for one in fields if one.metadata.get("rest")), None)
+    return {
+        "type": "object",
+        "properties": {name: described for name, described in properties.items() if name != rest},
+        "additionalProperties": rest is not None,
+    }
+
+
+def _value(hint: Any, name: str, said: Mapping[str, str]) -> Schema:
+    """Return the schema of a key's value, with what the comments in conf say of the key."""
+    key, plain = declaration(hint)
+    alternatives = list(_alternatives(plain, key, name, said))
+    if all(one.get("type") != "string" or "pattern" in one for one in alternatives) and {} not in alternatives:
+        alternatives.append(_REFERENCE)
+    described = alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
+    return {**described, "description": said[name]} if said.get(name) else described
+
+
+def _alternatives(hint: Any, key: Key, name: str, said: Mapping[str, str]) -> Iterator[Schema]:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        for argument in arguments:
+            yield from _alternatives(argument, key, name, said)
+    elif origin is Literal:
+        yield {"enum": list(arguments)}
+    elif origin is tuple:
+        yield {"type": "array", "items": _value(arguments[0], name, {})}
+    elif origin is Mapping:
+        yield {"type": "object", "additionalProperties": _value(arguments[1], name, {})}
+    elif hint is Node:
+        yield {**_CALL, "required": ["_target_"]}
+    elif dataclasses.is_dataclass(hint):
+        yield _object(hint, name, said)
+    elif hint in (int, float):
+        yield {"type": _SCALARS[hint], **_range(key)}
+    elif hint is str and key.pattern is not None:
+        yield {"type": "string", "pattern": f"^(?:{key.pattern})$"}
+    else:
+        yield {"type": _SCALARS[hint]} if hint in _SCALARS else {}
+
+
+def _range(key: Key) -> Schema:
+    limits = {
+        "exclusiveMinimum": key.above,
+        "minimum": key.at_least,
+        "exclusiveMaximum": key.below,
+        "maximum": key.at_most,
+    }
+    return {name: limit for name, limit in limits.items() if limit is not None and limit != math.inf}
