@@ -409,7 +409,7 @@ class Given:
 class Numbers(Sides):
     # Prints in which numbers matrices are multiplied.
     def step(self, model, batch):
-        print(f"numbers {torch.get_float32_matmul_precision()} {torch.backends.cudnn.benchmark}")
+        print(f"numbers {torch.get_float32_matmul_precision()} {torch.backends.cudnn.benchmark}", torch.backends.cudnn.allow_tf32)
         return super().step(model, batch)
 """
 
@@ -434,10 +434,10 @@ def test_compiled_models_learn_on_a_gpu_what_they_learn_without(ddpexp: Ddpexp, 
 
 def test_precision_and_benchmark_reach_torch(ddpexp: Ddpexp) -> None:
     words = ("task._target_=points.Numbers", "trainer.gpus=1", "trainer.max_steps=1")
-    keys = ("trainer.matmul_precision=high", "trainer.cudnn_benchmark=true")
+    keys = ("trainer.matmul_precision=high", "trainer.cudnn_benchmark=true", "trainer.conv_precision=fp32")
     done = Recipe(ddpexp, COMPILED)(*words, *keys, timeout=PATIENCE)
     assert done.code == 0, done.err
-    assert "numbers high True\n" in done.out
+    assert "numbers high True False\n" in done.out
 
 
 @pytest.mark.skipif(count_gpus() < 2, reason="fewer than two GPUs")

@@ -210,6 +210,13 @@ class Trainer:
             },
         ),
     ]
+    conv_precision: Annotated[
+        Literal["fp32", "tf32"],
+        Key(
+            also=("cudnn_allow_tf32", "allow_tf32_conv"),
+            synonyms={"fp32": ("false", "highest"), "tf32": ("true", "high")},
+        ),
+    ]
     cudnn_benchmark: Annotated[bool, Key(also=("benchmark",))]
     max_seconds: Annotated[float | None, Key(above=0, below=math.inf)]
     swa_start: Annotated[int | None, Key(at_least=0)]

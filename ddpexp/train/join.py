@@ -50,6 +50,8 @@ def choose_algorithms(trainer: Trainer) -> None:
         # in the results of a run.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision(trainer.matmul_precision)
+    if trainer.conv_precision == "fp32":
+        torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = trainer.cudnn_benchmark
 
 

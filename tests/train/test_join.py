@@ -60,3 +60,14 @@ def test_deterministic_algorithms_do_not_fill_new_memory(monkeypatch: pytest.Mon
         assert not torch.empty(1 << 10).isnan().all()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_convolutions_use_tf32_unless_they_are_to_be_exact() -> None:
+    assert torch.backends.cudnn.allow_tf32
+    try:
+        choose_algorithms(TRAINER)
+        assert torch.backends.cudnn.allow_tf32
+        choose_algorithms(replace(TRAINER, conv_precision="fp32"))
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        torch.backends.cudnn.allow_tf32 = True
