@@ -409,7 +409,8 @@ class Given:
 class Numbers(Sides):
     # Prints in which numbers matrices are multiplied.
     def step(self, model, batch):
-        print(f"numbers {torch.get_float32_matmul_precision()} {torch.backends.cudnn.benchmark}", torch.backends.cudnn.allow_tf32)
+        cudnn = torch.backends.cudnn
+        print("numbers", torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.allow_tf32)
         return super().step(model, batch)
 """
 
