@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import hydra
+from hydra._internal import defaults_list
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.default_element import InputDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
@@ -27,6 +29,30 @@ Private: none; `version_base` is an argument of 1.3.
 Why: 1.3 warns without it, and 1.4 with it.
 When it goes: leave it out with the support of 1.3.
 """
+
+
+@contextmanager
+def quick_defaults() -> Iterator[None]:
+    """Have Hydra prepare the references of a defaults list only where there are some.
+
+    Private: `hydra._internal.defaults_list._create_interpolation_map` of 1.3 and 1.4, which is replaced.
+    Why: it is called for each file of the defaults list, which takes a fifth of the time of composing: 11 to 16 ms.
+    When it goes: delete this function.
+    """
+    plain: Any = getattr(defaults_list, "_create_interpolation_map", None)
+    if plain is None:
+        yield
+        return
+
+    def quick(overrides: Any, defaults: Sequence[InputDefault], self_added: bool) -> Any:
+        is_needed = any(default.is_interpolation() for default in defaults)
+        return plain(overrides, defaults, self_added) if is_needed else None
+
+    defaults_list._create_interpolation_map = quick  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        defaults_list._create_interpolation_map = plain
 
 
 def apply_overrides(overrides: Sequence[Override], cfg: DictConfig) -> None:

@@ -20,7 +20,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ddpexp.compat.hydra import VERSION_BASE, apply_overrides, own_globals
+from ddpexp.compat.hydra import VERSION_BASE, apply_overrides, own_globals, quick_defaults
 from ddpexp.compat.omegaconf import quick_yaml
 from ddpexp.config import sentences
 from ddpexp.config.arguments import Arguments
@@ -108,7 +108,7 @@ def compose_sweep_tree(overrides: Sequence[str], added: Path | None) -> SweepTre
         section = values.pop("hydra")
         _check_hydra_section(files, files.read_for(overrides), section)
         params = section["sweeper"].get("params") or {}
-        of_file = parser.parse_overrides([f"{key}={values}" for key, values in params.items()])
+        of_file = parser.parse_overrides([f"{key}={value}" for key, value in params.items()])
         trust = [override.value() for override in typed if override.get_key_element().lstrip("+") == "run.trust"]
         swept = [override.get_key_element() for override in typed if override.is_sweep_override()]
         intervals = [str(override.input_line) for override in (*typed, *of_file) if override.is_interval_sweep()]
@@ -269,7 +269,7 @@ def _opened(added: Path | None) -> Iterator[_Files]:
     theirs = [*([added] if added else []), *plugin_folders()]
     search = _search(theirs)
     with (
-        one_sentence(), bounded_interpolations(), quick_yaml(), own_globals(),
+        one_sentence(), bounded_interpolations(), quick_yaml(), quick_defaults(), own_globals(),
         hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE),
     ):  # fmt: skip
         loader = GlobalHydra.instance().config_loader()
