@@ -14,7 +14,7 @@ from ddpexp.config.hydra_section import check_of_one_run
 from ddpexp.config.override_checks import check_overrides
 from ddpexp.config.resolve import Composed, resolve
 from ddpexp.config.sweeps import Swept, compose_sweep
-from ddpexp.config.tree import SweepInFileError, answer, compose_tree
+from ddpexp.config.tree import SweepInFileError, ask_hydra, compose_tree
 from ddpexp.errors import RefusedError
 
 
@@ -52,7 +52,7 @@ def _compose(arguments: Arguments) -> Composed | None:
         raise RefusedError(f"--cfg {arguments.cfg} shows one run: leave -m out, and give each key one value.")
     check_overrides(arguments.overrides, arguments.question)
     if arguments.question:
-        answer(arguments)
+        ask_hydra(arguments)
         return None
     tree = compose_tree(arguments.overrides, added_folder(arguments.config_dir))
     tree.check_is_one_run()

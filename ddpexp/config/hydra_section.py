@@ -105,14 +105,16 @@ def check_nothing_ignored(
     Raises:
         RefusedError: one of them sets what would have no effect.
     """
-    found = _settings(section)
-    if found == {**_HERE, "hydra.launcher._target_": launcher}:
+    settings = _settings(section)
+    if settings == {**_HERE, "hydra.launcher._target_": launcher}:
         return
     expected = _settings(plain())
-    changed = next((key for key in (*found, *expected) if found.get(key, expected) != expected.get(key, found)), None)
+    changed = next(
+        (key for key in (*settings, *expected) if settings.get(key, expected) != expected.get(key, settings)), None
+    )
     if changed is None:
         return
-    setting = f"{changed}={shown(found.get(changed, expected.get(changed)))}"
+    setting = f"{changed}={shown(settings.get(changed, expected.get(changed)))}"
     last = changed.rpartition(".")[2]
     file = next((path for path in reversed(files) if all(text in path.read_text() for text in ("hydra", last))), None)
     where = f"{file} sets {setting}" if file is not None else f"a config file sets {setting}"
@@ -163,17 +165,17 @@ def check_code_of_sweeper(sweeper: Any, offered: Collection[str], trust: Trust) 
 
 def _settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is in Hydra's section beside what is obeyed and what Hydra fills in itself, by whole keys."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
 
     def walk(values: Any, where: str) -> None:
         if isinstance(values, dict) and values and where != "hydra.callbacks":
             for key, value in values.items():
                 walk(value, f"{where}.{key}")
         elif not _OBEYED.match(where):
-            found[where] = values
+            settings[where] = values
 
     walk(section, "hydra")
-    return found
+    return settings
 
 
 # What `${hydra:...}` stands for
@@ -191,18 +193,18 @@ def dirname(section: Mapping[str, Any], overrides: Sequence[str]) -> str:
     """Return overrides as part of a path, as Hydra does; without those that may have such a part themselves."""
     conf = section["job"]["config"]["override_dirname"]
     left_out = ("run.dir", *conf["exclude_keys"])
-    kept = [
+    texts = [
         override
         for override in overrides
         if "${" not in override and not re.match(r"[+~]*hydra[./]", override)
         if override.partition("=")[0].lstrip("+~") not in left_out
     ]
-    return str(conf["item_sep"]).join(sorted(kept)).replace("=", str(conf["kv_sep"]))
+    return str(conf["item_sep"]).join(sorted(texts)).replace("=", str(conf["kv_sep"]))
 
 
 def written_out(text: str, answers: Mapping[str, Any]) -> str:
     """Put the answers into a text that is kept as it is written for other references: nobody else can give them."""
-    return _FORMED.sub(lambda found: str(answer(answers, found[1])), text)
+    return _FORMED.sub(lambda reference: str(answer(answers, reference[1])), text)
 
 
 def answer(answers: Mapping[str, Any], path: str) -> Any:

@@ -39,8 +39,8 @@ def check_syntax(overrides: Sequence[str]) -> None:
     Raises:
         RefusedError: with what may be meant.
     """
-    for place, override in enumerate(overrides):
-        follows = [*overrides[place + 1 :], ""][0]
+    for index, override in enumerate(overrides):
+        follows = [*overrides[index + 1 :], ""][0]
         empty = (
             override.endswith("=") and override.strip("=") and (not follows or re.search("[=~]", follows))
         )  # as in run.dir=
@@ -51,43 +51,43 @@ def check_syntax(overrides: Sequence[str]) -> None:
                     "names, or make a symbolic link to it."
                 )
             continue
-        if place and (joined := _joined(overrides, place)) is not None:
-            raise RefusedError(f"{overrides[place - 1]} {override} has a space, at which the shell cuts it: {joined}.")
+        if index and (joined := _joined(overrides, index)) is not None:
+            raise RefusedError(f"{overrides[index - 1]} {override} has a space, at which the shell cuts it: {joined}.")
         open_before = next(
-            (one for one in overrides[:place] if any(one.count(a) > one.count(b) for a, b in _BRACKETS)), None
+            (other for other in overrides[:index] if any(other.count(a) > other.count(b) for a, b in _BRACKETS)), None
         )
         if open_before is not None and any(b in override for _, b in _BRACKETS):
-            whole = " ".join(overrides[overrides.index(open_before) : place + 1])
+            whole = " ".join(overrides[overrides.index(open_before) : index + 1])
             parts = re.sub(r",?\s+", ",", whole)
             raise RefusedError(
                 f"{whole} has spaces, at which the shell cuts it into words: write {shlex.quote(parts)}."
             )
         raise RefusedError(
-            _no_override(override, overrides[place - 1] if place else "", [*overrides[place + 1 :], "", ""])
+            _no_override(override, overrides[index - 1] if index else "", [*overrides[index + 1 :], "", ""])
         )
 
 
-def _joined(overrides: Sequence[str], place: int) -> str | None:
+def _joined(overrides: Sequence[str], index: int) -> str | None:
     """Return what to type where an argument belongs to the one before it, as `gb` in `launcher.mem=64 gb`.
 
     None where it does not.
     """
-    before, last = overrides[place - 1], place
+    before, last = overrides[index - 1], index
     if not re.fullmatch(r"[^=]+=\S+", before) or not _KEY.fullmatch(before.partition("=")[0]):
         return None
     if any(before.count(opening) > before.count(closing) for opening, closing in _BRACKETS):
         return None
     key, _, value = before.partition("=")
-    if _NUMBER.fullmatch(overrides[place]) and _NUMBER.fullmatch(value) and takes_number(key):
+    if _NUMBER.fullmatch(overrides[index]) and _NUMBER.fullmatch(value) and takes_number(key):
         while last + 1 < len(overrides) and _NUMBER.fullmatch(overrides[last + 1]):
             last += 1
-        return f"with -m, several values are written {key}={','.join([value, *overrides[place : last + 1]])}"
+        return f"with -m, several values are written {key}={','.join([value, *overrides[index : last + 1]])}"
     if before.endswith(","):
         while overrides[last].endswith(",") and last + 1 < len(overrides):
             last += 1
-    elif not (re.search(r"\d$", before) and re.fullmatch(_UNITS, overrides[place], re.IGNORECASE)):
+    elif not (re.search(r"\d$", before) and re.fullmatch(_UNITS, overrides[index], re.IGNORECASE)):
         return None
-    return f"leave out the space: {''.join(overrides[place - 1 : last + 1])}"
+    return f"leave out the space: {''.join(overrides[index - 1 : last + 1])}"
 
 
 def _no_override(override: str, before: str, after: Sequence[str]) -> str:
@@ -137,11 +137,11 @@ def unread(override: str, is_read: Callable[[str], bool]) -> str:
         return f"{override} has = twice: write {key}={value.lstrip('=')}."
     if value.endswith(",") and is_read(f"{key}={value.rstrip(',')}"):
         return f"{override} ends with a comma: words are separated by spaces. Write {key}={value.rstrip(',')}."
-    if (found := re.search(f"[{_QUOTES}]", value)) is not None:
-        return f"{override} has the quote {found[0]} of a formatted text: write ' or \", or leave the quotes out."
+    if (quote := re.search(f"[{_QUOTES}]", value)) is not None:
+        return f"{override} has the quote {quote[0]} of a formatted text: write ' or \", or leave the quotes out."
     plain = unicodedata.normalize("NFKC", value).translate(_ASCII).rstrip(",;")
     if not value.isascii() and plain.isascii() and is_read(f"{key}={plain}"):
-        character = next(one for one in value if not one.isascii())
+        character = next(letter for letter in value if not letter.isascii())
         return f"{override} has the character {character}, which only looks like a plain one: write {key}={plain}."
     if (more := re.search(r"[;,&]\+?[a-z_]+([./][\w.]+)?=", value)) is not None:
         return f"{override} is not read: words are separated by spaces, not by {more[0][0]}."

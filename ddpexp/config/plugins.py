@@ -74,22 +74,25 @@ def plugin_folders() -> list[Path]:
 def _conf_folders(values: Iterable[str]) -> dict[Path, str]:
     """Return the folders `conf` of the packages that entry points name, each with its top-level package."""
     packages = dict.fromkeys(value.partition(":")[0].partition(".")[0].strip() for value in values)
-    return {place / "conf": package for package in packages for place in _places(package) if (place / "conf").is_dir()}
+    return {
+        folder / "conf": package for package in packages for folder in _folders(package) if (folder / "conf").is_dir()
+    }
 
 
 def package_folder(name: str) -> tuple[str, list[Path]]:
     """Return the top-level package of `package.folder` or `package/folder`, and where that folder is."""
     root, *rest = name.replace("/", ".").split(".")
-    return root, [folder for place in _places(root) if (folder := place.joinpath(*rest)).is_dir()]
+    paths = [folder.joinpath(*rest) for folder in _folders(root)]
+    return root, [path for path in paths if path.is_dir()]
 
 
-def _places(package: str) -> list[Path]:
+def _folders(package: str) -> list[Path]:
     """Return the folders of an installed package, which is not imported."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return []  # a name that no package can have
-    return [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+    return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
 
 
 @cache

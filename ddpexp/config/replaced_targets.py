@@ -115,9 +115,9 @@ def _inherited(files: Sequence[tuple[Path, str]], typed: Mapping[str, str]) -> t
     return surplus, replaced
 
 
-def _name(place: str) -> str:
+def _name(where: str) -> str:
     """Return the key by which a section names its class or function."""
-    return "kind" if place == "strategy" else "_target_"
+    return "kind" if where == "strategy" else "_target_"
 
 
 def _no_effect(typed: str, section: str, path: Path, target: object) -> RefusedError:
@@ -142,32 +142,32 @@ def _below(package: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values
 
 
-def _merge(tree: dict[str, Any], values: Mapping[str, Any], replaced: set[str] | None = None, place: str = "") -> None:
+def _merge(tree: dict[str, Any], values: Mapping[str, Any], replaced: set[str] | None = None, where: str = "") -> None:
     """Merge values into a tree; with `replaced` without the keys of a `_target_` that they replace, which it notes."""
-    if replaced is not None and _replaces(place, tree, values):
-        replaced.add(place)
-        for key in keys_of_target(tree, place):
+    if replaced is not None and _replaces(where, tree, values):
+        replaced.add(where)
+        for key in keys_of_target(tree, where):
             del tree[key]
     for key, value in values.items():
-        name = f"{place}.{key}" if place else str(key)
+        name = f"{where}.{key}" if where else str(key)
         if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
             _merge(tree[key], value, replaced, name)
         else:
             tree[key] = deepcopy(value)
 
 
-def _replaces(place: str, before: Any, values: Mapping[str, Any]) -> bool:
+def _replaces(where: str, before: Any, values: Mapping[str, Any]) -> bool:
     """Return whether values name another class or function than the section before them."""
-    name = _name(place)
+    name = _name(where)
     target = before.get(name) if isinstance(before, Mapping) else None
     return target is not None and name in values and target != values[name]
 
 
-def _surplus(merged: Any, wanted: Any, place: str) -> Iterator[str]:
+def _surplus(merged: Any, wanted: Any, where: str) -> Iterator[str]:
     """Yield the keys of a tree that another lacks."""
     if isinstance(merged, Mapping) and isinstance(wanted, Mapping):
         for key, value in merged.items():
             if key in wanted:
-                yield from _surplus(value, wanted[key], f"{place}.{key}")
+                yield from _surplus(value, wanted[key], f"{where}.{key}")
             else:
-                yield f"{place}.{key}"
+                yield f"{where}.{key}"

@@ -52,17 +52,17 @@ def resolve(tree: Tree, directory: Path | None = None, job: Mapping[str, Any] = 
     cfg = OmegaConf.create({name: section for name, section in tree.values.items() if name != "sweep"})
     answers = {**answers_of(tree.hydra, tree.overrides), **job}
     with one_sentence(), bounded_interpolations(), answered(answers):
-        values, kept = plain(cfg), _resolved_but_secrets(cfg, answers)
+        values, written = plain(cfg), _resolved_but_secrets(cfg, answers)
     check_values(values, tree)
-    for resolved in (values, kept):
+    for resolved in (values, written):
         resolved["run"]["code"] = str(tree.added.parent) if tree.added else None
         if directory is not None:
             resolved["run"]["dir"] = str(directory)
         resolved.setdefault("recipe", {}).setdefault("name", tree.choices.get("recipe", "run"))
     if offered := offered_by_packages(values, lambda: tree.packages):
-        values["run"]["trust"] = kept["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
+        values["run"]["trust"] = written["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
     check_present(values, trust_of(values))
-    return Composed(values, text_of(kept), tree.overrides, warnings_of(tree))
+    return Composed(values, text_of(written), tree.overrides, warnings_of(tree))
 
 
 def resolved_at(tree: Tree, *keys: str) -> list[Any]:
@@ -99,11 +99,11 @@ def _resolved_but_secrets(cfg: DictConfig, answers: Mapping[str, Any]) -> dict[s
     """
     with _reads_of_environment() as reads:
 
-        def kept(raw: Any, read: Callable[[], Any]) -> Any:
+        def without_secrets(raw: Any, read: Callable[[], Any]) -> Any:
             if isinstance(raw, dict):
-                return {str(key): kept(inner, partial(getitem, read(), key)) for key, inner in raw.items()}
+                return {str(key): without_secrets(inner, partial(getitem, read(), key)) for key, inner in raw.items()}
             if isinstance(raw, list):
-                return [kept(inner, partial(getitem, read(), index)) for index, inner in enumerate(raw)]
+                return [without_secrets(inner, partial(getitem, read(), index)) for index, inner in enumerate(raw)]
             if not isinstance(raw, str) or "${" not in raw:
                 return raw
             reads.clear()
@@ -111,7 +111,7 @@ def _resolved_but_secrets(cfg: DictConfig, answers: Mapping[str, Any]) -> dict[s
             plain = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
             return written_out(raw, answers) if reads or "${" in facts.without_references(str(plain)) else plain
 
-        tree: dict[str, Any] = kept(OmegaConf.to_container(cfg, resolve=False), lambda: cfg)
+        tree: dict[str, Any] = without_secrets(OmegaConf.to_container(cfg, resolve=False), lambda: cfg)
     return tree
 
 

@@ -136,7 +136,7 @@ def with_values(tree: Tree, overrides: Sequence[str]) -> Tree:
     return replace(tree, values=cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False)))
 
 
-def answer(arguments: Arguments) -> None:
+def ask_hydra(arguments: Arguments) -> None:
     """Have Hydra's own main answer a question, such as --cfg, which it prints.
 
     Raises:
@@ -257,24 +257,25 @@ class _Files:
             composed = self.loader.compute_defaults_list("config", [*self.search, *overrides], RunMode.MULTIRUN)
         except HydraException:
             return []
-        names = [(default, f"{default.config_path}.yaml") for default in composed.defaults]
-        places = [(default, folder / name) for default, name in names for folder in self.folders]
-        first = {id(default): (path, default.package or "") for default, path in reversed(places) if path.is_file()}
-        return list(first.values())[::-1]
+        read = []
+        for default in composed.defaults:
+            paths = [folder / f"{default.config_path}.yaml" for folder in self.folders]
+            read += [(path, default.package or "") for path in paths if path.is_file()][:1]
+        return read
 
 
 @contextmanager
 def _opened(added: Path | None) -> Iterator[_Files]:
     """Start Hydra for our files, those of a --config-dir and those of packages, without the caller's own Hydra."""
-    theirs = [*([added] if added else []), *plugin_folders()]
-    search = _search(theirs)
+    outside = [*([added] if added else []), *plugin_folders()]
+    search = _search(outside)
     with (
         one_sentence(), bounded_interpolations(), quick_yaml(), quick_defaults(), own_globals(),
         hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE),
     ):  # fmt: skip
         loader = GlobalHydra.instance().config_loader()
         packages = _packages(loader)
-        yield _Files(loader, list(dict.fromkeys([conf_folder(), *theirs, *packages])), packages, search)
+        yield _Files(loader, list(dict.fromkeys([conf_folder(), *outside, *packages])), packages, search)
 
 
 def _packages(loader: ConfigLoader) -> dict[Path, str]:
@@ -285,8 +286,8 @@ def _packages(loader: ConfigLoader) -> dict[Path, str]:
             continue
         scheme, separator, name = (element.path or "").rpartition("://")
         if scheme == "pkg":
-            root, places = package_folder(name)
-            folders |= dict.fromkeys(places, root)
+            root, paths = package_folder(name)
+            folders |= dict.fromkeys(paths, root)
         elif scheme in ("", "file") and (separator or name) and Path(name).is_dir():
             folders[Path(name)] = ""
     return folders
@@ -319,8 +320,8 @@ def _composed(files: _Files, read: Sequence[tuple[Path, str]], overrides: Sequen
             typed = forced(overrides, typed_targets(overrides))
             if files.compose(typed, RunMode.MULTIRUN).hydra.mode == RunMode.MULTIRUN:
                 raise _sweep_in_file() from None
-        if gone := re.match(r"Could not delete from config\. '([^']+)' does not exist", str(error)):
-            raise _nothing_to_delete(files, gone[1], overrides) from None
+        if absent := re.match(r"Could not delete from config\. '([^']+)' does not exist", str(error)):
+            raise _nothing_to_delete(files, absent[1], overrides) from None
         raise
 
 
@@ -337,11 +338,11 @@ def _nothing_to_delete(files: _Files, key: str, overrides: Sequence[str]) -> Ref
 
 def _check_hydra_section(files: _Files, read: Sequence[tuple[Path, str]], section: Mapping[str, Any]) -> None:
     """Check what the files of the user and of packages set in Hydra's own section."""
-    theirs = [path for path, _ in read if not path.is_relative_to(conf_folder())]
-    if theirs:
-        check_no_ignored_options(theirs)
+    outside = [path for path, _ in read if not path.is_relative_to(conf_folder())]
+    if outside:
+        check_no_ignored_options(outside)
         launcher = ConfigStore.instance().load("hydra/launcher/basic.yaml").node["_target_"]
-        check_nothing_ignored(section, launcher, lambda: files.values([])["hydra"], theirs)
+        check_nothing_ignored(section, launcher, lambda: files.values([])["hydra"], outside)
 
 
 def _without_unchosen(tree: Tree) -> dict[str, Any]:
@@ -358,8 +359,8 @@ def _without_unchosen(tree: Tree) -> dict[str, Any]:
             if not any(override.lstrip("+").startswith(f"{group}.{name}.") for override in tree.overrides)
         ]
         if bare:
-            gone = set(bare) & set(options(group, tree.folders))
-            values[group] = {name: node for name, node in section.items() if name not in gone}
+            unchosen = set(bare) & set(options(group, tree.folders))
+            values[group] = {name: node for name, node in section.items() if name not in unchosen}
     return values
 
 
