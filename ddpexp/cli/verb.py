@@ -65,7 +65,9 @@ class Verb:
     operands: Operands = "overrides"
     options: tuple[Option, ...] = ()
     notes: str = ""  # below the options
-    instead: Mapping[str, str] = field(default_factory=dict)  # of options that other programs have, a sentence
+    instead: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what to type for options of other programs, without dashes
     list_more: str = ""  # module:function that returns the last lines of the usage
     missing: str = ""  # the question if there are no operands; empty: it needs none
     forks: Forks = "never"
@@ -152,13 +154,13 @@ class Verb:
         from ddpexp.config.foreign import advice_on_key
 
         name = word.partition("=")[0]
-        if name in self.instead:
-            return f"{self.name} {word}: no such option. {self.instead[name]}"
+        key = name.lstrip("-").replace("-", "_")
+        if key in self.instead:
+            return f"{self.name} {word}: no such option. {self.instead[key]}"
         if not self.takes_overrides:
             return f"{self.name} {word}: no such option.{did_you_mean(name, self.option_names)}"
         if word in MULTIRUN:
             return f"{self.name} {word}: it takes one run. Leave {word} out, and give each key one value."
-        key = name.lstrip("-").replace("-", "_")
         advice = advice_on_key(key)
         if not advice and (section := section_with(key)) is not None:
             advice = f" Did you mean {section}.{key}={value or '...'}?"

@@ -6,6 +6,10 @@ from ddpexp.cli.verb import Option, Verb
 
 _JSON = Option("--json", "for programs")
 _FOLDER = "paths"
+_CHECKPOINT = dict.fromkeys(
+    ("checkpoint", "checkpoint_path", "ckpt", "ckpt_path"),
+    "A checkpoint is named by its folder, as in ddpexp evaluate RUN_DIR/checkpoints/step-00000100.",
+)
 _SORTED = "The rows are sorted by sweep.objective=METRIC, in the order of sweep.mode=min or max."
 
 VERBS = (
@@ -40,6 +44,7 @@ run's evaluation data. Weights that lie in no run directory need a recipe:
             Option("--split", "evaluate these sets; default: all but the one named test", "NAME,NAME", "test"),
             Option("--json", "print the metrics for programs, and everything else\non standard error"),
         ),
+        instead=_CHECKPOINT,
         missing="evaluate what?",
         forks="launcher",
         also=("eval", "test", "valid", "validate"),
@@ -65,6 +70,7 @@ or of a safetensors file.""",
             Option("--split", "an evaluation set, or train; default: the evaluation set", "NAME", "test"),
         ),
         notes="Other data is named by overrides, such as data.root=OTHER. docs/predict.md.",
+        instead=_CHECKPOINT,
         missing="predict with what?",
         forks="launcher",
         also=("infer", "inference", "forward"),
@@ -90,6 +96,7 @@ folder, and compare it with the model on a batch of the data.""",
             ),
         ),
         notes="docs/export.md.",
+        instead=_CHECKPOINT,
         missing="export what?",
         also=("save", "convert", "onnx"),
     ),
@@ -156,7 +163,7 @@ directory, of anything into the FOLDER behind --out.""",
         function="ddpexp.cli.table:table",
         is_interruptible=True,
         operands="directories",
-        instead=dict.fromkeys(("--sort", "--sort-by", "--order-by"), _SORTED),
+        instead=dict.fromkeys(("sort", "sort_by", "order_by"), _SORTED),
         missing="table of what? Name a sweep, a run, or a folder that holds some, such as outputs/mnist.",
         options=(
             Option("--out", "where to write the files", "FOLDER", "tables", values=_FOLDER),

@@ -76,6 +76,11 @@ def test_a_misspelt_option_of_evaluate_is_refused_with_the_right_one(option: str
     assert said == f"evaluate {option}: no such option. Did you mean {meant}?"
 
 
+def test_a_checkpoint_is_named_by_its_folder() -> None:
+    said = refused(call, "evaluate", "outputs/mnist/1", "--checkpoint", "best")
+    assert said.startswith("evaluate --checkpoint: no such option. A checkpoint is named by its folder, as in ddpexp ")
+
+
 PLANS = [
     (["recipe=mnist", "--nodes", "2"], "plan --nodes: no such option. Did you mean trainer.nodes=2?"),
     (["--gpus=4"], "plan --gpus=4: no such option. Did you mean trainer.gpus=4?"),
