@@ -39,6 +39,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.plan.activations import measure
+from ddpexp.plan.rate_curves import curves_of
 from ddpexp.strategy.memory import Facts, Parameter, ParamGroup
 from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
@@ -52,7 +53,6 @@ from ddpexp.train.freezing import LateStarts, freeze
 from ddpexp.train.lora import add_adapters
 from ddpexp.train.optimizer_average import HasModes
 from ddpexp.train.param_groups import describe, groups_of
-from ddpexp.train.rate_curves import curves_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it

@@ -12,8 +12,8 @@ from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
 from ddpexp.plan.arguments import PlanArguments
+from ddpexp.plan.rate_curves import curves_of, shown_steps
 from ddpexp.plan.schedule_plot import draw, sketch
-from ddpexp.train.rate_curves import curves_of, shown_steps
 from tests.typed import call
 
 
