@@ -20,6 +20,7 @@ from ddpexp.cli.launching import check_runs_once
 from ddpexp.cli.verb import Call
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.parse import load
+from ddpexp.config.plugins import launcher_name
 from ddpexp.config.sampling import training_plan
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError, WorkerError
@@ -65,7 +66,7 @@ def check(call: Call) -> int:
             findings = _examine(load(text), text, folder, server)
     finally:
         server.close()
-    findings = [*_notes(experiment, composed.values), *findings]
+    findings = [*_notes(experiment), *findings]
     if call.as_json:
         show("\n".join(json.dumps(asdict(finding)) for finding in findings))
     else:
@@ -187,13 +188,12 @@ def _records(path: Path) -> dict[int, Mapping[str, float]]:
     return {line["step"]: line for line in lines if "train/loss" in line}
 
 
-def _notes(experiment: Experiment, values: Mapping[str, Any]) -> list[Finding]:
+def _notes(experiment: Experiment) -> list[Finding]:
     """Return what is checked otherwise than it would run."""
-    name = type(experiment.launcher).__name__.lower()
+    name = launcher_name(type(experiment.launcher))
     notes = []
-    if not isinstance(experiment.launcher, Spawn):
-        target = values["launcher"].get("_target_", name)
-        notes.append(Finding("launcher", None, f"launcher={target} is not used: two workers of this machine at most"))
+    if name != launcher_name(Spawn):
+        notes.append(Finding("launcher", None, f"launcher={name} is not used: two workers of this machine at most"))
     if experiment.trainer.compile:
         notes.append(Finding("compile", None, "not checked: the model is not compiled here"))
     return notes

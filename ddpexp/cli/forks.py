@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from ddpexp.cli import no_verb, verbs
 from ddpexp.cli.verb import HELP
+from ddpexp.config.registry import forks_workers, key_of
 
-# Launchers whose workers are forked by the command itself, and the variable that must be set for that, if any.
-_FORK_HERE = {"spawn": None, "torchrun-env": None, "mpi": None, "slurm": "SLURM_STEP_ID"}
 _NO_QUESTION = (
     "--config-dir",
     "-cd",
@@ -43,7 +42,7 @@ def _forks_here(argv: Sequence[str], launchers: Sequence[str]) -> bool:
     """Return whether this command forks the workers of these launchers, of launcher=spawn if there are none."""
     start_methods = [argument for argument in argv if argument.startswith("launcher.start_method=")]
     return all(method == "launcher.start_method=forkserver" for method in start_methods) and all(
-        name in _FORK_HERE and _FORK_HERE[name] in (None, *os.environ) for name in launchers
+        forks_workers(name, os.environ) for name in launchers
     )
 
 
@@ -61,8 +60,6 @@ def _launcher_of_run(arguments: list[str]) -> list[str]:
                 found = re.search(r"^launcher:\n  _target_: (\S+)$", file.read(1 << 16), re.MULTILINE)
         except (OSError, ValueError):
             continue
-        from ddpexp.config.registry import key_of
-
         key = key_of("launcher", found[1]) if found else None
         return [key] if key is not None else []
     return []

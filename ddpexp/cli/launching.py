@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from ddpexp.config.plugins import launcher_name
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
-from ddpexp.launch.launchers.inline import Inline
-from ddpexp.launch.launchers.local import Spawn
 from ddpexp.launch.rendezvous.environment import externally_started, ignored_variables
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
@@ -32,14 +31,14 @@ def check_started_once(launcher: Launcher, job: Job, environ: Mapping[str, str] 
     Raises:
         RefusedError: torchrun, mpirun or srun has, and the launcher is the one for a command that stands alone.
     """
-    if not isinstance(launcher, Spawn | Inline) or job.request.nodes not in ("auto", 1):
+    if not launcher.stands_alone or job.request.nodes not in ("auto", 1):
         return
     if (started := externally_started(environ)) is not None:
         starter, count, right = started
-        name, verb = ("spawn", "add") if isinstance(launcher, Spawn) else ("inline", "use")
         raise RefusedError(
-            f"{starter} has started {count} of these commands, and launcher={name} would run each alone: "
-            f"{verb} launcher={right}."
+            f"{starter} has started {count} of these commands, and launcher={launcher_name(type(launcher))} would run "
+            "each alone",
+            suggestion=f"Use launcher={right}.",
         )
     if (warning := ignored_variables(environ)) is not None:
         print_message(f"ddpexp: warning: {warning}")

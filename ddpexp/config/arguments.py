@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ddpexp.config.build import nearest
+from ddpexp.config.declared import section_with
 from ddpexp.config.foreign import advice_on_key
-from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.errors import RefusedError
 
 ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
@@ -147,7 +147,7 @@ def _no_option(argument: str) -> str:
             "launcher=torchrun-env. Without torchrun, trainer.gpus=2 starts the workers."
         )
     advice = advice_on_key(key)
-    section = next((section for section, typed in TYPED_SECTIONS.items() if key in typed.__dataclass_fields__), None)
+    section = section_with(key)
     if not advice and section is not None:
         advice = f" Did you mean {section}.{key}={value or '...'}?"
     return f"{argument} is not an option: write key=value, for example trainer.gpus=2.{advice}"

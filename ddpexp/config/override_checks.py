@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from typing import get_args, get_type_hints
+from typing import get_args
 
 from ddpexp.config.arguments import ONE_RUN
+from ddpexp.config.declared import declared
 from ddpexp.config.folders import LISTED, our_options
 from ddpexp.config.hydra_section import check_has_effect
 from ddpexp.config.kinds import several, takes_number
 from ddpexp.config.override_syntax import check_syntax
-from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.errors import RefusedError
 
 _NO_NAME = re.compile(
@@ -78,15 +78,10 @@ def check_chosen_once(value: str) -> None:
 
 def _check_no_deletion(argument: str, key: str) -> None:
     """Refuse an override that removes a key that every run has."""
-    section, _, name = key.partition(".")
-    typed = TYPED_SECTIONS.get(section)
-    if typed is None or name not in typed.__dataclass_fields__:
+    if key not in declared() or key.startswith("data."):  # those of data have a default without a line in the tree
         return
-    instead = (
-        f"{key}=null switches it off"
-        if type(None) in get_args(get_type_hints(typed)[name])
-        else f"write {key}=... to change it"
-    )
+    _, hint = declared()[key]
+    instead = f"{key}=null switches it off" if type(None) in get_args(hint) else f"write {key}=... to change it"
     raise RefusedError(f"{argument}: every run has this key, so it cannot be removed: {instead}.")
 
 

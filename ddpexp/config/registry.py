@@ -15,6 +15,8 @@ class Part(NamedTuple):
 
     path: str  # module.name
     also: str = ""  # the names of its counterparts in other frameworks, with blanks between them
+    forks: bool = False  # of a launcher: the command forks its workers
+    forks_in: str = ""  # the variable without which it does not
 
 
 _PARTS: Mapping[str, Mapping[str, Part]] = {
@@ -22,11 +24,17 @@ _PARTS: Mapping[str, Mapping[str, Part]] = {
         "spawn": Part(
             "ddpexp.launch.launchers.local.Spawn",
             "local ddp ddp_spawn mp process single none accelerate deepspeed fabric lightning",
+            forks=True,
         ),
         "inline": Part("ddpexp.launch.launchers.inline.Inline"),
-        "torchrun-env": Part("ddpexp.launch.launchers.torchrun_env.TorchrunEnv", "env"),
-        "mpi": Part("ddpexp.launch.launchers.mpi.Mpi", "mpirun mpiexec horovod"),
-        "slurm": Part("ddpexp.launch.launchers.slurm.Slurm", "srun sbatch salloc submitit submitit_slurm"),
+        "torchrun-env": Part("ddpexp.launch.launchers.torchrun_env.TorchrunEnv", "env", forks=True),
+        "mpi": Part("ddpexp.launch.launchers.mpi.Mpi", "mpirun mpiexec horovod", forks=True),
+        "slurm": Part(
+            "ddpexp.launch.launchers.slurm.Slurm",
+            "srun sbatch salloc submitit submitit_slurm",
+            forks=True,
+            forks_in="SLURM_STEP_ID",
+        ),
         "elastic": Part("ddpexp.launch.launchers.elastic.Elastic"),
     },
     "scheduler": {
@@ -135,6 +143,12 @@ def key_of(where: str, target: object) -> str | None:
 def path_of(where: str, key: str) -> str:
     """Return the full name, `module.name`, of one of our own parts."""
     return _PARTS[section_of(where)][key].path
+
+
+def forks_workers(launcher: str, environ: Mapping[str, str]) -> bool:
+    """Return whether the command itself forks the workers of a launcher of ours, given by its key."""
+    part = _PARTS["launcher"].get(launcher)
+    return part is not None and part.forks and (not part.forks_in or part.forks_in in environ)
 
 
 def is_mixture(target: object) -> bool:

@@ -20,11 +20,11 @@ from typing import Any
 import yaml
 
 from ddpexp.config import trusted
+from ddpexp.config.declared import SECTIONS
 from ddpexp.config.facts import refers
 from ddpexp.config.instantiate import RECIPES, TORCH, Trust, locate
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.registry import is_remote_logger, key_of
-from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.data.hf.prepare import is_on_hub
 from ddpexp.data.text.tokenizer import is_on_hub as is_tokenizer_on_hub
 from ddpexp.errors import RefusedError
@@ -325,7 +325,7 @@ def _is_foreign(values: Any, place: Place) -> bool:
         if isinstance(values, Mapping) and "_target_" in values:
             target, where = values["_target_"], ".".join(map(str, place[:end]))
     if target is None:
-        return place[0] not in TYPED_SECTIONS
+        return place[0] not in (*SECTIONS, "strategy")
     return key_of(where, target) is None and target not in TORCH and not str(target).startswith(RECIPES)
 
 

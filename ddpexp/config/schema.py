@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ddpexp.config.instantiate import Trust
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.node import Node
-from ddpexp.settings.run import Predict, Recipe, Run
-from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.options import Options
 from ddpexp.task import Schedule
 
@@ -30,13 +25,3 @@ class Experiment(ExperimentSettings):
     def trust(self) -> Trust:
         """Return whose code this experiment may name."""
         return Trust(self.run.trust, Path(self.run.code) if self.run.code else None)
-
-
-TYPED_SECTIONS: Mapping[str, Any] = {
-    "trainer": Trainer,
-    "strategy": DDPOptions,  # of the other kinds, `ddpexp.config.parse` finds the class
-    "run": Run,
-    "predict": Predict,
-    "recipe": Recipe,
-}
-"""The sections whose keys are fields with types, checked by `parse`."""

@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from ddpexp.compat.omegaconf import get_yaml_loader, quick_yaml
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import did_you_mean
+from ddpexp.config.declared import declared
 from ddpexp.config.folders import LISTED, added_folder, conf_folder, groups, options
 from ddpexp.config.interpolations import answered, bounded_interpolations, only_resolvers
 from ddpexp.config.names import check_present
@@ -24,7 +25,7 @@ from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.replaced_targets import counts_unlisted, is_in, keys_of_target, typed_targets
 from ddpexp.config.resolve import offered_by_packages, plain, text_of, trust_of
 from ddpexp.config.restated import Place, Reader, UnrestatedError, leaves, unrestated
-from ddpexp.config.schema import TYPED_SECTIONS, Experiment
+from ddpexp.config.schema import Experiment
 from ddpexp.config.sentences import first_line, sentence, unknown_key_of
 from ddpexp.config.validate import ALERT_URL
 from ddpexp.errors import RefusedError
@@ -199,7 +200,7 @@ def _is_field(override: str) -> bool:
     section, _, name = override.partition("=")[0].partition(".")
     if (section, name) == ("logger", ALERT_URL):
         return True
-    return section in ("trainer", "run", "predict") and name in TYPED_SECTIONS[section].__dataclass_fields__
+    return section in ("trainer", "run", "predict") and f"{section}.{name}" in declared()
 
 
 def _override(cfg: DictConfig, override: str, adds: bool = False) -> None:

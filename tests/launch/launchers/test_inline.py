@@ -210,5 +210,5 @@ def test_one_worker_is_what_auto_means() -> None:
 
 def test_ranks_of_torchrun_are_refused() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "a"}
-    with pytest.raises(RefusedError, match="launcher=inline would run each alone: use launcher=torchrun-env"):
+    with pytest.raises(RefusedError, match=r"launcher=inline would run each alone\. Use launcher=torchrun-env"):
         check_started_once(Inline(), Job(), environ)
