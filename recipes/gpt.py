@@ -183,7 +183,7 @@ class GPT(nn.Module):
 
     fsdp_blocks = ("Block",)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (an argument for each key of the configuration)
         self,
         vocab_size: int,
         block_size: int,

@@ -25,7 +25,7 @@ from ddpexp.settings.node import Node
 
 Schema = dict[str, Any]
 
-_DRAFT = "http://json-schema.org/draft-07/schema#"  # what the YAML plugins of editors read
+DRAFT = "http://json-schema.org/draft-07/schema#"  # a name, which nobody downloads; what editors read
 _REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}  # to another key, in place of a value of any type
 _SCALARS: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 _CALL: Schema = {"type": "object", "properties": {"_target_": {"type": "string"}}}
@@ -70,7 +70,7 @@ def schema_of(operands: Sequence[str]) -> Schema:
         described = {**_LISTED_SECTION, "properties": {"defaults": _DEFAULTS}}
     else:
         described = {**sections[name], "properties": {"defaults": _DEFAULTS, **sections[name]["properties"]}}
-    return {"$schema": _DRAFT, "title": f"ddpexp: {name}", **described}
+    return {"$schema": DRAFT, "title": f"ddpexp: {name}", **described}
 
 
 def _sections() -> Iterator[tuple[str, Schema]]:

@@ -125,7 +125,7 @@ def _no_override(override: str, before: str, after: Sequence[str]) -> str:
     return f"{override} is neither an override (key=value, for example trainer.gpus=2) nor a command."
 
 
-def unread(override: str, is_read: Callable[[str], bool]) -> str:
+def unread(override: str, is_read: Callable[[str], bool]) -> str:  # noqa: C901, PLR0912  (a list of mistakes)
     """Return the message for an override that Hydra's grammar rejects: why, and what to type instead.
 
     `is_read` says whether the grammar reads another one, which is suggested then.

@@ -130,7 +130,7 @@ def unknown_option(file: str, known: Sequence[str] | None, message: str) -> str:
     return f"{group}={option} is not a known option.{meant}"
 
 
-def composition(message: str, cause: BaseException | None) -> str:
+def composition(message: str, cause: BaseException | None) -> str:  # noqa: C901, PLR0912  (a list of messages)
     """Return the sentence for Hydra's message about what it cannot compose."""
     several = re.match(r"Ambiguous value for argument '([^']+)'", message)
     if several:

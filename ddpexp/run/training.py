@@ -42,7 +42,7 @@ class Training(Job):
 
     entry = "ddpexp.train.worker:main"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (of a run that begins, resumes, or belongs to a sweep)
         self,
         experiment: Experiment,
         text: str,

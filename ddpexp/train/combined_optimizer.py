@@ -45,7 +45,7 @@ class Combined(Optimizer):
             inner.step()
 
 
-def muon(
+def muon(  # noqa: PLR0913  (an argument for each key of the configuration)
     params: Any,
     lr: float,
     weight_decay: float = 0.1,

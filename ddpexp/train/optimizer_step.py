@@ -218,7 +218,7 @@ class Step:
             self._weights[key] = weight
         self.precision.backward(loss_sum, weight)
 
-    def apply(self, *names: str) -> bool:
+    def apply(self, *names: str) -> bool:  # noqa: C901  (the stages of a step, in their order)
         """Step the named optimizers, or all of them, with the gradients of this round; return whether they stepped.
 
         Several calls may use the same gradients. The norm of those that a call uses is kept in `norms`, under `/a+b`
