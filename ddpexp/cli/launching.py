@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ddpexp.config.plugins import launcher_name
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
@@ -34,6 +33,8 @@ def check_started_once(launcher: Launcher, job: Job, environ: Mapping[str, str] 
     if not launcher.stands_alone or job.request.nodes not in ("auto", 1):
         return
     if (started := externally_started(environ)) is not None:
+        from ddpexp.config.plugins import launcher_name  # late: it imports yaml, and every command starts here
+
         starter, count, right = started
         raise RefusedError(
             f"{starter} has started {count} of these commands, and launcher={launcher_name(type(launcher))} would run "
