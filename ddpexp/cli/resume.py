@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 
 from ddpexp.cli.launching import check_runs_once, launch
-from ddpexp.cli.verb import CONFIG_DIR, Call
+from ddpexp.cli.verb import Call
+from ddpexp.config.arguments import Arguments
 from ddpexp.config.parse import load
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher, Starter
@@ -50,11 +51,7 @@ def resumed_run(call: Call) -> tuple[Launcher, Training]:
     if moved is not None:
         raise RefusedError(f"{moved}: resume continues in {source} itself.")
     stored = read_run(run, arguments, f"resume {source}", call.restate, keeps=("launcher", "logger"))
-    typed = [
-        argument
-        for i, argument in enumerate(arguments)
-        if "=" in argument and argument[0] != "-" and (i == 0 or arguments[i - 1] not in CONFIG_DIR)
-    ]
+    typed = Arguments.of(arguments).overrides
     return stored.experiment.launcher, Training(
         stored.experiment, stored.text, merge_overrides(run, typed), call.command, new_overrides=typed, resume_from=run
     )
