@@ -43,7 +43,7 @@ ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
 # The one module that has Hydra compose, the one that runs its sweepers, and their private names.
 HYDRA = {"config.tree", "sweep.hydra_sweeper", "compat.hydra"}
 OMEGACONF = {
-    *HYDRA, "compat.omegaconf", "config.facts", "config.interpolations", "config.resolve", "config.sentences",
+    *HYDRA, "compat.omegaconf", "config.interpolations", "config.resolve", "config.sentences",
     "config.stored",
 }  # fmt: skip
 # The stages of a configuration, in order: none imports a later one.

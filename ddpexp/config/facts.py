@@ -12,8 +12,6 @@ from typing import Any
 
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import RefusedError
-from ddpexp.system.secrets import with_references
-from ddpexp.system.yaml_text import load_yaml
 
 SECTIONS = ("model", "task", "callbacks")  # the others are checked before the data is prepared
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -117,15 +115,6 @@ def resolve(values: Any, facts: Mapping[str, Any]) -> Any:
     if "${" in without_references(joined):
         raise RefusedError(f"{values}: a fact of the data cannot be part of another reference. Write the value itself.")
     return joined
-
-
-def resolve_text(text: str, facts: Mapping[str, Any]) -> str:
-    """Return the text of a configuration with the facts in place of the references."""
-    if not refers(text):
-        return text
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(with_references(resolve(load_yaml(text), facts))))
 
 
 def _value(facts: Mapping[str, Any], path: str, where: str) -> Any:

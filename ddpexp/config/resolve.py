@@ -25,6 +25,7 @@ from ddpexp.config.sentences import one_sentence
 from ddpexp.config.trusted import covered
 from ddpexp.config.value_checks import check_values, warnings_of
 from ddpexp.system.secrets import with_references
+from ddpexp.system.yaml_text import load_yaml
 
 if TYPE_CHECKING:  # a stored configuration is resolved without Hydra
     from ddpexp.config.tree import Tree
@@ -84,6 +85,11 @@ def text_of(tree: Mapping[str, Any]) -> str:
         RefusedError: no reference can stand for one of them.
     """
     return OmegaConf.to_yaml(OmegaConf.create(with_references(tree)))
+
+
+def text_with_facts(text: str, data_facts: Mapping[str, Any]) -> str:
+    """Return the text of a configuration with the facts of the data in place of the references to them."""
+    return text_of(facts.resolve(load_yaml(text), data_facts)) if facts.refers(text) else text
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:

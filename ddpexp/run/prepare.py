@@ -14,6 +14,7 @@ from typing import Any
 from ddpexp.config import facts
 from ddpexp.config.instantiate import Trust, instantiate
 from ddpexp.config.registry import key_of
+from ddpexp.config.resolve import text_with_facts
 from ddpexp.data.cache import only_own_caches
 from ddpexp.data.mixture.facts import Source, shared_facts
 from ddpexp.data.schema import STATISTICS, Schema
@@ -193,7 +194,7 @@ def with_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> str
     Raises:
         RefusedError: a fact that is not there.
     """
-    return facts.resolve_text(text, used_facts(text, data, prepared))
+    return text_with_facts(text, used_facts(text, data, prepared))
 
 
 def _check_values(data: Data, num_train: Any) -> None:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ddpexp.config import facts
+from ddpexp.config.resolve import text_with_facts
 from ddpexp.run import directory, manifest
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import used_facts
@@ -36,7 +37,7 @@ class StartFiles:
             RefusedError: a fact that is not there.
         """
         self.facts = used_facts(self.text, data, prepared)
-        self.text = facts.resolve_text(self.text, self.facts)
+        self.text = text_with_facts(self.text, self.facts)
 
     def config_text(self, run: RunDir, previous: PreviousRun | None) -> str:
         """Return the text of config.yaml: this command's, or the existing one if it means the same."""

@@ -11,6 +11,7 @@ import pytest
 import ddpexp as package
 from ddpexp.config import facts
 from ddpexp.config.compose import compose
+from ddpexp.config.resolve import text_with_facts
 from ddpexp.errors import RefusedError
 from ddpexp.run.same_inputs import check_same_data
 from tests.conftest import SMALL, Ddpexp
@@ -34,7 +35,7 @@ def test_a_reference_becomes_the_value_with_its_type() -> None:
         "else": 1,
         "later": "${facts:vocab_size}",
     }
-    assert facts.resolve_text("model:\n  classes: ${facts:classes}\n", FACTS) == (
+    assert text_with_facts("model:\n  classes: ${facts:classes}\n", FACTS) == (
         "model:\n  classes:\n  - cat\n  - dog\n  - owl\n"
     )
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from ddpexp.config import facts
 from ddpexp.config.compose import compose
 from ddpexp.config.interpolations import resolved
-from ddpexp.config.resolve import Composed, text_of
+from ddpexp.config.resolve import Composed, text_of, text_with_facts
 from ddpexp.config.stored import override_file
 from ddpexp.errors import RefusedError
 from ddpexp.system.secrets import masked, referenced
@@ -98,7 +97,7 @@ def test_typed_for_any_key_of_any_option_it_is_in_no_text(base: dict[str, Any]) 
 @pytest.mark.fault("S10")
 @pytest.mark.usefixtures("named")
 def test_a_fact_of_the_data_becomes_a_reference_too() -> None:
-    text = facts.resolve_text("model:\n  first: ${facts:classes.0}\n", {"classes": [VALUE, "cat"]})
+    text = text_with_facts("model:\n  first: ${facts:classes.0}\n", {"classes": [VALUE, "cat"]})
     assert load_yaml(text) == {"model": {"first": "${oc.env:PROJECT}"}}
 
 
