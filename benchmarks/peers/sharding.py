@@ -30,6 +30,7 @@ from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
 from ddpexp.checkpoint.writer import Writer
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
+from ddpexp.config.strategies import builder_of
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Arrays
@@ -85,8 +86,8 @@ def strategy_of(overrides: list[str], world: World, factory: Callable[[], nn.Mod
     composed = compose(["recipe=mnist", "trainer.channels_last=false", "trainer.device=cpu", *overrides])
     experiment = parse(composed.values)  # type: ignore[union-attr]
     options = experiment.strategy.to_be_loaded() if loads else experiment.strategy
-    return options.build(
-        world, factory, trainer=experiment.trainer, gradient_accumulation_steps=1, prepare=lambda models: None
+    return builder_of(options)(
+        options, world, factory, trainer=experiment.trainer, gradient_accumulation_steps=1, prepare=lambda models: None
     )
 
 

@@ -1,14 +1,18 @@
-"""The class with the options of each kind of strategy: ours, and those of installed packages."""
+"""What belongs to each kind of strategy: ours, and those of installed packages."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from ddpexp.config.plugins import installed
 from ddpexp.config.registry import keys_of, path_of
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.options import Options
+
+if TYPE_CHECKING:
+    from ddpexp.strategy.base import Builder
 
 
 def kinds() -> list[str]:
@@ -20,18 +24,37 @@ def options_of(kind: str) -> type[Options] | None:
     """Return the class with the options of a kind of strategy; None if there is no such kind.
 
     Raises:
-        RefusedError: a package's class cannot be imported, or does not derive from `Options`.
+        RefusedError: a package's class cannot be imported, does not derive from `Options`, or names no builder.
     """
     path = path_of("strategy", kind) if kind in keys_of("strategy") else installed("strategy").get(kind)
     if path is None:
         return None
+    options = _imported(kind, path)
+    if not (isinstance(options, type) and issubclass(options, Options) and dataclasses.is_dataclass(options)):
+        raise RefusedError(f"strategy={kind}: {path} is not a dataclass derived from ddpexp.strategy.options.Options.")
+    if not options.builder:
+        raise RefusedError(
+            f"strategy={kind}: {path} names no function that builds the strategy: set its class attribute builder, for "
+            'example builder = "package.strategy:build".'
+        )
+    return options
+
+
+def builder_of(options: Options) -> Builder:
+    """Return the function that builds a strategy, whose module imports torch.
+
+    Raises:
+        RefusedError: a package's function cannot be imported.
+    """
+    builder: Builder = _imported(options.kind, options.builder.replace(":", "."))
+    return builder
+
+
+def _imported(kind: str, path: str) -> Any:
     module, _, name = path.rpartition(".")
     try:
-        options = getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(module), name)
     except Exception as error:
         raise RefusedError(
             f"strategy={kind}: {path} cannot be imported: {type(error).__name__}: {error}. Is its package complete?"
         ) from error
-    if not (isinstance(options, type) and issubclass(options, Options) and dataclasses.is_dataclass(options)):
-        raise RefusedError(f"strategy={kind}: {path} is not a dataclass derived from ddpexp.strategy.options.Options.")
-    return options

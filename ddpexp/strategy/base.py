@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddpexp.distributed.world import Memory
+from ddpexp.distributed.world import Memory, World
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.task import OptimizerStep, Sums
 
@@ -218,5 +219,28 @@ class Strategy(Protocol):
         """Return this rank's rows of an optimizer's state in the form in which the optimizer holds them.
 
         `local` has the rows that `shard` gives of the parameter `name`, of whose shape the state is.
+        """
+        ...
+
+
+class Builder(Protocol):
+    """The function that the options of a kind of strategy name, to build the model inside its strategy."""
+
+    def __call__(
+        self,
+        options: Any,
+        world: World,
+        factory: Callable[[], Any],
+        *,
+        trainer: Trainer,
+        gradient_accumulation_steps: int,
+        prepare: Callable[[Any], None],
+    ) -> Strategy:
+        """Build the model inside its strategy.
+
+        `factory` returns a module or a mapping of modules, seeded alike on every rank. `prepare` gets the modules by
+        name before they are wrapped or sharded, for example to load weights into them.
+
+        Ranks: all; may communicate.
         """
         ...

@@ -16,10 +16,12 @@ from ddpexp.compat.autograd import preserved_versions
 from ddpexp.compat.ddp import FixedBuckets
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.bucket import Bucket
 from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for, replace_reducer
 from ddpexp.strategy.ddp_memory import fixes_buckets
 from ddpexp.strategy.ddp_options import DDPOptions
+from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.late_reduction import LateDDP
 from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.replica import Gradients, Models, Replicas, broadcast_rank_zero, check_same_models
@@ -29,6 +31,24 @@ _PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
 _FORWARD_BUFFERS = (
     "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
 )  # torch 2.13
+
+
+def build(
+    options: DDPOptions,
+    world: World,
+    factory: Callable[[], Any],
+    *,
+    trainer: Trainer,
+    gradient_accumulation_steps: int,
+    prepare: Callable[[Any], None],
+) -> Replicas:
+    """Build DDP, or with `trainer.reduction=exact` the strategy that sums in a fixed order."""
+    common: dict[str, Any] = {
+        "channels_last": trainer.channels_last, "compilation": Compilation.of(trainer), "prepare": prepare,
+    }  # fmt: skip
+    if trainer.reduction == "exact":
+        return Exact(options, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)
+    return DDP(options, world, factory, **common)
 
 
 class DDP(Replicas):
@@ -216,15 +236,10 @@ class _FixedLateDDP(FixedBuckets, LateDDP):
     """Both, for backends that choose the order of a sum by the layout of the buckets."""
 
 
-def import_hooks() -> None:
-    """Import the modules of DDP's hooks."""
-    import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook  # noqa: F401
-
-
 def _register_hook(module: DistributedDataParallel, options: DDPOptions) -> None:
     if options.comm_hook == "none":
         return
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # `DDPOptions.late_modules`
 
     if options.comm_hook == "powersgd":
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -11,11 +11,9 @@ from ddpexp.launch import Layout
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.options import Compilation, Options
+from ddpexp.strategy.options import Options
 
 if TYPE_CHECKING:
-    from ddpexp.distributed.world import World
-    from ddpexp.strategy.base import Strategy
     from ddpexp.strategy.memory import Facts, Part, Traffic
 
 
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
 class DDPOptions(Options):
     """Options of data parallelism; conf/strategy/ddp.yaml explains every field."""
 
+    builder: ClassVar[str] = "ddpexp.strategy.ddp:build"
     supports_exact: ClassVar[bool] = True
 
     kind: Literal["ddp"]
@@ -125,12 +124,10 @@ class DDPOptions(Options):
                 f"Use strategy.reduce_through=auto."
             )
 
-    def import_modules(self) -> None:
-        """Import DDP's hooks."""
-        if self.comm_hook != "none":
-            from ddpexp.strategy.ddp import import_hooks
-
-            import_hooks()
+    @property
+    def late_modules(self) -> Sequence[str]:
+        """Return those of DDP's hooks."""
+        return () if self.comm_hook == "none" else ("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",)
 
     def missing_in_checkpoints(self) -> str:
         """Return that PowerSGD's state is missing."""
@@ -166,23 +163,3 @@ class DDPOptions(Options):
             return sums, 0
         tensors, leaves = ([*trained, *buffers], num_leaves) if exact else (trained, 0)
         return sums, shared_bytes(tensors, leaves, layout.world_size)
-
-    def build(
-        self,
-        world: World,
-        factory: Callable[[], Any],
-        *,
-        trainer: Trainer,
-        gradient_accumulation_steps: int,
-        prepare: Callable[[Any], None],
-    ) -> Strategy:
-        """Build DDP, or with `trainer.reduction=exact` the strategy that sums in a fixed order."""
-        from ddpexp.strategy.ddp import DDP
-        from ddpexp.strategy.exact.strategy import Exact
-
-        common: dict[str, Any] = {
-            "channels_last": trainer.channels_last, "compilation": Compilation.of(trainer), "prepare": prepare,
-        }  # fmt: skip
-        if trainer.reduction == "exact":
-            return Exact(self, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)
-        return DDP(self, world, factory, **common)

@@ -13,8 +13,6 @@ from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh
 
 if TYPE_CHECKING:
-    from ddpexp.distributed.world import World
-    from ddpexp.strategy.base import Strategy
     from ddpexp.strategy.memory import Facts, Part, Traffic
 
 
@@ -48,6 +46,7 @@ class Options:
     """
 
     kind: str
+    builder: ClassVar[str] = ""  # the `ddpexp.strategy.base.Builder`, as `module:name`; imported by workers alone
     supports_exact: ClassVar[bool] = False  # trainer.reduction=exact: the same bits at every number of workers
     supports_train_step: ClassVar[bool] = True  # of tasks that do a step themselves
 
@@ -108,8 +107,13 @@ class Options:
         """Return options for models whose values do not matter, because all of them are read from a checkpoint."""
         return self
 
-    def import_modules(self) -> None:
-        """Import what `build` and training will need: see `ddpexp.train.lazy_dynamo`."""
+    @property
+    def late_modules(self) -> Sequence[str]:
+        """Return the modules that the strategy imports late, which must be imported before it is built.
+
+        See `ddpexp.compat.lazy_dynamo`.
+        """
+        return ()
 
     def missing_in_checkpoints(self) -> str:
         """Return what a checkpoint does not hold and what follows from it, as a sentence; empty if it holds all."""
@@ -196,21 +200,3 @@ class Options:
         Shapes: `trained` and `buffers` are tensors, also on torch's meta device; a rank has `num_leaves` micro-batches.
         """
         return 0, 0
-
-    def build(
-        self,
-        world: World,
-        factory: Callable[[], Any],
-        *,
-        trainer: Trainer,
-        gradient_accumulation_steps: int,
-        prepare: Callable[[Any], None],
-    ) -> Strategy:
-        """Build the model inside its strategy; torch is imported only here.
-
-        `factory` returns a module or a mapping of modules, seeded alike on every rank. `prepare` gets the modules by
-        name before they are wrapped or sharded, for example to load weights into them.
-
-        Ranks: all; may communicate.
-        """
-        raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ import torch
 
 from ddpexp.config.instantiate import instantiate, locate, targets
 from ddpexp.config.schema import Experiment
+from ddpexp.config.strategies import builder_of
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import EvalBatches
 from ddpexp.data.datasets import Splits
@@ -110,7 +112,9 @@ def import_all(experiment: Experiment, world: World) -> None:
     for where, node in nodes.items():
         for key, target in targets({"_target_": node.target, **node.kwargs}, where):
             locate(target, experiment.trust, key.removesuffix("._target_"))
-    experiment.strategy.import_modules()
+    builder_of(experiment.strategy)
+    for name in experiment.strategy.late_modules:
+        importlib.import_module(name)
 
 
 def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
@@ -184,8 +188,8 @@ def build_strategy(
             checkpoint_activations(models, trainer.activation_checkpointing)
 
     sharded = strategy.makes_copies(world.world_size)
-    return strategy.build(
-        world, partial(build_model, experiment, sharded=sharded),
+    return builder_of(strategy)(
+        strategy, world, partial(build_model, experiment, sharded=sharded),
         trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare_all,
     )  # fmt: skip
 

@@ -24,6 +24,7 @@ from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.checkpoint.writer import Writer
+from ddpexp.config.strategies import builder_of
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Arrays
@@ -76,8 +77,9 @@ def build(world: World, way: str, folder: Path) -> Loop:
     options, reduction = WAYS[way]
     trainer = replace(TRAINER, global_batch_size=12, micro_batch_size=1, reduction=reduction, ema_decay=0.9)  # type: ignore[arg-type]
     plan = plan_batches(12, 1, world.world_size)
-    strategy = (options if way == "ddp" else options.to_be_loaded()).build(
-        world, seeded(Net), trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps,
+    options = options if way == "ddp" else options.to_be_loaded()
+    strategy = builder_of(options)(
+        options, world, seeded(Net), trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps,
         prepare=lambda models: None,
     )  # fmt: skip
     optimizers = strategy.build_optimizers(

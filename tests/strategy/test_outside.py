@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import pytest
 from safetensors.torch import load_file
 
 from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.config import strategies
 from ddpexp.config.build import build
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
+from ddpexp.config.registry import keys_of
 from ddpexp.config.resolve import Composed
 from ddpexp.config.validate import check
 from ddpexp.errors import RefusedError
@@ -24,6 +26,7 @@ from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.mesh import DataRank
+from ddpexp.strategy.options import Options
 from tests.conftest import Ddpexp, python_path
 from tests.examples import install
 from tests.points import Recipe
@@ -143,6 +146,34 @@ def test_the_package_of_the_documentation_trains_to_the_weights_of_ddp(recipe: R
         for overrides in ((), ("strategy=ordered",), ("strategy=ordered", "strategy.descending=true"))
     ]
     assert weights[0] == weights[1] == weights[2]  # a sum of two is the same in either order
+
+
+@dataclass(frozen=True)
+class Bare(Options):
+    """No function builds the strategy."""
+
+
+@dataclass(frozen=True)
+class Mistyped(Options):
+    builder: ClassVar[str] = "tests.strategy.test_outside:biuld"
+
+
+def test_options_without_a_builder_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = {name: f"{__name__}.{name.capitalize()}" for name in ("bare", "mistyped")}
+    monkeypatch.setattr(strategies, "installed", lambda section: offered)
+    with pytest.raises(RefusedError, match=r"strategy=bare: .*test_outside\.Bare names no function"):
+        strategies.options_of("bare")
+    mistyped = strategies.options_of("mistyped")
+    assert mistyped is not None
+    with pytest.raises(RefusedError, match=r"strategy=mistyped: .*test_outside\.biuld cannot be imported"):
+        strategies.builder_of(mistyped("mistyped"))
+
+
+@pytest.mark.parametrize("kind", keys_of("strategy"))
+def test_every_kind_names_its_builder(kind: str) -> None:
+    composed = compose(["recipe=mnist", f"strategy={kind}"])
+    assert isinstance(composed, Composed)
+    assert callable(strategies.builder_of(parse(composed.values).strategy))
 
 
 @dataclass(frozen=True)

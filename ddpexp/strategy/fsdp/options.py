@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -18,8 +18,6 @@ from ddpexp.strategy.tensor.options import DividedLayers, divide_for_a_rank
 from ddpexp.system.limits import human
 
 if TYPE_CHECKING:
-    from ddpexp.distributed.world import World
-    from ddpexp.strategy.base import Strategy
     from ddpexp.strategy.memory import Facts, Part, Traffic
 
 _MIB = 1 << 20
@@ -30,6 +28,7 @@ _GATHERED = 2  # blocks that a rank has whole: the one that computes, and the ne
 class FSDPOptions(Options):
     """Options of sharded data parallelism; conf/strategy/fsdp.yaml explains every field."""
 
+    builder: ClassVar[str] = "ddpexp.strategy.fsdp.build:build"
     supports_exact: ClassVar[bool] = True
 
     kind: Literal["fsdp"]
@@ -196,10 +195,6 @@ class FSDPOptions(Options):
         """Return options that leave out the initial weights."""
         return _ToBeLoaded(**vars(self))
 
-    def import_modules(self) -> None:
-        """Import FSDP2."""
-        import torch.distributed.fsdp  # noqa: F401
-
     def other_bits(self, trainer: Trainer, gradient_accumulation_steps: int) -> str:
         """Return that layers are divided, convolutions are other ones, or gradients are summed in another order."""
         if self.tp_size > 1:
@@ -325,29 +320,6 @@ class FSDPOptions(Options):
         trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
         gathers = 2 if self.reshard_after_forward else 1
         return Traffic("backend", [(gathers * size + trained) // 2])  # an all-reduce is two of these
-
-    def build(
-        self,
-        world: World,
-        factory: Callable[[], Any],
-        *,
-        trainer: Trainer,
-        gradient_accumulation_steps: int,
-        prepare: Callable[[Any], None],
-    ) -> Strategy:
-        """Build the model and shard it."""
-        from ddpexp.strategy.fsdp.exact import ExactFSDP
-        from ddpexp.strategy.fsdp.strategy import FSDP
-
-        common: dict[str, Any] = {"channels_last": trainer.channels_last, "prepare": prepare}
-        lowers = trainer.param_dtype == "bf16" and trainer.master_weights
-        if self.tp_size > 1 and world.world_size > 1:
-            from ddpexp.strategy.tensor.strategy import TensorParallel
-
-            return TensorParallel(self, world, factory, gathers_bf16=lowers, **common)
-        if trainer.reduction == "exact":
-            return ExactFSDP(self, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)
-        return FSDP(self, world, factory, gathers_bf16=lowers, **common)
 
 
 @dataclass(frozen=True)

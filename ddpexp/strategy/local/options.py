@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.options import Compilation, Options
+from ddpexp.strategy.options import Options
 
 if TYPE_CHECKING:
-    from ddpexp.distributed.world import World
-    from ddpexp.strategy.base import Strategy
     from ddpexp.strategy.memory import Facts, Part, Traffic
 
 
@@ -23,6 +20,7 @@ if TYPE_CHECKING:
 class LocalOptions(Options):
     """Options of local SGD; conf/strategy/local_sgd.yaml explains every field."""
 
+    builder: ClassVar[str] = "ddpexp.strategy.local.strategy:build"
     supports_train_step: ClassVar[bool] = False
 
     kind: Literal["local_sgd", "diloco"]
@@ -81,23 +79,6 @@ class LocalOptions(Options):
         trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
         return Traffic("backend", [-(-trained // self.sync_every)])
 
-    def build(
-        self,
-        world: World,
-        factory: Callable[[], Any],
-        *,
-        trainer: Trainer,
-        gradient_accumulation_steps: int,
-        prepare: Callable[[Any], None],
-    ) -> Strategy:
-        """Build the replicas."""
-        from ddpexp.strategy.local.strategy import LocalSGD
-
-        return LocalSGD(
-            self, world, factory,
-            channels_last=trainer.channels_last, compilation=Compilation.of(trainer), prepare=prepare,
-        )  # fmt: skip
-
 
 @dataclass(frozen=True)
 class DiLoCoOptions(LocalOptions):
@@ -116,20 +97,3 @@ class DiLoCoOptions(LocalOptions):
             *super().memory(facts, trainer, layout),
             Part("outer optimizer", 2 * trained, "the weights of the last round, and the momentum"),
         ]
-
-    def build(
-        self,
-        world: World,
-        factory: Callable[[], Any],
-        *,
-        trainer: Trainer,
-        gradient_accumulation_steps: int,
-        prepare: Callable[[Any], None],
-    ) -> Strategy:
-        """Build the replicas and the outer optimizer."""
-        from ddpexp.strategy.local.strategy import DiLoCo
-
-        return DiLoCo(
-            self, world, factory,
-            channels_last=trainer.channels_last, compilation=Compilation.of(trainer), prepare=prepare,
-        )  # fmt: skip

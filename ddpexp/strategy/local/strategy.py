@@ -16,12 +16,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpexp.distributed.world import World
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.local.options import DiLoCoOptions, LocalOptions
 from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.replica import Gradients, Models, Replicas
 from ddpexp.task import OptimizerStep, Sums
 
 _LARGE_BYTES = 1 << 20  # of a tensor that is worth a message of its own
+
+
+def build(
+    options: LocalOptions,
+    world: World,
+    factory: Callable[[], Any],
+    *,
+    trainer: Trainer,
+    gradient_accumulation_steps: int,
+    prepare: Callable[[Any], None],
+) -> LocalSGD:
+    """Build the replicas and, for DiLoCo, the outer optimizer."""
+    common: dict[str, Any] = {
+        "channels_last": trainer.channels_last, "compilation": Compilation.of(trainer), "prepare": prepare,
+    }  # fmt: skip
+    if isinstance(options, DiLoCoOptions):
+        return DiLoCo(options, world, factory, **common)
+    return LocalSGD(options, world, factory, **common)
 
 
 class LocalSGD(Replicas):

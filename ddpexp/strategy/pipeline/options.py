@@ -18,8 +18,6 @@ from ddpexp.strategy.pipeline.schedule import Pipe, Schedule, num_in_flight
 from ddpexp.strategy.tensor.options import DividedLayers
 
 if TYPE_CHECKING:
-    from ddpexp.distributed.world import World
-    from ddpexp.strategy.base import Strategy
     from ddpexp.strategy.memory import Facts, Part
 
 
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 class PipelineOptions(Options):
     """Options of pipeline parallelism; conf/strategy/pipeline.yaml explains every field."""
 
+    builder: ClassVar[str] = "ddpexp.strategy.pipeline.strategy:build"
     supports_train_step: ClassVar[bool] = False
 
     kind: Literal["pipeline"]
@@ -245,22 +244,6 @@ class PipelineOptions(Options):
         divide(models, self.pipe, self.names)
         if self.divides_layers:
             divide_for_a_rank(models, self.tp_plan, self.tp_size)
-
-    def build(
-        self,
-        world: World,
-        factory: Callable[[], Any],
-        *,
-        trainer: Trainer,
-        gradient_accumulation_steps: int,
-        prepare: Callable[[Any], None],
-    ) -> Strategy:
-        """Build the model and keep the layers of this rank's stage."""
-        from ddpexp.strategy.pipeline.strategy import Pipeline
-
-        return Pipeline(
-            self, world, factory, gradient_accumulation_steps, channels_last=trainer.channels_last, prepare=prepare
-        )
 
 
 @dataclass(frozen=True)

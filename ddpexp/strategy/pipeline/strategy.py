@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ddpexp.compat import operators
 from ddpexp.distributed.world import World
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.comm.reduce import as_bytes
 from ddpexp.strategy.init.construction import RESET
@@ -36,6 +37,21 @@ from ddpexp.task import OptimizerStep, Sums
 
 _CONTIGUOUS = torch.contiguous_format
 _LARGE_BYTES = 1 << 20  # of a gradient that is worth a message of its own
+
+
+def build(
+    options: PipelineOptions,
+    world: World,
+    factory: Callable[[], Any],
+    *,
+    trainer: Trainer,
+    gradient_accumulation_steps: int,
+    prepare: Callable[[Any], None],
+) -> Pipeline:
+    """Build the model and keep the layers of this rank's stage."""
+    return Pipeline(
+        options, world, factory, gradient_accumulation_steps, channels_last=trainer.channels_last, prepare=prepare
+    )
 
 
 class Pipeline(Replicas):

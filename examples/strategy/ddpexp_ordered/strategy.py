@@ -4,7 +4,21 @@ from typing import Any
 import torch
 
 from ddpexp.distributed.world import World
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.replica import Replicas
+from ddpexp_ordered import OrderedOptions
+
+
+def build(
+    options: OrderedOptions,
+    world: World,
+    factory: Callable[[], Any],
+    *,
+    trainer: Trainer,
+    gradient_accumulation_steps: int,
+    prepare: Callable[[Any], None],
+) -> "Ordered":
+    return Ordered(options.descending, world, factory, prepare)
 
 
 class Ordered(Replicas):

@@ -14,8 +14,24 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ddpexp.distributed.world import World
+from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.replica import Models, Replicas
+
+from . import ShardedOptions
+
+
+def build(
+    options: ShardedOptions,
+    world: World,
+    factory: Callable[[], Any],
+    *,
+    trainer: Trainer,
+    gradient_accumulation_steps: int,
+    prepare: Callable[[Models], None],
+) -> Sharded:
+    """Build the model and shard it."""
+    return Sharded(options.children, world, factory, prepare)
 
 
 class Sharded(Replicas):
