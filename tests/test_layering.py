@@ -122,9 +122,7 @@ def test_a_room_imports_only_from_rows_above() -> None:
             assert ROW[other] < ROW[own], f"{path} imports {other}, which is not above {own}"
 
 
-# Both ways, for a reason: the options of a kind of strategy build it, and import torch only then; an error of a run
-# carries the run, whose methods raise it.
-BUILD = {"ddp_options", "options"}
+# Both ways, for a reason: an error of a run carries the run, whose methods raise it.
 RAISE = {("ddpexp.cli.api.opened", "ddpexp.cli.api.start"), ("ddpexp.cli.api.errors", "ddpexp.cli.api.opened"),
          ("ddpexp.cli.api.errors", "ddpexp.cli.api.opened_sweep")}  # fmt: skip
 
@@ -135,10 +133,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     for name, path in known.items():
         found = set(imports(path, typed=True)) if name != "ddpexp" else set()  # what it offers is imported when used
         targets = {other if other in known else other.rpartition(".")[0] for other in found} & set(known)
-        builds = name.startswith("ddpexp.strategy.") and name.rpartition(".")[2] in BUILD
         graph[name] = {other for other in targets - {name} if (name, other) not in RAISE}
-        if builds:
-            graph[name] -= {other for other in graph[name] if room_of(other) == "strategy"}
     TopologicalSorter(graph).prepare()  # its error names the circle
 
 

@@ -13,6 +13,7 @@ from ddpexp.strategy.options import Options
 
 if TYPE_CHECKING:
     from ddpexp.strategy.base import Builder
+    from ddpexp.strategy.estimator import Estimator
 
 
 def kinds() -> list[str]:
@@ -48,6 +49,16 @@ def builder_of(options: Options) -> Builder:
     """
     builder: Builder = _imported(options.kind, options.builder.replace(":", "."))
     return builder
+
+
+def estimator_of(options: Options) -> Estimator:
+    """Return the estimates for a strategy.
+
+    Raises:
+        RefusedError: a package's class cannot be imported.
+    """
+    estimator: type[Estimator] = _imported(options.kind, options.estimator.replace(":", "."))
+    return estimator(options)
 
 
 def _imported(kind: str, path: str) -> Any:

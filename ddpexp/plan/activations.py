@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.schema import Experiment
+from ddpexp.config.strategies import estimator_of
 from ddpexp.data.samples import tensors_of
 from ddpexp.strategy.module_classes import check_classes
 from ddpexp.strategy.replica import Models
@@ -46,7 +47,7 @@ def measure(
     kept = _Kept({t.untyped_storage()._cdata for m in models.values() for t in (*m.parameters(), *m.buffers())})
     try:
         with kept.watching(again):
-            staged = experiment.strategy.in_stages(models, kept.enter_stage)
+            staged = estimator_of(experiment.strategy).in_stages(models, kept.enter_stage)
             task.step(staged or (models["model"] if single else models), batch)
     except Exception as error:
         notes["activations"] = (

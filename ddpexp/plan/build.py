@@ -25,6 +25,7 @@ from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.sampling import training_plan
 from ddpexp.config.schema import Experiment
+from ddpexp.config.strategies import estimator_of
 from ddpexp.data.adapters import MapStyle, sized
 from ddpexp.data.base import Subset
 from ddpexp.data.batches import EvalBatches, TrainBatches
@@ -40,6 +41,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.plan.activations import measure
 from ddpexp.plan.rate_curves import curves_of
+from ddpexp.strategy.estimator import Facts, Parameter, ParamGroup
 from ddpexp.strategy.memory import Facts, Parameter, ParamGroup
 from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
@@ -117,7 +119,8 @@ def collect(
     models, single, device = _models(experiment, notes)
     named, optimizers = _named(models), _optimizers(experiment, models, single)
     of_the_model = _of_the_model(experiment, models, single, optimizers, notes)
-    experiment.strategy.divide_models(models)
+    estimator = estimator_of(experiment.strategy)
+    estimator.divide_models(models)
     divided = list(_described(_named(models))) if experiment.strategy.divides_layers else []
     if num_samples is None:
         size, passes = plan.micro_batch_size, plan.gradient_accumulation_steps
@@ -128,7 +131,7 @@ def collect(
     else:
         of_a_pass = {"activations_bytes": None, "batch_bytes": None}
         notes["activations"] = "left out: --num_samples gives no samples to measure them with"
-    sums_bytes, shared_bytes = experiment.strategy.reserved_bytes(
+    sums_bytes, shared_bytes = estimator.reserved_bytes(
         [p for _, p in named if p.requires_grad],
         [buffer for module in models.values() for buffer in module.buffers()],
         trainer, layout, plan.gradient_accumulation_steps,
@@ -144,7 +147,7 @@ def collect(
         shared_bytes=shared_bytes,
         **of_a_pass,
         num_passes=plan.gradient_accumulation_steps,
-        blocks_bytes=experiment.strategy.blocks_bytes(models) if layout.world_size > 1 else [],
+        blocks_bytes=estimator.blocks_bytes(models) if layout.world_size > 1 else [],
         notes=notes,
     )
     return facts, steps, optimizers
@@ -193,7 +196,7 @@ def _of_a_pass(
     }
     measured = measure(experiment, models, single, batch, notes)
     if measured is not None:
-        kept = experiment.strategy.kept_bytes(measured.of_stages, num_passes)
+        kept = estimator_of(experiment.strategy).kept_bytes(measured.of_stages, num_passes)
         found["activations_bytes"] = round(scale * kept)
         found["recomputed_bytes"] = round(scale * measured.again_bytes)
         found["temporary_bytes"] = round(scale * measured.temporary_bytes)

@@ -43,7 +43,7 @@ def check_fits(outcome: Outcome, memory_gb: float) -> None:
 def cure(outcome: Outcome, memory_gb: float) -> str:
     """Return what takes less memory than the plan, as overrides."""
     experiment, layout = outcome.experiment, outcome.assumed.layout
-    sharded = experiment.strategy.weights_share(layout) > 1
+    sharded = outcome.estimator.weights_share(layout) > 1
     whole = max(outcome.moments().values(), default=0) > memory_gb * _GB
     cures = []
     if not sharded:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.memory import Facts, Parameter, ParamGroup
+from ddpexp.strategy.estimator import Facts, Parameter, ParamGroup
 from ddpexp.system.programs import python
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]  # steps and learning rates of each parameter group

@@ -6,25 +6,25 @@ import math
 
 from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.memory import Facts, Part
-from ddpexp.strategy.options import Options
+from ddpexp.strategy.estimator import Estimator, Facts, Part
 
 AVERAGE = "average of the weights"
 
 
-def parts(facts: Facts, trainer: Trainer, strategy: Options, layout: Layout) -> list[Part]:
+def parts(facts: Facts, trainer: Trainer, estimator: Estimator, layout: Layout) -> list[Part]:
     """Return what one rank holds at the end of a forward pass, and while gradients are reduced."""
     saved = sum(checkpoint_files(facts, trainer).values())
     facts = facts.of_a_rank()
-    weights = sum(parameter.num_bytes for parameter in facts.parameters) // strategy.weights_share(layout)
-    estimates = [*strategy.memory(facts, trainer, layout), Part("buffers", facts.buffers_bytes)]
+    weights = facts.parameters_bytes // estimator.weights_share(layout)
+    estimates = [*estimator.memory(facts, trainer, layout), Part("buffers", facts.buffers_bytes)]
     if trainer.averages or facts.averaged_by is not None:
         by = facts.averaged_by or ("trainer.swa_start" if trainer.swa_start is not None else "trainer.ema_decay")
         estimates.append(Part(AVERAGE, weights, by))
     if trainer.precision != "fp32":
         halves = sum(2 * parameter.num_elements for parameter in facts.parameters)
         estimates.append(Part(f"copies in {trainer.precision}", halves, "of the weights during a pass, at most"))
-    if trainer.param_dtype == "bf16" and trainer.master_weights and not strategy.makes_copies(layout.world_size):
+    copied = trainer.param_dtype == "bf16" and trainer.master_weights
+    if copied and not estimator.options.makes_copies(layout.world_size):
         halves = sum(2 * parameter.num_elements for parameter in facts.parameters)
         estimates.append(Part("copies in bf16", halves, "of the weights during a pass"))
     estimates.append(Part("activations", facts.activations_bytes, facts.notes.get("activations", "")))

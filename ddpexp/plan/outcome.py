@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ddpexp.config.schema import Experiment
+from ddpexp.config.strategies import estimator_of
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.plan.calibrate import Calibration
 from ddpexp.plan.gather import Curves
@@ -14,7 +15,7 @@ from ddpexp.plan.layout import Assumed
 from ddpexp.plan.memory import AVERAGE, checkpoint_files, checkpoints_at_once, num_checkpoints, parts
 from ddpexp.plan.speed import Costs, Place, Step, predict
 from ddpexp.run.directory import RunDir
-from ddpexp.strategy.memory import Facts, Part, Traffic
+from ddpexp.strategy.estimator import Estimator, Facts, Part, Traffic
 from ddpexp.system import files
 from ddpexp.system.job_schedulers import SCHEDULERS
 
@@ -59,13 +60,18 @@ class Outcome:
         """Return the number of elements of the parameters that are not frozen."""
         return sum(parameter.num_elements for parameter in self.facts.parameters if parameter.trained)
 
+    @property
+    def estimator(self) -> Estimator:
+        """Return the estimates for the strategy."""
+        return estimator_of(self.experiment.strategy)
+
     def traffic(self) -> Traffic:
         """Return what the ranks send one another in a step."""
-        return self.experiment.strategy.traffic(self.facts, self.experiment.trainer, self.assumed.layout)
+        return self.estimator.traffic(self.facts, self.experiment.trainer, self.assumed.layout)
 
     def parts(self) -> list[Part]:
         """Return what a rank holds."""
-        return parts(self.facts, self.experiment.trainer, self.experiment.strategy, self.assumed.layout)
+        return parts(self.facts, self.experiment.trainer, self.estimator, self.assumed.layout)
 
     def rank_bytes(self, on_host: bool) -> int:
         """Return the known bytes of a rank: on its device, or beside that on its host."""
@@ -76,7 +82,7 @@ class Outcome:
 
         In evaluations it also has what stays between two steps; of CPU workers that is the copy for a checkpoint, too.
         """
-        found = self.experiment.strategy.moments(self.facts, self.experiment.trainer, self.assumed.layout)
+        found = self.estimator.moments(self.facts, self.experiment.trainer, self.assumed.layout)
         stays = [part for part in self.parts() if part.on_host and not self.is_on_host(part)]
         stays += [part for part in self.parts() if part.name == AVERAGE] * 2  # while the weights have its values
         beside = {"evaluation": sum(part.num_bytes or 0 for part in stays)}
@@ -190,6 +196,6 @@ def place_of(assumed: Assumed, experiment: Experiment, facts: Facts) -> Place:
         workers=assumed.workers,
         threads=layout.threads,
         cores=0 if layout.device == "cuda" else assumed.cores,
-        way=experiment.strategy.traffic(facts, experiment.trainer, layout).transport,
+        way=estimator_of(experiment.strategy).traffic(facts, experiment.trainer, layout).transport,
         by_nccl=layout.backend == "nccl",
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ddpexp.data.batch_plan import epochs_text
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import crowd
-from ddpexp.strategy.memory import Traffic
+from ddpexp.strategy.estimator import Traffic
 from ddpexp.sweep import grid
 from ddpexp.sweep.table import duration
 from ddpexp.system.limits import human
@@ -60,7 +60,7 @@ def _uncounted(outcome: Outcome) -> str:
     layout = outcome.assumed.layout
     if layout.device == "cuda":
         return _OF_GPUS
-    return _OF_SHARES if outcome.experiment.strategy.weights_share(layout) > 1 else _UNCOUNTED
+    return _OF_SHARES if outcome.estimator.weights_share(layout) > 1 else _UNCOUNTED
 
 
 def _lines(outcome: Outcome) -> dict[str, str]:

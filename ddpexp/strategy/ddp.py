@@ -19,7 +19,6 @@ from ddpexp.errors import RefusedError
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.bucket import Bucket
 from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for, replace_reducer
-from ddpexp.strategy.ddp_memory import fixes_buckets
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.late_reduction import LateDDP
@@ -234,6 +233,16 @@ def _wrap(module: nn.Module, options: DDPOptions, world: World, fixed: bool) -> 
 
 class _FixedLateDDP(FixedBuckets, LateDDP):
     """Both, for backends that choose the order of a sum by the layout of the buckets."""
+
+
+def fixes_buckets(options: DDPOptions, world_size: int, device: str) -> bool:
+    """Return whether DDP must have the same buckets in every step: the backend orders a sum by their layout.
+
+    On CPUs gradients are summed in the order of the ranks, whatever the layout, unless a hook compresses them; a sum of
+    two is the same in either order. DDP itself keeps its first buckets where it searches for unused parameters.
+    """
+    orders = options.comm_hook != "none" or device != "cpu"
+    return world_size > 2 and orders and not options.find_unused_parameters
 
 
 def _register_hook(module: DistributedDataParallel, options: DDPOptions) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
-from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.options import Options
-
-if TYPE_CHECKING:
-    from ddpexp.strategy.memory import Facts, Part, Traffic
 
 
 @dataclass(frozen=True)
@@ -22,6 +18,7 @@ class DDPOptions(Options):
     """Options of data parallelism; conf/strategy/ddp.yaml explains every field."""
 
     builder: ClassVar[str] = "ddpexp.strategy.ddp:build"
+    estimator: ClassVar[str] = "ddpexp.strategy.ddp_estimator:DDPEstimator"
     supports_exact: ClassVar[bool] = True
 
     kind: Literal["ddp"]
@@ -137,29 +134,3 @@ class DDPOptions(Options):
             "PowerSGD's memory of earlier gradients is not saved and starts empty: the last bits will differ from "
             "those of an uninterrupted run"
         )
-
-    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
-        """Return what a rank holds of the model, its gradients and its optimizers."""
-        from ddpexp.strategy.ddp_memory import replica_parts
-
-        return replica_parts(self, super().memory(facts, trainer, layout), facts, trainer, layout)
-
-    def traffic(self, facts: Facts, trainer: Trainer, layout: Layout) -> Traffic:
-        """Return what the ranks send one another in a step; compressed gradients as they travel."""
-        from ddpexp.strategy.ddp_memory import gradient_traffic
-
-        return gradient_traffic(self, facts, trainer, layout)
-
-    def reserved_bytes(
-        self, trained: Sequence[Any], buffers: Sequence[Any], trainer: Trainer, layout: Layout, num_leaves: int
-    ) -> tuple[int, int]:
-        """Return the memory of sums over micro-batches, and the memory shared by the workers of a host."""
-        from ddpexp.strategy.ddp_memory import transport
-        from ddpexp.strategy.reserved import shared_bytes, sums_bytes
-
-        exact = trainer.reduction == "exact"
-        sums = sums_bytes([*trained, *buffers], num_leaves) if exact else 0
-        if transport(trainer, self, layout) != "shared_memory":
-            return sums, 0
-        tensors, leaves = ([*trained, *buffers], num_leaves) if exact else (trained, 0)
-        return sums, shared_bytes(tensors, leaves, layout.world_size)

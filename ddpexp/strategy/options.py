@@ -1,19 +1,16 @@
-"""What every kind of strategy offers before workers start: options, checks, estimates. Free of torch."""
+"""What every kind of strategy offers before workers start: options and their checks. Free of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh
-
-if TYPE_CHECKING:
-    from ddpexp.strategy.memory import Facts, Part, Traffic
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,9 @@ class Options:
     """
 
     kind: str
-    builder: ClassVar[str] = ""  # the `ddpexp.strategy.base.Builder`, as `module:name`; imported by workers alone
+    # As `module:name`.
+    builder: ClassVar[str] = ""  # the `ddpexp.strategy.base.Builder`, which workers alone import
+    estimator: ClassVar[str] = "ddpexp.strategy.estimator:Estimator"  # the class for `ddpexp plan`, free of torch
     supports_exact: ClassVar[bool] = False  # trainer.reduction=exact: the same bits at every number of workers
     supports_train_step: ClassVar[bool] = True  # of tasks that do a step themselves
 
@@ -123,26 +122,6 @@ class Options:
         """Return which option makes the last bits others than those of strategy=ddp, as a sentence; empty if none."""
         return ""
 
-    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
-        """Return what a rank holds of the model, its gradients and its optimizers, for `ddpexp plan`."""
-        from ddpexp.strategy.memory import Part
-
-        weights = sum(parameter.num_bytes for parameter in facts.parameters)
-        trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
-        return [
-            Part("parameters", weights, f"{sum(parameter.num_elements for parameter in facts.parameters):,} numbers"),
-            Part("gradients", trained),
-            Part("optimizer", facts.optimizer_bytes, facts.notes.get("optimizer", "")),
-        ]
-
-    def weights_share(self, layout: Layout) -> int:
-        """Return over how many ranks the weights of a model, and their average, are divided."""
-        return 1
-
-    def moments(self, facts: Facts, trainer: Trainer, layout: Layout) -> Mapping[str, int]:
-        """Return what a rank holds of the model at moments other than a step, by their names. Units: bytes."""
-        return {}
-
     @property
     def divides_optimizer(self) -> str | None:
         """Return what gives each rank a part of the parameters to update, as typed; None: a rank updates all."""
@@ -159,44 +138,5 @@ class Options:
 
     @property
     def looks_at_layers(self) -> bool:
-        """Return whether `divide_models` checks the layers of models before workers start."""
+        """Return whether the estimator's `divide_models` checks the layers of models before workers start."""
         return self.divides_layers
-
-    def divide_models(self, models: Mapping[str, Any]) -> None:
-        """Leave in models what one rank computes of them, to see what that takes; for `ddpexp plan` and for checks.
-
-        Raises:
-            RefusedError: a layer does not divide.
-        """
-
-    def in_stages(self, models: Mapping[str, Any], enter: Callable[[int, Any], None]) -> Any:
-        """Return a model for a task to call, which calls `enter(stage, x)` before it computes each of its stages.
-
-        None: it has none. For `ddpexp plan`.
-        """
-        return None
-
-    def kept_bytes(self, of_stages: Sequence[int], num_passes: int) -> int:
-        """Return what a rank keeps for backward, given what each stage keeps of one of `num_passes` micro-batches."""
-        return sum(of_stages)
-
-    def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
-        """Return the sizes of the parameters that are gathered together; modules may be on torch's meta device."""
-        return []
-
-    def traffic(self, facts: Facts, trainer: Trainer, layout: Layout) -> Traffic:
-        """Return what the ranks send one another in a step, for `ddpexp plan`."""
-        from ddpexp.strategy.memory import Traffic
-
-        if layout.world_size == 1:
-            return Traffic("none")
-        return Traffic("backend", unknown=f"what strategy={self.kind} sends in a step is not known")
-
-    def reserved_bytes(
-        self, trained: Sequence[Any], buffers: Sequence[Any], trainer: Trainer, layout: Layout, num_leaves: int
-    ) -> tuple[int, int]:
-        """Return the memory of sums over micro-batches, and the memory shared by the workers of a host.
-
-        Shapes: `trained` and `buffers` are tensors, also on torch's meta device; a rank has `num_leaves` micro-batches.
-        """
-        return 0, 0

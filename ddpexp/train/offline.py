@@ -13,6 +13,7 @@ import torch
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment
+from ddpexp.config.strategies import estimator_of
 from ddpexp.data.hf.prepare import HUGGING_FACE
 from ddpexp.errors import RefusedError
 from ddpexp.run.pretrained import pretrained_key
@@ -49,7 +50,9 @@ def divide_once(parent: int, answers: int, configuration: int) -> None:
         with torch.device("meta"):
             built = instantiate(experiment.model, experiment.trust, "model")
         add_adapters(built, experiment.trainer)
-        experiment.strategy.divide_models({"model": built} if isinstance(built, torch.nn.Module) else dict(built))
+        estimator_of(experiment.strategy).divide_models(
+            {"model": built} if isinstance(built, torch.nn.Module) else dict(built)
+        )
     except RefusedError as error:
         answer = message_of(error)
     except Exception:  # the code of the model does not work so: the workers will see

@@ -48,9 +48,9 @@ from ddpexp.run.training import Training
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.comm.reduce import CHUNKED_BYTES, GATHERED_BYTES, SLOT_BYTES
 from ddpexp.strategy.comm.shared_memory import size_of
-from ddpexp.strategy.ddp_memory import _GATHERED, buckets, exchange_bytes, fixes_buckets, gradient_traffic, transport
+from ddpexp.strategy.ddp_estimator import _GATHERED, DDPEstimator, buckets, exchange_bytes
 from ddpexp.strategy.ddp_options import DDPOptions as Strategy
-from ddpexp.strategy.memory import Bucket, Facts, Parameter
+from ddpexp.strategy.estimator import Bucket, Facts, Parameter
 from ddpexp.strategy.reserved import most_blocks
 from ddpexp.system.process import children
 from tests.conftest import SMALL, Ddpexp
@@ -104,7 +104,7 @@ def test_buckets_are_cut_as_torch_cuts_them(rebuilt: bool) -> None:
             for _ in range(40)
             for one in of_floats(draw.randrange(1, 200_000), dtype=draw.choice(["float32", "float16"]))
         ]
-        mine = buckets(parameters, replace(OPTIONS, bucket_cap_mb=1), rebuilt)
+        mine = buckets(parameters, 1, rebuilt)
         order = parameters[::-1] if rebuilt else parameters
         tensors = [torch.empty(one.num_elements, dtype=getattr(torch, one.dtype), device="meta") for one in order]
         known: Any = dist
@@ -115,13 +115,13 @@ def test_buckets_are_cut_as_torch_cuts_them(rebuilt: bool) -> None:
 
 def test_a_parameter_larger_than_a_bucket_closes_it_and_frozen_ones_are_in_none() -> None:
     parameters = [*of_floats(10), *of_floats(MIB, trained=False), *of_floats(MIB), *of_floats(20)]
-    found = buckets(parameters, replace(OPTIONS, bucket_cap_mb=1))
+    found = buckets(parameters, 1)
     assert found == [Bucket("model", "float32", 80 + 4 * MIB, 2), Bucket("model", "float32", 40, 1)]
 
 
 def test_each_model_has_buckets_of_its_own() -> None:
     parameters = [replace(one, model=name) for name in ("critic", "generator") for one in of_floats(10, 20)]
-    assert [(one.model, one.num_bytes) for one in buckets(parameters, OPTIONS)] == [("critic", 120), ("generator", 120)]
+    assert [(one.model, one.num_bytes) for one in buckets(parameters, 25)] == [("critic", 120), ("generator", 120)]
 
 
 @pytest.mark.parametrize(
@@ -139,15 +139,7 @@ def test_each_model_has_buckets_of_its_own() -> None:
 )
 def test_what_carries_the_gradients(nodes: int, workers: int, device: str, words: list[str], expected: str) -> None:
     found = experiment(*words)
-    assert transport(found.trainer, found.strategy, layout(nodes, workers, device)) == expected
-
-
-def test_buckets_are_fixed_where_their_layout_orders_a_sum() -> None:
-    assert fixes_buckets(OPTIONS, 3, "cuda")
-    assert not fixes_buckets(OPTIONS, 2, "cuda")
-    assert not fixes_buckets(OPTIONS, 8, "cpu")
-    assert fixes_buckets(replace(OPTIONS, comm_hook="fp16"), 3, "cpu")
-    assert not fixes_buckets(replace(OPTIONS, find_unused_parameters=True), 8, "cuda")  # DDP does not change them
+    assert DDPEstimator(found.strategy).transport(found.trainer, layout(nodes, workers, device)) == expected
 
 
 def test_only_a_search_for_unused_parameters_keeps_the_first_buckets() -> None:
@@ -155,14 +147,11 @@ def test_only_a_search_for_unused_parameters_keeps_the_first_buckets() -> None:
 
     def cut(**options: Any) -> Any:
         trainer = replace(TRAINER, deterministic=True)
-        return gradient_traffic(
-            replace(OPTIONS, bucket_cap_mb=1, **options), found, trainer, layout(2, 8, "cuda")
-        ).buckets
+        estimator = DDPEstimator(replace(OPTIONS, bucket_cap_mb=1, **options))
+        return estimator.traffic(found, trainer, layout(2, 8, "cuda")).buckets
 
-    assert cut() == buckets(found.parameters, replace(OPTIONS, bucket_cap_mb=1), rebuilt=True)
-    assert cut(find_unused_parameters=True) == buckets(
-        found.parameters, replace(OPTIONS, bucket_cap_mb=1), rebuilt=False
-    )
+    assert cut() == buckets(found.parameters, 1, rebuilt=True)
+    assert cut(find_unused_parameters=True) == buckets(found.parameters, 1, rebuilt=False)
     assert cut() != cut(find_unused_parameters=True)
     assert cut(find_unused_parameters=True, static_graph=True) == cut()
 
@@ -182,7 +171,7 @@ def test_the_parts_of_a_rank() -> None:
         trainer: Trainer = TRAINER, options: Strategy = OPTIONS, where: Layout = TWO, **more: Any
     ) -> dict[str, int | None]:
         found = facts([*of_floats(100), *of_floats(50, trained=False)], **more)
-        return {part.name: part.num_bytes for part in parts(found, trainer, options, where)}
+        return {part.name: part.num_bytes for part in parts(found, trainer, DDPEstimator(options), where)}
 
     assert sizes(optimizer_bytes=800, shared_bytes=8192) == {
         "parameters": 600, "gradients": 400, "optimizer": 800, "shared memory": 4096, "activations": None,

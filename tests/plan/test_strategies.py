@@ -23,7 +23,8 @@ from ddpexp.plan.layout import Assumed
 from ddpexp.plan.memory import AVERAGE
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.strategies import candidates, compare
-from ddpexp.strategy.memory import Facts, Parameter
+from ddpexp.strategy.estimator import Facts, Parameter
+from ddpexp.strategy.fsdp.estimator import FSDPEstimator
 from ddpexp.train.activation_checkpointing import outermost
 from tests.conftest import SMALL, Ddpexp
 from tests.fitting import TRAINER
@@ -51,7 +52,8 @@ def outcome(*words: str, layout: Layout = FOUR, facts: Facts = FACTS) -> Outcome
 
 
 def parts(facts: Facts = FACTS, **options: Any) -> dict[str, int | None]:
-    return {part.name: part.num_bytes for part in replace(OPTIONS, **options).memory(facts, TRAINER, FOUR)}
+    estimator = FSDPEstimator(replace(OPTIONS, **options))
+    return {part.name: part.num_bytes for part in estimator.memory(facts, TRAINER, FOUR)}
 
 
 def test_gradients_of_a_sharded_model_take_the_place_of_activations() -> None:
@@ -85,12 +87,12 @@ def test_the_whole_model_is_there_at_the_start_and_in_evaluations_unless_chosen_
 def test_blocks_are_counted_without_those_inside() -> None:
     with torch.device("meta"):
         model = Net()
-    sizes = replace(OPTIONS, blocks=("Block",)).blocks_bytes({"model": model})
+    sizes = FSDPEstimator(replace(OPTIONS, blocks=("Block",))).blocks_bytes({"model": model})
     total = sum(parameter.numel() * 4 for parameter in model.parameters())
     assert len(sizes) == 3
     assert sum(sizes) == total
     assert sizes[0] == sum(parameter.numel() * 4 for parameter in model.blocks[1].parameters())
-    assert replace(OPTIONS, whole=("model",)).blocks_bytes({"model": model}) == []
+    assert FSDPEstimator(replace(OPTIONS, whole=("model",))).blocks_bytes({"model": model}) == []
 
 
 class Layer(nn.Module):

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
-from ddpexp.strategy.ddp import DDP, _wrap
+from ddpexp.strategy.ddp import DDP, _wrap, fixes_buckets
 from tests.conftest import Ddpexp, Done
 from tests.fitting import ALONE, STRATEGY, near
 from tests.points import Recipe, weights
@@ -135,6 +135,14 @@ def plain(recipe: Recipe) -> Done:
     done = recipe("trainer.gpus=2")
     assert done.code == 0, done.err
     return done
+
+
+def test_buckets_are_fixed_where_their_layout_orders_a_sum() -> None:
+    assert fixes_buckets(STRATEGY, 3, "cuda")
+    assert not fixes_buckets(STRATEGY, 2, "cuda")
+    assert not fixes_buckets(STRATEGY, 8, "cpu")
+    assert fixes_buckets(replace(STRATEGY, comm_hook="fp16"), 3, "cpu")
+    assert not fixes_buckets(replace(STRATEGY, find_unused_parameters=True), 8, "cuda")  # DDP does not change them
 
 
 @pytest.mark.variants(1)

@@ -9,8 +9,9 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
+from ddpexp.strategy.estimator import Facts, Parameter
+from ddpexp.strategy.local.estimator import DiLoCoEstimator, LocalEstimator
 from ddpexp.strategy.local.options import DiLoCoOptions, LocalOptions
-from ddpexp.strategy.memory import Facts, Parameter
 from tests.conftest import Ddpexp
 from tests.fitting import TRAINER, asked
 from tests.points import Recipe
@@ -46,9 +47,10 @@ def test_what_needs_equal_weights_in_every_step_is_refused(
 def test_the_plan_spreads_the_messages_over_a_round_and_counts_the_outer_optimizer() -> None:
     facts = Facts([Parameter("model", 1000, 4000, "fp32", True)], 0, {"model": 4000}, 8000, None, None, None, 100)
     layout = Layout(1, 4, "cpu", "gloo", 1)
-    assert OPTIONS.traffic(facts, TRAINER, layout).num_bytes == [400]
-    assert [part.num_bytes for part in OPTIONS.memory(facts, TRAINER, layout)] == [4000, 4000, 8000]
-    assert [part.num_bytes for part in OUTER.memory(facts, TRAINER, layout)] == [4000, 4000, 8000, 8000]
+    inner, outer = LocalEstimator(OPTIONS), DiLoCoEstimator(OUTER)
+    assert inner.traffic(facts, TRAINER, layout).num_bytes == [400]
+    assert [part.num_bytes for part in inner.memory(facts, TRAINER, layout)] == [4000, 4000, 8000]
+    assert [part.num_bytes for part in outer.memory(facts, TRAINER, layout)] == [4000, 4000, 8000, 8000]
 
 
 @pytest.fixture(scope="module")

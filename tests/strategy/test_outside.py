@@ -25,10 +25,12 @@ from ddpexp.run.stored_run import StoredRun, StoredWeights
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.strategy.ddp_options import DDPOptions
+from ddpexp.strategy.estimator import Estimator, Facts, Parameter
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.strategy.options import Options
 from tests.conftest import Ddpexp, python_path
 from tests.examples import install
+from tests.fitting import TRAINER
 from tests.points import Recipe
 
 WORDS = ("optimizer=adamw", "trainer.gpus=2", "trainer.threads=1", "trainer.micro_batch_size=6")
@@ -170,10 +172,19 @@ def test_options_without_a_builder_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", keys_of("strategy"))
-def test_every_kind_names_its_builder(kind: str) -> None:
+def test_every_kind_names_its_builder_and_its_estimator(kind: str) -> None:
     composed = compose(["recipe=mnist", f"strategy={kind}"])
     assert isinstance(composed, Composed)
-    assert callable(strategies.builder_of(parse(composed.values).strategy))
+    options = parse(composed.values).strategy
+    assert callable(strategies.builder_of(options))
+    assert type(strategies.estimator_of(options)) is not Estimator
+
+
+def test_a_strategy_without_an_estimator_is_planned_as_whole_replicas() -> None:
+    estimator, four = strategies.estimator_of(Bare("bare")), Layout(1, 4, "cpu", "gloo", 1)
+    facts = Facts([Parameter("model", 1000, 4000, "fp32", True)], 0, {"model": 4000}, 8000, None, None, None, 100)
+    assert [part.num_bytes for part in estimator.memory(facts, TRAINER, four)] == [4000, 4000, 8000]
+    assert "strategy=bare" in estimator.traffic(facts, TRAINER, four).unknown
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch import nn
 from ddpexp.checkpoint.format import newest_checkpoint
 from ddpexp.errors import WorkerError
 from ddpexp.launch import Layout
-from ddpexp.strategy.memory import Facts, Parameter
+from ddpexp.strategy.ddp_estimator import DDPEstimator
+from ddpexp.strategy.estimator import Facts, Parameter
 from ddpexp.strategy.sharded_optimizer import Rows, can_be_cut, divide
 from tests.conftest import Ddpexp
 from tests.fitting import STRATEGY, TRAINER
@@ -110,6 +111,6 @@ def test_checkpoints_are_the_same_files_and_each_resumes_the_other(recipe: Recip
 def test_the_plan_counts_a_share_of_the_state() -> None:
     facts = Facts([Parameter("model", 1000, 4000, "fp32", True)], 0, {"model": 4000}, 8001, None, None, None, 100)
     for sharded, expected in ((False, 8001), (True, 2001)):
-        options = replace(STRATEGY, shard_optimizer=sharded)
-        parts = options.memory(facts, TRAINER, Layout(1, 4, "cpu", "gloo", 1))
+        estimator = DDPEstimator(replace(STRATEGY, shard_optimizer=sharded))
+        parts = estimator.memory(facts, TRAINER, Layout(1, 4, "cpu", "gloo", 1))
         assert {part.name: part.num_bytes for part in parts}["optimizer"] == expected

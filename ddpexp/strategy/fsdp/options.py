@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -14,14 +13,7 @@ from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
 from ddpexp.strategy.optimizers import NOT_SHARDED, WHOLE_MATRICES, check_optimizer
 from ddpexp.strategy.options import Options
-from ddpexp.strategy.tensor.options import DividedLayers, divide_for_a_rank
-from ddpexp.system.limits import human
-
-if TYPE_CHECKING:
-    from ddpexp.strategy.memory import Facts, Part, Traffic
-
-_MIB = 1 << 20
-_GATHERED = 2  # blocks that a rank has whole: the one that computes, and the next or the last one; each twice
+from ddpexp.strategy.tensor.options import DividedLayers
 
 
 @dataclass(frozen=True)
@@ -29,6 +21,7 @@ class FSDPOptions(Options):
     """Options of sharded data parallelism; conf/strategy/fsdp.yaml explains every field."""
 
     builder: ClassVar[str] = "ddpexp.strategy.fsdp.build:build"
+    estimator: ClassVar[str] = "ddpexp.strategy.fsdp.estimator:FSDPEstimator"
     supports_exact: ClassVar[bool] = True
 
     kind: Literal["fsdp"]
@@ -214,60 +207,6 @@ class FSDPOptions(Options):
             "the last bits of the weights will differ from those of strategy=ddp"
         )
 
-    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
-        """Return a rank's share of everything that is sharded, and the blocks that it has whole for a moment."""
-        from ddpexp.strategy.memory import Part
-
-        parts = super().memory(facts, trainer, layout)
-        if layout.world_size == self.tp_size:
-            return parts
-        size = self.weights_share(layout)
-        parameters, gradients, optimizer = (self._share(part, facts, size) for part in parts)
-        accumulates = facts.num_passes > 1 and not self.reduce_each_micro_batch and trainer.reduction == "fast"
-        if accumulates:
-            gradients = replace(parts[1], note="whole until the last of the accumulated passes")
-        elif facts.activations_bytes:
-            # Backward frees activations while gradients come into being.
-            more = max(0, (gradients.num_bytes or 0) - facts.activations_bytes + facts.recomputed_bytes)
-            note = f"{gradients.note}, where activations were".removeprefix(", ")
-            gradients = Part("gradients", more, note if more < (gradients.num_bytes or 0) else gradients.note)
-        block = max(facts.blocks_bytes, default=parts[0].num_bytes or 0)
-        if self.reshard_after_forward:
-            note = f"parameters and gradients of blocks, the largest has {human(block)}"
-            gathered = 2 * _GATHERED * block
-        else:
-            note = "all parameters after a forward pass, and gradients of blocks"
-            gathered = sum(facts.blocks_bytes) + _GATHERED * block
-        held = [replace(part, on_host=self.offload) for part in (parameters, gradients, optimizer)]
-        sums = [Part("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact")] if facts.sums_bytes else []
-        return [*held, *sums, Part("gathered blocks", gathered, note)]
-
-    def _share(self, part: Part, facts: Facts, size: int) -> Part:
-        """Return a rank's share of a part."""
-        if part.num_bytes is None:
-            return part
-        whole = sum(parameter.num_bytes for parameter in facts.parameters if parameter.model in self.whole)
-        whole = whole if part.name == "parameters" else 0  # those models are frozen
-        share = whole + -(-(part.num_bytes - whole) // size)
-        return replace(part, num_bytes=share, note=f"a share of {human(part.num_bytes)}")
-
-    def weights_share(self, layout: Layout) -> int:
-        """Return the number of ranks that a replica of the model is divided over."""
-        return max(1, layout.world_size // self.tp_size // self.dp_replicate_size)
-
-    def moments(self, facts: Facts, trainer: Trainer, layout: Layout) -> Mapping[str, int]:
-        """Return what a rank holds where it has the whole model: as it is built, and in evaluations."""
-        if layout.world_size == 1:
-            return {}
-        size, weights = self.weights_share(layout), sum(parameter.num_bytes for parameter in facts.parameters)
-        moments = {}
-        if self.init == "whole":
-            moments["start"] = weights + max(facts.blocks_bytes, default=0)
-        if self.gather_in_evaluation and not self.divides_layers:
-            shares = 0 if self.offload else -(-(weights + facts.optimizer_bytes) // size)
-            moments["evaluation"] = weights + shares
-        return moments
-
     @property
     def divides_optimizer(self) -> str:
         """Return what gives each rank some rows of each parameter to update, as typed."""
@@ -277,49 +216,6 @@ class FSDPOptions(Options):
     def divides_layers(self) -> bool:
         """Return whether there is tensor parallelism."""
         return self.tp_size > 1
-
-    def divide_models(self, models: Mapping[str, Any]) -> None:
-        """Leave in models what the first rank of a tensor group has of them; see `Options.divide_models`."""
-        if self.divides_layers:
-            divided = {name: module for name, module in models.items() if name not in self.whole}
-            divide_for_a_rank(divided, self.tp_plan, self.tp_size, self.sequence_parallel)
-
-    def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
-        """Return the sizes of the parameters of each block, without those of blocks inside it."""
-        from ddpexp.strategy.fsdp.blocks import blocks_of
-
-        sharded = {name: module for name, module in models.items() if name not in self.whole}
-        taken: set[int] = set()
-        sizes = []
-        for block in blocks_of(sharded, self.blocks, self.min_block_mb * _MIB):
-            free = {id(p): p.numel() * p.element_size() for p in block.parameters() if id(p) not in taken}
-            taken.update(free)
-            sizes.append(sum(free.values()))
-        return sizes
-
-    def reserved_bytes(
-        self, trained: Sequence[Any], buffers: Sequence[Any], trainer: Trainer, layout: Layout, num_leaves: int
-    ) -> tuple[int, int]:
-        """Return the memory of exact sums: of one micro-batch a rank keeps none, of several those of all its rows."""
-        from ddpexp.strategy.reserved import sums_bytes
-
-        if trainer.reduction != "exact":
-            return 0, 0
-        summed = [*trained, *buffers] if num_leaves > 1 or layout.world_size == 1 else buffers
-        return sums_bytes(summed, num_leaves), 0
-
-    def traffic(self, facts: Facts, trainer: Trainer, layout: Layout) -> Traffic:
-        """Return what the ranks send one another in a step: parameters twice, gradients once."""
-        from ddpexp.strategy.memory import Traffic
-
-        if layout.world_size == 1:
-            return Traffic("none")
-        if self.divides_layers:
-            return Traffic("backend", unknown="what tensor parallelism sends inside layers is not known")
-        size = sum(parameter.num_bytes for parameter in facts.parameters)
-        trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
-        gathers = 2 if self.reshard_after_forward else 1
-        return Traffic("backend", [(gathers * size + trained) // 2])  # an all-reduce is two of these
 
 
 @dataclass(frozen=True)

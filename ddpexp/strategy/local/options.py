@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Layout
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.options import Options
-
-if TYPE_CHECKING:
-    from ddpexp.strategy.memory import Facts, Part, Traffic
 
 
 @dataclass(frozen=True)
@@ -21,6 +17,7 @@ class LocalOptions(Options):
     """Options of local SGD; conf/strategy/local_sgd.yaml explains every field."""
 
     builder: ClassVar[str] = "ddpexp.strategy.local.strategy:build"
+    estimator: ClassVar[str] = "ddpexp.strategy.local.estimator:LocalEstimator"
     supports_train_step: ClassVar[bool] = False
 
     kind: Literal["local_sgd", "diloco"]
@@ -70,30 +67,13 @@ class LocalOptions(Options):
             "time, so the numbers are others than those of strategy=ddp and depend on the number of workers"
         )
 
-    def traffic(self, facts: Facts, trainer: Trainer, layout: Layout) -> Traffic:
-        """Return what the ranks send one another, spread over the steps of a round."""
-        from ddpexp.strategy.memory import Traffic
-
-        if layout.world_size == 1:
-            return Traffic("none")
-        trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
-        return Traffic("backend", [-(-trained // self.sync_every)])
-
 
 @dataclass(frozen=True)
 class DiLoCoOptions(LocalOptions):
     """Options of DiLoCo; conf/strategy/diloco.yaml explains every field."""
 
+    estimator: ClassVar[str] = "ddpexp.strategy.local.estimator:DiLoCoEstimator"
+
     kind: Literal["diloco"]
     outer_lr: Annotated[float, Key(above=0)]
     outer_momentum: Annotated[float, Key(at_least=0, below=1)]
-
-    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
-        """Return what a rank holds, with the weights of the last round and the outer momentum."""
-        from ddpexp.strategy.memory import Part
-
-        trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
-        return [
-            *super().memory(facts, trainer, layout),
-            Part("outer optimizer", 2 * trained, "the weights of the last round, and the momentum"),
-        ]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -14,11 +13,8 @@ from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
 from ddpexp.strategy.optimizers import WHOLE_MATRICES, WHOLE_ROWS, check_optimizer
 from ddpexp.strategy.options import Options
-from ddpexp.strategy.pipeline.schedule import Pipe, Schedule, num_in_flight
+from ddpexp.strategy.pipeline.schedule import Pipe, Schedule
 from ddpexp.strategy.tensor.options import DividedLayers
-
-if TYPE_CHECKING:
-    from ddpexp.strategy.memory import Facts, Part
 
 
 @dataclass(frozen=True)
@@ -26,6 +22,7 @@ class PipelineOptions(Options):
     """Options of pipeline parallelism; conf/strategy/pipeline.yaml explains every field."""
 
     builder: ClassVar[str] = "ddpexp.strategy.pipeline.strategy:build"
+    estimator: ClassVar[str] = "ddpexp.strategy.pipeline.estimator:PipelineEstimator"
     supports_train_step: ClassVar[bool] = False
 
     kind: Literal["pipeline"]
@@ -154,68 +151,6 @@ class PipelineOptions(Options):
             "strategy=ddp"
         )
 
-    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
-        """Return what the worker with the most parameters holds of them, of gradients and of the optimizer's state."""
-        from ddpexp.strategy.memory import Part
-
-        note = f"of the largest of {self.pp_size} " + ("stages" if self.stages_per_worker == 1 else "workers' stages")
-        whole = sum(parameter.num_bytes for parameter in facts.parameters)
-        largest = max(facts.blocks_bytes, default=whole)
-        parts = [
-            replace(part, num_bytes=part.num_bytes and -(-part.num_bytes * largest // max(whole, 1)), note=note)
-            for part in super().memory(facts, trainer, layout)
-        ]
-        if self.dp_shard_size > 1:
-            optimizer = parts.pop()
-            share = optimizer.num_bytes and -(-optimizer.num_bytes // self.dp_shard_size)
-            parts.append(Part("optimizer", share, f"a share of that {note}"))
-        return parts
-
-    def weights_share(self, layout: Layout) -> int:
-        """Return the number of workers of a pipe."""
-        return self.pp_size
-
-    def moments(self, facts: Facts, trainer: Trainer, layout: Layout) -> Mapping[str, int]:
-        """Return what a rank holds where it has the whole model: as it is built, and in evaluations."""
-        weights = sum(parameter.num_bytes for parameter in facts.parameters)
-        divided = facts.of_a_rank()
-        own = sum(parameter.num_bytes for parameter in divided.parameters)
-        largest = max(facts.blocks_bytes, default=own)
-        state = divided.optimizer_bytes * largest // max(own, 1) // self.dp_shard_size
-        moments = {"start": weights} if self.init == "whole" else {}
-        return {**moments, "evaluation": own + state} if self.gather_in_evaluation else moments
-
-    def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
-        """Return the sizes of the parameters of each worker of a pipe."""
-        from ddpexp.strategy.pipeline.stages import divide
-
-        division = divide(models, self.pipe, self.names)
-        sizes = [0] * self.pp_size
-        for model in models.values():
-            for name, parameter in model.named_parameters():
-                for place in division.places_of(name):
-                    sizes[place] += parameter.numel() * parameter.element_size()
-        return sizes
-
-    def in_stages(self, models: Mapping[str, Any], enter: Callable[[int, Any], None]) -> Any:
-        """Return a model that computes one stage after the other; see `Options.in_stages`."""
-        from ddpexp.strategy.pipeline.stages import InStages, divide
-
-        return InStages(next(iter(models.values())), divide(models, self.pipe, self.names), enter)
-
-    def kept_bytes(self, of_stages: Sequence[int], num_passes: int) -> int:
-        """Return what the worker keeps for backward passes that keeps most; see `Options.kept_bytes`."""
-        return max(self.kept_by_workers(of_stages, num_passes))
-
-    def kept_by_workers(self, of_stages: Sequence[int], num_passes: int) -> list[int]:
-        """Return the most that each worker of a pipe keeps, given what each stage keeps of one micro-batch."""
-        kept = []
-        for place in range(self.pp_size):
-            own = [of_stages[stage] for stage in self.pipe.stages_of(place)]
-            most = num_in_flight(self.schedule, place, self.pipe, num_passes)
-            kept.append(most * sum(own) // self.stages_per_worker)
-        return kept
-
     @property
     def names(self) -> list[str] | None:
         """Return the layers with which stages begin; those of an nn.Sequential are numbers on the command line."""
@@ -235,15 +170,6 @@ class PipelineOptions(Options):
     def looks_at_layers(self) -> bool:
         """Return that the layers are checked before workers start."""
         return True
-
-    def divide_models(self, models: Mapping[str, Any]) -> None:
-        """Check the stages, and leave in models what a rank has of divided layers; see `Options.divide_models`."""
-        from ddpexp.strategy.pipeline.stages import divide
-        from ddpexp.strategy.tensor.options import divide_for_a_rank
-
-        divide(models, self.pipe, self.names)
-        if self.divides_layers:
-            divide_for_a_rank(models, self.tp_plan, self.tp_size)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch.nn import functional
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.tensor.cut import Cut, Share
 from ddpexp.strategy.tensor.group import TensorGroup, copied, joined, summed
-from ddpexp.strategy.tensor.options import EMBEDDING, GATHERED, ROWWISE
-from ddpexp.strategy.tensor.plan import Layer
+from ddpexp.strategy.tensor.options import EMBEDDING, GATHERED, ROWWISE, DividedLayers
+from ddpexp.strategy.tensor.plan import Layer, layers_of
 from ddpexp.strategy.tensor.sequence import LinearOfTokens, Tokens, between, gathered, scattered
 
 
@@ -125,6 +125,17 @@ class _Inputs:
     def clear(self) -> None:
         """Forget the last input."""
         self._last = None
+
+
+def divide_for_a_rank(
+    models: Mapping[str, nn.Module], plan: Sequence[DividedLayers] | None, size: int, by_tokens: bool = False
+) -> None:
+    """Reduce models to the shard of the first rank of a tensor group, without a group.
+
+    Raises:
+        RefusedError: a layer does not divide.
+    """
+    divide(models, layers_of(models, plan, size, by_tokens), TensorGroup(0, size))
 
 
 def _communicate(layer: Layer, group: TensorGroup, inputs: _Inputs) -> None:

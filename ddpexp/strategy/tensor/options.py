@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from ddpexp.errors import RefusedError
 
@@ -58,18 +57,3 @@ class DividedLayers:
         lengths = [*(self.parts or ()), *([self.multiple_of] if self.multiple_of is not None else [])]
         if any(length < 1 for length in lengths):
             raise RefusedError(f"{where}: parts and multiple_of are numbers above 0.")
-
-
-def divide_for_a_rank(
-    models: Mapping[str, Any], plan: Sequence[DividedLayers] | None, size: int, by_tokens: bool = False
-) -> None:
-    """Leave in models what the first rank of a tensor group has of them, to see what that takes.
-
-    Raises:
-        RefusedError: a layer does not divide.
-    """
-    from ddpexp.strategy.tensor.group import TensorGroup
-    from ddpexp.strategy.tensor.layers import divide
-    from ddpexp.strategy.tensor.plan import layers_of
-
-    divide(models, layers_of(models, plan, size, by_tokens), TensorGroup(0, size))

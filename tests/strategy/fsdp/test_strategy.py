@@ -14,9 +14,10 @@ from torch import nn
 
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
+from ddpexp.strategy.estimator import Facts, Parameter
 from ddpexp.strategy.fsdp.blocks import blocks_of
+from ddpexp.strategy.fsdp.estimator import FSDPEstimator
 from ddpexp.strategy.fsdp.strategy import FSDP
-from ddpexp.strategy.memory import Facts, Parameter
 from tests.conftest import ROOT, Ddpexp
 from tests.fitting import ALONE, TRAINER, asked
 from tests.points import Recipe
@@ -126,9 +127,10 @@ def test_what_makes_other_bits_is_logged() -> None:
 
 def test_the_plan_counts_shares_and_the_blocks_that_are_gathered() -> None:
     facts = Facts([Parameter("model", 1000, 4000, "fp32", True)], 0, {"model": 4000}, 8000, None, None, None, 100)
-    parts = {part.name: part.num_bytes for part in OPTIONS.memory(facts, TRAINER, Layout(1, 4, "cpu", "gloo", 1))}
+    estimator, alone = FSDPEstimator(OPTIONS), Layout(1, 1, "cpu", "gloo", 1)
+    parts = {part.name: part.num_bytes for part in estimator.memory(facts, TRAINER, replace(alone, world_size=4))}
     assert parts == {"parameters": 1000, "gradients": 1000, "optimizer": 2000, "gathered blocks": 16000}
-    assert "gathered blocks" not in {p.name for p in OPTIONS.memory(facts, TRAINER, Layout(1, 1, "cpu", "gloo", 1))}
+    assert "gathered blocks" not in {part.name for part in estimator.memory(facts, TRAINER, alone)}
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ from torch import nn
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.strategy.ddp_options import DDPOptions
-from ddpexp.strategy.memory import Facts, Parameter
+from ddpexp.strategy.estimator import Facts, Parameter
 from ddpexp.strategy.mesh import DataRank, Mesh
+from ddpexp.strategy.pipeline.estimator import PipelineEstimator
 from ddpexp.strategy.pipeline.options import PipelineOptions
 from ddpexp.strategy.tensor.options import DividedLayers
 from tests.conftest import Ddpexp, Done
@@ -107,22 +108,26 @@ def test_sizes_of_several_dimensions_that_do_not_divide_are_refused(
         replace(OPTIONS, **options).check_layout(asked(), layout, micro_batches)
 
 
+def estimator(**options: Any) -> PipelineEstimator:
+    return PipelineEstimator(replace(OPTIONS, **options))
+
+
 def test_the_plan_counts_the_largest_stage() -> None:
     parameters = [Parameter("model", 100, 400, "fp32", True), Parameter("model", 200, 800, "fp32", True)]
     facts = Facts(parameters, 0, {"model": 1200}, 2400, 1000, None, None, 100, num_passes=6, blocks_bytes=[400, 800])
     layout = Layout(1, 2, "cpu", "gloo", 1)
-    assert [part.num_bytes for part in OPTIONS.memory(facts, TRAINER, layout)] == [800, 800, 1600]
-    assert [part.num_bytes for part in replace(OPTIONS, dp_shard_size=2).memory(facts, TRAINER, layout)][2] == 800
-    assert OPTIONS.moments(facts, TRAINER, layout) == {"start": 1200, "evaluation": 2800}
-    assert replace(OPTIONS, gather_in_evaluation=False).moments(facts, TRAINER, layout) == {"start": 1200}
-    assert replace(OPTIONS, init="replay").moments(facts, TRAINER, layout) == {"evaluation": 2800}
-    assert OPTIONS.kept_by_workers([100, 10], 6) == [200, 10]
-    assert replace(OPTIONS, schedule="gpipe").kept_by_workers([100, 10], 6) == [600, 60]
-    interleaved = replace(OPTIONS, schedule="interleaved", stages_per_worker=2)
+    assert [part.num_bytes for part in estimator().memory(facts, TRAINER, layout)] == [800, 800, 1600]
+    assert [part.num_bytes for part in estimator(dp_shard_size=2).memory(facts, TRAINER, layout)][2] == 800
+    assert estimator().moments(facts, TRAINER, layout) == {"start": 1200, "evaluation": 2800}
+    assert estimator(gather_in_evaluation=False).moments(facts, TRAINER, layout) == {"start": 1200}
+    assert estimator(init="replay").moments(facts, TRAINER, layout) == {"evaluation": 2800}
+    assert estimator().kept_by_workers([100, 10], 6) == [200, 10]
+    assert estimator(schedule="gpipe").kept_by_workers([100, 10], 6) == [600, 60]
+    interleaved = estimator(schedule="interleaved", stages_per_worker=2)
     assert interleaved.kept_by_workers([10, 10, 10, 10], 6) == [50, 30]
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2), nn.Tanh())
-    assert OPTIONS.blocks_bytes({"model": model}) == [160, 72]
-    assert replace(OPTIONS, split_before=(1,)).blocks_bytes({"model": model}) == [160, 72]
+    assert estimator().blocks_bytes({"model": model}) == [160, 72]
+    assert estimator(split_before=(1,)).blocks_bytes({"model": model}) == [160, 72]
 
 
 CODE = """\

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ddpexp.launch import Layout
-from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.memory import Facts, Part
 from ddpexp.strategy.options import Options
 
 
@@ -16,11 +13,7 @@ class ShardedOptions(Options):
     """Options of the strategy; free of torch."""
 
     builder: ClassVar[str] = "ddpexp_sharded.strategy:build"
+    estimator: ClassVar[str] = "ddpexp_sharded.estimator:ShardedEstimator"
 
     kind: Literal["sharded"]
     children: bool
-
-    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
-        """Return a rank's share of everything that is sharded."""
-        parts = super().memory(facts, trainer, layout)
-        return [Part(part.name, -(-(part.num_bytes or 0) // layout.world_size), "a share") for part in parts]
