@@ -42,7 +42,6 @@ from ddpexp.launch import Layout
 from ddpexp.plan.activations import measure
 from ddpexp.plan.rate_curves import curves_of
 from ddpexp.strategy.estimator import Facts, Parameter, ParamGroup
-from ddpexp.strategy.memory import Facts, Parameter, ParamGroup
 from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
 from ddpexp.system import files
