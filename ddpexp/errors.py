@@ -6,11 +6,13 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+
+Error = TypeVar("Error", bound="DdpexpError")
 
 
 class Absent(Enum):
@@ -44,14 +46,20 @@ class DdpexpError(Exception):
         key: str | None = None,
         value: Any = ABSENT,
         suggestion: str = "",
-        place: str | None = None,
+        place: object = None,
     ) -> None:
-        """Store the fields."""
+        """Store the fields; `place` as a text."""
         super().__init__(reason)
-        self.reason, self.key, self.value, self.suggestion, self.place = reason, key, value, suggestion, place
+        self.reason, self.key, self.value, self.suggestion = reason, key, value, suggestion
+        self.place = None if place is None else str(place)
 
     def __str__(self) -> str:
         return sentence(self)
+
+    @classmethod
+    def from_dict(cls: type[Error], fields: Mapping[str, str | None]) -> Error:
+        """Return the error of which `as_dict` has returned the fields."""
+        return cls(**{name: text for name, text in fields.items() if text is not None})
 
     def as_dict(self) -> dict[str, str | None]:
         """Return the fields for JSON, with the value as it is typed; None for those that are missing."""

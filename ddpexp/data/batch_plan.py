@@ -39,13 +39,15 @@ def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"]
         RefusedError: it does not split evenly; names the nearest batch size or the world sizes that do.
     """
     total, micro = global_batch_size, micro_batch_size
-    override = f"trainer.global_batch_size={total}"
+    key = "trainer.global_batch_size"
     if micro == "auto":
         if total % data_size:
             fits = _round_up(total, data_size)
             raise RefusedError(
-                f"{override} does not split over {data_size} workers. Use a multiple of {data_size}, for example "
-                f"trainer.global_batch_size={fits}."
+                f"does not split over {data_size} workers",
+                key=key,
+                value=total,
+                suggestion=f"Use a multiple of {data_size}, for example {key}={fits}.",
             )
         return BatchPlan(total, total // data_size, 1, data_size)
     one_pass = micro * data_size
@@ -53,9 +55,10 @@ def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"]
         sizes = [size for size in range(1, 65) if total % (micro * size) == 0]
         also = f" Or use {_either(sizes)} worker{'s' if sizes != [1] else ''}." if sizes and total % micro == 0 else ""
         raise RefusedError(
-            f"{override} does not split over {data_size} workers with trainer.micro_batch_size={micro} ({one_pass} a "
-            f"pass). Use a multiple of {one_pass}, for example "
-            f"trainer.global_batch_size={_round_up(total, one_pass)}.{also}"
+            f"does not split over {data_size} workers with trainer.micro_batch_size={micro} ({one_pass} a pass)",
+            key=key,
+            value=total,
+            suggestion=f"Use a multiple of {one_pass}, for example {key}={_round_up(total, one_pass)}.{also}",
         )
     return BatchPlan(total, micro, total // one_pass, data_size)
 
@@ -91,8 +94,11 @@ def check_range(
     elif not remedies:
         remedies.append("Use a smaller range of trainer.nodes.")
     raise RefusedError(
-        f"with {_listed(failing)} of trainer.nodes={nodes}: trainer.global_batch_size={total} does not split over "
-        f"{_listed([data_sizes[number] for number in failing])} workers{passes}. {' '.join(remedies)}"
+        f"does not split over {_listed([data_sizes[number] for number in failing])} workers{passes}, with "
+        f"{_listed(failing)} of trainer.nodes={nodes}",
+        key="trainer.global_batch_size",
+        value=total,
+        suggestion=" ".join(remedies),
     )
 
 

@@ -54,8 +54,10 @@ class TrainBatches:
             of_an_epoch = " of an epoch" if self.samples_per_epoch != len(self.data) else ""
             things = "training samples" if self._by_tokens is None else "batches by tokens"
             raise RefusedError(
-                f"trainer.global_batch_size={self.plan.global_batch_size} is more than the "
-                f"{self.samples_per_epoch} {things}{of_an_epoch}. Use at most {self.samples_per_epoch}."
+                f"is more than the {self.samples_per_epoch} {things}{of_an_epoch}",
+                key="trainer.global_batch_size",
+                value=self.plan.global_batch_size,
+                suggestion=f"Use at most {self.samples_per_epoch}.",
             )
 
     @cached_property

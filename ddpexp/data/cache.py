@@ -173,8 +173,8 @@ def in_first(bases: Sequence[Path], act: Callable[[Path], T], space: str = "abou
         except OSError as error:
             problems.append(f"{base}: {reason_with_limit(error, base)}")
     raise RefusedError(
-        f"the data could not be written ({'; '.join(problems)}), and training reads it from there: "
-        f"free {space}, or set XDG_CACHE_HOME to a folder that can be written"
+        f"the data could not be written ({'; '.join(problems)}), and training reads it from there",
+        suggestion=f"Free {space}, or set XDG_CACHE_HOME to a folder that can be written.",
     )
 
 
@@ -348,7 +348,9 @@ def _caches_folder(base: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         os.mkdir(caches)
     if not stat.S_ISDIR(os.lstat(caches).st_mode):
-        raise RefusedError(f"{caches} is a link or a file, and writing there could change something else: remove it")
+        raise RefusedError(
+            "is a link or a file, and writing there could change something else", suggestion="Remove it.", place=caches
+        )
     for entry in os.scandir(caches):
         with contextlib.suppress(OSError):
             if entry.name.startswith(_TEMP) and time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_AFTER:

@@ -81,16 +81,20 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
     for name, one in parts.items():
         if one.whole_set.num_bytes is None:
             raise RefusedError(
-                f"data.on_device=true: `{name}` is a {kind_of(one.whole_set)}, which cannot be moved to a device. "
-                "Return ddpexp.data.datasets.Arrays, give it num_bytes and to(device) (ddpexp.data.base.IndexData), or "
-                "leave data.on_device=false."
+                f"`{name}` is a {kind_of(one.whole_set)}, which cannot be moved to a device",
+                key="data.on_device",
+                value=True,
+                suggestion="Return ddpexp.data.datasets.Arrays, give it num_bytes and to(device) "
+                "(ddpexp.data.base.IndexData), or leave data.on_device=false.",
             )
     if device.type == "cuda":
         size, (free, _) = device_bytes(splits), torch.cuda.mem_get_info(device)
         if size > free:
             raise RefusedError(
-                f"data.on_device=true: the samples take {size / 1e9:,.1f} GB, and of GPU {device.index} "
-                f"{free / 1e9:,.1f} GB are free. Leave data.on_device=false."
+                f"The samples take {size / 1e9:,.1f} GB, and of GPU {device.index} {free / 1e9:,.1f} GB are free",
+                key="data.on_device",
+                value=True,
+                suggestion="Leave data.on_device=false.",
             )
     there = {id(whole): whole.to(device) for whole in _wholes(splits)}
     train, *evals = (one.part_of(there[id(one.whole_set)], device) for one in parts.values())
@@ -162,7 +166,8 @@ def select(data: IndexData, order: Order, offset: int, length: int, key: str) ->
     selected = data.select(order(np.arange(offset, offset + length)))
     if selected is None:
         raise RefusedError(
-            f"{key}: `train` is a {kind_of(data)} with a training order of its own, of which no part can be taken. "
-            "Leave the key out, or give the set a method select(indices) (ddpexp.data.base.IndexData)."
+            f"`train` is a {kind_of(data)} with a training order of its own, of which no part can be taken",
+            key=key,
+            suggestion="Leave the key out, or give the set a method select(indices) (ddpexp.data.base.IndexData).",
         )
     return selected

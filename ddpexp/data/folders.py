@@ -43,21 +43,31 @@ def data_folder(root: str | None, files: str, source: str) -> Path:
         variable = os.environ.get("DDPEXP_DATA", "")
         folder = Path(os.path.abspath(os.path.expanduser(variable))) if variable else user_cache()
     elif not root or "\0" in root:
-        raise RefusedError(f"data.root={root!r} names no folder: set data.root to the folder with {files}.")
+        raise RefusedError(
+            "names no folder", key="data.root", value=root, suggestion=f"Set data.root to the folder with {files}."
+        )
     else:
         folder = Path(os.path.abspath(os.path.expanduser(root)))
     try:
         if not stat.S_ISDIR(os.stat(folder).st_mode):
-            raise RefusedError(f"data.root={folder} is not a folder: set data.root to the folder with {files}.")
+            raise RefusedError(
+                "is not a folder",
+                key="data.root",
+                value=folder,
+                suggestion=f"Set data.root to the folder with {files}.",
+            )
     except FileNotFoundError:
         if root is not None and source == "auto":
             raise RefusedError(
-                f"data.root={folder} does not exist: set data.root to the folder with {files}, or set "
-                "data.source=download to download to a new folder."
+                "does not exist",
+                key="data.root",
+                value=folder,
+                suggestion=f"Set data.root to the folder with {files}, or set data.source=download to "
+                "download to a new folder.",
             ) from None
     except OSError as error:
         raise RefusedError(
-            f"data.root={folder} cannot be used ({error.strerror}): set data.root to a folder."
+            f"cannot be used ({error.strerror})", key="data.root", value=folder, suggestion="Set data.root to a folder."
         ) from None
     return folder
 

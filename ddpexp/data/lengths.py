@@ -99,12 +99,15 @@ def checked_lengths(values: Any, num_samples: int | None, key: str) -> NDArray[A
     lengths = as_numbers(values, key)
     if num_samples is not None and len(lengths) != num_samples:
         raise RefusedError(
-            f"{key} gives {len(lengths):,} lengths for {num_samples:,} training samples: give one for each, also for "
-            "those that are held out."
+            f"gives {len(lengths):,} lengths for {num_samples:,} training samples",
+            key=key,
+            suggestion="Give one for each, also for those that are held out.",
         )
     wrong = np.flatnonzero(~(lengths >= 0) | np.isinf(lengths))
     if wrong.size:
-        raise RefusedError(f"{key}: the length of sample {wrong[0]} is {lengths[wrong[0]]:g}. Use 0 or more.")
+        raise RefusedError(
+            f"The length of sample {wrong[0]} is {lengths[wrong[0]]:g}", key=key, suggestion="Use 0 or more."
+        )
     return lengths
 
 

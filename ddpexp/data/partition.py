@@ -108,12 +108,16 @@ def _spread(labels: NDArray[Any]) -> Table:
 def _grouped(groups: NDArray[Any], folds: int, labels: NDArray[Any] | None) -> NDArray[np.int64]:
     """Return the fold of each sample: groups from the largest to the smallest, each to the fold that lacks it most."""
     names, number = np.unique(groups, return_inverse=True)
+    if len(names) == 1:
+        raise RefusedError(
+            "gives one group, which is not divided", key="data.group_by", suggestion="Group by something that differs."
+        )
     if len(names) < folds:
         raise RefusedError(
-            f"data.folds={folds}: data.group_by gives {len(names)} groups, and none is divided. Use data.folds="
-            f"{len(names)} or fewer."
-            if len(names) > 1
-            else "data.group_by gives one group, which is not divided: group by something that differs."
+            f"is more than the {len(names)} groups of data.group_by, and a group is not divided",
+            key="data.folds",
+            value=folds,
+            suggestion=f"Use data.folds={len(names)} or fewer.",
         )
     classes = np.zeros(len(groups), np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
     table = np.zeros((len(names), classes.max() + 1))

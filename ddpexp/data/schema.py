@@ -70,7 +70,7 @@ class Schema:
             return cls(**given)
         except (TypeError, ValueError, AttributeError) as error:
             raise RefusedError(
-                f"the schema of the data, in the record of a run or a cache, is damaged: {error}."
+                f"is damaged: {error}", place="the schema of the data, in the record of a run or a cache"
             ) from None
 
     def as_json(self) -> dict[str, Any]:

@@ -238,13 +238,15 @@ class StreamBatches:
     def _ended(self, shard: _Shard, step: int, num_steps: int) -> DdpexpError:
         if not shard.samples:
             return DdpexpError(
-                f"shard {shard.index} of {shard.count} of the stream `train` has no samples: there is a shard for each "
-                "micro-batch of the global batch. Use a larger trainer.micro_batch_size, or data in more parts."
+                f"shard {shard.index} of {shard.count} of the stream `train` has no samples: there is a shard "
+                "for each micro-batch of the global batch",
+                suggestion="Use a larger trainer.micro_batch_size, or data in more parts.",
             )
         whole = f"Use trainer.max_steps={step}, or start its shards over" if step else "Start its shards over"
         return DdpexpError(
             f"the stream `train` has ended before step {step + 1:,} of {num_steps:,}: its shard {shard.index} of "
-            f"{shard.count} has {shard.samples:,} samples. {whole} with Stream(..., repeat=True)."
+            f"{shard.count} has {shard.samples:,} samples",
+            suggestion=f"{whole} with Stream(..., repeat=True).",
         )
 
     def state(self) -> dict[str, Any]:
@@ -262,9 +264,10 @@ class StreamBatches:
         """
         if not self.is_restorable:
             raise RefusedError(
-                f"{where} cannot be resumed from: the stream `train` cannot restore its position ("
-                f"{self._kind()} has no state_dict and load_state_dict), and would begin again with its first samples. "
-                "Start a new run with another run.dir."
+                f"cannot be resumed from: the stream `train` cannot restore its position ({self._kind()} has "
+                "no state_dict and load_state_dict), and would begin again with its first samples",
+                suggestion="Start a new run with another run.dir.",
+                place=where,
             )
         missing = {str(index): shard for index, shard in zip(self.own, self.shards, strict=True)}
         for state in states:
@@ -272,22 +275,25 @@ class StreamBatches:
             if not isinstance(found, Mapping):
                 continue
             if state.get("num_shards") != self.num_shards:
-                raise RefusedError(self._other_shards(state, where))
+                raise self._other_shards(state, where)
             for index in [index for index in missing if index in found]:
                 missing.pop(index).restore(found[index])
             if not missing:
                 return
         raise RefusedError(
-            f"{where} holds no position of {_shards_text(list(map(int, missing)))} of the stream `train`: start a new "
-            "run with another run.dir."
+            f"holds no position of {_shards_text(list(map(int, missing)))} of the stream `train`",
+            suggestion="Start a new run with another run.dir.",
+            place=where,
         )
 
-    def _other_shards(self, state: Mapping[str, Any], where: str) -> str:
+    def _other_shards(self, state: Mapping[str, Any], where: str) -> RefusedError:
         micro = state.get("micro_batch_size")
-        return (
-            f"{where} holds the positions of {state.get('num_shards')} shards of the stream `train`, one for each "
+        return RefusedError(
+            f"holds the positions of {state.get('num_shards')} shards of the stream `train`, one for each "
             f"micro-batch of {micro}, and this start reads {self.num_shards}, in micro-batches of "
-            f"{self.plan.micro_batch_size}: type trainer.micro_batch_size={micro} to resume."
+            f"{self.plan.micro_batch_size}",
+            suggestion=f"Type trainer.micro_batch_size={micro} to resume.",
+            place=where,
         )
 
     def warning(self) -> str | None:

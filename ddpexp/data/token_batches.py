@@ -148,9 +148,10 @@ def by_tokens(lengths: NDArray[np.float64], most_tokens: int) -> ByTokens:
     longest = int(lengths.argmax())
     if lengths[longest] > most_tokens:
         raise RefusedError(
-            f"data.batch_tokens={most_tokens} is less than the {lengths[longest]:g} tokens of training sample "
-            f"{longest}, which no batch could hold: use data.batch_tokens={int(np.ceil(lengths[longest]))} or more, or "
-            "cut it."
+            f"is less than the {lengths[longest]:g} tokens of training sample {longest}, which no batch could hold",
+            key="data.batch_tokens",
+            value=most_tokens,
+            suggestion=f"Use data.batch_tokens={int(np.ceil(lengths[longest]))} or more, or cut it.",
         )
     return ByTokens(lengths, most_tokens)
 

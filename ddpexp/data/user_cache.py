@@ -17,5 +17,7 @@ def user_cache() -> Path:
     if not os.path.isabs(home):
         home = os.path.expanduser("~/.cache")
     if not os.path.isabs(home):
-        raise RefusedError("the user's cache folder is unknown, as HOME is not set: set XDG_CACHE_HOME to a folder")
+        raise RefusedError(
+            "the user's cache folder is unknown, as HOME is not set", suggestion="Set XDG_CACHE_HOME to a folder."
+        )
     return Path(home, "ddpexp")

@@ -158,11 +158,16 @@ def read_values(path: str, key: str) -> NDArray[Any]:
             lines = [line.strip().strip('"') for line in text.splitlines() if line.strip()]
             values = np.array(lines[1:] if file.suffix == ".csv" and lines and not _is_number(lines[0]) else lines)
     except OSError as error:
-        raise RefusedError(f"{key}={path} cannot be read: {error.strerror or error}.") from None
+        raise RefusedError(f"cannot be read: {error.strerror or error}", key=key, value=path) from None
     except (ValueError, EOFError) as error:
-        raise RefusedError(f"{key}={path} is not an array of numbers stored by numpy.save ({error}).") from None
+        raise RefusedError(f"is not an array of numbers stored by numpy.save ({error})", key=key, value=path) from None
     if values.ndim != 1:
-        raise RefusedError(f"{key}={path} holds an array of shape {values.shape}: store one value for each sample.")
+        raise RefusedError(
+            f"holds an array of shape {values.shape}",
+            key=key,
+            value=path,
+            suggestion="Store one value for each sample.",
+        )
     return values
 
 
@@ -179,7 +184,7 @@ def as_numbers(values: Any, key: str) -> NDArray[np.float64]:
                 raise ValueError(f"the value of sample {wrong} is {str(array.flat[wrong])!r}")
         return array.astype(np.float64)
     except (ValueError, TypeError) as error:
-        raise RefusedError(f"{key} holds something other than numbers: {error}.") from None
+        raise RefusedError(f"holds something other than numbers: {error}", key=key) from None
 
 
 def checked_weights(values: Any, num_samples: int | None, key: str) -> NDArray[np.float64]:
@@ -191,16 +196,19 @@ def checked_weights(values: Any, num_samples: int | None, key: str) -> NDArray[n
     weights = as_numbers(values, key)
     if weights.ndim != 1 or (num_samples is not None and len(weights) != num_samples):
         raise RefusedError(
-            f"{key} gives {len(weights) if weights.ndim == 1 else f'an array of shape {weights.shape}'} "
-            f"{'weights ' if weights.ndim == 1 else ''}for {num_samples:,} training samples: give one for each, also "
-            "for those that are held out."
+            f"gives {len(weights) if weights.ndim == 1 else f'an array of shape {weights.shape}'} "
+            f"{'weights ' if weights.ndim == 1 else ''}for {num_samples:,} training samples",
+            key=key,
+            suggestion="Give one for each, also for those that are held out.",
         )
     wrong = np.flatnonzero(~(weights >= 0) | np.isinf(weights))
     if wrong.size:
-        raise RefusedError(f"{key}: the weight of sample {wrong[0]} is {weights[wrong[0]]:g}. Use 0 or more.")
+        raise RefusedError(
+            f"The weight of sample {wrong[0]} is {weights[wrong[0]]:g}", key=key, suggestion="Use 0 or more."
+        )
     if not weights.any():
         raise RefusedError(
-            f"{key}: all weights are 0, so there is nothing to draw. Give some samples a weight above 0."
+            "All weights are 0, so there is nothing to draw", key=key, suggestion="Give some samples a weight above 0."
         )
     return weights
 
@@ -212,7 +220,9 @@ def checked_groups(values: NDArray[Any], num_samples: int | None, name: str) -> 
         RefusedError: they are not one for each sample.
     """
     if num_samples is not None and len(values) != num_samples:
-        raise RefusedError(f"data.group_by={name} gives {len(values):,} values for {num_samples:,} training samples.")
+        raise RefusedError(
+            f"gives {len(values):,} values for {num_samples:,} training samples", key="data.group_by", value=name
+        )
     return values
 
 

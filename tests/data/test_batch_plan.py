@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
 from ddpexp.data.batch_plan import BatchPlan, check_range, plan_batches
 from ddpexp.errors import RefusedError
+from tests.refusals import is_about, refused
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -19,28 +23,23 @@ def test_the_global_batch_is_micro_times_accumulation_times_world(size: int) -> 
     [
         (
             100, "auto", 8,
-            "trainer.global_batch_size=100 does not split over 8 workers. "
-            "Use a multiple of 8, for example trainer.global_batch_size=104.",
+            "trainer.global_batch_size=100: multiple",
         ),
         (
             3, "auto", 4,
-            "trainer.global_batch_size=3 does not split over 4 workers. "
-            "Use a multiple of 4, for example trainer.global_batch_size=4.",
+            "trainer.global_batch_size=3",
         ),
         (
             96, 16, 4,
-            "trainer.global_batch_size=96 does not split over 4 workers with trainer.micro_batch_size=16 (64 a pass). "
-            "Use a multiple of 64, for example trainer.global_batch_size=128. Or use 1, 2, 3 or 6 workers.",
+            "trainer.global_batch_size=96",
         ),
         (
             100, 16, 2,
-            "trainer.global_batch_size=100 does not split over 2 workers with trainer.micro_batch_size=16 (32 a pass). "
-            "Use a multiple of 32, for example trainer.global_batch_size=128.",
+            "trainer.global_batch_size=100: pass",
         ),
         (
             8, 8, 2,
-            "trainer.global_batch_size=8 does not split over 2 workers with trainer.micro_batch_size=8 (16 a pass). "
-            "Use a multiple of 16, for example trainer.global_batch_size=16. Or use 1 worker.",
+            "trainer.global_batch_size=8",
         ),
     ],
 )  # fmt: skip
@@ -49,7 +48,7 @@ def test_a_batch_that_does_not_split_is_refused_with_what_does(
 ) -> None:
     with pytest.raises(RefusedError) as caught:
         plan_batches(total, micro, size)
-    assert str(caught.value) == sentence
+    assert is_about(caught.value, sentence)
 
 
 def test_every_size_that_a_refusal_names_splits() -> None:
@@ -76,45 +75,26 @@ def test_one_sample_a_step_is_a_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "micro", "per_machine", "nodes", "sentence"),
+    ("total", "micro", "per_machine", "nodes", "overrides"),
     [
-        (
-            64, "auto", 1, "1:4",
-            "with 3 of trainer.nodes=1:4: trainer.global_batch_size=64 does not split over 3 workers. Use a multiple "
-            "of 12, which splits over every number of machines in the range, for example trainer.global_batch_size=72. "
-            "Or use a smaller range, such as trainer.nodes=1:2.",
-        ),
-        (
-            64, "auto", 8, "1:6",
-            "with 3, 5 and 6 of trainer.nodes=1:6: trainer.global_batch_size=64 does not split over 24, 40 and 48 "
-            "workers. Use a multiple of 480, which splits over every number of machines in the range, for example "
-            "trainer.global_batch_size=480. Or use a smaller range, such as trainer.nodes=1:2.",
-        ),
-        (
-            64, 16, 2, "2:3",
-            "with 3 of trainer.nodes=2:3: trainer.global_batch_size=64 does not split over 6 workers with "
-            "trainer.micro_batch_size=16. Use a multiple of 192, which splits over every number of machines in the "
-            "range, for example trainer.global_batch_size=192. Or use a smaller range, such as trainer.nodes=2.",
-        ),
-        (
-            128, "auto", 1, "1:32",
-            "with 3, 5, 6, 7, 9, 10, 11, 12 and 18 more of trainer.nodes=1:32: trainer.global_batch_size=128 does not "
-            "split over 3, 5, 6, 7, 9, 10, 11, 12 and 18 more workers. Use a smaller range, such as trainer.nodes=1:2.",
-        ),
+        (64, "auto", 1, "1:4", ["trainer.global_batch_size=72", "trainer.nodes=1:2"]),
+        (64, "auto", 8, "1:6", ["trainer.global_batch_size=480", "trainer.nodes=1:2"]),
+        (64, 16, 2, "2:3", ["trainer.global_batch_size=192", "trainer.nodes=2"]),
+        (128, "auto", 1, "1:32", ["trainer.nodes=1:2"]),
     ],
-)  # fmt: skip
+)
 def test_for_a_range_of_machines_a_batch_is_named_that_splits_over_all_of_them(
-    total: int, micro: int, per_machine: int, nodes: str, sentence: str
+    total: int, micro: Any, per_machine: int, nodes: str, overrides: list[str]
 ) -> None:
     first, last = map(int, nodes.split(":"))
     sizes = {number: number * per_machine for number in range(first, last + 1)}
-    with pytest.raises(RefusedError) as caught:
+    with refused(f"trainer.global_batch_size={total}: trainer.nodes={nodes}") as caught:
         check_range(total, micro, sizes, nodes)
-    assert str(caught.value) == sentence
-    if "for example" in sentence:
-        better = int(sentence.split("trainer.global_batch_size=")[2].split(".")[0])
+    assert re.findall(r"trainer\.\w+=[\d:]*\d", caught.value.suggestion) == overrides
+    if len(overrides) > 1:
+        better = int(overrides[0].partition("=")[2])
         for size in sizes.values():
             assert plan_batches(better, micro, size).global_batch_size == better
-    narrower = sentence.rsplit("trainer.nodes=", 1)[1].removesuffix(".")
+    narrower = overrides[-1].partition("=")[2]
     for number in range(first, int(narrower.split(":")[-1]) + 1):
         assert plan_batches(total, micro, sizes[number]).global_batch_size == total

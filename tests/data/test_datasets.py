@@ -12,6 +12,7 @@ from ddpexp.data.adapters import MapStyle
 from ddpexp.data.datasets import Arrays, IndexData, Splits, Subset, choose_samples, hold_out, on_device
 from ddpexp.data.order import Order
 from ddpexp.errors import RefusedError
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 
@@ -74,7 +75,7 @@ def test_rows_that_lie_on_the_device_are_the_same_also_of_a_part_of_a_part() -> 
 
 
 def test_what_cannot_lie_on_the_device_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"data\.on_device=true: `eval` is a TensorDataset, which cannot be moved"):
+    with refused("data.on_device=true"):
         on_device(Splits(numbers(4), {"eval": MapStyle(TensorDataset(torch.arange(3)))}), CPU)
 
 
@@ -105,7 +106,7 @@ def test_a_part_of_a_set_with_its_own_order_keeps_an_order_of_its_own() -> None:
 
 
 def test_a_set_with_its_own_order_and_no_parts_is_not_divided() -> None:
-    with pytest.raises(RefusedError, match=r"data\.validation_fraction=0\.3: `train` is a Pairs with a training order"):
+    with refused("data.validation_fraction=0.3"):
         hold_out(Pairs([torch.arange(10)]), 0.3)
     with pytest.raises(RefusedError, match=r"trainer\.limit_train_samples=4: `train`"):
         choose_samples(Pairs([torch.arange(10)]), 4)

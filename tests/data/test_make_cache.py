@@ -13,8 +13,8 @@ import pytest
 
 from ddpexp.data import cache
 from ddpexp.data.npy import write_file
-from ddpexp.errors import RefusedError
 from tests.conftest import PATIENCE
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -102,9 +102,9 @@ def test_full_disk_in_the_middle_is_one_sentence_and_leaves_nothing(tmp_path: Pa
         if part == 1:
             raise OSError(28, os.strerror(28))
 
-    with pytest.raises(RefusedError, match=r"No space left on device.*free 40 GB, or set XDG_CACHE_HOME") as refused:
+    with refused("space") as caught:
         cache.make_cache([tmp_path / "data", home], "photos", Filling(full), space="40 GB")
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
     assert not os.listdir(tmp_path / "data" / cache.CACHES) + os.listdir(home / cache.CACHES)
 
 

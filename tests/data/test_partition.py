@@ -7,7 +7,7 @@ import pytest
 
 from ddpexp.data.order import Permutation
 from ddpexp.data.partition import fold_parts, fraction_parts
-from ddpexp.errors import RefusedError
+from tests.refusals import refused
 
 LABELS = np.array([0] * 700 + [1] * 250 + [2] * 50)
 GROUPS = np.array([f"patient {number * number % 37}" for number in range(1000)])
@@ -52,9 +52,7 @@ def test_a_fraction_by_groups_divides_no_group() -> None:
     assert 150 < len(held) < 250
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"), [([0, 1, 2], r"data\.folds=5: data\.group_by gives 3 groups"), ([1], "one group")]
-)
+@pytest.mark.parametrize(("groups", "message"), [([0, 1, 2], "data.folds=5"), ([1], "data.group_by")])
 def test_fewer_groups_than_folds_are_refused(groups: list[int], message: str) -> None:
-    with pytest.raises(RefusedError, match=message):
+    with refused(message):
         fold_parts(30, 0, 5, None, np.array(groups * (30 // len(groups))))

@@ -19,9 +19,10 @@ from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Arrays, Splits, hold_out
 from ddpexp.data.transforms import Transformed
 from ddpexp.distributed.world import World
-from ddpexp.errors import CodeError, RefusedError
+from ddpexp.errors import CodeError
 from ddpexp.train.choose_samples import arrange
 from ddpexp.train.transform_samples import own_arguments
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 0, 1, 1, CPU)
@@ -162,20 +163,24 @@ def test_functions_get_the_sample_and_their_keys_and_classes_are_built() -> None
         (
             Arrays([torch.arange(60)]),
             [f"data.transform={{_target_: {__name__}.noisy}}"],
-            "`train` is a Arrays, which does not load single",
+            "data.transform",
         ),
-        (Items(), ["data.transform=flip"], r"data\.transform=flip: name a function or class"),
-        (Items(), [f"data.transform={{_target_: {__name__}.Items}}"], "makes a Items, which cannot be called"),
+        (Items(), ["data.transform=flip"], "data.transform=flip"),
+        (
+            Items(),
+            [f"data.transform={{_target_: {__name__}.Items}}"],
+            "data.transform._target_=tests.data.test_transforms.Items",
+        ),
         (
             Items(),
             [f"data.collate={{_target_: {__name__}.listed}}", "data.on_device=true"],
-            r"data\.on_device=true: data\.transform",
+            "data.on_device=true",
         ),
-        (Items(), ["data.transform={_target_: os.getcwd}"], r"data\.transform\._target_=os\.getcwd"),
+        (Items(), ["data.transform={_target_: os.getcwd}"], "data.transform._target_=os.getcwd"),
     ],
 )
 def test_what_cannot_be_a_transform_is_refused(data: Any, overrides: list[str], message: str) -> None:
-    with pytest.raises(RefusedError, match=message):
+    with refused(message):
         arranged(data, *overrides)
 
 

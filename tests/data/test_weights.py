@@ -11,7 +11,7 @@ import pytest
 
 from ddpexp.data.order import Permutation
 from ddpexp.data.weights import Passes, Weighted, checked_weights, class_balanced, read_values
-from ddpexp.errors import RefusedError
+from tests.refusals import refused
 
 
 def drawn(order: Any, seed: int = 0, epoch: int = 0) -> np.ndarray:
@@ -102,25 +102,25 @@ def test_a_byte_order_mark_is_no_value(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([1, -2, 3], r"w: the weight of sample 1 is -2\. Use 0 or more\."),
-        ([1, 2, float("nan")], r"w: the weight of sample 2 is nan"),
-        ([1, 2, float("inf")], r"w: the weight of sample 2 is inf"),
-        ([0, 0, 0], "w: all weights are 0"),
-        ([1, 2], "w gives 2 weights for 3 training samples: give one for each"),
-        ([[1, 2]], r"w gives an array of shape \(1, 2\) for 3 training samples"),
-        (["a", "b", "c"], "w holds something other than numbers: the value of sample 0 is 'a'."),
-        (["1", "1_0", "3"], "w holds something other than numbers: the value of sample 1 is '1_0'."),
-        (["1", "2", "٣"], "w holds something other than numbers: the value of sample 2 is '٣'."),
+        ([1, -2, 3], "w: weight"),
+        ([1, 2, float("nan")], "w: weight"),
+        ([1, 2, float("inf")], "w: weight"),
+        ([0, 0, 0], "w: weights"),
+        ([1, 2], "w: weights"),
+        ([[1, 2]], "w: shape"),
+        (["a", "b", "c"], "w: value"),
+        (["1", "1_0", "3"], "w: value"),
+        (["1", "2", "٣"], "w: value"),
     ],
 )
 def test_weights_that_mean_nothing_are_refused(values: Any, message: str) -> None:
-    with pytest.raises(RefusedError, match=message):
+    with refused(message):
         checked_weights(values, 3, "w")
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"data\.weights=.*w\.npy cannot be read: No such file"):
+    with refused("data.weights: cannot"):
         read_values(str(tmp_path / "w.npy"), "data.weights")
     (tmp_path / "w.npy").write_bytes(b"garbage")
-    with pytest.raises(RefusedError, match="is not an array of numbers"):
+    with refused("data.weights: array"):
         read_values(str(tmp_path / "w.npy"), "data.weights")

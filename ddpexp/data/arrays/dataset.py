@@ -12,12 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddpexp.data.arrays.store import changed
+from ddpexp.data.arrays.store import check_unchanged
 from ddpexp.data.base import LABELS, IndexData
 from ddpexp.data.datasets import Splits
 from ddpexp.data.schema import Schema
 from ddpexp.distributed.transfers import moved, rows
-from ddpexp.errors import RefusedError
 
 _WIDE = (torch.float64, torch.int64, torch.int32)  # numbers that float32 may not hold
 
@@ -31,8 +30,7 @@ def load(prepared: Mapping[str, Any]) -> Splits:
     Raises:
         RefusedError: a file has changed since.
     """
-    if problem := changed(prepared["sources"]):
-        raise RefusedError(problem)
+    check_unchanged(prepared["sources"])
     schema = Schema.read(prepared["schema"])
     scale = _vector(schema.mean), _vector(schema.std)
     if divisor := prepared.get("divisor"):

@@ -70,7 +70,7 @@ def encode(part: Part, table: Table, options: Options, schema: Schema | None) ->
             column.add(values)
         row += len(block[0])
     if row == 1:
-        raise RefusedError(f"{part.source} has no rows below its header.")
+        raise RefusedError("has no rows below its header", key=part.source.key, value=part.source.path)
     groups = raw.pop() if table.group_by is not None else None
     codes = np.unique(np.asarray(groups.values()), return_inverse=True)[1] if groups is not None else None
     columns = combined(readers, options.dtype, schema, may_have_index=part.inputs is None)
@@ -100,19 +100,24 @@ def _declared(part: Part, table: Table, options: Options) -> tuple[Field, ...]:
     for key, listed in (("data.columns", options.columns), ("data.missing", options.missing)):
         if (unknown := next((name for name in listed if name not in names), None)) is not None:
             raise RefusedError(
-                f"{key} names {unknown}, but {part.source} has no such column: it has "
-                f"{first_few(table.reader.names, 10)}."
+                f"names {unknown}, but {part.source} has no such column: it has {first_few(table.reader.names, 10)}",
+                key=key,
             )
     if (
         both := next((name for name in options.dropped if name in (*(part.inputs or ()), *table.targets)), None)
     ) is not None:
         raise RefusedError(
-            f"data.columns.{both}=drop leaves out a column that data.inputs or data.targets names: choose one."
+            "leaves out a column that data.inputs or data.targets names",
+            key=f"data.columns.{both}",
+            value="drop",
+            suggestion="Choose one.",
         )
     if (wrong := next((name for name in options.missing if name not in table.inputs), None)) is not None:
         raise RefusedError(
-            f"data.missing names {wrong}, but this column is not an input: missing targets are not filled, "
-            "since a model would learn what was put there. Leave the rows out."
+            f"names {wrong}, but this column is not an input: missing targets are not filled, since a model "
+            "would learn what was put there",
+            key="data.missing",
+            suggestion="Leave the rows out.",
         )
     fields = []
     for name in table.inputs:
@@ -142,14 +147,16 @@ def _check(reader: Reader, numbers: NDArray[Any], dtype: str) -> None:
         return
     if dtype == "int64":
         wrong = numbers != np.floor(numbers)
-        problem, advice = "which data.dtype=int64 would cut off", "use data.dtype=float32"
+        problem, advice = "which data.dtype=int64 would cut off", "Use data.dtype=float32."
     else:
         with np.errstate(over="ignore"):
             wrong = np.isinf(numbers.astype(dtype))
-        problem, advice = f"which is too large for data.dtype={dtype}", "correct it, or use data.dtype=float64"
+        problem, advice = f"which is too large for data.dtype={dtype}", "Correct it, or use data.dtype=float64."
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
-        raise RefusedError(f"{reader.where} holds {numbers[row]:g} in row {row + 1:,}, {problem}: {advice}.")
+        raise RefusedError(
+            f"holds {numbers[row]:g} in row {row + 1:,}, {problem}", suggestion=advice, place=reader.where
+        )
 
 
 def _joined(columns: Sequence[NDArray[Any]], dtype: str) -> NDArray[Any]:

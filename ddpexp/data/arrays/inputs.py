@@ -101,8 +101,10 @@ class Reader:
         elif (row := next((row for row, name in enumerate(names, 1) if is_missing(name, False)), None)) is not None:
             holds = "is empty" if not names[row - 1] else f"holds {names[row - 1]!r}"
             raise RefusedError(
-                f"{self.where} {holds} in row {row:,}, where a category is needed: leave the row out, or make it a "
-                f"category of its own{_key(self.column.name, 'category', 'missing')}."
+                f"{holds} in row {row:,}, where a category is needed",
+                suggestion="Leave the row out, or make it a category of its own"
+                f"{_key(self.column.name, 'category', 'missing')}.",
+                place=self.where,
             )
         categories = self.column.categories or self._categories(names)
         found = replace(self.column, kind="category", categories=categories)
@@ -117,8 +119,9 @@ class Reader:
         found = sorted({*names, *([str(self.column.missing)] if self.column.missing is not None else [])})
         if len(found) > _MOST_CATEGORIES:
             raise RefusedError(
-                f"{self.where} holds {len(found):,} different names, and each would be a category, of at most "
-                f"{_MOST_CATEGORIES:,}: leave the column out{_key(self.column.name, 'drop')}."
+                f"holds {len(found):,} different names, and each would be a category, of at most {_MOST_CATEGORIES:,}",
+                suggestion=f"Leave the column out{_key(self.column.name, 'drop')}.",
+                place=self.where,
             )
         return tuple(found)
 
@@ -130,18 +133,22 @@ def field_of(name: str, kind: Kind, missing: Mapping[str, str | float], dtype: s
     rule, key = missing[name], f"data.missing.{name}={missing[name]}"
     if kind in ("category", "text"):
         if rule in STATISTICS:
-            raise RefusedError(f"{key}: column {name} holds names, which have no {rule}: use category, or a name.")
+            raise RefusedError(
+                f"Column {name} holds names, which have no {rule}", key=key, suggestion="Use category, or a name."
+            )
         return Field(name, kind, missing=OWN_CATEGORY if rule == "category" else str(rule))
     if rule in STATISTICS:
         if dtype == "int64":
-            raise RefusedError(f"{key}: a {rule} may be no whole number, which data.dtype=int64 needs: use a number.")
+            raise RefusedError(
+                f"A {rule} may be no whole number, which data.dtype=int64 needs", key=key, suggestion="Use a number."
+            )
         return Field(name, kind, missing=str(rule))
     if kind == "date" and isinstance(rule, str):
         found, wrong = days_of([rule])
         if wrong is None and not np.isnan(found[0]):
             return Field(name, kind, missing=float(found[0]))
     if isinstance(rule, str):
-        raise RefusedError(f"{key}: column {name} holds {kind}s: use mean, median, or a {kind}.")
+        raise RefusedError(f"Column {name} holds {kind}s", key=key, suggestion=f"Use mean, median, or a {kind}.")
     return Field(name, kind, missing=float(rule))
 
 

@@ -69,7 +69,9 @@ def prepare(
         group_by = None  # a file with a value for each sample, or no column
     options = options_of(target_type, classes, dtype, group_by, columns, missing, delimiter)
     if parts[0].source.kind not in TABLES and (key := next((key for key in _OF_TABLES if getattr(options, key)), None)):
-        raise RefusedError(f"data.{key} is for tables, and {parts[0].source} holds arrays: leave it out.")
+        raise RefusedError(
+            f"is for tables, and {parts[0].source} holds arrays", key=f"data.{key}", suggestion="Leave it out."
+        )
     return described(parts, options, standardize, schema)
 
 
@@ -85,7 +87,7 @@ def options_of(
     """Return what the options declare of columns. Raises: RefusedError."""
     delimiter = _DELIMITERS.get(str(delimiter), delimiter)
     if delimiter is not None and len(delimiter) != 1:
-        raise RefusedError(f"data.delimiter={delimiter}: use one character, or tab.")
+        raise RefusedError(key="data.delimiter", value=delimiter, suggestion="Use one character, or tab.")
     names = tuple(map(str, classes)) if classes is not None else None
     return Options(target_type, names, dtype, group_by, dict(columns or {}), dict(missing or {}), delimiter)
 
@@ -100,8 +102,10 @@ def described(
     decided = Schema.read(record["schema"])
     if standardize and len(decided.shape) != 1:
         raise RefusedError(
-            f"data.standardize=true is for rows of numbers, and a sample of {sources[0]} has the shape "
-            f"{list(decided.shape)}: use data.standardize=false, and normalize in the model."
+            f"is for rows of numbers, and a sample of {sources[0]} has the shape {list(decided.shape)}",
+            key="data.standardize",
+            value=True,
+            suggestion="Use data.standardize=false, and normalize in the model.",
         )
     shown = Schema.read(schema) if schema is not None else decided
     num_train, num_test = (record["parts"].get(name, {}).get("samples", 0) for name in ("train", "eval"))
@@ -155,12 +159,18 @@ def parts_of(
 ) -> list[Part]:
     """Return the parts that the options name; one without names of its own has those of the training part."""
     if not path:
-        raise RefusedError("data.path is not set: name the file to train on, a .csv, .parquet, .npy or .npz file.")
+        raise RefusedError(
+            "is not set", key="data.path", suggestion="Name the file to train on, a .csv, .parquet, .npy or .npz file."
+        )
     parts = [part_of("train", path, inputs, targets, target_type)]
     kind = parts[0].source.kind
     if eval_path or eval_inputs or (eval_targets and kind != ".npy"):
         if kind == ".npy" and target_type != "none" and not eval_targets:
-            raise RefusedError("data.eval_targets is not set: name the .npy file with the targets of data.eval_path.")
+            raise RefusedError(
+                "is not set",
+                key="data.eval_targets",
+                suggestion="Name the .npy file with the targets of data.eval_path.",
+            )
         shared = eval_targets or targets
         parts.append(part_of("eval", eval_path or path, eval_inputs or inputs, shared, target_type))
     return parts
@@ -172,22 +182,38 @@ def part_of(name: str, path: str, inputs: str | Names | None, targets: str | Nam
     source = source_of(f"{prefix}path", path)
     chosen, wanted = names_of(inputs), names_of(targets)
     if target_type == "none" and wanted:
-        raise RefusedError(f"data.target_type=none is for data without targets: leave out {prefix}targets.")
-    if source.kind not in ARRAYS + TABLES:
-        table = " A table of texts separated by tabs is read with the ending .csv." if source.kind == ".tsv" else ""
         raise RefusedError(
-            f"{source}: files of {', '.join(ARRAYS + TABLES)} are read, by the ending of their names.{table}"
+            "is for data without targets",
+            key="data.target_type",
+            value="none",
+            suggestion=f"Leave out {prefix}targets.",
+        )
+    if source.kind not in ARRAYS + TABLES:
+        table = "A table of texts separated by tabs is read with the ending .csv." if source.kind == ".tsv" else ""
+        raise RefusedError(
+            f"Files of {', '.join(ARRAYS + TABLES)} are read, by the ending of their names",
+            key=source.key,
+            value=source.path,
+            suggestion=table,
         )
     if source.kind != ".npy":
         return Part(name, source, chosen, wanted, None)
     if chosen:
-        raise RefusedError(f"{prefix}inputs={chosen[0]}: {source} holds one array without a name, so leave this out.")
+        raise RefusedError(
+            "holds one array without a name",
+            key=f"{prefix}inputs",
+            value=chosen[0],
+            suggestion="Leave the key out.",
+            place=source,
+        )
     if target_type == "none":
         return Part(name, source, None, None, None)
     if not wanted or len(wanted) > 1 or not wanted[0].lower().endswith(".npy"):
         raise RefusedError(
-            f"{prefix}targets={wanted[0] if wanted else 'null'}: the targets of {source} are in a file of their own: "
-            f"name it, such as {prefix}targets=labels.npy, or use data.target_type=none if there are none."
+            f"The targets of {source} are in a file of their own",
+            key=f"{prefix}targets",
+            value=wanted[0] if wanted else "null",
+            suggestion=f"Name it, such as {prefix}targets=labels.npy, or use data.target_type=none if there are none.",
         )
     return Part(name, source, None, None, source_of(f"{prefix}targets", wanted[0]))
 
@@ -204,9 +230,9 @@ def source_of(key: str, path: str) -> Source:
             status = os.fstat(file.fileno())
     except OSError as error:
         seen_from = "" if os.path.isabs(os.path.expanduser(path)) else f" in the folder {os.getcwd()}"
-        raise RefusedError(f"{key}={path} cannot be read{seen_from}: {error.strerror}.") from None
+        raise RefusedError(f"cannot be read{seen_from}: {error.strerror}", key=key, value=path) from None
     if status.st_size == 0:
-        raise RefusedError(f"{key}={path} is empty: name a file with data.")
+        raise RefusedError("is empty", key=key, value=path, suggestion="Name a file with data.")
     return Source(key, full, status.st_size, status.st_mtime_ns)
 
 

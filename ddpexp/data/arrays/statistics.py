@@ -77,8 +77,10 @@ def _fills(inputs: Any, trained: Any, schema: Schema) -> list[float | None]:
         values = values[~np.isnan(values)]
         if not len(values):
             raise RefusedError(
-                f"data.missing.{one.name}={one.missing}: column {one.name} has no value in the samples that are "
-                "trained on: leave it out, or give a number."
+                f"Column {one.name} has no value in the samples that are trained on",
+                key=f"data.missing.{one.name}",
+                value=one.missing,
+                suggestion="Leave it out, or give a number.",
             )
         fills.append(float(values.mean() if one.missing == "mean" else np.median(values)))
     return fills

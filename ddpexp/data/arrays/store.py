@@ -95,7 +95,8 @@ class Reading:
         if self.schema is not None and tuple(shape) != self.schema.shape:
             raise RefusedError(
                 f"a sample of {where} has the shape {list(shape)}, and one of the training part "
-                f"{list(self.schema.shape)}: make them the same."
+                f"{list(self.schema.shape)}",
+                suggestion="Make them the same.",
             )
 
     def _part(self, part: Part) -> dict[str, Any]:
@@ -140,7 +141,8 @@ class Reading:
             raw = _opened(targets_path, label)
             if len(raw) != len(inputs):
                 raise RefusedError(
-                    f"{label} has {len(raw):,} targets, and {where} {len(inputs):,} samples: store one target for each."
+                    f"{label} has {len(raw):,} targets, and {where} {len(inputs):,} samples",
+                    suggestion="Store one target for each.",
                 )
             columns.append(TargetColumn(None, _texts_or_numbers(raw), label))
         targets = self.targets(columns, f"{part.key}targets")
@@ -167,7 +169,10 @@ class Reading:
                     paths.append(path)
         except (zipfile.BadZipFile, zipfile.zlib.error, EOFError, KeyError, NotImplementedError) as error:  # type: ignore[attr-defined]
             raise RefusedError(
-                f"{part.source} is damaged or no .npz file ({error}): store it again with numpy.savez."
+                f"is damaged or no .npz file ({error})",
+                suggestion="Store it again with numpy.savez.",
+                key=part.source.key,
+                value=part.source.path,
             ) from None
         return paths[0], paths[1] if targets is not None else None
 
@@ -177,17 +182,25 @@ class Reading:
         for what, chosen in (("inputs", part.inputs), ("targets", part.targets)):
             for name in chosen or ():
                 if name not in names:
-                    raise RefusedError(f"{part.key}{what}={name} is no array of {part.source}: {listed}.")
+                    raise RefusedError(
+                        f"is not an array of {part.source}: {listed}", key=f"{part.key}{what}", value=name
+                    )
             if chosen and len(chosen) > 1:
-                raise RefusedError(f"{part.key}{what} names {len(chosen)} arrays of {part.source}: name one.")
+                raise RefusedError(
+                    f"{part.key}{what} names {len(chosen)} arrays of {part.source}", suggestion="Name one."
+                )
         if not part.targets and self.options.target_type != "none":
             raise RefusedError(
-                f"{part.key}targets is not set: name the array of {part.source} with the targets ({listed}), or use "
-                "data.target_type=none if there are none."
+                "is not set",
+                key=f"{part.key}targets",
+                suggestion=f"Name the array of {part.source} with the targets ({listed}), or use "
+                "data.target_type=none if there are none.",
             )
         others = [name for name in names if name not in (part.targets or ())]
         if not part.inputs and len(others) != 1:
-            raise RefusedError(f"{part.key}inputs is not set: name the array of {part.source} to read ({listed}).")
+            raise RefusedError(
+                "is not set", key=f"{part.key}inputs", suggestion=f"Name the array of {part.source} to read ({listed})."
+            )
         return (part.inputs or others)[0], part.targets[0] if part.targets else None
 
     def save(self, name: str, values: NDArray[Any]) -> str:
@@ -207,23 +220,25 @@ def _opened(path: Path, where: str) -> NDArray[Any]:
         array = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError, OSError, TypeError, SyntaxError) as error:
         if "Python objects" in str(error):
-            problem = "holds Python objects, which could run code: store an array of numbers with numpy.save."
+            problem = "holds Python objects, which could run code"
         elif "magic" in str(error) or "read array header" in str(error):
-            problem = "is no .npy file: store it with numpy.save."
+            problem = "is not a .npy file"
         else:
-            problem = f"is damaged ({error}): store it again with numpy.save."
-        raise RefusedError(f"{where} {problem}") from None
+            problem = f"is damaged ({error})"
+        raise RefusedError(problem, suggestion="Store an array of numbers with numpy.save.", place=where) from None
     if array.dtype.kind not in "biufUS":
-        raise RefusedError(f"{where} holds {array.dtype}: store an array of numbers.")
+        raise RefusedError(f"holds {array.dtype}", suggestion="Store an array of numbers.", place=where)
     if array.ndim == 0 or 0 in array.shape:
-        raise RefusedError(f"{where} holds no samples, as its shape is {list(array.shape)}.")
+        raise RefusedError(f"holds no samples, as its shape is {list(array.shape)}", place=where)
     return array
 
 
 def _check_numbers(array: NDArray[Any], where: str, dtype: str) -> None:
     """Check that an array holds numbers that are finite in a batch of `dtype` too, block by block."""
     if array.dtype.kind in "US":
-        raise RefusedError(f"{where} holds texts, such as {str(array.ravel()[0])!r}: store an array of numbers.")
+        raise RefusedError(
+            f"holds texts, such as {str(array.ravel()[0])!r}", suggestion="Store an array of numbers.", place=where
+        )
     if array.dtype.kind != "f":
         return
     step = max(1, _BLOCK // max(1, array[0].nbytes))
@@ -242,8 +257,10 @@ def _with_inputs(part: Part, schema: Schema) -> Part:
     names = tuple(str(one.name) for one in schema.inputs)
     if part.inputs is not None and len(part.inputs) != len(names):
         raise RefusedError(
-            f"{part.key}inputs names {len(part.inputs)} columns of {part.source}, and the model was trained on "
-            f"{len(names)}, {first_few(names, 10)}: choose as many."
+            f"names {len(part.inputs)} columns of {part.source}, and the model was trained on {len(names)}, "
+            f"{first_few(names, 10)}",
+            key=f"{part.key}inputs",
+            suggestion="Choose as many.",
         )
     return part if part.inputs is not None else replace(part, inputs=names)
 
@@ -256,14 +273,15 @@ def _digest(source: Source) -> str:
     return digest.hexdigest()
 
 
-def changed(sources: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the first file that is not as it was, as a message."""
+def check_unchanged(sources: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all files are as they were. Raises: RefusedError."""
     for source in sources:
         path = Path(source["path"])
         try:
             status = path.stat()
         except OSError as error:
-            return f"{source['key']}={path} cannot be read any more: {error.strerror}."
+            reason = f"cannot be read any more: {error.strerror}"
+            raise RefusedError(reason, key=source["key"], value=path) from None
         if (status.st_size, status.st_mtime_ns) != (source["size"], source["modified"]):
-            return f"{source['key']}={path} has changed while the run was starting: start again."
-    return None
+            reason = "has changed while the run was starting"
+            raise RefusedError(reason, key=source["key"], value=path, suggestion="Start again.")

@@ -55,7 +55,9 @@ def open_table(
     counts = Counter(names)
     twice = next((name for name in names if counts[name] > 1), None)
     if twice is not None:
-        raise RefusedError(f"{part.source} has two columns named {twice}: rename one.")
+        raise RefusedError(
+            f"has two columns named {twice}", suggestion="Rename one.", key=part.source.key, value=part.source.path
+        )
     chosen = (
         (f"{part.key}inputs", part.inputs or ()),
         (f"{part.key}targets", part.targets or ()),
@@ -64,21 +66,31 @@ def open_table(
     for key, wanted in chosen:
         missing = next((name for name in wanted if name not in counts), None)
         if missing is not None:
-            raise RefusedError(f"{key}={missing} is no column of {part.source}: it has {first_few(names, 10)}.")
+            raise RefusedError(
+                f"is not a column of {part.source}: it has {first_few(names, 10)}", key=key, value=missing
+            )
     if not part.targets and target_type != "none":
         raise RefusedError(
-            f"{part.key}targets is not set: name the column of {part.source} with the targets (it has "
-            f"{first_few(names, 10)}), or use data.target_type=none if there are none."
+            "is not set",
+            key=f"{part.key}targets",
+            suggestion=f"Name the column of {part.source} with the targets (it has {first_few(names, 10)}), "
+            "or use data.target_type=none if there are none.",
         )
     targets = part.targets or ()
     of_targets = frozenset(targets)
     both = next((name for name in part.inputs or () if name in of_targets), None)
     if both is not None:
-        raise RefusedError(f"{part.key}inputs and {part.key}targets both name {both}: a model would only copy it.")
+        raise RefusedError(
+            f"and {part.key}targets both name {both}: a model would only copy it", key=f"{part.key}inputs"
+        )
     unused = of_targets | frozenset(dropped) | {group_by}
     inputs = part.inputs or tuple(name for name in names if name not in unused)
     if not inputs:
-        raise RefusedError(f"{part.source} has no columns beside the targets: there is nothing to learn from.")
+        raise RefusedError(
+            "has no columns beside the targets: there is nothing to learn from",
+            key=part.source.key,
+            value=part.source.path,
+        )
     return Table(reader, inputs, targets, group_by)
 
 
@@ -96,7 +108,9 @@ class _Csv:
         self.delimiter = delimiter or self._guessed()
         self.names: list[str] = next(self._rows(), [])
         if not any(self.names):
-            raise RefusedError(f"{source} does not begin with a row of names: add one.")
+            raise RefusedError(
+                "does not begin with a row of names", suggestion="Add one.", key=source.key, value=source.path
+            )
 
     def blocks(self, names: Sequence[str]) -> Iterator[Sequence[Values]]:
         place_of = {name: place for place, name in enumerate(self.names)}
@@ -114,8 +128,10 @@ class _Csv:
     def _refuse_uneven(self, lines: Sequence[Sequence[str]], first: int) -> None:
         row, count = next((row, len(line)) for row, line in enumerate(lines, first) if len(line) != len(self.names))
         raise RefusedError(
-            f"{self.source}: row {row} has {count} values, and there are {len(self.names)} columns: the file may have "
-            "been cut off, so write it again."
+            f"Row {row} has {count} values, and there are {len(self.names)} columns: the file may have been cut off",
+            suggestion="Write it again.",
+            key=self.source.key,
+            value=self.source.path,
         )
 
     def _guessed(self) -> str:
@@ -139,9 +155,16 @@ class _Csv:
             with io.TextIOWrapper(open_regular(self.source.path), encoding="utf-8-sig", newline="") as file:
                 yield file
         except UnicodeDecodeError as error:
-            raise RefusedError(f"{self.source} is not text in UTF-8 (at byte {error.start:,}): convert it.") from None
+            raise RefusedError(
+                f"is not text in UTF-8 (at byte {error.start:,})",
+                suggestion="Convert it.",
+                key=self.source.key,
+                value=self.source.path,
+            ) from None
         except csv.Error as error:
-            raise RefusedError(f"{self.source} cannot be read as a table: {error}.") from None
+            raise RefusedError(
+                f"cannot be read as a table: {error}", key=self.source.key, value=self.source.path
+            ) from None
 
 
 class _Parquet:
@@ -150,14 +173,21 @@ class _Parquet:
     def __init__(self, source: Source) -> None:
         self.source, self.guesses = source, list[str]()
         if importlib.util.find_spec("pyarrow") is None:
-            raise RefusedError(f"{source} needs pyarrow: pip install 'ddpexp[parquet]', or store it as .csv.")
+            raise RefusedError(
+                "needs pyarrow",
+                suggestion="Install it: pip install 'ddpexp[parquet]', or store it as .csv.",
+                key=source.key,
+                value=source.path,
+            )
         import pyarrow
         from pyarrow import parquet
 
         try:
             self.file = parquet.ParquetFile(source.path, memory_map=True)
         except (pyarrow.ArrowException, OSError) as error:
-            raise RefusedError(f"{source} is damaged or no .parquet file: {_first_line(error)}") from None
+            raise RefusedError(
+                f"is damaged or no .parquet file: {_first_line(error)}", key=source.key, value=source.path
+            ) from None
         kinds = {one.name: one.type for one in self.file.schema_arrow}
         self.names: list[str] = list(self.file.schema_arrow.names)
         self.dates = frozenset(name for name, kind in kinds.items() if _is_date(kind))
@@ -168,7 +198,9 @@ class _Parquet:
         try:
             table = self.file.read(list(names), use_threads=False)
         except (pyarrow.ArrowException, OSError) as error:
-            raise RefusedError(f"{self.source} is damaged: {_first_line(error)}") from None
+            raise RefusedError(
+                f"is damaged: {_first_line(error)}", key=self.source.key, value=self.source.path
+            ) from None
         if table.num_rows:
             yield [self._values(name, table.column(name)) for name in names]
 
@@ -183,7 +215,12 @@ class _Parquet:
         if _is_date(kind):
             return np.asarray(values.to_numpy()).astype("datetime64[us]")
         if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
-            raise RefusedError(f"{self.source}: column {name} holds {kind}: choose columns of numbers or texts.")
+            raise RefusedError(
+                f"Column {name} holds {kind}",
+                suggestion="Choose columns of numbers or texts.",
+                key=self.source.key,
+                value=self.source.path,
+            )
         if values.null_count and types.is_boolean(kind):
             values = values.cast("int8")
         return np.asarray(values.to_numpy())

@@ -56,7 +56,9 @@ class TargetColumn:
             return Field(self.name, "date"), []
         wanted = {"number": "number", "category": "class", "text": "class"}.get(str(declared), options.target_type)
         if has_others and wanted == "class":
-            raise RefusedError(f"{key} names several columns, and data.target_type=class needs one: choose one.")
+            raise RefusedError(
+                "names several columns, and data.target_type=class needs one", key=key, suggestion="Choose one."
+            )
         kind, guesses = ("number", []) if has_others else self._kind(wanted, options.classes)
         if kind == "number":
             return Field(self.name, "number"), guesses
@@ -67,8 +69,9 @@ class TargetColumn:
             guesses = [*guesses, *more]
         if len(field.categories or ()) < 2:
             raise RefusedError(
-                f"{self.where} holds one class, {(field.categories or ('',))[0]}, so there is nothing to tell apart: "
-                "add samples of another, or use data.target_type=number."
+                f"holds one class, {(field.categories or ('',))[0]}, so there is nothing to tell apart",
+                suggestion="Add samples of another, or use data.target_type=number.",
+                place=self.where,
             )
         return field, guesses
 
@@ -121,7 +124,7 @@ class TargetColumn:
         """Return classes as data.classes lists them: by their names, or as names of the numbers from 0."""
         twice = next((name for name, count in Counter(classes).items() if count > 1), None)
         if twice is not None:
-            raise RefusedError(f"data.classes lists {twice} twice: leave one out.")
+            raise RefusedError(f"lists {twice} twice", key="data.classes", suggestion="Leave one out.")
         counts = names_of(self.values, self.where)[0]
         are_numbers = all(map(WHOLE.fullmatch, counts)) and counts.keys().isdisjoint(classes)
         return Field(self.name, "category", tuple(classes), numbered=are_numbers)
@@ -134,8 +137,9 @@ class TargetColumn:
         if missing is not None:
             holds = "is empty" if not missing else f"holds {missing!r}"
             raise RefusedError(
-                f"{self.where} {holds} in row {row_of(missing):,}, where a class is needed: leave the row out, put a "
-                "class there, or list it in data.classes if it is one."
+                f"{holds} in row {row_of(missing):,}, where a class is needed",
+                suggestion="Leave the row out, put a class there, or list it in data.classes if it is one.",
+                place=self.where,
             )
         names, guesses = tuple(sorted(counts)), []
         if len(names) > len(self.values) / 2 and len(self.values) >= _FEW_OF_A_CLASS:
@@ -154,9 +158,10 @@ class TargetColumn:
         wrong = next((name for name in counts if not WHOLE.fullmatch(name) or int(name) >= _MOST_CLASSES), None)
         if wrong is not None:
             raise RefusedError(
-                f"{self.where} holds the class {wrong} in row {row_of(wrong):,}: classes are numbers from 0 to "
-                f"{_MOST_CLASSES - 1:,}. List others by name, data.classes={_typed(listed)}, or use "
-                "data.target_type=number."
+                f"holds the class {wrong} in row {row_of(wrong):,}: classes are numbers from 0 to "
+                f"{_MOST_CLASSES - 1:,}",
+                suggestion=f"List others by name, data.classes={_typed(listed)}, or use data.target_type=number.",
+                place=self.where,
             )
         names = tuple(map(str, range(int(listed[-1]) + 1)))
         if is_guess and len(names) > len(self.values) / _FEW_OF_A_CLASS and len(listed) > 2:
@@ -204,7 +209,9 @@ def encoded(columns: Sequence[TargetColumn], fields: Sequence[Field], key: str, 
     """
     if len(columns) != len(fields):
         raise RefusedError(
-            f"{key} names {len(columns)} columns, and the model was trained on {len(fields)}: choose as many."
+            f"names {len(columns)} columns, and the model was trained on {len(fields)}",
+            key=key,
+            suggestion="Choose as many.",
         )
     if fields[0].categories is not None:
         listed = "data.classes" if options.classes is not None else "the training part"
@@ -221,7 +228,9 @@ def _numbers(column: TargetColumn, one: Field, dtype: str) -> NDArray[Any]:
     elif isinstance(values, np.ndarray):
         if values.dtype.kind not in "biuf":
             raise RefusedError(
-                f"{where} holds {values.dtype}, and targets must be numbers: use data.target_type=class."
+                f"holds {values.dtype}, and targets must be numbers",
+                suggestion="Use data.target_type=class.",
+                place=where,
             )
         found = values.astype(np.float64)
     elif (read := numbers_of(values)) is not None:
@@ -235,9 +244,11 @@ def _numbers(column: TargetColumn, one: Field, dtype: str) -> NDArray[Any]:
     if dtype == "float32" and found.ndim == 1 and loses_digits(found):
         row = int(np.abs(found - found.astype(np.float32)).argmax())
         raise RefusedError(
-            f"{where} holds {found[row]:.17g} in row {row + 1:,}, which float32 rounds to "
+            f"holds {found[row]:.17g} in row {row + 1:,}, which float32 rounds to "
             f"{np.float32(found[row]):.17g}, a change that counts beside the standard deviation of the "
-            "column: subtract a constant from it, or use data.dtype=float64."
+            "column",
+            suggestion="Subtract a constant from it, or use data.dtype=float64.",
+            place=where,
         )
     return found.astype(dtype)
 
@@ -272,15 +283,16 @@ def names_of(values: Values, where: str) -> tuple[Mapping[str, int], Any]:
         return Counter(values), lambda name: values.index(name) + 1
     if values.ndim != 1:
         raise RefusedError(
-            f"{where} has the shape {list(values.shape)}, and classes are one number or name for each sample."
+            f"has the shape {list(values.shape)}, and classes are one number or name for each sample", place=where
         )
     if values.dtype.kind == "f":
         check_finite(values, where)
         wrong = np.flatnonzero(values != np.floor(values))
         if len(wrong):
             raise RefusedError(
-                f"{where} holds {values[wrong[0]]:g} in row {wrong[0] + 1}, and a class is a whole number: use "
-                "data.target_type=number."
+                f"holds {values[wrong[0]]:g} in row {wrong[0] + 1}, and a class is a whole number",
+                suggestion="Use data.target_type=number.",
+                place=where,
             )
     unique, first, counts = np.unique(values, return_index=True, return_counts=True)
     names = list(map(_name, unique))
@@ -303,26 +315,39 @@ def check_finite(values: NDArray[Any], where: str, dtype: str = "float64", befor
     if not len(wrong):
         return
     value = values[tuple(wrong[0])]
-    holds = f"{where} holds {value} in row {before + wrong[0][0] + 1:,}"
+    holds = f"holds {value} in row {before + wrong[0][0] + 1:,}"
     if np.isfinite(value):
-        raise RefusedError(f"{holds}, which is too large for float32: correct it, or use data.dtype=float64.")
-    raise RefusedError(f"{holds}: a model cannot learn from that, so leave the sample out or put a number there.")
+        raise RefusedError(
+            f"{holds}, which is too large for float32",
+            suggestion="Correct it, or use data.dtype=float64.",
+            place=where,
+        )
+    raise RefusedError(
+        f"{holds}: a model cannot learn from that",
+        suggestion="Leave the sample out or put a number there.",
+        place=where,
+    )
 
 
 def _unknown(field: Field, name: str, row: int, where: str, listed: str) -> RefusedError:
     names = field.categories or ()
     if not name:
         return RefusedError(
-            f"{where} is empty in row {row:,}, where a class is needed: leave the row out, or correct it."
+            f"is empty in row {row:,}, where a class is needed",
+            suggestion="Leave the row out, or correct it.",
+            place=where,
         )
-    holds = f"{where} holds the class {name} in row {row:,}"
+    holds = f"holds the class {name} in row {row:,}"
     if field.numbered:
         return RefusedError(
-            f"{holds}, and the {len(names)} classes are 0 to {len(names) - 1}, which data.classes names: correct it, "
-            "or list all classes there."
+            f"{holds}, and the {len(names)} classes are 0 to {len(names) - 1}, which data.classes names",
+            suggestion="Correct it, or list all classes there.",
+            place=where,
         )
     return RefusedError(
-        f"{holds}, which {listed} does not have (it has {first_few(names)}): make the classes the same."
+        f"{holds}, which {listed} does not have (it has {first_few(names)})",
+        suggestion="Make the classes the same.",
+        place=where,
     )
 
 

@@ -130,19 +130,23 @@ def not_a_number(where: str, value: Any, row: int, fill: str = "", use: str = ""
 
     `row` is counted from 1; `fill` is the key that fills missing values, and `use` another way out.
     """
-    holds = f"{where} {spoken(value)} in row {row:,}"
+    holds = f"{spoken(value)} in row {row:,}"
     if is_missing(str(value), among_numbers=True):
         return RefusedError(
-            f"{holds}, where a number is needed: leave the row out, or put a number there{fill or use}."
+            f"{holds}, where a number is needed",
+            suggestion=f"Leave the row out, or put a number there{fill or use}.",
+            place=where,
         )
     if is_decimal_comma(str(value)):
         point = str(value).replace(",", ".")
-        return RefusedError(f"{holds}, with a decimal comma: write {point}{use}.")
-    return RefusedError(f"{holds}, and that is not a number: correct it{use}.")
+        return RefusedError(f"{holds}, with a decimal comma", suggestion=f"Write {point}{use}.", place=where)
+    return RefusedError(f"{holds}, and that is not a number", suggestion=f"Correct it{use}.", place=where)
 
 
 def not_a_date(where: str, value: Any, row: int) -> RefusedError:
     """Return the error for a value among dates."""
     return RefusedError(
-        f"{where} {spoken(value)} in row {row:,}, and that is not a date: write 2026-01-31 or 2026-01-31 12:30:00."
+        f"{spoken(value)} in row {row:,}, and that is not a date",
+        suggestion="Write 2026-01-31 or 2026-01-31 12:30:00.",
+        place=where,
     )

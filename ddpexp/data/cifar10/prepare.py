@@ -63,12 +63,18 @@ def prepare(
     Raises: RefusedError, if the data or an option is invalid.
     """
     if source not in SOURCES:
-        raise RefusedError(f"data.source={source} is not a source of data: set one of {', '.join(SOURCES)}")
+        raise RefusedError(
+            "is not a source of data", key="data.source", value=source, suggestion=f"Use one of {', '.join(SOURCES)}."
+        )
     for key, num in (("data.embedded_train", embedded_train), ("data.embedded_test", embedded_test)):
         if not 1 <= num <= EMBEDDED_MOST:
-            raise RefusedError(f"{key}={num} is not a valid number of pictures: use one from 1 to {EMBEDDED_MOST}")
+            raise RefusedError(
+                "is not a valid number of pictures", key=key, value=num, suggestion=f"Use 1 to {EMBEDDED_MOST}."
+            )
     if not 0 <= crop < SHAPE[1]:
-        raise RefusedError(f"data.crop={crop} is no frame for images of 3 x 32 x 32: use 0 to {SHAPE[1] - 1}.")
+        raise RefusedError(
+            "does not fit images of 3 x 32 x 32", key="data.crop", value=crop, suggestion=f"Use 0 to {SHAPE[1] - 1}."
+        )
     augment = {"flip": flip, "alternate": alternate, "crop": crop, "reflect": reflect}
     if source == "embedded":
         return _embedded(embedded_train, embedded_test) | augment
@@ -79,9 +85,9 @@ def prepare(
     except DownloadError as error:
         if source == "download":
             raise RefusedError(
-                f"CIFAR-10 could not be downloaded ({error}), so there is nothing to train on: put "
-                f"{archives.ARCHIVE.remote_name} into data.root={folder}, or check the network, or set "
-                "data.source=embedded for drawn pictures"
+                f"CIFAR-10 could not be downloaded ({error}), so there is nothing to train on",
+                suggestion=f"Put {archives.ARCHIVE.remote_name} into data.root={folder}, or check the "
+                "network, or set data.source=embedded for drawn pictures.",
             ) from None
         (warn or to_stderr)(
             f"THIS IS NOT CIFAR-10: data.root={folder} does not hold {archives.ARCHIVE.remote_name} and it could not "
@@ -116,8 +122,10 @@ def _local(root: Path, source: str) -> dict[str, Any] | None:
         return _decoded(root, source, "files", *_load(path))
     if source == "files":
         raise RefusedError(
-            f"data.root={root} does not hold {archives.ARCHIVE.remote_name}, and training needs it: put it there, or "
-            "set data.source=download to fetch it"
+            f"does not hold {archives.ARCHIVE.remote_name}, and training needs it",
+            key="data.root",
+            value=root,
+            suggestion="Put it there, or set data.source=download to fetch it.",
         )
     return _cifar10_identity(caches[0], source) if caches else None
 
@@ -130,9 +138,13 @@ def _find(bases: Sequence[Path]) -> Path | None:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            raise RefusedError(f"{path} cannot be looked at ({error.strerror}): give access or move it") from None
+            raise RefusedError(
+                f"cannot be looked at ({error.strerror})", suggestion="Give access or move it.", place=path
+            ) from None
         if not stat.S_ISREG(status.st_mode):
-            raise RefusedError(f"{path} is not a regular file, though it has the name of one: move it away")
+            raise RefusedError(
+                "is not a regular file, though it has the name of one", suggestion="Move it away.", place=path
+            )
         return path
     return None
 
@@ -145,11 +157,15 @@ def _load(path: Path) -> tuple[bytes, Stamp]:
             return archives.ARCHIVE.read(stream), stamp
     except WrongError as error:
         raise RefusedError(
-            f"{path} {error}, and training on it would not be training on CIFAR-10: replace it by the true "
-            f"{archives.ARCHIVE.remote_name}, or delete it and set data.source=download"
+            f"{error}, and training on it would not be training on CIFAR-10",
+            suggestion=f"Replace it by the true {archives.ARCHIVE.remote_name}, or delete it and set "
+            "data.source=download.",
+            place=path,
         ) from None
     except OSError as error:
-        raise RefusedError(f"{path} cannot be read ({error.strerror}): make it readable or replace it") from None
+        raise RefusedError(
+            f"cannot be read ({error.strerror})", suggestion="Make it readable or replace it.", place=path
+        ) from None
 
 
 def _fetched(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
@@ -174,7 +190,8 @@ def _decoded(root: Path, source: str, way: str, content: bytes, stamp: Stamp) ->
     try:
         train, test = archives.unpack(archives.ARCHIVE, content)
     except WrongError as error:
-        raise RefusedError(f"{stamp.path} {error}: replace it by the true {archives.ARCHIVE.remote_name}") from None
+        suggestion = f"Replace it by the true {archives.ARCHIVE.remote_name}."
+        raise RefusedError(str(error), suggestion=suggestion, place=stamp.path) from None
     return _cifar10_identity(
         in_first(bases, lambda base: _write(base, _cache_name(), train, test, record), _SPACE), source
     )

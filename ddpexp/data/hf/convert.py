@@ -43,7 +43,7 @@ def main(parent: int, answers: int, folder: str, request: int) -> None:
     try:
         answer = convert(Path(folder), read_memory_file(request))
     except RefusedError as error:
-        answer = {"refused": str(error)}
+        answer = {"refused": error.as_dict()}
     except OSError as error:
         answer = {"errno": error.errno, "problem": error.strerror or str(error)}
     files.answer(answers, answer)
@@ -91,7 +91,7 @@ class _Conversion:
         request = self.request
         columns_of(data, request, part)
         if len(data) == 0:
-            raise RefusedError(f"{self.where}: the set for {part} has no samples.")
+            raise RefusedError(f"The set for {part} has no samples", place=self.where)
         file = f"{part}-inputs.npy"
         inputs = self._inputs(file, data)
         self.reading.check_shape(inputs.shape, f"{self.where} (for {part})")
@@ -142,18 +142,28 @@ class _Conversion:
 
         if not isinstance(feature, datasets.Value | datasets.ClassLabel):
             raise RefusedError(
-                f"data.inputs={name} is a column of {_spoken(feature)}: use one such column by itself, or several of "
-                "numbers."
+                f"is a column of {_spoken(feature)}",
+                key="data.inputs",
+                value=name,
+                suggestion="Use one such column by itself, or several of numbers.",
             )
         kind = self.options.columns.get(name) or (
             "date" if feature.dtype.startswith(("date", "timestamp")) else "number"
         )
         if kind == "drop":
-            raise RefusedError(f"data.columns.{name}=drop leaves out a column that data.inputs names: choose one.")
+            raise RefusedError(
+                "leaves out a column that data.inputs names",
+                key=f"data.columns.{name}",
+                value="drop",
+                suggestion="Choose one.",
+            )
         if kind == "number" and feature.dtype in ("string", "large_string"):
             raise RefusedError(
-                f"data.inputs={name} is a column of {_spoken(feature)}: use one such column by itself, or several of "
-                f"numbers, or read names as categories with data.columns={{{name}: category}}."
+                f"is a column of {_spoken(feature)}",
+                key="data.inputs",
+                value=name,
+                suggestion="Use one such column by itself, or several of numbers, or read names as "
+                f"categories with data.columns={{{name}: category}}.",
             )
         return field_of(name, kind, self.options.missing, self.options.dtype)
 
@@ -164,8 +174,10 @@ class _Conversion:
             values = np.empty(0, object)
         if values.dtype.kind not in "biuf" or values.ndim < 2:
             raise RefusedError(
-                f"data.inputs={name} is a column of {_spoken(data.features[name])}, which are no numbers of one shape: "
-                "use another column, or make them the same length."
+                f"is a column of {_spoken(data.features[name])}, which are not numbers of one shape",
+                key="data.inputs",
+                value=name,
+                suggestion="Use another column, or make them the same length.",
             )
         check_finite(values, f"data.inputs={name}", self.options.dtype)
         return values
@@ -219,9 +231,11 @@ class _Conversion:
                 for number, one in enumerate(pixels):
                     if one.shape != first.shape:
                         raise RefusedError(
-                            f"data.inputs={name}: the image of row {begin + number + 1:,} has {one.shape[0]} x "
-                            f"{one.shape[1]} pixels, and that of row 1 {height} x {width}: set data.image_size, such "
-                            f"as data.image_size={min(size or 224, 224)}."
+                            f"The image of row {begin + number + 1:,} has {one.shape[0]} x {one.shape[1]} "
+                            f"pixels, and that of row 1 {height} x {width}",
+                            key="data.inputs",
+                            value=name,
+                            suggestion=f"Set data.image_size, such as data.image_size={min(size or 224, 224)}.",
                         )
                 writer.write(np.stack(pixels).transpose(0, 3, 1, 2))
         return _Inputs([channels, height, width], [Field(name, "image")], {"channels": channels})
@@ -236,7 +250,7 @@ class _Conversion:
             image = decode(source, StoredSize(size or _LARGEST, size or _LARGEST), channels)
         except (BrokenImageError, OSError) as error:
             raise RefusedError(
-                f"data.inputs={name}: the image of row {number + 1:,} cannot be read: {error}."
+                f"The image of row {number + 1:,} cannot be read: {error}", key="data.inputs", value=name
             ) from None
         if size is not None:
             image = ImageOps.fit(image, (size, size), Pillow.Resampling.BICUBIC)
@@ -274,8 +288,9 @@ def _checked(values: Sequence[Any], name: str, begin: int) -> Sequence[Any]:
     missing = next((row for row, value in enumerate(values) if value is None), None)
     if missing is not None:
         raise RefusedError(
-            f"data.path: column {name} has no value in row {begin + missing + 1:,}: a model cannot learn from that, so "
-            "leave the row out or put a value there."
+            f"Column {name} has no value in row {begin + missing + 1:,}: a model cannot learn from that",
+            key="data.path",
+            suggestion="Leave the row out or put a value there.",
         )
     return values
 

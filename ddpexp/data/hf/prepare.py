@@ -65,12 +65,10 @@ def prepare(
     Raises: RefusedError, if the data or an option is invalid.
     """
     if not path:
-        raise RefusedError("data.path is not set: name a file, a folder, or a data set of the Hugging Face hub.")
-    if not names_of(inputs) or (not names_of(targets) and target_type != "none"):
-        key = "targets" if names_of(inputs) else "inputs"
-        raise RefusedError(f"data.{key} is not set: name the columns of data.path={path} that are {key}.")
-    if target_type == "none" and targets:
-        raise RefusedError("data.target_type=none is for data without targets: leave out data.targets.")
+        raise RefusedError(
+            "is not set", key="data.path", suggestion="Name a file, a folder, or a data set of the Hugging Face hub."
+        )
+    _check_columns(path, names_of(inputs), names_of(targets), target_type)
     _check_sizes(image_size, channels, max_length)
     places = [_place(path, "data.path"), *([_place(eval_path, "data.eval_path")] if eval_path else [])]
     group_by = None if group_by is None or group_by.endswith(GROUP_FILES) else group_by
@@ -88,8 +86,10 @@ def prepare(
     cache = _cached(bases, request, identity, files, Schema.read(schema).decided() if schema is not None else None)
     if standardize and cache.record["what"] != "numbers":
         raise RefusedError(
-            f"data.standardize=true is for columns of numbers, and data.inputs={inputs} is a column of "
-            f"{cache.record['what']}: use data.standardize=false."
+            f"is for columns of numbers, and data.inputs={inputs} is a column of {cache.record['what']}",
+            key="data.standardize",
+            value=True,
+            suggestion="Use data.standardize=false.",
         )
     known = Schema.read(schema if schema is not None else cache.record["schema"])
     guesses = guesses_in(cache.record, options, standardize) if schema is None else []
@@ -99,6 +99,18 @@ def prepare(
 def prepare_by(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     """Prepare sets by the schema of the data that was trained on, as `prepare`. Raises: RefusedError."""
     return prepare(**options, schema=schema)
+
+
+def _check_columns(path: str, inputs: Sequence[str] | None, targets: Sequence[str] | None, target_type: str) -> None:
+    if not inputs or (not targets and target_type != "none"):
+        key = "targets" if inputs else "inputs"
+        raise RefusedError(
+            "is not set", key=f"data.{key}", suggestion=f"Name the columns of data.path={path} that are {key}."
+        )
+    if target_type == "none" and targets:
+        raise RefusedError(
+            "is for data without targets", key="data.target_type", value="none", suggestion="Leave out data.targets."
+        )
 
 
 def _cached(
@@ -147,11 +159,15 @@ def _description(path: str, cache: Cache, schema: Schema, options: Options) -> d
 
 def _check_sizes(image_size: int | None, channels: int, max_length: int) -> None:
     if image_size is not None and not 1 <= image_size <= _MOST_PIXELS:
-        raise RefusedError(f"data.image_size={image_size}: use 1 to {_MOST_PIXELS} pixels, or null.")
+        raise RefusedError(
+            key="data.image_size", value=image_size, suggestion=f"Use 1 to {_MOST_PIXELS} pixels, or null."
+        )
     if channels not in (1, 3):
-        raise RefusedError(f"data.channels={channels}: use 3 for RGB or 1 for grey.")
+        raise RefusedError(key="data.channels", value=channels, suggestion="Use 3 for RGB or 1 for grey.")
     if max_length < 1:
-        raise RefusedError(f"data.max_length={max_length} is too short: use 1 or more tokens, such as 256.")
+        raise RefusedError(
+            "is too short", key="data.max_length", value=max_length, suggestion="Use 1 or more tokens, such as 256."
+        )
 
 
 def _place(path: str, key: str) -> list[list[Any]]:
@@ -168,36 +184,47 @@ def _place(path: str, key: str) -> list[list[Any]]:
     elif is_on_hub(path):
         return []
     else:
-        raise RefusedError(f"{key}={path} does not exist: name a file, a folder, or a data set of the hub.")
+        raise RefusedError(
+            "does not exist", key=key, value=path, suggestion="Name a file, a folder, or a data set of the hub."
+        )
     if not names:
-        raise RefusedError(f"{key}={path} holds no files: name a file, a folder, or a data set of the hub.")
-    status = [(name, _status(name, f"{key}={path}")) for name in names]
+        raise RefusedError(
+            "holds no files", key=key, value=path, suggestion="Name a file, a folder, or a data set of the hub."
+        )
+    status = [(name, _status(name, key, path)) for name in names]
     empty = next((name for name, found in status if found.st_size == 0 and len(names) == 1), None)
     if empty is not None:
-        raise RefusedError(f"{key}={path} is empty: name a file with data.")
+        raise RefusedError("is empty", key=key, value=path, suggestion="Name a file with data.")
     return [[name, found.st_size, found.st_mtime_ns] for name, found in status]
 
 
-def _status(name: str, where: str) -> os.stat_result:
+def _status(name: str, key: str, path: str) -> os.stat_result:
     """Return the status of a file that the library datasets may open. Raises: RefusedError, if it is no such file."""
     try:
         with open_regular(name) as file:
             return os.fstat(file.fileno())
     except OSError as error:
-        beside = "" if where.endswith(f"={name}") else f": {name}"
-        raise RefusedError(f"{where}{beside} cannot be read: {error.strerror}.") from None
+        place = None if name == path else name
+        raise RefusedError(f"cannot be read: {error.strerror}", key=key, value=path, place=place) from None
 
 
 def _identity(tokenizer: str) -> list[str]:
     if tokenizer == "char":
-        raise RefusedError("data.tokenizer=char makes its table from a text: use bytes, or a tokenizer's file or name.")
+        raise RefusedError(
+            "makes its table from a text",
+            key="data.tokenizer",
+            value="char",
+            suggestion="Use bytes, or a tokenizer's file or name.",
+        )
     return tokenizers.identity(tokenizer)
 
 
 def _converted(folder: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert the data in a process of its own, and return the record of the cache."""
     if importlib.util.find_spec(_MODULE) is None:
-        raise RefusedError("data=hf needs the library datasets: pip install 'ddpexp[hf]'.")
+        raise RefusedError(
+            "needs the library datasets", key="data", value="hf", suggestion="Install it: pip install 'ddpexp[hf]'."
+        )
     reading, writing = os.pipe()
     # A file on this machine may hold addresses: the library fetches nothing from there.
     is_local = not any(is_on_hub(request[key]) for key in ("path", "eval_path") if request[key])
@@ -210,10 +237,15 @@ def _converted(folder: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
         text = file.read()
     status = process.wait()
     if status or not text:
-        raise RefusedError(f"data.path={request['path']} could not be converted (exit code {status}): see above.")
+        raise RefusedError(
+            f"could not be converted (exit code {status})",
+            key="data.path",
+            value=request["path"],
+            suggestion="See above.",
+        )
     answer: dict[str, Any] = json.loads(text)
     if "refused" in answer:
-        raise RefusedError(answer["refused"])
+        raise RefusedError.from_dict(answer["refused"])
     if "errno" in answer:  # a full disk: `make_cache` reports it
         raise OSError(answer["errno"], answer["problem"], str(folder))
     return answer

@@ -51,8 +51,9 @@ def columns_of(data: Any, request: Mapping[str, Any], part: str) -> None:
         missing = next((name for name in names if name not in features), None)
         if missing is not None:
             raise RefusedError(
-                f"{key}={missing} is no column of data.path={request['path']} (for {part}): it has "
-                f"{first_few(list(features), 10)}."
+                f"is not a column of data.path={request['path']} (for {part}): it has {first_few(list(features), 10)}",
+                key=key,
+                value=missing,
             )
 
 
@@ -64,7 +65,7 @@ def _texts(request: Mapping[str, Any]) -> list[str]:
 
 def _chosen(sets: Mapping[str, Any], name: str, key: str, path: str) -> Any:
     if name not in sets:
-        raise RefusedError(f"{key}={name} is no split of {path}: it has {first_few(list(sets))}.")
+        raise RefusedError(f"is not a split of {path}: it has {first_few(list(sets))}", key=key, value=name)
     return sets[name]
 
 
@@ -86,7 +87,7 @@ def _opened(path: str, key: str, request: Mapping[str, Any]) -> Mapping[str, Any
             files = [full] if os.path.exists(full) else sorted(glob.glob(full, recursive=True))
             ending = os.path.splitext(files[0])[1].lower()
             if ending not in _KINDS:
-                raise RefusedError(f"{key}={path}: files of {', '.join(_KINDS)} are read, and folders.")
+                raise RefusedError(f"Files of {', '.join(_KINDS)} are read, and folders", key=key, value=path)
             more: dict[str, Any] = {"delimiter": "\t"} if ending == ".tsv" else {}
             if _KINDS[ending] == "csv":
                 more["converters"] = dict.fromkeys(_texts(request), str)
@@ -97,7 +98,7 @@ def _opened(path: str, key: str, request: Mapping[str, Any]) -> Mapping[str, Any
     except Exception as error:  # of any of the libraries below
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         if is_local:
-            raise RefusedError(f"{key}={path} cannot be read by the library datasets: {reason}.") from None
+            raise RefusedError(f"cannot be read by the library datasets: {reason}", key=key, value=path) from None
         raise RefusedError(
-            f"{key}={path} is no file or folder here, and the hub could not give it: {reason}."
+            f"is neither a file nor a folder here, and the hub could not give it: {reason}", key=key, value=path
         ) from None

@@ -34,7 +34,7 @@ def find_parts(folder: Path) -> Parts:
     for same in usual.values():
         if len(same) > 1:
             listed = " and ".join(f"{name}/" for name in same)
-            raise RefusedError(f"data.root={folder} holds {listed}: keep one of them.")
+            raise RefusedError(f"holds {listed}", key="data.root", value=folder, suggestion="Keep one of them.")
     if "train" not in usual:
         _check_classes(folder, names, [name for same in usual.values() for name in same])
         return {"train": folder}
@@ -51,14 +51,17 @@ def _check_classes(folder: Path, names: Sequence[str], lone: Sequence[str]) -> N
     """Check that folders that would be those of classes are not named like parts."""
     if any(folders(folder / name) for name in lone):
         raise RefusedError(
-            f"data.root={folder} holds {lone[0]}/ but no train/: name the folder that holds both, or put the images "
-            "to train on into train/CLASS/."
+            f"holds {lone[0]}/ but no train/",
+            key="data.root",
+            value=folder,
+            suggestion="Name the folder that holds both, or put the images to train on into train/CLASS/.",
         )
     if like := named_like_parts(names):
         raise RefusedError(
-            f"data.root={folder} holds folders that are named like parts and not like classes "
-            f"({first_few(list(like), _LISTED)}): name them train, val and test, or put the folders of classes that "
-            "are called so into train/."
+            f"holds folders that are named like parts and not like classes ({first_few(list(like), _LISTED)})",
+            key="data.root",
+            value=folder,
+            suggestion="Name them train, val and test, or put the folders of classes that are called so into train/.",
         )
 
 
@@ -79,7 +82,10 @@ def check_depth(folder: Path, train: Path, files: Sequence[ImageFile]) -> None:
     else:
         return
     raise RefusedError(
-        f"{'data.root=' if train == folder else ''}{train} {problem}, and its folders count as classes: set data.root "
-        "to the folder with train/CLASS/ and val/CLASS/, or to that with the folders of classes, or set "
-        "data.nested=true if all images below a folder are of its class."
+        f"{problem}, and its folders count as classes",
+        key="data.root",
+        value=folder,
+        suggestion="Set data.root to the folder with train/CLASS/ and val/CLASS/, or to the one with the folders of "
+        "classes, or set data.nested=true if all images below a folder are of its class.",
+        place=None if train == folder else train,
     )

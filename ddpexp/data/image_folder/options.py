@@ -48,22 +48,29 @@ class Options:
     def resolved(self) -> Options:
         """Return the options without `auto`, checked. Raises: RefusedError."""
         if self.augment_on not in ("host", "device"):
-            raise RefusedError(f"data.augment_on={self.augment_on}: use host or device.")
+            raise RefusedError(key="data.augment_on", value=self.augment_on, suggestion="Use host or device.")
         if self.channels not in (1, 3):
-            raise RefusedError(f"data.channels={self.channels}: use 3 for RGB or 1 for grey.")
+            raise RefusedError(key="data.channels", value=self.channels, suggestion="Use 3 for RGB or 1 for grey.")
         if not 1 <= self.size <= _MOST_PIXELS:
-            raise RefusedError(f"data.size={self.size}: use 1 to {_MOST_PIXELS} pixels.")
+            raise RefusedError(key="data.size", value=self.size, suggestion=f"Use 1 to {_MOST_PIXELS} pixels.")
         eval_size = math.ceil(self.size * _MARGIN) if self.eval_size == "auto" else self.eval_size
         if not self.size <= eval_size <= _MOST_PIXELS:
             raise RefusedError(
-                f"data.eval_size={eval_size} is below data.size={self.size}, which is cut out of it: use "
-                f"{self.size} to {_MOST_PIXELS} pixels."
+                f"is below data.size={self.size}, which is cut out of it",
+                key="data.eval_size",
+                value=eval_size,
+                suggestion=f"Use {self.size} to {_MOST_PIXELS} pixels.",
             )
         self._check_sizes()
         for key, pair, most in (("scale", self.scale, 1.0), ("ratio", self.ratio, math.inf)):
             if len(pair) != 2 or not 0 < pair[0] <= pair[1] <= most:
                 example = "[0.08, 1.0]" if key == "scale" else "[0.75, 1.3333]"
-                raise RefusedError(f"data.{key}={list(pair)} is no range: use two numbers such as {example}.")
+                raise RefusedError(
+                    "is not a range",
+                    key=f"data.{key}",
+                    value=list(pair),
+                    suggestion=f"Use two numbers such as {example}.",
+                )
         self._check_strengths()
         self._check_norm()
         mean, std = (tuple(values * self.channels if len(values) == 1 else values) for values in (self.mean, self.std))
@@ -73,8 +80,10 @@ class Options:
         for pair in self.sizes:
             if len(pair) != 2 or pair[0] < 0 or not 1 <= pair[1] <= self.size:
                 raise RefusedError(
-                    f"data.size_from_epoch holds {list(pair)}: use pairs of an epoch, from 0, and of a size up to "
-                    f"data.size={self.size}, which is that of evaluations, such as [[0, {self.size // 2}]]."
+                    f"holds {list(pair)}",
+                    key="data.size_from_epoch",
+                    suggestion=f"Use pairs of an epoch, from 0, and of a size up to data.size={self.size}, "
+                    f"which is that of evaluations, such as [[0, {self.size // 2}]].",
                 )
 
     def size_in(self, epoch: int) -> int:
@@ -86,24 +95,33 @@ class Options:
             0 <= self.color_jitter[3] <= 0.5
         ):  # fmt: skip
             raise RefusedError(
-                f"data.color_jitter={list(self.color_jitter)}: use four strengths, of brightness, contrast and "
-                "saturation from 0 to 1 and of hue from 0 to 0.5, such as [0.4, 0.4, 0.4, 0.1]."
+                key="data.color_jitter",
+                value=list(self.color_jitter),
+                suggestion="Use four strengths, of brightness, contrast and saturation from 0 to 1 and of "
+                "hue from 0 to 0.5, such as [0.4, 0.4, 0.4, 0.1].",
             )
-        if not 0 <= self.rand_augment <= 10 or not 0 <= self.rand_augment_magnitude <= _MOST_MAGNITUDE:
-            raise RefusedError(
-                f"data.rand_augment={self.rand_augment} data.rand_augment_magnitude={self.rand_augment_magnitude}: use "
-                f"0 to 10 operations of magnitude 0 to {_MOST_MAGNITUDE}."
-            )
+        for key, number, most in (
+            ("rand_augment", self.rand_augment, 10),
+            ("rand_augment_magnitude", self.rand_augment_magnitude, _MOST_MAGNITUDE),
+        ):
+            if not 0 <= number <= most:
+                raise RefusedError(key=f"data.{key}", value=number, suggestion=f"Use 0 to {most}.")
         for key, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
             if not 0 <= alpha < math.inf:
-                raise RefusedError(f"data.{key}={alpha}: use 0 for none, or a number above it, such as 0.2.")
+                raise RefusedError(
+                    key=f"data.{key}", value=alpha, suggestion="Use 0 for none, or a number above it, such as 0.2."
+                )
 
     def _check_norm(self) -> None:
         for key, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, 3) or (len(values) < self.channels and len(values) != 1):
-                raise RefusedError(f"data.{key}={list(values)}: use one number for each channel, or one for all.")
+                raise RefusedError(
+                    key=f"data.{key}", value=list(values), suggestion="Use one number for each channel, or one for all."
+                )
         if not all(value > 0 for value in self.std):
-            raise RefusedError(f"data.std={list(self.std)} divides the images: use numbers above 0.")
+            raise RefusedError(
+                "divides the images", key="data.std", value=list(self.std), suggestion="Use numbers above 0."
+            )
 
     def stored_size(self, cache_size: int | Literal["auto"]) -> StoredSize:
         """Return how large images are in the cache. Raises: RefusedError."""
@@ -111,7 +129,9 @@ class Options:
             side = math.ceil(self.size * _MARGIN)
             return StoredSize(side, int(side * _WORTHWHILE))
         if not 1 <= cache_size <= _MOST_PIXELS:
-            raise RefusedError(f"data.cache_size={cache_size}: use auto, or 1 to {_MOST_PIXELS} pixels.")
+            raise RefusedError(
+                key="data.cache_size", value=cache_size, suggestion=f"Use auto, or 1 to {_MOST_PIXELS} pixels."
+            )
         return StoredSize(cache_size, cache_size)
 
     def as_json(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Pool:
                 raise OSError
             answers.put((number, json.loads(line)))
         except (OSError, ValueError):
-            answers.put((number, RefusedError(_death(process.wait()))))
+            answers.put((number, _death(process.wait())))
         finally:
             self._idle.put(process)
 
@@ -195,10 +195,14 @@ def _close(stream: IO[str]) -> None:
         pass
 
 
-def _death(code: int) -> str:
+def _death(code: int) -> RefusedError:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    hint = ": out of memory?" if code == -signal.SIGKILL else ": see its output above."
-    return f"a process that prepares the images of data.root {how}{hint} Start again to resume the preparation."
+    hint = "perhaps because memory ran out" if code == -signal.SIGKILL else "see its output above"
+    return RefusedError(
+        f"A process that prepares the images {how}: {hint}",
+        key="data.root",
+        suggestion="Start again to resume the preparation.",
+    )
 
 
 @contextmanager

@@ -93,10 +93,10 @@ def prepare(
         mean, std, channels, augment_on, tuple(tuple(pair) for pair in size_from_epoch or ()),
     ).resolved()  # fmt: skip
     stored = options.stored_size(cache_size)
-    if cache not in _MODES or broken not in ("stop", "skip"):
-        raise RefusedError(
-            f"data.cache={cache} data.broken={broken}: use one of {', '.join(_MODES)}, and stop or skip."
-        )
+    if cache not in _MODES:
+        raise RefusedError(key="data.cache", value=cache, suggestion=f"Use one of {', '.join(_MODES)}.")
+    if broken not in ("stop", "skip"):
+        raise RefusedError(key="data.broken", value=broken, suggestion="Use stop or skip.")
     known = classes if schema is None else Schema.read(schema).classes
     return prepared(scan(root, known, nested), stored, cache, broken, options)
 
@@ -123,7 +123,13 @@ def prepared(folder: Folder, stored: StoredSize, cache: str, broken: str, option
     complete = _find(folder, name, cache) or _make(folder, name, stored, channels, cache)
     lost = complete.record["broken"]
     if lost and broken == "stop":
-        raise RefusedError(_broken_text(folder, lost))
+        them = "them" if len(lost) > 1 else "it"
+        raise RefusedError(
+            f"holds {_broken_list(lost)}",
+            key="data.root",
+            value=folder.root,
+            suggestion=f"Replace or remove {them}, or leave {them} out with data.broken=skip.",
+        )
     if lost:
         rest = f"; all are in {complete.folder}/identity.json" if len(lost) > _LISTED else ""
         print_message(f"ddpexp: data.broken=skip: {_broken_list(lost)} left out of training and evaluation{rest}")
@@ -227,7 +233,9 @@ def _fill(place: Path, folder: Folder, sizes: Sizes, mode: str, channels: int, p
         broken = {number: reason for chunk in done for number, reason in chunk.broken.items()}
         kept = [number for number in range(len(files)) if number not in broken]
         if not kept:
-            raise RefusedError(f"none of the {len(files):,} images of {folder.root} for {part} can be read.")
+            raise RefusedError(
+                f"None of the {len(files):,} images for {part} can be read", key="data.root", value=folder.root
+            )
         _write_index(place, part, [files[number] for number in kept], [
             (offsets[number], *sizes.sizes[part][number], lengths[number]) for number in kept
         ])  # fmt: skip
@@ -355,14 +363,6 @@ def _memory() -> int:
 def _broken_list(lost: Mapping[str, str]) -> str:
     few = first_few([f"{path}: {reason}" for path, reason in sorted(lost.items())], _LISTED, "; ")
     return f"{len(lost):,} broken image{'s' if len(lost) > 1 else ''} ({few})"
-
-
-def _broken_text(folder: Folder, lost: Mapping[str, str]) -> str:
-    them = "them" if len(lost) > 1 else "it"
-    return (
-        f"data.root={folder.root} holds {_broken_list(lost)}: replace or remove {them}, or leave {them} out with "
-        "data.broken=skip."
-    )
 
 
 def _description(folder: Folder, cache: Cache, stored: StoredSize, options: Options) -> dict[str, Any]:

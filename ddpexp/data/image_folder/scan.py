@@ -51,7 +51,9 @@ def scan(root: str | None, classes: Sequence[str] | None = None, nested: bool = 
     """
     if not root:
         raise RefusedError(
-            "data.root is not set: name the folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with CLASS/*.jpg."
+            "is not set",
+            key="data.root",
+            suggestion="Name the folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with CLASS/*.jpg.",
         )
     folder = Path(os.path.abspath(os.path.expanduser(root)))
     walk = Walk(folder)
@@ -62,7 +64,7 @@ def scan(root: str | None, classes: Sequence[str] | None = None, nested: bool = 
         labels = {name: label for label, name in enumerate(names)}
         files = {part: list(_labelled(walk, place, by_class[part], labels)) for part, place in parts.items()}
     except OSError as error:
-        raise RefusedError(_unreadable(folder, error)) from None
+        raise _unreadable(folder, error) from None
     for part, place in parts.items():
         _check_images(place, files[part], by_class[part], labels)
     if not nested:
@@ -91,10 +93,13 @@ def scan_unlabelled(root: str | None, classes: Sequence[str]) -> Folder | None:
         walk.begin_part(folder.parent)
         files = list(walk.images(folder, -1))
     except OSError as error:
-        raise RefusedError(_unreadable(folder, error)) from None
+        raise _unreadable(folder, error) from None
     if not files:
         raise RefusedError(
-            f"data.root={folder} holds no images (names ending in {', '.join(SUFFIXES)}): name a folder with some."
+            f"holds no images (names ending in {', '.join(SUFFIXES)})",
+            key="data.root",
+            value=folder,
+            suggestion="Name a folder with some.",
         )
     return Folder(folder, tuple(classes), {"eval": files}, _left_out(walk.left_out))
 
@@ -123,30 +128,38 @@ def _classes(
     place, train = parts["train"], by_class["train"]
     if not train:
         raise RefusedError(
-            f"{_named(folder, place)} {_content(place)}, and data=image_folder reads one folder of images for each "
-            "class: put them into folders named after their classes."
+            f"{_content(place)}, and data=image_folder reads one folder of images for each class",
+            suggestion="Put them into folders named after their classes.",
+            place=_named(folder, place),
         )
     classes = sorted(train) if given is None else [normalize("NFC", name) for name in given]
     if len(classes) == 1 or len(set(classes)) < len(classes):
         loose = _loose(place)
         beside = f" (and {counted(loose, 'image')} beside it, in no class)" if loose else ""
         if given is not None:
-            raise RefusedError(f"data.classes=[{', '.join(given)}]: name two classes or more, each of them once.")
+            raise RefusedError(
+                key="data.classes",
+                value=f"[{', '.join(given)}]",
+                suggestion="Name two classes or more, each of them once.",
+            )
         raise RefusedError(
-            f"{_named(folder, place)} holds one class, {classes[0]}{beside}, so there is nothing to tell apart: add a "
-            "folder for each further class."
+            f"holds one class, {classes[0]}{beside}, so there is nothing to tell apart",
+            suggestion="Add a folder for each further class.",
+            place=_named(folder, place),
         )
     for part, own in by_class.items():
         unseen = sorted(set(own) - set(classes))
         if unseen and given is None:
             raise RefusedError(
-                f"{parts[part]} holds classes that {place} does not ({first_few(unseen, _LISTED)}), and a model cannot "
-                "learn those: make the folders of classes the same."
+                f"{parts[part]} holds classes that {place} does not ({first_few(unseen, _LISTED)}), and a "
+                "model cannot learn those",
+                suggestion="Make the folders of classes the same.",
             )
         if unseen:
             raise RefusedError(
-                f"{parts[part]} holds folders that are none of the classes ({first_few(unseen, _LISTED)}): the classes "
-                f"are {first_few(classes, 10)}. Rename or remove the folders."
+                f"{parts[part]} holds folders that are none of the classes ({first_few(unseen, _LISTED)}): "
+                f"the classes are {first_few(classes, 10)}",
+                suggestion="Rename or remove the folders.",
             )
     return classes
 
@@ -158,8 +171,10 @@ def _check_images(
     empty = [name for name in sorted(by_class) if labels[name] not in seen]
     if not files or empty:
         raise RefusedError(
-            f"{place} holds no images{f' of {first_few(empty, _LISTED)}' if files else ''} (names ending in "
-            f"{', '.join(SUFFIXES)}): add some, or remove the folder{'s' if len(empty) > 1 else ''}."
+            f"holds no images{f' of {first_few(empty, _LISTED)}' if files else ''} (names ending in "
+            f"{', '.join(SUFFIXES)})",
+            suggestion=f"Add some, or remove the folder{'s' if len(empty) > 1 else ''}.",
+            place=place,
         )
 
 
@@ -174,15 +189,16 @@ def _left_out(suffixes: Mapping[str, int], loose: int = 0, beside: Sequence[str]
     return "; ".join(filter(None, texts))
 
 
-def _unreadable(folder: Path, error: OSError) -> str:
-    if os.path.exists(folder) and error.filename and Path(error.filename) != folder:
-        return (
-            f"data.root={folder}: {error.filename} cannot be read ({error.strerror}): remove it, or make it readable "
-            "for you."
-        )
-    return (
-        f"data.root={folder} cannot be read ({error.strerror}): set data.root to a folder of images, one folder for "
-        "each class."
+def _unreadable(folder: Path, error: OSError) -> RefusedError:
+    is_inside = os.path.exists(folder) and bool(error.filename) and Path(error.filename) != folder
+    return RefusedError(
+        f"cannot be read ({error.strerror})",
+        key="data.root",
+        value=folder,
+        suggestion="Remove it, or make it readable for you."
+        if is_inside
+        else "Set data.root to a folder of images, one folder for each class.",
+        place=error.filename if is_inside else None,
     )
 
 

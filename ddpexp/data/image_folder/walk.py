@@ -69,8 +69,11 @@ class Walk:
         other = self._seen.setdefault(_identity(place), place)
         if other != place:
             raise RefusedError(
-                f"data.root={self.root}: {place} is the same folder as {other}, and images would be read twice: remove "
-                "the link."
+                f"is the same folder as {other}, and images would be read twice",
+                key="data.root",
+                value=self.root,
+                suggestion="Remove the link.",
+                place=place,
             )
 
 

@@ -26,6 +26,7 @@ _MAX_ENTRIES = 2000  # entries that are looked at
 _LABELS = {"|u1": "B", "|i1": "b", "<i2": "h", "<i4": "i", "<i8": "q"}  # with the type codes of `array`
 _MAX_CLASSES = 100_000  # larger labels are no classes
 _HASHED_BYTES = 1 << 16  # at both ends of a file: enough to distinguish data sets, and fast
+_FILES = "train-images.npy, train-labels.npy, test-images.npy and test-labels.npy"
 
 
 @dataclass(frozen=True)
@@ -54,26 +55,24 @@ def prepare(
     Raises: RefusedError, if a file or an option is invalid.
     """
     if not root:
-        raise RefusedError(
-            "data.root is not set: name the folder with train-images.npy, train-labels.npy, test-images.npy and "
-            "test-labels.npy."
-        )
+        raise RefusedError("is not set", key="data.root", suggestion=f"Name the folder with {_FILES}.")
     folder = Path(os.path.abspath(os.path.expanduser(root)))
     if not any((folder / f"{part}-{what}.npy").exists() for part in _PARTS for what in ("images", "labels")):
         raise RefusedError(
-            f"data.root={folder} {_instead(folder)}: data=images reads train-images.npy, train-labels.npy, "
-            "test-images.npy and test-labels.npy there. Store the images as such arrays with numpy.save, or read "
-            "folders of JPEG, PNG or WebP images, one for each class, with data=image_folder."
+            f"{_instead(folder)}: data=images reads {_FILES} there",
+            key="data.root",
+            value=folder,
+            suggestion="Store the images as such arrays with numpy.save, or read folders of JPEG, PNG or WebP images, "
+            "one for each class, with data=image_folder.",
         )
     found = {(part, what): _read(folder / f"{part}-{what}.npy") for part in _PARTS for what in ("images", "labels")}
     for part in _PARTS:
         _check_no_images(folder, part, found[part, "images"], found[part, "labels"])
     shape = found["train", "images"].shape
     if found["test", "images"].shape[1:] != shape[1:]:
-        raise RefusedError(
-            f"the images of data.root={folder} have two sizes, {_spoken(shape[1:])} in train-images.npy and "
-            f"{_spoken(found['test', 'images'].shape[1:])} in test-images.npy: make them one."
-        )
+        sizes = f"{_spoken(shape[1:])} and {_spoken(found['test', 'images'].shape[1:])}"
+        reason = f"holds images of two sizes to train and to test on, {sizes}"
+        raise RefusedError(reason, key="data.root", value=folder, suggestion="Make all images the same size.")
     _check_options(mean, std, crop, reflect, shape)
     num_train, num_test = shape[0], found["test", "images"].shape[0]
     return {
@@ -121,13 +120,16 @@ def found_images(folder: Path) -> str | None:
 def _check_no_images(folder: Path, part: str, images: _Array, labels: _Array) -> None:
     if images.kind != "|u1" or len(images.shape) not in (3, 4) or 0 in images.shape:
         raise RefusedError(
-            f"{folder}/{part}-images.npy holds {images.kind} of shape {_spoken(images.shape)}: store bytes (uint8) of "
-            "shape samples x channels x height x width, or without the channels where there is one."
+            f"holds {images.kind} of shape {_spoken(images.shape)}",
+            suggestion="Store bytes (uint8) of shape samples x channels x height x width, or without the "
+            "channels where there is one.",
+            place=f"{folder}/{part}-images.npy",
         )
     if labels.kind not in _LABELS or labels.shape != images.shape[:1]:
         raise RefusedError(
-            f"{folder}/{part}-labels.npy holds {labels.kind} of shape {_spoken(labels.shape)}, and there are "
-            f"{images.shape[0]:,} images: store one whole number for each."
+            f"holds {labels.kind} of shape {_spoken(labels.shape)}, and there are {images.shape[0]:,} images",
+            suggestion="Store one whole number for each.",
+            place=f"{folder}/{part}-labels.npy",
         )
 
 
@@ -138,22 +140,33 @@ def _check_options(
     for key, values in (("data.mean", mean), ("data.std", std)):
         if len(values) not in (1, channels):
             raise RefusedError(
-                f"{key}={list(values)} has {len(values)} numbers, and the images {channels} channels: use one for each."
+                f"has {len(values)} numbers, and the images {channels} channels",
+                key=key,
+                value=list(values),
+                suggestion="Use one for each.",
             )
     if len(mean) != len(std):
         raise RefusedError(
-            f"data.mean={list(mean)} and data.std={list(std)} differ in length: use one for each channel."
+            f"and data.std={list(std)} differ in length",
+            key="data.mean",
+            value=list(mean),
+            suggestion="Use one for each channel.",
         )
     if not all(value > 0 for value in std):
-        raise RefusedError(f"data.std={list(std)} divides the images: use numbers above 0.")
+        raise RefusedError("divides the images", key="data.std", value=list(std), suggestion="Use numbers above 0.")
     if not 0 <= crop <= min(shape[-2:]):
         raise RefusedError(
-            f"data.crop={crop} is no frame for images of {_spoken(shape[1:])}: use 0 to {min(shape[-2:])}."
+            f"does not fit images of {_spoken(shape[1:])}",
+            key="data.crop",
+            value=crop,
+            suggestion=f"Use 0 to {min(shape[-2:])}.",
         )
     if reflect and crop >= min(shape[-2:]):
         raise RefusedError(
-            f"data.reflect=true has only {min(shape[-2:]) - 1} pixels to pad images of {_spoken(shape[1:])} with: use "
-            f"data.crop={min(shape[-2:]) - 1} or less."
+            f"has only {min(shape[-2:]) - 1} pixels to pad images of {_spoken(shape[1:])} with",
+            key="data.reflect",
+            value=True,
+            suggestion=f"Use data.crop={min(shape[-2:]) - 1} or less.",
         )
 
 
@@ -171,12 +184,18 @@ def _read(path: Path) -> _Array:
             file.seek(max(0, size - _HASHED_BYTES))
             digest.update(file.read())
     except OSError as error:
-        raise RefusedError(f"{path} cannot be read ({error.strerror}): set data.root to the folder with it.") from None
+        raise RefusedError(
+            f"cannot be read ({error.strerror})", suggestion="Set data.root to the folder with it.", place=path
+        ) from None
     except (ValueError, KeyError, TypeError, SyntaxError, struct.error):
-        raise RefusedError(f"{path} is no .npy file of numbers in C order: store it with numpy.save.") from None
+        raise RefusedError(
+            "is not a .npy file of numbers in C order", suggestion="Store it with numpy.save.", place=path
+        ) from None
     if size != expected:
         raise RefusedError(
-            f"{path} has {size:,} bytes, and its header says {expected:,}: it is damaged, so store it again."
+            f"has {size:,} bytes, and its header says {expected:,}: it is damaged",
+            suggestion="Store it again.",
+            place=path,
         )
     return _Array(array.kind, array.shape, digest.hexdigest())
 

@@ -37,7 +37,9 @@ def mix(
     names = list(parts)
     for name, part in parts.items():
         if isinstance(part.train, Stream):
-            raise RefusedError(f"data.sources.{name} is a stream, whose samples have no indices: a mixture needs them.")
+            raise RefusedError(
+                "is a stream, whose samples have no indices: a mixture needs them", key=f"data.sources.{name}"
+            )
     sets = [part.train for part in parts.values()]
     orders = [part.order or part.train for part in parts.values()]
     lengths = [len(data) for data in sets]
@@ -46,8 +48,8 @@ def mix(
     total = sum(order.samples_per_epoch for order in orders) if samples_per_epoch is None else samples_per_epoch
     if total < batch_size:
         raise RefusedError(
-            f"an epoch of the mixture has {total:,} samples, fewer than trainer.global_batch_size={batch_size}: set "
-            "data.samples_per_epoch."
+            f"an epoch of the mixture has {total:,} samples, fewer than trainer.global_batch_size={batch_size}",
+            suggestion="Set data.samples_per_epoch.",
         )
     by_size = [(0, [order.samples_per_epoch for order in orders])]
     order = MixtureOrder(orders, lengths, starts or by_size, total // batch_size * batch_size)
@@ -132,7 +134,7 @@ class IndexMixture(_Mixture):
 
     def _different(self, numbers: Sequence[int], batches: Sequence[Any]) -> DdpexpError:
         forms = "; ".join(f"{self.names[number]} {form(batch)}" for number, batch in zip(numbers, batches, strict=True))
-        return DdpexpError(f"the sources of the mixture have batches that do not fit together: {forms}.")
+        return DdpexpError(f"The batches of the sources do not fit together: {forms}", key="data.sources")
 
 
 class ItemMixture(_Mixture):
@@ -152,7 +154,9 @@ def _selected(mixture: _Mixture, indices: NDArray[np.int64]) -> dict[str, Any]:
     for name, part in zip(mixture.names, mixture.parts, strict=True):
         own = indices[(indices >= first) & (indices < first + len(part))] - first
         if not len(own):
-            raise RefusedError(f"of the source {name} no sample is left to train on: keep more samples.")
+            raise RefusedError(
+                "has no sample left to train on", key=f"data.sources.{name}", suggestion="Keep more samples."
+            )
         kept = select(part, Listed(own), 0, len(own), "a part of the mixture")
         parts.append(kept)
         first += len(part)

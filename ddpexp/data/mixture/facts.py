@@ -41,8 +41,8 @@ def shared_facts(sources: Sequence[Source]) -> dict[str, Any]:
     """
     for one, other in combinations(sources, 2):
         for check in _CHECKS:
-            if (problem := check(one, other)) is not None:
-                raise RefusedError(f"{problem}.")
+            if (error := check(one, other)) is not None:
+                raise error
     first = sources[0].facts
     facts = {key: value for key, value in first.items() if all(other.facts.get(key) == value for other in sources)}
     if all(map(_names, sources)):
@@ -51,70 +51,71 @@ def shared_facts(sources: Sequence[Source]) -> dict[str, Any]:
     return facts
 
 
-def _classes(one: Source, other: Source) -> str | None:
+def _classes(one: Source, other: Source) -> RefusedError | None:
     """Compare the numbering of classes: a source may lack the last ones."""
     lists = _names(one), _names(other)
     if all(mine == theirs for mine, theirs in zip(*lists, strict=False)):
         return None
     union = list(dict.fromkeys([*lists[0], *lists[1]]))
-    remedy = "mix sources with the same classes in the same order"
+    remedy = "Mix sources with the same classes in the same order"
     if "classes" in one.options and "classes" in other.options:
         few = len(union) <= _LISTED and all(map(_PLAIN.fullmatch, union))
         value = f"[{','.join(union)}]" if few else "[...], with the names of all classes"
-        remedy = f"give both the same: {one.key('classes')}={value} {other.key('classes')}={value}"
-    return f"{_differ(one, other, 'classes')}, so that a label would mean two things: {remedy}"
+        remedy = f"Give both the same: {one.key('classes')}={value} {other.key('classes')}={value}"
+    return _refused(one, other, f"{_differ(one, other, 'classes')}, so that a label would mean two things", remedy)
 
 
-def _columns(one: Source, other: Source) -> str | None:
+def _columns(one: Source, other: Source) -> RefusedError | None:
     if not _both(one, other, "columns"):
         return None
-    remedy = "rename the columns of one, or leave out what the other does not have"
+    remedy = "Rename the columns of one, or leave out what the other does not have"
     if sorted(map(str, one.facts["columns"])) == sorted(map(str, other.facts["columns"])):
-        remedy = f"give both the same order with {other.key('inputs')}"
-    return f"{_differ(one, other, 'columns')}: {remedy}"
+        remedy = f"Give both the same order with {other.key('inputs')}"
+    return _refused(one, other, _differ(one, other, "columns"), remedy)
 
 
-def _target_columns(one: Source, other: Source) -> str | None:
+def _target_columns(one: Source, other: Source) -> RefusedError | None:
     if not _both(one, other, "target_columns") or len(one.facts["target_columns"]) == 1:
         return None
-    return f"{_differ(one, other, 'target_columns')}: give both the same with {other.key('targets')}"
+    remedy = f"Give both the same with {other.key('targets')}"
+    return _refused(one, other, _differ(one, other, "target_columns"), remedy)
 
 
-def _shape(one: Source, other: Source) -> str | None:
+def _shape(one: Source, other: Source) -> RefusedError | None:
     """Compare the shape of a sample, the channels among it."""
     if not _both(one, other, "shape"):
         return None
     keys = [key for key in ("channels", "size", "image_size", "max_length", "inputs") if key in other.options]
     remedy = f" with {' and '.join(map(other.key, keys))}" if keys else ""
     shapes = (" x ".join(map(str, source.facts["shape"])) for source in (one, other))
-    return f"{_pair(one, other)} have samples of different shapes ({' and '.join(shapes)}): give both the same{remedy}"
+    problem = f"have samples of different shapes ({' and '.join(shapes)})"
+    return _refused(one, other, problem, f"Give both the same{remedy}")
 
 
-def _moments(one: Source, other: Source) -> str | None:
+def _moments(one: Source, other: Source) -> RefusedError | None:
     """Compare how inputs are normalized: not at all is another way, too."""
     keys = [key for key in ("mean", "std") if one.facts.get(key) != other.facts.get(key)]
     standardized = [source for source in (one, other) if source.options.get("standardize")]
     if not keys or (not standardized and not _both(one, other, keys[0])):
         return None
-    problem = f"{_pair(one, other)} are normalized differently"
+    problem = "are normalized differently"
     if standardized:
         own = " ".join(f"{source.key('standardize')}=false" for source in standardized)
-        return f"{problem}, each by the numbers of its own samples: use {own}, and normalize in the model"
+        problem += ", each by the numbers of its own samples"
+        return _refused(one, other, problem, f"Use {own}, and normalize in the model")
     values = " and ".join(str(source.facts[keys[0]]) for source in (one, other))
-    remedy = f"set {other.key(keys[0])}={_listed(one.facts[keys[0]])}" if keys[0] in other.options else "mix others"
-    return f"{problem} ({keys[0]} {values}): {remedy}"
+    remedy = f"Set {other.key(keys[0])}={_listed(one.facts[keys[0]])}" if keys[0] in other.options else "Mix others"
+    return _refused(one, other, f"{problem} ({keys[0]} {values})", remedy)
 
 
-def _vocabulary(one: Source, other: Source) -> str | None:
+def _vocabulary(one: Source, other: Source) -> RefusedError | None:
     """Compare what a token stands for."""
     tokenizers = [_tokenizer(source) for source in (one, other)]
     comparable = None not in tokenizers and type(tokenizers[0]) is type(tokenizers[1])
     if not (comparable and tokenizers[0] != tokenizers[1]) and not _both(one, other, "vocab_size"):
         return None
-    return (
-        f"{_pair(one, other)} number their tokens differently: give both one tokenizer, such as "
-        f"{one.key('tokenizer')}=bytes {other.key('tokenizer')}=bytes"
-    )
+    remedy = f"Give both one tokenizer, such as {one.key('tokenizer')}=bytes {other.key('tokenizer')}=bytes"
+    return _refused(one, other, "number their tokens differently", remedy)
 
 
 def _tokenizer(source: Source) -> Any:
@@ -125,7 +126,7 @@ def _tokenizer(source: Source) -> Any:
     return source.options.get("tokenizer") if "vocab_size" in source.facts else None
 
 
-_CHECKS: tuple[Callable[[Source, Source], str | None], ...] = (
+_CHECKS: tuple[Callable[[Source, Source], RefusedError | None], ...] = (
     _classes, _columns, _target_columns, _shape, _moments, _vocabulary,
 )  # fmt: skip
 
@@ -142,13 +143,14 @@ def _both(one: Source, other: Source, fact: str) -> bool:
     return None not in values and values[0] != values[1]
 
 
-def _pair(one: Source, other: Source) -> str:
-    return f"data.sources.{one.name} and data.sources.{other.name}"
+def _refused(one: Source, other: Source, problem: str, remedy: str) -> RefusedError:
+    key = f"data.sources.{one.name}"
+    return RefusedError(f"and data.sources.{other.name} {problem}", key=key, suggestion=f"{remedy}.")
 
 
 def _differ(one: Source, other: Source, fact: str) -> str:
     lists = (first_few(source.facts[fact], _LISTED) for source in (one, other))
-    return f"{_pair(one, other)} have different {fact.replace('_', ' ')} ({' and '.join(f'[{one}]' for one in lists)})"
+    return f"have different {fact.replace('_', ' ')} ({' and '.join(f'[{one}]' for one in lists)})"
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -31,8 +31,10 @@ def check_mixture(sources: Mapping[str, Any], source_weights: Any = None) -> Non
     """
     if not sources:
         raise RefusedError(
-            "data.sources={}: a mixture needs sources, each a kind of data below a name of its own, such as "
-            "+data@data.sources.digits=mnist, or in a recipe: docs/data.md."
+            "A mixture needs sources, each a kind of data below a name of its own, such as "
+            "+data@data.sources.digits=mnist, or in a recipe: docs/data.md",
+            key="data.sources",
+            value="{}",
         )
     stages(source_weights, list(sources))
 
@@ -47,8 +49,10 @@ def stages(weights: Mapping[Any, Any] | None, names: Sequence[str]) -> list[Stag
         return []
     if not isinstance(weights, Mapping) or not weights:
         raise RefusedError(
-            f"data.source_weights={weights} is no mapping: give each source a weight, such as "
-            f"data.source_weights={{{names[0]}: 0.7, {names[-1]}: 0.3}}."
+            "is not a mapping",
+            key="data.source_weights",
+            value=weights,
+            suggestion=f"Give each source a weight, such as data.source_weights={{{names[0]}: 0.7, {names[-1]}: 0.3}}.",
         )
     if not all(isinstance(value, Mapping) for value in weights.values()):
         return [Stage(0, _checked(weights, names, "data.source_weights"))]
@@ -56,11 +60,13 @@ def stages(weights: Mapping[Any, Any] | None, names: Sequence[str]) -> list[Stag
     for step in weights:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise RefusedError(
-                f"data.source_weights has the key {step!r}, where the number of a step belongs, such as 1000."
+                f"has the key {step!r}, where the number of a step belongs, such as 1000", key="data.source_weights"
             )
     if 0 not in weights:
         raise RefusedError(
-            f"data.source_weights begins at step {min(weights)}, and no step before has any: give those from step 0."
+            f"begins at step {min(weights)}, and no step before has any",
+            key="data.source_weights",
+            suggestion="Give those from step 0.",
         )
     return [Stage(step, _checked(weights[step], names, f"data.source_weights.{step}")) for step in sorted(weights)]
 
@@ -70,22 +76,30 @@ def _checked(weights: Mapping[Any, Any], names: Sequence[str], key: str) -> tupl
     for name in weights:
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"The sources are {listed}."
-            raise RefusedError(f"{key}.{name} is the weight of no source in data.sources. {hint}")
+            raise RefusedError(
+                "is the weight of no source in data.sources",
+                key=f"{key}.{name}",
+                suggestion=f"Did you mean {near[0]}?" if near else f"The sources are {listed}.",
+            )
     for name in names:
         if name not in weights:
-            raise RefusedError(f"{key} has no weight for the source {name}: give one to each of {listed}.")
+            raise RefusedError(
+                f"has no weight for the source {name}", key=key, suggestion=f"Give one to each of {listed}."
+            )
         value = weights[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise RefusedError(f"{key}.{name}={value}: use a number from 0 on.")
+            raise RefusedError(key=f"{key}.{name}", value=value, suggestion="Use 0 or more.")
     values = tuple(float(weights[name]) for name in names)
     total = sum(values)
     if not total:
-        raise RefusedError(f"{key}: all weights are 0, so there is nothing to train on.")
+        raise RefusedError("All weights are 0, so there is nothing to train on", key=key)
     for name, value in zip(names, values, strict=True):
         if 0 < value / total * _LONGEST < 1:
             raise RefusedError(
-                f"{key}.{name}={value:g} is less than a millionth of the whole ({total:g}): use a larger weight, or 0."
+                f"is less than a millionth of the whole ({total:g})",
+                key=f"{key}.{name}",
+                value=value,
+                suggestion="Use a larger weight, or 0.",
             )
     return values
 

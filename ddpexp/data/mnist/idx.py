@@ -106,9 +106,13 @@ def find(bases: Sequence[Path]) -> dict[str, Path]:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
-                raise RefusedError(f"{path} cannot be looked at ({error.strerror}): give access or move it") from None
+                raise RefusedError(
+                    f"cannot be looked at ({error.strerror})", suggestion="Give access or move it.", place=path
+                ) from None
             if not stat.S_ISREG(status.st_mode):
-                raise RefusedError(f"{path} is not a regular file, though it has the name of one: move it away")
+                raise RefusedError(
+                    "is not a regular file, though it has the name of one", suggestion="Move it away.", place=path
+                )
             found[file.name] = path
             break
     return found
@@ -122,11 +126,14 @@ def load(path: Path, file: IdxFile) -> tuple[Content, Stamp]:
             return Content(file, unpack(stream, file)), stamp
     except WrongError as error:
         raise RefusedError(
-            f"{path} {error}, and training on it would not be training on MNIST: replace it by the true {file.name}, "
-            "or delete it and set data.source=download"
+            f"{error}, and training on it would not be training on MNIST",
+            suggestion=f"Replace it by the true {file.name}, or delete it and set data.source=download.",
+            place=path,
         ) from None
     except OSError as error:
-        raise RefusedError(f"{path} cannot be read ({error.strerror}): make it readable or replace it") from None
+        raise RefusedError(
+            f"cannot be read ({error.strerror})", suggestion="Make it readable or replace it.", place=path
+        ) from None
 
 
 def unpack(stream: BinaryIO, file: IdxFile) -> bytes:

@@ -71,32 +71,28 @@ def prepare(
     Raises: RefusedError, if the data or a folder is invalid.
     """
     if source not in SOURCES:
-        raise RefusedError(f"data.source={source} is not a source of data: set one of {', '.join(SOURCES)}")
+        raise RefusedError(
+            "is not a source of data", key="data.source", value=source, suggestion=f"Use one of {', '.join(SOURCES)}."
+        )
     for key, num in (("data.embedded_train", embedded_train), ("data.embedded_test", embedded_test)):
         if not 1 <= num <= EMBEDDED_MOST:
-            raise RefusedError(f"{key}={num} is not a valid number of digits: use one from 1 to {EMBEDDED_MOST}")
+            raise RefusedError(
+                "is not a valid number of digits", key=key, value=num, suggestion=f"Use 1 to {EMBEDDED_MOST}."
+            )
     if source == "embedded":
         return _embedded(embedded_train, embedded_test)
     folder = data_folder(root, "the MNIST files", source)
-    if (
-        root is not None
-        and not idx.find([folder])
-        and not _caches([folder])
-        and (images := found_images(folder)) is not None
-    ):
-        raise RefusedError(
-            f"data.root={folder} holds {images}, and none of the four MNIST files that data=mnist reads there: for "
-            "images of your own see data=images, or a recipe of your own; for MNIST leave data.root out or name "
-            "another folder."
-        )
+    if root is not None:
+        _check_not_images(folder)
     patience = patience or (AUTO_PATIENCE if source == "auto" else DOWNLOAD_PATIENCE)
     try:
         return _mnist(folder, source, mirrors, patience)
     except DownloadError as error:
         if source == "download":
             raise RefusedError(
-                f"MNIST could not be downloaded ({error}), so there is nothing to train on: put the four files into "
-                f"data.root={folder}, or check the network, or set data.source=embedded for synthetic digits"
+                f"MNIST could not be downloaded ({error}), so there is nothing to train on",
+                suggestion=f"Put the four files into data.root={folder}, or check the network, or set "
+                "data.source=embedded for synthetic digits.",
             ) from None
         (warn or to_stderr)(
             f"THIS IS NOT MNIST: data.root={folder} holds none of its files and they could not be downloaded "
@@ -105,6 +101,18 @@ def prepare(
             "data.source=download, and set data.source=embedded if synthetic digits are what you want"
         )
         return _embedded(embedded_train, embedded_test)
+
+
+def _check_not_images(folder: Path) -> None:
+    """Check that a folder without MNIST does not hold images of the user's own."""
+    if not idx.find([folder]) and not _caches([folder]) and (images := found_images(folder)) is not None:
+        raise RefusedError(
+            f"holds {images}, and none of the four MNIST files that data=mnist reads there",
+            key="data.root",
+            value=folder,
+            suggestion="For images of your own see data=images, or a recipe of your own; for MNIST leave data.root out "
+            "or name another folder.",
+        )
 
 
 def _mnist(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
@@ -131,7 +139,7 @@ def _local(root: Path, source: str) -> dict[str, Any] | None:
     found = idx.find(bases if source != "files" else [root])
     missing = [file for file in idx.FILES if file.name not in found]
     if source == "files" and missing:
-        raise RefusedError(_missing_text(root, missing, "or set data.source=download to fetch what is missing"))
+        raise _missing(root, missing, suggestion="Or set data.source=download to fetch what is missing.")
     if not found and caches:  # checked once, and complete: the files themselves are no longer needed
         return _mnist_identity(caches[0], source)
     if missing:
@@ -152,7 +160,7 @@ def _fetched(root: Path, source: str, mirrors: Sequence[str], patience: Patience
     except DownloadError as error:
         if not found:
             raise
-        raise RefusedError(_missing_text(root, missing, f"as they could not be downloaded either ({error})")) from None
+        raise _missing(root, missing, f", and they could not be downloaded either ({error})") from None
     return _decoded(root, source, "download", loaded)
 
 
@@ -197,12 +205,14 @@ def _cache_name() -> str:
     return f"mnist-{_sha256()[:12]}"
 
 
-def _missing_text(root: Path, missing: Sequence[idx.IdxFile], end: str) -> str:
+def _missing(root: Path, missing: Sequence[idx.IdxFile], problem: str = "", suggestion: str = "") -> RefusedError:
     names = ", ".join(file.name for file in missing)
-    have = f"{len(idx.FILES) - len(missing)} of the four MNIST files"
-    return (
-        f"data.root={root} holds {have} (also looked in MNIST/raw and raw), and training needs all four: add {names} "
-        f"there, each with or without .gz, {end}"
+    return RefusedError(
+        f"holds {len(idx.FILES) - len(missing)} of the four MNIST files (also looked in MNIST/raw and raw), and "
+        f"training needs all four{problem}",
+        key="data.root",
+        value=root,
+        suggestion=f"Add {names} there, each with or without .gz. {suggestion}".rstrip(),
     )
 
 

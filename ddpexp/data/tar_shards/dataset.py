@@ -60,10 +60,12 @@ class TarShards(IndexData):
             try:
                 found = os.stat(path).st_size
             except OSError as error:
-                raise RefusedError(f"{path}: {error.strerror}, and the index has samples of it.") from None
+                raise RefusedError(
+                    f"cannot be read ({error.strerror}), and the index has samples of it", place=path
+                ) from None
             if found != size:
                 raise RefusedError(
-                    f"{path} has {found:,} bytes here and {size:,} in the index: it is another shard, or cut off."
+                    f"has {found:,} bytes here and {size:,} in the index: it is another shard, or cut off", place=path
                 )
         return cls(facts["shards"], np.load(facts["index"], mmap_mode="r"), files, image_size, remote)
 
@@ -90,8 +92,10 @@ class TarShards(IndexData):
                 raise
             except Exception as error:  # decoders raise errors of many kinds
                 raise DdpexpError(
-                    f"{self.shards[shard]}: sample {position:,} has a .{extension} at byte {offset:,} that cannot be "
-                    f"decoded ({error or type(error).__name__}): replace it, or leave the sample out of the shard."
+                    f"Sample {position:,} has a .{extension} at byte {offset:,} that cannot be decoded "
+                    f"({error or type(error).__name__})",
+                    suggestion="Replace it, or leave the sample out of the shard.",
+                    place=self.shards[shard],
                 ) from None
         return tuple(sample)
 

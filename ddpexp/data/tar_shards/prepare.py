@@ -57,20 +57,15 @@ def prepare(
     numbers = {"block_samples": block_samples, "window_blocks": window_blocks, "image_size": image_size}
     for key, value in numbers.items():
         if value is not None and value < 1:
-            raise RefusedError(f"data.{key}={value}: use 1 or more.")
-    for name in files:
-        if unknown := [one for one in name.split(";") if one.rpartition(".")[2] not in DECODED]:
-            raise RefusedError(
-                f"data.files names {unknown[0]}, which is not decoded: use {', '.join(DECODED)}, behind a prefix where "
-                "there is one, such as left.jpg."
-            )
-    if not files:
-        raise RefusedError(
-            "data.files=[]: name the files of a sample by their extensions, such as data.files=[jpg,cls]."
-        )
+            raise RefusedError(key=f"data.{key}", value=value, suggestion="Use 1 or more.")
+    _check_files(files)
     limit = int(cache_gb * 1e9)
     if limit < 2 * remote.PART:
-        raise RefusedError(f"data.cache_gb={cache_gb}: use {2 * remote.PART / 1e9:.3f} or more, room for two parts.")
+        raise RefusedError(
+            key="data.cache_gb",
+            value=cache_gb,
+            suggestion=f"Use {2 * remote.PART / 1e9:.3f} or more, room for two parts.",
+        )
     decided = _schema(files, image_size)
     if schema is not None:
         _check_fits(decided, Schema.read(schema), files)
@@ -94,6 +89,22 @@ def prepare(
     }
 
 
+def _check_files(files: Sequence[str]) -> None:
+    for name in files:
+        if unknown := [one for one in name.split(";") if one.rpartition(".")[2] not in DECODED]:
+            raise RefusedError(
+                f"names {unknown[0]}, which is not decoded",
+                key="data.files",
+                suggestion=f"Use {', '.join(DECODED)}, behind a prefix where there is one, such as left.jpg.",
+            )
+    if not files:
+        raise RefusedError(
+            key="data.files",
+            value=[],
+            suggestion="Name the files of a sample by their extensions, such as data.files=[jpg,cls].",
+        )
+
+
 def _schema(files: Sequence[str], image_size: int | None) -> Schema:
     """Return what a sample consists of: its last file is the target, if it has several."""
     fields = [Field(name, DECODED[name.partition(";")[0].rpartition(".")[2]]) for name in files]
@@ -109,13 +120,17 @@ def _check_fits(decided: Schema, known: Schema, files: Sequence[str]) -> None:
     if ours != theirs:
         names = [str(one.name) for one in (*known.inputs, *known.targets)]
         raise RefusedError(
-            f"data.files=[{','.join(files)}] makes samples of other kinds than those that were trained on: use "
-            f"data.files=[{','.join(names)}], or files of the same kinds."
+            "makes samples of other kinds than those that were trained on",
+            key="data.files",
+            value=f"[{','.join(files)}]",
+            suggestion=f"Use data.files=[{','.join(names)}], or files of the same kinds.",
         )
     if decided.shape != known.shape:
         size = known.shape[-1] if known.shape else "null"
         raise RefusedError(
-            f"data.image_size makes images of another size than those that were trained on: use data.image_size={size}."
+            "makes images of another size than those that were trained on",
+            key="data.image_size",
+            suggestion=f"Use data.image_size={size}.",
         )
 
 
@@ -137,7 +152,9 @@ def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[s
         sizes, made = [stat.st_size for stat in stats], [stat.st_mtime_ns for stat in stats]
         bases = [Path(paths[0]).parent, user_cache()] if paths else []
     if not paths:
-        raise RefusedError(f"{key}={pattern} names no file: give a pattern of tar files, such as data/train-*.tar.")
+        raise RefusedError(
+            "names no file", key=key, value=pattern, suggestion="Give a pattern of tar files, such as data/train-*.tar."
+        )
     identity = [[path.rpartition("/")[2], size] for path, size in zip(paths, sizes, strict=True)]
     name = cache_name("tar_shards", [_VERSION, identity, made, list(files)])
 
@@ -147,7 +164,7 @@ def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[s
             with remote.RemoteFile(shards[number]) if shards else open_regular(path) as file:
                 rows += read_index(file, path, number, files)
         if not rows:
-            raise RefusedError(f"{key}={pattern}: the shards hold no samples.")
+            raise RefusedError("The shards hold no samples", key=key, value=pattern)
         np.save(folder / INDEX, np.array(rows, np.int64))
         return {"num_samples": len(rows)}
 
@@ -167,7 +184,7 @@ def _status(key: str, path: str) -> os.stat_result:
         with open_regular(path) as file:
             return os.fstat(file.fileno())
     except OSError as error:
-        raise RefusedError(f"{key}: {path} cannot be read: {error.strerror}.") from None
+        raise RefusedError(f"cannot be read: {error.strerror}", key=key, place=path) from None
 
 
 def expand(pattern: str) -> list[str]:
@@ -213,7 +230,9 @@ def read_index(file: BinaryIO | remote.RemoteFile, path: str, number: int, files
                 rows.append(_row(path, number, stem, sample, files))
             end = archive.offset
     except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
-        raise RefusedError(f"{path} cannot be read as a tar file: {error}. Is it cut off, or compressed?") from None
+        raise RefusedError(
+            f"cannot be read as a tar file: {error}", suggestion="Is it cut off, or compressed?", place=path
+        ) from None
     _check_end(file, path, end)
     return rows
 
@@ -222,12 +241,16 @@ def _check_end(file: BinaryIO | remote.RemoteFile, path: str, end: int) -> None:
     """Check that a shard ends as a tar file does, and that nothing is behind the end of the archive."""
     file.seek(max(0, end - len(_END)))
     if _END not in (file.read(len(_END)), file.read(len(_END))):
-        raise RefusedError(f"{path} is cut off or damaged: it does not end as a tar file does. Copy it again.")
+        raise RefusedError(
+            "is cut off or damaged: it does not end as a tar file does", suggestion="Copy it again.", place=path
+        )
     while block := file.read(_BLOCK):
         if any(block):
             raise RefusedError(
-                f"{path} holds more behind the end of its archive, which would not be read, as if several archives "
-                "were joined by cat: name them one by one, or join them with tar --concatenate."
+                "holds more behind the end of its archive, which would not be read, as if several archives "
+                "were joined by cat",
+                suggestion="Name them one by one, or join them with tar --concatenate.",
+                place=path,
             )
 
 
@@ -281,11 +304,12 @@ def _row(path: str, number: int, stem: str, sample: Mapping[str, _Place], files:
         if extension is None:
             raise RefusedError(
                 f"the sample {stem.lstrip('/')} of {path} has no file .{name.replace(';', ' or .')} but only "
-                f".{', .'.join(sorted(sample))}: name the files of every sample in data.files; in the shard they "
-                "follow one another (tar --sort=name)."
+                f".{', .'.join(sorted(sample))}",
+                suggestion="Name the files of every sample in data.files; in the shard they follow one "
+                "another (tar --sort=name).",
             )
         place = sample[extension]
         if place.problem is not None:
-            raise RefusedError(f"{stem.lstrip('/')}.{extension} of {path} {place.problem}.")
+            raise RefusedError(place.problem, place=f"{stem.lstrip('/')}.{extension} of {path}")
         row += place.offset, place.size, which
     return row

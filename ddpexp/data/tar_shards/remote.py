@@ -123,15 +123,17 @@ class RemoteShard:
             except Exception as error:  # fsspec's file systems raise errors of their own libraries
                 if _is_missing(error):
                     raise DdpexpError(
-                        f"{self.url} is no longer there, and the index has samples of it: put it back, and start the "
-                        "same command again."
+                        "is no longer there, and the index has samples of it",
+                        suggestion="Put it back, and start the same command again.",
+                        place=self.url,
                     ) from None
                 problem = _text(error)
             if wait is not None:
                 time.sleep(wait)
         raise DdpexpError(
-            f"{self.url} cannot be read at byte {first:,} after {len(_WAITS) + 1} tries ({problem}), so this step has "
-            "no samples: when the server answers again, the same command resumes the run."
+            f"cannot be read at byte {first:,} after {len(_WAITS) + 1} tries ({problem}), so this step has no samples",
+            suggestion="When the server answers again, the same command resumes the run.",
+            place=self.url,
         )
 
 
@@ -179,7 +181,9 @@ def find(key: str, urls: list[str], limit: int) -> list[RemoteShard]:
         RefusedError: fsspec is missing or has no such protocol, or the server does not answer or lacks a file.
     """
     if importlib.util.find_spec("fsspec") is None:
-        raise RefusedError(f"{key}={urls[0]} needs fsspec: pip install 'ddpexp[remote]'.")
+        raise RefusedError(
+            "needs fsspec", key=key, value=urls[0], suggestion="Install it: pip install 'ddpexp[remote]'."
+        )
     found: list[RemoteShard] = []
     for url in urls:
         try:
@@ -189,19 +193,23 @@ def find(key: str, urls: list[str], limit: int) -> list[RemoteShard]:
                 infos = list(pool.map(lambda one, system=system: _info(system, one), paths))
         except ImportError as error:  # aiohttp, s3fs, ...
             raise RefusedError(
-                f"{key}={url} needs another package: {_text(error)}. pip install 'ddpexp[remote]' brings that for "
-                "http and https, s3fs is for s3, gcsfs for gs."
+                f"needs another package: {_text(error)}",
+                key=key,
+                value=url,
+                suggestion="Install it: pip install 'ddpexp[remote]' for http and https, s3fs for s3, gcsfs for gs.",
             ) from None
         except Exception as error:
             if _is_missing(error):
-                raise RefusedError(f"{key}={url}: the server has no such file.") from None
+                raise RefusedError("The server has no such file", key=key, value=url) from None
             raise RefusedError(
-                f"{key}={url} cannot be read: {_text(error)}. Check the address and the network."
+                f"cannot be read: {_text(error)}", key=key, value=url, suggestion="Check the address and the network."
             ) from None
         for one, info in zip(paths, infos, strict=True):
             address = system.unstrip_protocol(one)
             if not info.get("size"):
-                raise RefusedError(f"{key}: the server does not say how long {address} is: download it instead.")
+                raise RefusedError(
+                    f"The server does not say how long {address} is", key=key, suggestion="Download it instead."
+                )
             marks = [address, info["size"], *(str(info.get(name)) for name in _VERSION_KEYS)]
             version = hashlib.sha256("\n".join(map(str, marks)).encode()).hexdigest()[:24]
             found.append(RemoteShard(address, info["size"], version, limit))
@@ -292,8 +300,10 @@ def keep(name: str, data: bytes, limit: int) -> None:
         with contextlib.suppress(OSError):
             temp.unlink()
         raise DdpexpError(
-            f"{place} cannot hold the parts of remote shards ({reason_with_limit(error, place)}): free space, use less "
-            "data.cache_gb, or set XDG_CACHE_HOME to another folder; the same command resumes the run."
+            f"cannot hold the parts of remote shards ({reason_with_limit(error, place)})",
+            suggestion="Free space, use less data.cache_gb, or set XDG_CACHE_HOME to another folder; the "
+            "same command resumes the run.",
+            place=place,
         ) from None
 
 
@@ -328,7 +338,9 @@ def _lock(name: str) -> Iterator[None]:
         number = int(hashlib.sha256(name.encode()).hexdigest(), 16) % _LOCKS
         descriptor = os.open(locks / str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise DdpexpError(f"{locks} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a folder.") from None
+        raise DdpexpError(
+            f"cannot be written ({error.strerror})", suggestion="Set XDG_CACHE_HOME to a folder.", place=locks
+        ) from None
     try:
         with contextlib.suppress(OSError):  # a file system without such locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -150,13 +150,19 @@ def check(data: CommonData) -> None:
 
 def _check_options(block_size: int, eval_fraction: float, documents: str | None, end_token: str | None) -> None:
     if block_size < 1:
-        raise RefusedError(f"data.block_size={block_size} is too small: use 1 or more tokens, such as 256.")
+        raise RefusedError(
+            "is too small", key="data.block_size", value=block_size, suggestion="Use 1 or more tokens, such as 256."
+        )
     if not 0 <= eval_fraction < 1:
-        raise RefusedError(f"data.eval_fraction={eval_fraction:g}: use a share from 0 to below 1, such as 0.1.")
+        raise RefusedError(
+            key="data.eval_fraction", value=eval_fraction, suggestion="Use a share from 0 to below 1, such as 0.1."
+        )
     if end_token is not None and documents is None:
         raise RefusedError(
-            f"data.end_token={end_token} ends each document, and data.documents=null has none: use data.documents=file "
-            "or data.documents=line."
+            "ends each document, and data.documents=null has none",
+            key="data.end_token",
+            value=end_token,
+            suggestion="Use data.documents=file or data.documents=line.",
         )
 
 
@@ -172,8 +178,13 @@ def _check_lengths(border: int, total: int, block_size: int, eval_fraction: floa
 def _check_length(num_tokens: int, block_size: int, text: str) -> None:
     """Check that a part of the text has a window, and the token after it."""
     if num_tokens <= block_size:
-        advice = f"use at most data.block_size={num_tokens - 1}, or a longer text" if num_tokens > 1 else "use more"
-        raise RefusedError(f"data.block_size={block_size} is too long, as {text}: {advice}.")
+        most = f"Use at most data.block_size={num_tokens - 1}, or a longer text."
+        raise RefusedError(
+            f"is too long, as {text}",
+            key="data.block_size",
+            value=block_size,
+            suggestion=most if num_tokens > 1 else "Use more text.",
+        )
 
 
 def _border(total: int, eval_fraction: float) -> int:
@@ -198,10 +209,9 @@ def _sources(paths: str | tuple[str, ...] | None, key: str) -> list[_Source]:
 
     Raises: RefusedError, if there is none, or one is empty.
     """
+    suggestion = "Name a text file, a folder of .txt files, or a pattern such as 'a/*.txt'."
     if not paths:
-        raise RefusedError(
-            f"{key} is not set: name a text file, a folder of .txt files, or a pattern such as 'a/*.txt'."
-        )
+        raise RefusedError("is not set", key=key, suggestion=suggestion)
     found: list[str] = []
     for path in (paths,) if isinstance(paths, str) else paths:
         path = os.path.abspath(os.path.expanduser(path))
@@ -215,7 +225,7 @@ def _sources(paths: str | tuple[str, ...] | None, key: str) -> list[_Source]:
         else:
             files, problem = [path], ""
         if not files:
-            raise RefusedError(f"{key}={path} {problem}: name a text file, a folder of .txt files, or a pattern.")
+            raise RefusedError(problem, key=key, value=path, suggestion=suggestion)
         found += files
     return [_source(path, key) for path in found]
 
@@ -226,9 +236,11 @@ def _check_one_part(key: str, folder: Path, files: Sequence[str]) -> None:
     parts = named_like_parts(name.removesuffix(".txt") for name in inside)
     if len(set(parts.values())) > 1:
         raise RefusedError(
-            f"{key}={folder} holds texts that are named like parts ({first_few(list(parts))}), and all of them would "
-            "be trained on: name the files or folders to train on as data.path, and those to evaluate on as "
-            "data.eval_path."
+            f"holds texts that are named like parts ({first_few(list(parts))}), and all of them would be trained on",
+            key=key,
+            value=folder,
+            suggestion="Name the files or folders to train on as data.path, and those to evaluate on as "
+            "data.eval_path.",
         )
 
 
@@ -237,9 +249,9 @@ def _source(path: str, key: str) -> _Source:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
     except OSError as error:
-        raise RefusedError(f"{key}={path} cannot be read: {error.strerror}.") from None
+        raise RefusedError(f"cannot be read: {error.strerror}", key=key, value=path) from None
     if status.st_size == 0:
-        raise RefusedError(f"{key}={path} is empty: name a file with text.")
+        raise RefusedError("is empty", key=key, value=path, suggestion="Name a file with text.")
     return _Source(path, status.st_size, status.st_mtime_ns)
 
 
@@ -304,8 +316,10 @@ class _Encoding:
         number = tokenizer.special(self.end_token)
         if number is None:
             raise RefusedError(
-                f"data.end_token={self.end_token} is no token of data.tokenizer={self.name}: use one of its special "
-                "tokens, or null."
+                f"is not a token of data.tokenizer={self.name}",
+                key="data.end_token",
+                value=self.end_token,
+                suggestion="Use one of its special tokens, or null.",
             )
         return number.to_bytes(token_bytes(tokenizer.vocab_size), "little")
 
@@ -320,9 +334,10 @@ def _check_characters(sources: Sequence[_Source], table: str) -> None:
                 place = min(text.index(character) for character in unknown)
                 number = line + text.count("\n", 0, place)
                 raise RefusedError(
-                    f"{source.path} holds {text[place]!r} in line {number:,}, and the {len(table):,} characters that "
-                    "the model was trained on lack it: leave it out, or train with data.tokenizer=bytes, which knows "
-                    "all."
+                    f"holds {text[place]!r} in line {number:,}, and the {len(table):,} characters that the "
+                    "model was trained on lack it",
+                    suggestion="Leave it out, or train with data.tokenizer=bytes, which knows all.",
+                    place=source.path,
                 )
             line += text.count("\n")
 
@@ -357,7 +372,7 @@ def _pieces(sources: Sequence[_Source], encoding: str, documents: str | None) ->
                 try:
                     rest += decoder.decode(chunk)
                 except UnicodeDecodeError as error:
-                    raise RefusedError(_not_utf8(source.path, read + error.start)) from None
+                    raise _not_utf8(source.path, read + error.start) from None
                 if not read and encoding == "utf-8":
                     rest = rest.removeprefix("\ufeff")  # a byte order mark is no part of the text
                 read += len(chunk)
@@ -373,13 +388,14 @@ def _pieces(sources: Sequence[_Source], encoding: str, documents: str | None) ->
             try:
                 rest += decoder.decode(b"", final=True)
             except UnicodeDecodeError as error:
-                raise RefusedError(_not_utf8(source.path, read + error.start)) from None
+                raise _not_utf8(source.path, read + error.start) from None
         if rest:
             yield rest, documents is not None
 
 
-def _not_utf8(path: str, place: int) -> str:
-    return f"{path} is not text in UTF-8 (at byte {place:,}): convert it, or use data.tokenizer=bytes."
+def _not_utf8(path: str, offset: int) -> RefusedError:
+    reason = f"is not text in UTF-8 (at byte {offset:,})"
+    return RefusedError(reason, suggestion="Convert it, or use data.tokenizer=bytes.", place=path)
 
 
 def _note(num_train: int, num_test: int, record: Mapping[str, Any], sources: Sequence[_Source], tokenizer: str) -> str:

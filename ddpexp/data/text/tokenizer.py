@@ -20,7 +20,6 @@ from ddpexp.system.files import read_regular_text
 
 TOKENIZER_FILE = "tokenizer.json"  # the copy in a cache
 TIKTOKEN = ("gpt2", "r50k_base", "p50k_base", "p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony")
-_EXTRA = "pip install 'ddpexp[text]'"
 
 
 class Tokenizer(Protocol):
@@ -95,8 +94,9 @@ class Chars:
         unknown = sorted(set(text) - set(self.table))
         if unknown:
             raise RefusedError(
-                f"the text holds {unknown[0]!r}, which is not among the {len(self.table)} characters that the model "
-                "was trained on: leave it out."
+                f"the text holds {unknown[0]!r}, which is not among the {len(self.table)} characters that the "
+                "model was trained on",
+                suggestion="Leave it out.",
             )
         return [ord(self._numbers[ord(character)]) for character in text]
 
@@ -150,12 +150,15 @@ class Library:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        tokenizers = _imported("tokenizers", f"data.tokenizer={self.name}")
+        tokenizers = _imported("tokenizers", self.name)
         try:
             return tokenizers.Tokenizer.from_str(self.content)
         except Exception as error:  # the library raises nothing more specific
             raise RefusedError(
-                f"data.tokenizer={self.name} is not a file of the library tokenizers ({error}): name a tokenizer.json."
+                f"is not a file of the library tokenizers ({error})",
+                key="data.tokenizer",
+                value=self.name,
+                suggestion="Name a tokenizer.json.",
             ) from None
 
     @property
@@ -199,13 +202,15 @@ class Tiktoken:
 
     @cached_property
     def _encoding(self) -> Any:
-        tiktoken = _imported("tiktoken", f"data.tokenizer={self.name}")
+        tiktoken = _imported("tiktoken", self.name)
         try:
             return tiktoken.get_encoding(self.name)
         except Exception as error:  # whatever its download raises
             raise RefusedError(
-                f"data.tokenizer={self.name}: tiktoken could not load its table ({type(error).__name__}: {error}): "
-                "check the network, or use a file of the library tokenizers."
+                f"Tiktoken could not load its table ({type(error).__name__}: {error})",
+                key="data.tokenizer",
+                value=self.name,
+                suggestion="Check the network, or use a file of the library tokenizers.",
             ) from None
 
     @property
@@ -260,8 +265,11 @@ def identity(name: str) -> list[str]:
     if path.suffix == ".json" or path.is_file():
         return ["file", hashlib.sha256(_read(path, name).encode()).hexdigest()]
     raise RefusedError(
-        f"data.tokenizer={name} is no tokenizer: use char, bytes, a tokenizer.json of the library tokenizers, the name "
-        f"of a model on the hub such as openai-community/gpt2, or one of tiktoken's: {', '.join(TIKTOKEN)}."
+        "is not a tokenizer",
+        key="data.tokenizer",
+        value=name,
+        suggestion="Use char, bytes, a tokenizer.json of the library tokenizers, the name of a model on the "
+        f"hub such as openai-community/gpt2, or one of tiktoken's: {', '.join(TIKTOKEN)}.",
     )
 
 
@@ -292,7 +300,10 @@ def _read(path: Path, name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text"
         raise RefusedError(
-            f"data.tokenizer={name} cannot be read ({reason}): name a tokenizer.json of the library tokenizers."
+            f"cannot be read ({reason})",
+            key="data.tokenizer",
+            value=name,
+            suggestion="Name a tokenizer.json of the library tokenizers.",
         ) from None
 
 
@@ -319,8 +330,8 @@ def from_record(record: Mapping[str, Any]) -> Tokenizer:
             return tokenizer
         changed = True
     if changed:
-        raise RefusedError(f"the tokenizer {name} is another one than that of the run: restore its file.")
-    raise RefusedError(f"the tokenizer of the run is neither in {folder} nor at {name}: restore its file.")
+        raise RefusedError("is not the tokenizer of the run", suggestion="Restore its file.", place=name)
+    raise RefusedError(f"the tokenizer of the run is neither in {folder} nor at {name}", suggestion="Restore its file.")
 
 
 def prompt_of(tokenizer: Tokenizer, text: str | None) -> list[int]:
@@ -337,18 +348,25 @@ def prompt_of(tokenizer: Tokenizer, text: str | None) -> list[int]:
 
 
 def _from_hub(name: str) -> Tokenizer:
-    tokenizers = _imported("tokenizers", f"data.tokenizer={name}")
+    tokenizers = _imported("tokenizers", name)
     try:
         return Library(tokenizers.Tokenizer.from_pretrained(name).to_str(), name)
     except Exception as error:  # whatever the hub's client raises
         raise RefusedError(
-            f"data.tokenizer={name} could not be loaded from the hub ({type(error).__name__}): check the name and the "
-            "network, or name a tokenizer.json."
+            f"could not be loaded from the hub ({type(error).__name__})",
+            key="data.tokenizer",
+            value=name,
+            suggestion="Check the name and the network, or name a tokenizer.json.",
         ) from None
 
 
-def _imported(name: str, what: str) -> Any:
+def _imported(library: str, tokenizer: str) -> Any:
     try:
-        return __import__(name)
+        return __import__(library)
     except ModuleNotFoundError:
-        raise RefusedError(f"{what} needs the library {name}: {_EXTRA}") from None
+        raise RefusedError(
+            f"needs the library {library}",
+            key="data.tokenizer",
+            value=tokenizer,
+            suggestion="Install it: pip install 'ddpexp[text]'.",
+        ) from None

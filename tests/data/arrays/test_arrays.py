@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from ddpexp.run.prepare import prepare as prepare_section
 from ddpexp.run.prepare import prepare_to_evaluate
 from ddpexp.train.choose_samples import arrange
 from ddpexp.train.load_data import load_sets
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 FLOWERS = "a,b,kind\n1,2,iris\n3,4.5,lily\n5,6,iris\n"
@@ -96,9 +96,7 @@ def test_whole_numbers_that_are_hardly_classes_are_pointed_out(
 
 def test_a_file_that_is_not_read_says_what_would_be() -> None:
     written("t.tsv", "a\tb\n1\t2\n")
-    with pytest.raises(
-        RefusedError, match=r"by the ending of their names\. A table .* tabs is read with the ending \.csv"
-    ):
+    with refused("data.path"):
         prepare("t.tsv", targets="b")
 
 
@@ -156,72 +154,72 @@ def test_starting_again_reads_nothing_and_other_content_has_another_hash(monkeyp
 def test_a_file_that_changes_between_preparation_and_loading_is_noticed() -> None:
     found = prepare(written("t.csv", FLOWERS), targets="kind")
     written("t.csv", FLOWERS + "7,8,iris\n")
-    with pytest.raises(RefusedError, match=r"^data\.path=\S+t\.csv has changed while the run was starting"):
+    with refused("data.path"):
         load(found)
 
 
 @pytest.mark.parametrize(
     ("content", "options", "sentence"),
     [
-        ("", {}, "data.path=t.csv is empty: name a file with data."),
-        ("a,kind\n", {}, " has no rows below its header."),
-        (FLOWERS, {"targets": "sort"}, "data.targets=sort is no column of "),
-        (FLOWERS, {"inputs": ("a", "c")}, "data.inputs=c is no column of "),
-        (FLOWERS, {"targets": None}, "data.targets is not set: name the column of "),
-        (FLOWERS, {"inputs": "kind"}, "data.inputs and data.targets both name kind"),
-        (FLOWERS, {"inputs": ("a", "b"), "targets": "a", "target_type": "none"}, "leave out data.targets"),
-        (FLOWERS, {"target_type": "number"}, "column kind holds 'iris' in row 1, and that is not a number"),
-        (FLOWERS, {"classes": ("iris", "rose")}, "holds the class lily in row 2, which data.classes does not have"),
-        (FLOWERS, {"dtype": "int64"}, "column b holds 4.5 in row 2, which data.dtype=int64 would cut off"),
-        (FLOWERS + "1,2", {}, "row 4 has 2 values, and there are 3 columns: the file may have been cut off"),
-        (FLOWERS + "1,,lily\n", {}, "column b is empty in row 4, where a number is needed"),
-        (FLOWERS + "1,nan,lily\n", {}, "column b holds 'nan' in row 4, where a number is needed"),
-        (FLOWERS + "1,two,lily\n", {}, "column b holds 'two' in row 4, and that is not a number"),
-        ("a,a\n1,2\n", {}, "has two columns named a"),
-        ("a,kind\n1,iris\n2,iris\n", {}, "holds one class, iris, so there is nothing to tell apart"),
-        ("a,kind\n1,0\n2,-1\n", {}, "holds the class -1 in row 2: classes are numbers from 0"),
-        ("a,kind\n1,0\n2,3\n", {"classes": ("x", "y")}, "holds the class 3 in row 2, and the 2 classes are 0 to 1"),
-        (b"a,kind\n\xff,2\n", {}, "is not text in UTF-8"),
+        ("", {}, "data.path=t.csv"),
+        ("a,kind\n", {}, "data.path: rows"),
+        (FLOWERS, {"targets": "sort"}, "data.targets=sort"),
+        (FLOWERS, {"inputs": ("a", "c")}, "data.inputs=c"),
+        (FLOWERS, {"targets": None}, "data.targets"),
+        (FLOWERS, {"inputs": "kind"}, "data.inputs"),
+        (FLOWERS, {"inputs": ("a", "b"), "targets": "a", "target_type": "none"}, "data.target_type=none"),
+        (FLOWERS, {"target_type": "number"}, "column kind: iris"),
+        (FLOWERS, {"classes": ("iris", "rose")}, "column kind: lily"),
+        (FLOWERS, {"dtype": "int64"}, "column b: dtype"),
+        (FLOWERS + "1,2", {}, "data.path: values"),
+        (FLOWERS + "1,,lily\n", {}, "column b: empty"),
+        (FLOWERS + "1,nan,lily\n", {}, "column b: needed"),
+        (FLOWERS + "1,two,lily\n", {}, "column b: number"),
+        ("a,a\n1,2\n", {}, "data.path: columns"),
+        ("a,kind\n1,iris\n2,iris\n", {}, "column kind: apart"),
+        ("a,kind\n1,0\n2,-1\n", {}, "column kind: numbers"),
+        ("a,kind\n1,0\n2,3\n", {"classes": ("x", "y")}, "column kind: class"),
+        (b"a,kind\n\xff,2\n", {}, "data.path: text"),
     ],
 )  # fmt: skip
 def test_a_table_that_is_wrong_is_refused(content: str | bytes, options: dict[str, Any], sentence: str) -> None:
     path = written("t.csv", content)
-    with pytest.raises(RefusedError, match=re.escape(sentence)) as refused:
+    with refused(sentence) as caught:
         prepare(path, **{"targets": "kind", **options})
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
     assert not list(Path(".ddpexp-cache").glob("[!.]*"))
 
 
 @pytest.mark.parametrize(
     ("more", "options", "sentence"),
     [
-        ({"y": np.arange(5)}, {}, "has 5 targets, and data.path="),
-        ({"x": np.array([[1.0], [np.nan]]), "y": np.arange(2)}, {}, "holds nan in row 2"),
-        ({"x": np.array([[1.0], [np.inf]]), "y": np.arange(2)}, {}, "holds inf in row 2"),
-        ({"x": np.zeros((0, 2))}, {}, "holds no samples, as its shape is [0, 2]."),
-        ({"x": np.array(["a"] * 6)}, {}, "holds texts, such as 'a'"),
-        ({"x": np.array([{}] * 6)}, {}, "holds Python objects, which could run code"),
-        ({}, {"targets": None}, "data.targets=null: the targets of data.path="),
-        ({}, {"targets": "z.npy"}, "data.targets=z.npy cannot be read in the folder "),
-        ({}, {"inputs": "x"}, "holds one array without a name"),
-        ({}, {"eval_path": "x.npy"}, "data.eval_targets is not set"),
-        ({"z": np.zeros((6, 3))}, {"eval_path": "z.npy", "eval_targets": "y.npy"}, "has the shape [3], and one of"),
-        ({"z": np.arange(6)}, {"eval_path": "x.npy", "eval_targets": "z.npy"}, "holds the class 3 in row 4, which the"),
-        ({"x": np.zeros((6, 2, 2))}, {"standardize": True}, "data.standardize=true is for rows of numbers"),
-        ({"y": np.zeros((6, 2), int)}, {"target_type": "class"}, "has the shape [6, 2], and classes are one number"),
+        ({"y": np.arange(5)}, {}, "targets"),
+        ({"x": np.array([[1.0], [np.nan]]), "y": np.arange(2)}, {}, "x.npy: nan"),
+        ({"x": np.array([[1.0], [np.inf]]), "y": np.arange(2)}, {}, "x.npy: inf"),
+        ({"x": np.zeros((0, 2))}, {}, "x.npy: shape"),
+        ({"x": np.array(["a"] * 6)}, {}, "x.npy: texts"),
+        ({"x": np.array([{}] * 6)}, {}, "x.npy: objects"),
+        ({}, {"targets": None}, "data.targets=null"),
+        ({}, {"targets": "z.npy"}, "data.targets=z.npy"),
+        ({}, {"inputs": "x"}, "data.inputs=x"),
+        ({}, {"eval_path": "x.npy"}, "data.eval_targets"),
+        ({"z": np.zeros((6, 3))}, {"eval_path": "z.npy", "eval_targets": "y.npy"}, "shape"),
+        ({"z": np.arange(6)}, {"eval_path": "x.npy", "eval_targets": "z.npy"}, "z.npy"),
+        ({"x": np.zeros((6, 2, 2))}, {"standardize": True}, "data.standardize=true"),
+        ({"y": np.zeros((6, 2), int)}, {"target_type": "class"}, "y.npy"),
     ],
 )  # fmt: skip
 def test_an_array_that_is_wrong_is_refused(more: dict[str, Any], options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RefusedError, match=re.escape(sentence)) as refused:
+    with refused(sentence) as caught:
         prepare(**{**arrays(**more), **options})
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
         (lambda whole: whole[: len(whole) // 2], "is damaged"),
-        (lambda whole: b"text", "is no .npy file"),
+        (lambda whole: b"text", "is not a .npy file"),
         (lambda whole: whole[:20], "is"),
     ],
 )
@@ -236,19 +234,19 @@ def test_a_damaged_npz_file_is_refused() -> None:
     np.savez("d.npz", x=np.arange(9), y=np.arange(9))
     for content in (Path("d.npz").read_bytes()[:-40], b"text"):
         written("d.npz", content)
-        with pytest.raises(RefusedError, match="is damaged or no"):
+        with refused("data.path"):
             prepare("d.npz", targets="y")
 
 
 def test_arrays_of_an_npz_file_are_chosen_by_names_that_it_has() -> None:
     np.savez("d.npz", x=np.arange(9), z=np.arange(9), y=np.arange(9))
     cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"targets": "t"}, "data.targets=t is no array of"),
-        ({"targets": "y"}, "data.inputs is not set"),
-        ({}, "data.targets is not set"),
+        ({"targets": "t"}, "data.targets=t"),
+        ({"targets": "y"}, "data.inputs"),
+        ({}, "data.targets"),
     )
-    for options, sentence in cases:
-        with pytest.raises(RefusedError, match=sentence):
+    for options, key in cases:
+        with refused(key):
             prepare("d.npz", **options)
 
 
@@ -297,7 +295,7 @@ def test_standardized_columns_have_mean_0_and_std_1_where_they_are_trained_on(
 def test_a_source_of_a_mixture_is_not_standardized_by_what_is_held_out() -> None:
     mixture = experiment("data.path=t.csv", "data.standardize=true").data
     whole = replace(mixture, sources={"a": mixture}, validation_fraction=0.1)
-    with pytest.raises(RefusedError, match=r"^data\.sources\.a\.standardize=true is computed before"):
+    with refused("data.sources.a.standardize=true"):
         prepare_section(whole, experiment("data.path=t.csv").trust)
 
 
@@ -367,10 +365,10 @@ def test_targets_that_are_numbers_have_a_mean_too_and_classes_none() -> None:
 def test_what_has_other_inputs_is_not_predicted_for() -> None:
     trained = prepare(**arrays())
     np.save("new.npy", np.zeros((2, 3)))
-    with pytest.raises(RefusedError, match=r"has the shape \[3\], and one of the training part \[2\]"):
+    with refused("shape"):
         to_predict.prepare(trained["schema"], path="new.npy")
     flowers = prepare(written("t.csv", FLOWERS), targets="kind")
-    with pytest.raises(RefusedError, match=r"data\.inputs=b is no column of data\.path="):
+    with refused("data.inputs=b"):
         predicted_for(flowers, path=written("new.csv", "a\n1\n"))
 
 
@@ -396,5 +394,5 @@ def test_columns_of_parquet_files_are_read_with_pyarrow() -> None:
 
 def test_parquet_without_pyarrow_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RefusedError, match=r"needs pyarrow: pip install 'ddpexp\[parquet\]', or store it as \.csv\.$"):
+    with refused("data.path"):
         prepare(written("t.parquet", "x"), targets="k")

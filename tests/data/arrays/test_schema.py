@@ -16,6 +16,7 @@ from ddpexp.data.arrays.prepare import prepare
 from ddpexp.data.schema import Field, Schema
 from ddpexp.errors import RefusedError
 from tests.conftest import ROOT, Ddpexp
+from tests.refusals import is_about, refused
 
 CPU = torch.device("cpu")
 SHOPS = "city,opened,size,kind\nx,2026-01-02,1.5,a\ny,2026-01-03 12:00:00,2,b\nx,1970-01-01,3,a\n"
@@ -50,7 +51,7 @@ def test_a_schema_is_json_and_read_again() -> None:
     assert schema.facts()["columns"] == ["age", "city=x", "city=y"]
     assert schema.decided().inputs[0].fill is None
     assert schema.decided().mean is None
-    with pytest.raises(RefusedError, match="the schema of the data, in the record of a run or a cache, is damaged"):
+    with refused("the schema of the data, in the record of a run or a cache"):
         Schema.read({**schema.as_json(), "inputs": [{"names": 1}]})
 
 
@@ -75,9 +76,7 @@ def test_a_file_for_a_trained_model_is_read_by_its_schema_alone() -> None:
     assert splits.evals["eval"].targets.tolist() == [1]
     assert found["schema"] == trained["schema"]
     written("new.csv", "size,city\n7,z\n")
-    with pytest.raises(
-        RefusedError, match=r"new\.csv: column city holds the class z in row 1, which the training part"
-    ):
+    with refused("column city"):
         to_predict.prepare(trained["schema"], path="t.csv", eval_path="new.csv", targets="kind", columns=columns)
 
 
@@ -138,30 +137,30 @@ def test_an_index_that_is_listed_as_an_input_stays() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"columns": {"town": "category"}}, "data.columns names town, but data.path="),
-        ({"columns": {"size": "drop"}, "inputs": ("size", "city")}, "data.columns.size=drop leaves out a column that"),
-        ({"missing": {"kind": "category"}}, "data.missing names kind, but this column is not an input"),
-        ({"missing": {"size": "none"}}, "data.missing.size=none: column size holds numbers"),
+        ({"columns": {"town": "category"}}, "data.columns"),
+        ({"columns": {"size": "drop"}, "inputs": ("size", "city")}, "data.columns.size=drop"),
+        ({"missing": {"kind": "category"}}, "data.missing"),
+        ({"missing": {"size": "none"}}, "data.missing.size=none"),
         (
             {"inputs": "city", "columns": {"city": "category"}, "missing": {"city": "mean"}},
-            "column city holds names, which have no mean",
+            "data.missing.city=mean",
         ),
-        ({"columns": {"size": "date"}}, "column size holds '1.5' in row 1, and that is not a date: write 2026-01-31"),
-        ({"delimiter": ";;"}, "data.delimiter=;;: use one character, or tab."),
-        ({"classes": ("a", "b", "a")}, "data.classes lists a twice"),
-        ({"eval_path": "t.csv", "eval_inputs": ("size", "opened")}, "data.eval_inputs names 2 columns"),
+        ({"columns": {"size": "date"}}, "column size"),
+        ({"delimiter": ";;"}, "data.delimiter=;;"),
+        ({"classes": ("a", "b", "a")}, "data.classes"),
+        ({"eval_path": "t.csv", "eval_inputs": ("size", "opened")}, "data.eval_inputs"),
     ],
 )  # fmt: skip
 def test_an_option_that_does_not_fit_is_refused(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         prepare(written("t.csv", SHOPS), **{"inputs": "size", "targets": "kind", **options})
-    assert sentence in str(refused.value)
+    assert is_about(caught.value, sentence)
 
 
 def test_options_of_tables_are_refused_with_arrays() -> None:
     np.save("x.npy", np.zeros((4, 2)))
     np.save("y.npy", np.arange(4) % 2)
-    with pytest.raises(RefusedError, match=r"^data\.missing is for tables, and data\.path=\S+ holds arrays"):
+    with refused("data.missing"):
         prepare("x.npy", targets="y.npy", missing={"a": "mean"})
 
 
@@ -171,10 +170,10 @@ def test_arrays_of_names_and_of_large_numbers_are_read_as_tables_are() -> None:
     found = prepare("d.npz", inputs="x", targets="y")
     assert found["facts"]["classes"] == ["1", "1_1", "x"]
     np.savez("d.npz", x=[[1e300], [1.0]], y=[0, 1])
-    with pytest.raises(RefusedError, match=r"x holds 1e\+300 in row 1, which is too large for float32"):
+    with refused("x"):
         prepare("d.npz", inputs="x", targets="y")
     np.savez("d.npz", x=[[1.0], [2.0]], y=[16777217.0, 16777219.0])
-    with pytest.raises(RefusedError, match="y holds 16777217 in row 1, which float32 rounds to 16777216, a change"):
+    with refused("y"):
         prepare("d.npz", inputs="x", targets="y")
     wide = load(prepare("d.npz", inputs="x", targets="y", dtype="float64")).train
     assert wide.targets.tolist() == [16777217, 16777219]

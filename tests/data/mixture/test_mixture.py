@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ from ddpexp.data.mixture.dataset import mix
 from ddpexp.data.mixture.order import MixtureOrder, _cycle
 from ddpexp.data.mixture.weights import quotas, stages
 from ddpexp.data.order import Shuffled
-from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.errors import DdpexpError
 from tests.conftest import Ddpexp
 from tests.points import Recipe
+from tests.refusals import refused
 from tests.test_interruptions import kill_everything, same
 
 CPU = torch.device("cpu")
@@ -102,23 +102,23 @@ def test_a_cycle_has_every_source_that_has_a_weight() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"a": 1}, "data.source_weights has no weight for the source b: give one to each of a, b."),
+        ({"a": 1}, "data.source_weights: weight"),
         (
             {"a": 1, "b": 1, "bb": 2},
-            "data.source_weights.bb is the weight of no source in data.sources. Did you mean b",
+            "data.source_weights.bb: Did you mean b?",
         ),
-        ({"a": 1, "b": -1}, "data.source_weights.b=-1: use a number from 0 on."),
-        ({"a": 1, "b": True}, "data.source_weights.b=True: use a number"),
-        ({"a": 0, "b": 0}, "data.source_weights: all weights are 0"),
-        ({"a": 1, "b": 1e-9}, "data.source_weights.b=1e-09 is less than a millionth"),
-        ({10: {"a": 1, "b": 1}}, "data.source_weights begins at step 10, and"),
-        ({"x": {"a": 1, "b": 1}}, "data.source_weights has the key 'x', where the number of a step belongs"),
-        ({0: {"a": 1, "b": 1}, 5: {"a": 1}}, "data.source_weights.5 has no weight for the source b"),
-        ([1, 2], "data.source_weights=[1, 2] is no mapping: give each source a weight, such as"),
+        ({"a": 1, "b": -1}, "data.source_weights.b=-1"),
+        ({"a": 1, "b": True}, "data.source_weights.b=true"),
+        ({"a": 0, "b": 0}, "data.source_weights: weights are 0"),
+        ({"a": 1, "b": 1e-9}, "data.source_weights.b=1e-09"),
+        ({10: {"a": 1, "b": 1}}, "data.source_weights: step 10"),
+        ({"x": {"a": 1, "b": 1}}, "data.source_weights: 'x'"),
+        ({0: {"a": 1, "b": 1}, 5: {"a": 1}}, "data.source_weights.5"),
+        ([1, 2], "data.source_weights=[1, 2]"),
     ],
 )
 def test_weights_that_do_not_fit_the_sources_are_refused(weights: Any, message: str) -> None:
-    with pytest.raises(RefusedError, match=re.escape(message)):
+    with refused(message):
         stages(weights, ["a", "b"])
 
 
@@ -171,9 +171,9 @@ def test_a_part_can_be_held_out() -> None:
 def test_sources_that_do_not_fit_together_are_named() -> None:
     other = Arrays((torch.zeros(40, 3), torch.zeros(40)))
     train = mix({"a": Splits(points(100, 0), {}), "b": Splits(adapted(other), {})}, None, None, 8).train
-    with pytest.raises(DdpexpError, match=r"a \(int64\[2\], float32\[2, 1\]\); b \(float32\[2, 3\], float32\[2\]\)"):
+    with refused("data.sources", DdpexpError):
         train.gather(torch.tensor([0, 1, 100, 101]), CPU)
-    with pytest.raises(RefusedError, match="an epoch of the mixture has 140 samples"):
+    with refused("mixture"):
         mix({"a": Splits(points(100, 0), {}), "b": Splits(points(40, 0), {})}, None, None, 256)
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from ddpexp.data.mnist import idx, synthetic
 from ddpexp.data.mnist import prepare as mnist_files
-from ddpexp.errors import RefusedError
 from tests.conftest import ROOT
 from tests.data.conftest import NAMES, PATIENT, TEST_IMAGES, TRAIN_LABELS, Server, Small, prepare, refusal
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -88,12 +88,14 @@ def test_data_folder_is_the_users_cache_when_nothing_names_one(root: Path, home:
 
 @pytest.mark.parametrize("source", ["", "web", "Files"])
 def test_unknown_source_is_refused_with_the_choices(source: str, root: Path) -> None:
-    assert refusal(root, source).startswith(f"data.source={source} is not a source of data: set one of auto, files")
+    text = refusal(root, source)
+    assert text.startswith(f"data.source={source} ")
+    assert "auto, files" in text
 
 
 @pytest.mark.parametrize("num", [0, -1, 10**9])
 def test_impossible_number_of_drawn_digits_is_refused(num: int) -> None:
-    with pytest.raises(RefusedError, match=f"data.embedded_test={num} is not a valid number of digits"):
+    with refused(f"data.embedded_test={num}"):
         mnist_files.prepare(None, "embedded", 10, num)
 
 
@@ -115,7 +117,7 @@ def test_text_that_names_no_folder_is_refused(text: str) -> None:
 def test_a_named_folder_that_does_not_exist_has_no_stand_in(small: Small, server: Server, tmp_path: Path) -> None:
     server.answers |= small.packed
     text = refusal(tmp_path / "nowhere", "auto", server)
-    assert text.startswith(f"data.root={tmp_path / 'nowhere'} does not exist: set data.root to the folder")
+    assert text.startswith(f"data.root={tmp_path / 'nowhere'} ")
     assert "data.source=download" in text
     assert server.requests == []
     assert prepare(tmp_path / "nowhere", "download", server)["source"] == "download"
@@ -148,13 +150,13 @@ def test_some_missing_files_are_named(root: Path) -> None:
     (root / f"{TEST_IMAGES}.gz").unlink()
     text = refusal(root, "files")
     assert "holds 2 of the four" in text
-    assert f"add {TRAIN_LABELS}, {TEST_IMAGES} there" in text
+    assert f"{TRAIN_LABELS}, {TEST_IMAGES} there" in text
 
 
 def test_partial_set_is_never_replaced_by_drawn_digits(root: Path, server: Server, home: Path) -> None:
     (root / f"{TRAIN_LABELS}.gz").unlink()
     text = refusal(root, "auto", server)
-    assert f"add {TRAIN_LABELS} there" in text
+    assert f"{TRAIN_LABELS} there" in text
     assert "HTTP Error 404" in text
     assert not list(home.rglob("*.npy"))
 

@@ -24,6 +24,7 @@ from ddpexp.data.tar_shards.dataset import load
 from ddpexp.data.tar_shards.prepare import expand, prepare
 from ddpexp.errors import DdpexpError, RefusedError
 from tests.data.tar_shards.test_tar_shards import write
+from tests.refusals import refused
 
 PART = 4096
 FILES = ["cls", "txt"]
@@ -206,18 +207,18 @@ def test_processes_share_a_cache_that_is_too_small_for_them(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"path": "nothing://there/a.tar"}, "data.path=nothing://there/a.tar cannot be read: Protocol not known"),
-        ({"path": "file:///nowhere/a.tar"}, "data.path=file:///nowhere/a.tar: the server has no such file"),
-        ({"path": "file:///nowhere/a-*.tar"}, "names no file"),
-        ({"path": "http://127.0.0.1:1/a.tar"}, "Check the address and the network."),
-        ({"path": "a.tar", "cache_gb": 0.001}, "data.cache_gb=0.001: use"),
+        ({"path": "nothing://there/a.tar"}, "data.path=nothing://there/a.tar: protocol"),
+        ({"path": "file:///nowhere/a.tar"}, "data.path=file:///nowhere/a.tar"),
+        ({"path": "file:///nowhere/a-*.tar"}, "data.path=file:///nowhere/a-*.tar"),
+        ({"path": "http://127.0.0.1:1/a.tar"}, "data.path=nothing://there/a.tar: address"),
+        ({"path": "a.tar", "cache_gb": 0.001}, "data.cache_gb=0.001"),
     ],
 )
 def test_bad_addresses_are_refused(keys: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if str(keys["path"]).startswith("http"):
         pytest.importorskip("aiohttp")
     monkeypatch.setattr(remote, "PART", 1 << 23)
-    with pytest.raises(RefusedError, match=re.escape(message)):
+    with refused(message):
         prepare(**{"files": FILES, **keys})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import subprocess
 import tarfile
 import time
@@ -22,7 +21,8 @@ from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import hold_out
 from ddpexp.data.tar_shards.dataset import BlockOrder, load
 from ddpexp.data.tar_shards.prepare import prepare
-from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.errors import DdpexpError
+from tests.refusals import refused
 
 
 def encoded(number: int) -> dict[str, bytes]:
@@ -77,19 +77,19 @@ def test_an_index_is_made_once_and_anew_for_other_shards(tmp_path: Path) -> None
     write(tmp_path, shards=1, samples=12)
     second = prepare(pattern, None, ["cls"])
     assert (second["num_train"], second["hash"] == first["hash"]) == (32, False)
-    with pytest.raises(RefusedError, match="it is another shard, or cut off"):
+    with refused("train-000.tar"):
         load(first)
 
 
 @pytest.mark.parametrize(
     ("cut", "message"),
-    [(700, "unexpected end of data|cut off"), (-1, "is cut off"), (3, "cannot be read as a tar")],
+    [(700, "train-000.tar: unexpected"), (-1, "train-000.tar: off"), (3, "train-000.tar: cannot")],
 )
 def test_a_shard_that_is_cut_off_is_named(tmp_path: Path, cut: int, message: str) -> None:
     path = write(tmp_path, shards=1) / "train-000.tar"
     data = path.read_bytes()
     path.write_bytes(data[: -(-len(data.rstrip(b"\0")) // 512) * 512] if cut == -1 else data[:cut])
-    with pytest.raises(RefusedError, match=message) as caught:
+    with refused(message) as caught:
         prepare(str(path), None, ["cls"])
     assert str(path) in str(caught.value)
 
@@ -97,16 +97,16 @@ def test_a_shard_that_is_cut_off_is_named(tmp_path: Path, cut: int, message: str
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"files": ["jpg", "cls"]}, "the sample part/0000 of"),
-        ({"files": ["tiff"]}, "data.files names tiff, which is not decoded"),
-        ({"files": []}, "data.files=[]: name the files"),
-        ({"path": "nowhere-*.tar"}, "data.path=nowhere-*.tar names no file"),
-        ({"block_samples": 0}, "data.block_samples=0: use 1 or more"),
+        ({"files": ["jpg", "cls"]}, "part"),
+        ({"files": ["tiff"]}, "data.files"),
+        ({"files": []}, "data.files=[]"),
+        ({"path": "nowhere-*.tar"}, "data.path=nowhere-*.tar"),
+        ({"block_samples": 0}, "data.block_samples=0"),
     ],
 )
 def test_bad_keys_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     pattern = str(write(tmp_path, shards=1) / "train-*.tar")
-    with pytest.raises(RefusedError, match=re.escape(message)):
+    with refused(message):
         prepare(**{"path": pattern, "files": ["cls"], **keys})
 
 
@@ -202,7 +202,7 @@ def test_files_with_holes_are_read_right_or_refused_by_name(options: Sequence[st
         file.write(b"in the middle")
     whole = (files / "2.txt").read_text()
     assert samples(pack(files.parent, options[0]))[2] == (whole, 2)
-    with pytest.raises(RefusedError, match=r"2\.txt of .*a\.tar was stored with holes \(tar --sparse\)"):
+    with refused("a.tar"):
         samples(pack(files.parent, *options, "--sparse"))
     assert samples(pack(files.parent, *options, "--sparse"), ["cls"]) == [(number,) for number in range(4)]
 
@@ -212,14 +212,14 @@ def test_links_to_other_members_are_followed(files: Path) -> None:
     (files / "4.cls").symlink_to("2.cls")
     (files / "5.cls").symlink_to("4.cls")
     (files / "5.txt").symlink_to("../in/4.txt")
-    with pytest.raises(RefusedError, match=r"5\.txt of .*a\.tar is a link to \.\./in/4\.txt, which the shard does not"):
+    with refused("a.tar: shard"):
         samples(pack(files.parent))
     (files / "5.txt").unlink()
     (files / "5.txt").symlink_to("4.txt")
     assert samples(pack(files.parent)) == [*EXPECTED, ("text 1", 2), ("text 1", 2)]
     (files / "5.txt").unlink()
     (files / "5.txt").symlink_to("5.txt")
-    with pytest.raises(RefusedError, match=r"5\.txt of .*a\.tar is a link to itself"):
+    with refused("a.tar: itself"):
         samples(pack(files.parent))
 
 
@@ -249,10 +249,10 @@ def test_every_type_of_member_is_read_right_or_refused_by_name(kind: bytes, tmp_
     elif kind in (tarfile.LNKTYPE, tarfile.SYMTYPE):
         assert samples(str(tmp_path / "a.tar")) == [("0", 0), ("0", 1), ("2", 2)]
     elif kind in (tarfile.DIRTYPE, b"V", b"D"):
-        with pytest.raises(RefusedError, match=r"the sample 1 of .*a\.tar has no file \.txt"):
+        with refused("file"):
             samples(str(tmp_path / "a.tar"))
     else:
-        with pytest.raises(RefusedError, match=rf"1\.txt of .*a\.tar is {TYPES[kind]}.*, not a file"):
+        with refused("a.tar"):
             samples(str(tmp_path / "a.tar"))
 
 
@@ -282,7 +282,7 @@ def test_names_that_webdataset_leaves_out_are_left_out(files: Path) -> None:
 def test_archives_joined_by_cat_are_refused(files: Path) -> None:
     path = Path(pack(files.parent))
     path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(RefusedError, match="holds more behind the end of its archive"):
+    with refused("a.tar"):
         samples(str(path))
     path.write_bytes(Path(pack(files.parent)).read_bytes() + bytes(1 << 16))  # more zeros are padding
     assert samples(str(path)) == EXPECTED
@@ -307,7 +307,7 @@ def test_a_file_that_cannot_be_decoded_is_named(extension: str, data: bytes, tmp
         member = tarfile.TarInfo(f"0.{extension}")
         member.size = len(data)
         archive.addfile(member, io.BytesIO(data))
-    with pytest.raises(DdpexpError, match=rf"a\.tar: sample 0 has a \.{extension} at byte 512 that cannot be decoded"):
+    with refused("a.tar", DdpexpError):
         samples(str(tmp_path / "a.tar"), [extension])
 
 
@@ -316,7 +316,7 @@ def test_a_run_reads_files_of_the_kinds_that_it_was_trained_on(tmp_path: Path) -
     schema = prepare(pattern, files=["png", "cls"], image_size=4)["schema"]
     assert [[one["kind"] for one in schema[part]] for part in ("inputs", "targets")] == [["image"], ["category"]]
     assert prepare(pattern, files=["jpg;png", "cls"], image_size=4, schema=schema)["num_train"] == 30
-    with pytest.raises(RefusedError, match=r"^data\.files=\[npy,cls\] makes .* use data\.files=\[png,cls\], or files"):
+    with refused("data.files=[npy,cls]"):
         prepare(pattern, files=["npy", "cls"], image_size=4, schema=schema)
-    with pytest.raises(RefusedError, match=r"of another size .*: use data\.image_size=4\.$"):
+    with refused("data.image_size: data.image_size=4"):
         prepare(pattern, files=["png", "cls"], image_size=6, schema=schema)

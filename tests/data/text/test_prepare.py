@@ -13,6 +13,7 @@ import pytest
 from ddpexp.data.text.prepare import BORDERS, TOKENS, prepare
 from ddpexp.data.text.tokenizer import Bytes, Chars, from_record
 from ddpexp.errors import RefusedError
+from tests.refusals import is_about, refused
 
 TEXT = "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.\n" * 4
 
@@ -89,7 +90,7 @@ def test_a_byte_order_mark_at_the_begin_of_a_file_is_no_token(file: Path, docume
     assert tokens(found) == expected
     assert "\ufeff" not in found["facts"]["tokenizer"]["table"]
     file.write_text("\ufeff", encoding="utf-8")
-    with pytest.raises(RefusedError, match="the text to train on has 0 tokens"):
+    with refused("data.block_size=8"):
         prepared(file)
 
 
@@ -138,9 +139,7 @@ def test_a_folder_with_several_parts_is_refused(names: tuple[str, str], file: Pa
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(TEXT)
-    with pytest.raises(
-        RefusedError, match=r"holds texts that are named like parts \(.+, .+\), and all of them would be"
-    ):
+    with refused("data.path"):
         prepared(folder)
 
 
@@ -180,25 +179,25 @@ def test_the_border_lies_at_the_end_of_a_document(file: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"block_size": 0}, "data.block_size=0 is too small"),
-        ({"eval_fraction": 0.995}, "the text to train on has 1 token, the first 1% of 260: use more."),
-        ({"block_size": 300}, "data.block_size=300 is too long, as the text to train on has 234 tokens, the first 90%"),
-        ({"block_size": 30}, "the text to evaluate has 26 tokens, the last 10% of 260: use at most data.block_size=25"),
-        ({"eval_fraction": 1.0}, "data.eval_fraction=1: use a share from 0 to below 1"),
-        ({"tokenizer": "chars"}, "data.tokenizer=chars is no tokenizer: use char, bytes"),
-        ({"tokenizer": "none.json"}, "data.tokenizer=none.json cannot be read (No such file or directory)"),
-        ({"end_token": "<|endoftext|>"}, "data.end_token=<|endoftext|> ends each document, and data.documents=null"),
+        ({"block_size": 0}, "data.block_size=0"),
+        ({"eval_fraction": 0.995}, "data.block_size=8"),
+        ({"block_size": 300}, "data.block_size=300"),
+        ({"block_size": 30}, "data.block_size=30"),
+        ({"eval_fraction": 1.0}, "data.eval_fraction=1.0"),
+        ({"tokenizer": "chars"}, "data.tokenizer=chars"),
+        ({"tokenizer": "none.json"}, "data.tokenizer=none.json"),
+        ({"end_token": "<|endoftext|>"}, "data.end_token=<|endoftext|>: documents"),
         (
             {"end_token": "<|endoftext|>", "documents": "line"},
-            "data.end_token=<|endoftext|> is no token of data.tokenizer=char",
+            "data.end_token=<|endoftext|>: char",
         ),
-        ({"eval_path": "nothing.txt"}, "nothing.txt cannot be read: No such file or directory."),
+        ({"eval_path": "nothing.txt"}, "data.eval_path"),
     ],
 )
 def test_an_invalid_option_is_refused_in_one_sentence(file: Path, options: dict[str, Any], text: str) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         prepared(file, **options)
-    assert text in str(refused.value)
+    assert is_about(caught.value, text)
 
 
 def test_files_that_cannot_be_read_are_refused(file: Path) -> None:
@@ -207,19 +206,18 @@ def test_files_that_cannot_be_read_are_refused(file: Path) -> None:
     folder.mkdir()
     binary.write_bytes(b"abc\xff" * 20)
     for path, text in (
-        (None, "data.path is not set"),
-        (str(empty), f"data.path={empty} is empty"),
-        (str(folder), f"data.path={folder} holds no .txt file"),
-        (f"{folder}/*.md", f"data.path={folder}/*.md matches no file"),
-        (str(binary), f"{binary} is not text in UTF-8 (at byte 3): convert it, or use data.tokenizer=bytes."),
+        (None, "data.path"),
+        (str(empty), f"data.path={empty}"),
+        (str(folder), f"data.path={folder}"),
+        (f"{folder}/*.md", f"data.path={folder}/*.md"),
+        (str(binary), f"{binary}: at byte 3"),
     ):
-        with pytest.raises(RefusedError) as refused:
+        with refused(text):
             prepare(path, 8)
-        assert text in str(refused.value)
 
 
 def test_a_prompt_with_an_unknown_character_is_refused() -> None:
-    with pytest.raises(RefusedError, match="'ß', which is not among the 3 characters"):
+    with refused("among"):
         Chars("abc").encode("aß")
 
 
@@ -260,9 +258,6 @@ def test_a_character_that_the_run_does_not_know_is_named_with_its_place(file: Pa
     schema = prepared(file)["schema"]
     other = file.with_name("b.txt")
     other.write_text("Deich Deich\nDeich & Deich %\n")
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         prepared(other, documents=documents, schema=schema)
-    assert str(refused.value) == (
-        f"{other} holds '&' in line 2, and the {len(set(TEXT))} characters that the model was trained on lack it: "
-        "leave it out, or train with data.tokenizer=bytes, which knows all."
-    )
+    assert is_about(caught.value, "b.txt")

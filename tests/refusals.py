@@ -1,0 +1,33 @@
+"""Ask for the fields of an error, so that its prose can be mended in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ddpexp.errors import DdpexpError, RefusedError
+
+
+def is_about(error: BaseException, expected: str) -> bool:
+    """Return whether an error is about `KEY`, `KEY=VALUE` (as typed) or a place that ends with the text.
+
+    Behind `: ` stands a word that its reason or suggestion must have; of an error without a subject, both are words.
+    """
+    assert isinstance(error, DdpexpError), error
+    subject, _, word = expected.partition(": ")
+    prose = f"{error.reason} {error.suggestion}".lower()
+    if error.key is None and error.place is None:
+        return subject.lower() in prose and word.lower() in prose
+    typed = error.key if error.typed_value is None else f"{error.key}={error.typed_value}"
+    is_subject = subject in (error.key, typed) or str(error.place).endswith(subject)
+    return is_subject and word.lower() in prose
+
+
+@contextmanager
+def refused(expected: str, kind: type[DdpexpError] = RefusedError) -> Iterator[pytest.ExceptionInfo[DdpexpError]]:
+    """Expect an error about what is expected (`is_about`)."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert is_about(caught.value, expected), f"{caught.value.as_dict()} is not about {expected}"
