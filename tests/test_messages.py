@@ -90,6 +90,7 @@ def test_fields_have_the_value_as_it_is_typed() -> None:
         ("Type python -m ddpexp resum DIR.", False),
         ("Use data=images and data.root=DIR.", True),
         ("Use data=pictures.", False),
+        ("Use launcher=NAME.", True),
         ("Use data.rooot=DIR.", False),
         ("Use launcher.gpus_per_nod=3.", False),
     ],

@@ -67,7 +67,7 @@ def _shipped_refusals(section: str, rest: str, value: str) -> Iterator[str]:
     if not rest and section in groups([conf_folder()]) and not _is_placeholder(value):
         if not set(value.strip("[]").split(",")) <= set(options(section, [conf_folder()])):
             yield f"{section} has no option {value}"
-    elif section in _OPEN and rest.rpartition(".")[2] not in _shipped_keys(section):
+    elif rest and section in _OPEN and rest.rpartition(".")[2] not in _shipped_keys(section):
         yield f"no {section} has the key {rest}"
 
 
