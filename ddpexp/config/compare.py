@@ -56,8 +56,9 @@ class Change:
     old: Any
     new: Any
     kind: Literal["free", "typed", "untyped", "fixed"]
-    remark: str = ""  # what the change does; of a fixed key why it stays
+    remark: str = ""  # what the change does
     overrides: tuple[str, str] | None = None  # what to type for the new value and for the old; None: key=value
+    because: str = ""  # why a fixed key stays
 
     def __str__(self) -> str:
         """Return the key with both values, and what there is to say of it."""
@@ -94,8 +95,9 @@ def compare(
         else:
             kind = "typed" if is_typed else "untyped"
         is_choice = re.fullmatch(r"callbacks(\.[^.]+)?", key) is not None
-        remark = rule.because if kind == "fixed" else _remark(key, new)
-        changes.append(Change(key, was, now, kind, remark, callbacks if is_choice else None))
+        changes.append(
+            Change(key, was, now, kind, _remark(key, new), callbacks if is_choice else None, because=rule.because)
+        )
     return changes
 
 
@@ -116,7 +118,7 @@ def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) ->
             )
         if change.kind == "fixed":
             raise RefusedError(
-                f"{run} was started with {_assigned(key, old)}, and {_here(change, edited)}: {change.remark}. "
+                f"{run} was started with {_assigned(key, old)}, and {_here(change, edited)}: {change.because}. "
                 f"{_keep(key, old)}, {_or_allow(change)}or start a new run with another run.dir."
             )
     for change in changes:

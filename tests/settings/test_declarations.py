@@ -21,7 +21,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.elastic import Elastic
 from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.settings.data import CommonData
-from ddpexp.settings.key import Key, declarations
+from ddpexp.settings.key import Key, declaration, declarations
 from ddpexp.settings.parameters import FreezeUntil, LayerDecay, LoRA, ParamGroup
 from ddpexp.settings.run import Predict, Recipe, Run
 from ddpexp.settings.sweep import Sweep
@@ -29,6 +29,13 @@ from ddpexp.settings.trainer import Timeout, Trainer
 from ddpexp.system.yaml_text import load_yaml
 from ddpexp.train import plateau, schedule
 from ddpexp.train.callbacks import early_stopping, histograms, lr_monitor
+
+
+def called(group: str, kind: str) -> Any:
+    """The class or function of a part of ours."""
+    module, _, name = path_of(group, kind).rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
 
 IN_CONF = {"trainer": Trainer, "run": Run, "data": CommonData, "predict": Predict, "sweep": Sweep}
 STRATEGIES = {f"strategy/{kind}": options_of(kind) for kind in keys_of("strategy")}
@@ -52,11 +59,19 @@ SECTIONS: dict[str, Any] = {
             schedule.WSD)
     },
 }  # fmt: skip
+PREPARED = {  # the keys of kinds of data are the arguments of functions
+    f"data/{kind}.{name}": declaration(hint)
+    for kind in keys_of("data.prepare")
+    for name, hint in typing.get_type_hints(called("data.prepare", kind), include_extras=True).items()
+}
 RANGED = [
-    pytest.param(key, hint, id=name)
-    for where, section in SECTIONS.items()
-    for name, key, hint in declarations(section, where)
-    if key.is_range
+    *(
+        pytest.param(key, hint, id=name)
+        for where, section in SECTIONS.items()
+        for name, key, hint in declarations(section, where)
+        if key.is_range
+    ),
+    *(pytest.param(key, hint, id=name) for name, (key, hint) in PREPARED.items() if key.is_range),
 ]
 
 
@@ -147,8 +162,7 @@ def test_the_defaults_of_timeouts_are_those_of_conf() -> None:
 def test_defaults_that_python_code_has_too_are_those_of_conf(group: str) -> None:
     """Python code builds these parts without a configuration, so their fields have defaults."""
     for kind in keys_of(group):
-        module, _, name = path_of(group, kind).rpartition(".")
-        part = getattr(importlib.import_module(module), name)
+        part = called(group, kind)
         values = load_yaml((conf_folder() / group / f"{kind}.yaml").read_text())
         for one in dataclasses.fields(part):
             if one.default is not dataclasses.MISSING:

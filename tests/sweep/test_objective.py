@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,7 +118,7 @@ def test_a_metric_is_missing_once_its_kind_is_recorded_without_it(
     run = RunDir(tmp_path)
     run.metrics.write_text("".join(f"{line}\n" for line in lines))
     unused: Any = None
-    log = SweepLog(unused, settings_of({"objective": objective}), unused)
+    log = SweepLog(unused, replace(settings_of({}), objective=objective), unused)
     job: Any = SimpleNamespace(name="0000", run=run)
     assert log.check_objective(job) is is_known
     assert ("is no metric that job 0000 reports so far" in capsys.readouterr().err) is is_missing

@@ -275,7 +275,7 @@ BAD = [
     (("trainer.seed=0,1", "hydra.sweep.subdir=x"), r"hydra\.sweep\.subdir=x: .* The jobs' directories are named"),
     (("sweep.retries=1,2",), r"sweep\.retries is a setting of the sweep itself: give it one value"),
     (("trainer.seed=0,1", "sweep.slot=3"), r"sweep\.slot is not a known key\. Did you mean sweep\.slots"),
-    (("trainer.seed=0,1", "sweep.slots=0"), r"sweep\.slots=0 runs nothing"),
+    (("trainer.seed=0,1", "sweep.slots=0"), r"sweep\.slots=0: use"),
     (
         ("trainer.seed=0,1", "hydra.sweeper.max_batch_size=x"),
         r"^ddpexp: hydra\.sweeper\.max_batch_size=x: Value 'x' .*to Integer\.$",

@@ -13,7 +13,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ddpexp.data.arrays.prepare import guesses_in, hash_of, names_of, options_of
 from ddpexp.data.arrays.sources import GROUP_FILES, Classes, ColumnKind, Names, Options
@@ -22,6 +22,7 @@ from ddpexp.data.schema import Schema
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
+from ddpexp.settings.key import Key
 from ddpexp.system.files import open_regular
 from ddpexp.system.memory_file import memory_file
 from ddpexp.system.programs import python
@@ -45,10 +46,10 @@ def prepare(
     targets: str | Names | None = None,
     target_type: Literal["auto", "class", "number", "none"] = "auto",
     classes: Classes | None = None,
-    image_size: int | None = None,
+    image_size: Annotated[int | None, Key(at_least=1, at_most=_MOST_PIXELS)] = None,
     channels: Literal[1, 3] = 3,
     tokenizer: str = "bytes",
-    max_length: int = 256,
+    max_length: Annotated[int, Key(at_least=1)] = 256,
     dtype: Literal["float32", "float64", "int64"] = "float32",
     standardize: bool = False,
     columns: Mapping[str, ColumnKind] | None = None,
@@ -69,7 +70,6 @@ def prepare(
             "is not set", key="data.path", suggestion="Name a file, a folder, or a data set of the Hugging Face hub."
         )
     _check_columns(path, names_of(inputs), names_of(targets), target_type)
-    _check_sizes(image_size, channels, max_length)
     places = [_place(path, "data.path"), *([_place(eval_path, "data.eval_path")] if eval_path else [])]
     group_by = None if group_by is None or group_by.endswith(GROUP_FILES) else group_by
     options = options_of(target_type, classes, dtype, group_by, columns, missing)
@@ -155,19 +155,6 @@ def _description(path: str, cache: Cache, schema: Schema, options: Options) -> d
         "schema": schema.as_json(),
         "facts": schema.facts(),
     }
-
-
-def _check_sizes(image_size: int | None, channels: int, max_length: int) -> None:
-    if image_size is not None and not 1 <= image_size <= _MOST_PIXELS:
-        raise RefusedError(
-            key="data.image_size", value=image_size, suggestion=f"Use 1 to {_MOST_PIXELS} pixels, or null."
-        )
-    if channels not in (1, 3):
-        raise RefusedError(key="data.channels", value=channels, suggestion="Use 3 for RGB or 1 for grey.")
-    if max_length < 1:
-        raise RefusedError(
-            "is too short", key="data.max_length", value=max_length, suggestion="Use 1 or more tokens, such as 256."
-        )
 
 
 def _place(path: str, key: str) -> list[list[Any]]:

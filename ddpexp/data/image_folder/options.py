@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from ddpexp.errors import RefusedError
 
-_MOST_PIXELS = 4096
+MOST_PIXELS = 4096
 _MARGIN = 8 / 7  # of what is stored or shown to what is cut out of it: 256 pixels for 224
 _WORTHWHILE = 1.5  # times the side in the cache: less is not worth the time to reduce an image, and its detail
 _MOST_MAGNITUDE = 30
@@ -49,17 +49,13 @@ class Options:
         """Return the options without `auto`, checked. Raises: RefusedError."""
         if self.augment_on not in ("host", "device"):
             raise RefusedError(key="data.augment_on", value=self.augment_on, suggestion="Use host or device.")
-        if self.channels not in (1, 3):
-            raise RefusedError(key="data.channels", value=self.channels, suggestion="Use 3 for RGB or 1 for grey.")
-        if not 1 <= self.size <= _MOST_PIXELS:
-            raise RefusedError(key="data.size", value=self.size, suggestion=f"Use 1 to {_MOST_PIXELS} pixels.")
         eval_size = math.ceil(self.size * _MARGIN) if self.eval_size == "auto" else self.eval_size
-        if not self.size <= eval_size <= _MOST_PIXELS:
+        if not self.size <= eval_size <= MOST_PIXELS:
             raise RefusedError(
                 f"is below data.size={self.size}, which is cut out of it",
                 key="data.eval_size",
                 value=eval_size,
-                suggestion=f"Use {self.size} to {_MOST_PIXELS} pixels.",
+                suggestion=f"Use {self.size} to {MOST_PIXELS} pixels.",
             )
         self._check_sizes()
         for key, pair, most in (("scale", self.scale, 1.0), ("ratio", self.ratio, math.inf)):
@@ -106,11 +102,6 @@ class Options:
         ):
             if not 0 <= number <= most:
                 raise RefusedError(key=f"data.{key}", value=number, suggestion=f"Use 0 to {most}.")
-        for key, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
-            if not 0 <= alpha < math.inf:
-                raise RefusedError(
-                    key=f"data.{key}", value=alpha, suggestion="Use 0 for none, or a number above it, such as 0.2."
-                )
 
     def _check_norm(self) -> None:
         for key, values in (("mean", self.mean), ("std", self.std)):
@@ -128,9 +119,9 @@ class Options:
         if cache_size == "auto":
             side = math.ceil(self.size * _MARGIN)
             return StoredSize(side, int(side * _WORTHWHILE))
-        if not 1 <= cache_size <= _MOST_PIXELS:
+        if not 1 <= cache_size <= MOST_PIXELS:
             raise RefusedError(
-                key="data.cache_size", value=cache_size, suggestion=f"Use auto, or 1 to {_MOST_PIXELS} pixels."
+                key="data.cache_size", value=cache_size, suggestion=f"Use auto, or 1 to {MOST_PIXELS} pixels."
             )
         return StoredSize(cache_size, cache_size)
 

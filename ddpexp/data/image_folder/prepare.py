@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -16,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache, read_cache
 from ddpexp.data.hashes import hash_of_range
-from ddpexp.data.image_folder.options import Options, StoredSize
+from ddpexp.data.image_folder.options import MOST_PIXELS, Options, StoredSize
 from ddpexp.data.image_folder.pool import Pool, processes
 from ddpexp.data.image_folder.scan import Folder, scan
 from ddpexp.data.image_folder.walk import ImageFile
@@ -29,6 +30,7 @@ from ddpexp.data.schema import Field, Schema
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.settings.data import CommonData
+from ddpexp.settings.key import Key
 from ddpexp.system.files import flush, json_line
 from ddpexp.system.limits import human
 from ddpexp.system.network import boot_id
@@ -61,8 +63,8 @@ def prepare(
     cache: Literal["auto", "raw", "jpeg", "none"] = "auto",
     cache_size: int | Literal["auto"] = "auto",
     broken: Literal["stop", "skip"] = "stop",
-    channels: int = 3,
-    size: int = 224,
+    channels: Literal[1, 3] = 3,
+    size: Annotated[int, Key(at_least=1, at_most=MOST_PIXELS)] = 224,
     eval_size: int | Literal["auto"] = "auto",
     scale: tuple[float, ...] = (0.08, 1.0),
     ratio: tuple[float, ...] = (0.75, 1.3333),
@@ -70,8 +72,8 @@ def prepare(
     color_jitter: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0),
     rand_augment: int = 0,
     rand_augment_magnitude: int = 9,
-    mixup: float = 0.0,
-    cutmix: float = 0.0,
+    mixup: Annotated[float, Key(at_least=0, below=math.inf)] = 0.0,
+    cutmix: Annotated[float, Key(at_least=0, below=math.inf)] = 0.0,
     mean: tuple[float, ...] = (0.485, 0.456, 0.406),
     std: tuple[float, ...] = (0.229, 0.224, 0.225),
     size_from_epoch: tuple[tuple[int, ...], ...] | None = None,
@@ -93,10 +95,6 @@ def prepare(
         mean, std, channels, augment_on, tuple(tuple(pair) for pair in size_from_epoch or ()),
     ).resolved()  # fmt: skip
     stored = options.stored_size(cache_size)
-    if cache not in _MODES:
-        raise RefusedError(key="data.cache", value=cache, suggestion=f"Use one of {', '.join(_MODES)}.")
-    if broken not in ("stop", "skip"):
-        raise RefusedError(key="data.broken", value=broken, suggestion="Use stop or skip.")
     known = classes if schema is None else Schema.read(schema).classes
     return prepared(scan(root, known, nested), stored, cache, broken, options)
 

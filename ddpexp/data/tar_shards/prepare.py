@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from ddpexp.data.schema import Field, Kind, Schema
 from ddpexp.data.tar_shards import remote
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
+from ddpexp.settings.key import Key
 from ddpexp.system.files import open_regular
 
 INDEX = "index.npy"  # of each sample: its shard, then offset, size and number of the alternative of each file
@@ -40,10 +41,10 @@ def prepare(
     path: str,
     eval_path: str | None = None,
     files: list[str] | tuple[str, ...] = ("jpg", "cls"),
-    image_size: int | None = None,
+    image_size: Annotated[int | None, Key(at_least=1)] = None,
     shuffle: Literal["global", "blocks"] = "global",
-    block_samples: int = 1024,
-    window_blocks: int = 16,
+    block_samples: Annotated[int, Key(at_least=1)] = 1024,
+    window_blocks: Annotated[int, Key(at_least=1)] = 16,
     cache_gb: float = 20.0,
     schema: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -54,10 +55,6 @@ def prepare(
     Raises:
         RefusedError: a shard is cut off or lacks a file, or a key means nothing.
     """
-    numbers = {"block_samples": block_samples, "window_blocks": window_blocks, "image_size": image_size}
-    for key, value in numbers.items():
-        if value is not None and value < 1:
-            raise RefusedError(key=f"data.{key}", value=value, suggestion="Use 1 or more.")
     _check_files(files)
     limit = int(cache_gb * 1e9)
     if limit < 2 * remote.PART:

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ddpexp.data.batch_plan import counted
 from ddpexp.data.cache import Cache, cache_name, find_cache, make_cache
@@ -26,6 +26,7 @@ from ddpexp.data.text.tokenizer import TOKENIZER_FILE, Chars, Library, Tokenizer
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.settings.data import CommonData
+from ddpexp.settings.key import Key
 from ddpexp.system.files import open_regular
 from ddpexp.system.text import first_few
 
@@ -47,10 +48,10 @@ class _Source:
 
 def prepare(
     path: str | tuple[str, ...] | None,
-    block_size: int,
+    block_size: Annotated[int, Key(at_least=1)],
     tokenizer: str = "char",
     eval_path: str | tuple[str, ...] | None = None,
-    eval_fraction: float = 0.1,
+    eval_fraction: Annotated[float, Key(at_least=0, below=1)] = 0.1,
     documents: Literal["file", "line"] | None = None,
     end_token: str | None = None,
     schema: Mapping[str, Any] | None = None,
@@ -63,7 +64,13 @@ def prepare(
 
     Raises: RefusedError, if a file or an option is invalid, or the text does not fit the schema.
     """
-    _check_options(block_size, eval_fraction, documents, end_token)
+    if end_token is not None and documents is None:
+        raise RefusedError(
+            "ends each document, and data.documents=null has none",
+            key="data.end_token",
+            value=end_token,
+            suggestion="Use data.documents=file or data.documents=line.",
+        )
     train = _sources(path, "data.path")
     held_out = _sources(eval_path, "data.eval_path") if eval_path is not None else []
     vocabulary = Schema.read(schema).vocabulary if schema is not None else None
@@ -145,24 +152,6 @@ def check(data: CommonData) -> None:
             key="data.validation_fraction",
             value=data.validation_fraction,
             suggestion="Use data.eval_fraction, which keeps the end of the text.",
-        )
-
-
-def _check_options(block_size: int, eval_fraction: float, documents: str | None, end_token: str | None) -> None:
-    if block_size < 1:
-        raise RefusedError(
-            "is too small", key="data.block_size", value=block_size, suggestion="Use 1 or more tokens, such as 256."
-        )
-    if not 0 <= eval_fraction < 1:
-        raise RefusedError(
-            key="data.eval_fraction", value=eval_fraction, suggestion="Use a share from 0 to below 1, such as 0.1."
-        )
-    if end_token is not None and documents is None:
-        raise RefusedError(
-            "ends each document, and data.documents=null has none",
-            key="data.end_token",
-            value=end_token,
-            suggestion="Use data.documents=file or data.documents=line.",
         )
 
 

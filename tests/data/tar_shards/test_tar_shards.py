@@ -101,7 +101,6 @@ def test_a_shard_that_is_cut_off_is_named(tmp_path: Path, cut: int, message: str
         ({"files": ["tiff"]}, "data.files"),
         ({"files": []}, "data.files=[]"),
         ({"path": "nowhere-*.tar"}, "data.path=nowhere-*.tar"),
-        ({"block_samples": 0}, "data.block_samples=0"),
     ],
 )
 def test_bad_keys_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:

@@ -179,11 +179,9 @@ def test_the_border_lies_at_the_end_of_a_document(file: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"block_size": 0}, "data.block_size=0"),
         ({"eval_fraction": 0.995}, "data.block_size=8"),
         ({"block_size": 300}, "data.block_size=300"),
         ({"block_size": 30}, "data.block_size=30"),
-        ({"eval_fraction": 1.0}, "data.eval_fraction=1.0"),
         ({"tokenizer": "chars"}, "data.tokenizer=chars"),
         ({"tokenizer": "none.json"}, "data.tokenizer=none.json"),
         ({"end_token": "<|endoftext|>"}, "data.end_token=<|endoftext|>: documents"),
