@@ -80,36 +80,37 @@ def _sections() -> Iterator[tuple[str, Schema]]:
     for name in catalogue.sections:
         about = {"description": catalogue.about(name)}
         if name == "data":
-            common = _object(SECTIONS[name], name, said)
-            yield name, {**_CALL, **about, "properties": {**_CALL["properties"], **common["properties"]}}
+            kinds = [locate(key, Trust(), "data.prepare") for key in keys_of("data.prepare")]
+            yield name, {**_called(_union(name, [SECTIONS[name], *kinds], catalogue, said)), **about}
         elif name in SECTIONS:
             yield name, {**_object(SECTIONS[name], name, said), **about}
         elif name == "strategy":
-            kinds = [kind for each in strategies.kinds() if (kind := strategies.options_of(each)) is not None]
-            yield name, {**_union(name, kinds, catalogue), **about, "additionalProperties": False}
+            kinds = [strategies.options_of(kind) for kind in strategies.kinds()]
+            yield name, {**_union(name, kinds, catalogue, said), **about, "additionalProperties": False}
         elif name in ("launcher", "scheduler"):
-            parts = [locate(key, Trust(), name) for key in keys_of(name)]
-            union = _union(name, parts, catalogue)
-            yield name, {**union, **about, "properties": {**_CALL["properties"], **union["properties"]}}
+            kinds = [locate(key, Trust(), name) for key in keys_of(name)]
+            yield name, {**_called(_union(name, kinds, catalogue, said)), **about}
         elif name in LISTED:
-            yield (
-                name,
-                {"type": ["object", "null"], **about, "additionalProperties": {"anyOf": [_CALL, {"type": "null"}]}},
-            )
+            yield name, {**_LISTED_SECTION, **about}
         else:
             yield name, {**_CALL, **about}
 
 
-def _union(section: str, parts: list[Any], catalogue: Catalogue) -> Schema:
-    """Return the schema of a section whose keys are those of any of these classes."""
-    said = {
+def _called(section: Schema) -> Schema:
+    """Return the schema of a section that names what is called."""
+    return {**section, "properties": {**_CALL["properties"], **section["properties"]}}
+
+
+def _union(section: str, kinds: list[Any], catalogue: Catalogue, said: Mapping[str, str]) -> Schema:
+    """Return the schema of a section whose keys are those of any of these classes and functions."""
+    of_options = {
         key.name: key.meaning
         for option in catalogue.options(section)
         for key in catalogue.option(section, option).keys
     }  # fmt: skip
     alternatives: dict[str, list[Schema]] = {}
-    for part in parts:
-        for name, described in _object(part, section, said)["properties"].items():
+    for kind in kinds:
+        for name, described in _object(kind, section, {**said, **of_options})["properties"].items():
             known = alternatives.setdefault(name, [])
             if described not in known:
                 known.append(described)
@@ -118,16 +119,16 @@ def _union(section: str, parts: list[Any], catalogue: Catalogue) -> Schema:
 
 
 def _object(section: Any, where: str, said: Mapping[str, str]) -> Schema:
-    """Return the schema of a section whose keys are the fields of a dataclass."""
+    """Return the schema of a section whose keys are the fields of a dataclass, or the arguments of a function."""
     hints = typing.get_type_hints(section, include_extras=True)
-    fields = [one for one in dataclasses.fields(section) if one.init]
-    properties = {one.name: _value(hints[one.name], f"{where}.{one.name}", said) for one in fields}
-    rest = next((one.name for one in fields if one.metadata.get("rest")), None)
-    return {
-        "type": "object",
-        "properties": {name: described for name, described in properties.items() if name != rest},
-        "additionalProperties": rest is not None,
-    }
+    if dataclasses.is_dataclass(section):
+        fields = [one for one in dataclasses.fields(section) if one.init]
+        names = [one.name for one in fields if not one.metadata.get("rest")]
+        has_rest = len(names) < len(fields)
+    else:
+        names, has_rest = [name for name in hints if name not in ("schema", "return")], False  # `schema` is for code
+    properties = {name: _value(hints[name], f"{where}.{name}", said) for name in names}
+    return {"type": "object", "properties": properties, "additionalProperties": has_rest}
 
 
 def _value(hint: Any, name: str, said: Mapping[str, str]) -> Schema:

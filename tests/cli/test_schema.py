@@ -52,6 +52,7 @@ def test_every_option_of_ours_fits_that_of_its_group(group: str, name: str) -> N
         ("trainer", {"param_groups": [{"lr_scale": -1}]}, "$.trainer.param_groups"),
         ("data", {"validation_fraction": 1}, "$.data.validation_fraction"),
         ("data", {"collate": {}}, "$.data.collate"),
+        ("data", {"block_size": 0}, "$.data.block_size"),
         ("strategy", {"bucket_cap": 1}, "$.strategy"),
         ("launcher", {"cpus_per_task": 0}, "$.launcher.cpus_per_task"),
         ("run", {"resume": "sometimes"}, "$.run.resume"),
