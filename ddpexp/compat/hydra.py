@@ -35,9 +35,9 @@ When it goes: leave it out with the support of 1.3.
 def quick_defaults() -> Iterator[None]:
     """Have Hydra prepare the references of a defaults list only where there are some.
 
-    Private: `hydra._internal.defaults_list._create_interpolation_map` of 1.3 and 1.4, which is replaced.
+    Private: `hydra._internal.defaults_list._create_interpolation_map` of 1.3, which is replaced; 1.4 has none.
     Why: it is called for each file of the defaults list, which takes a fifth of the time of composing: 11 to 16 ms.
-    When it goes: delete this function.
+    When it goes: delete this function with the support of 1.3.
     """
     plain: Any = getattr(defaults_list, "_create_interpolation_map", None)
     if plain is None:
