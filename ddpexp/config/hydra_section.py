@@ -171,7 +171,7 @@ def _settings(section: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(values, dict) and values and where != "hydra.callbacks":
             for key, value in values.items():
                 walk(value, f"{where}.{key}")
-        elif not _OBEYED.match(where):
+        elif not _OBEYED.match(where) and (where, values) != ("hydra.aliases", {}):  # which Hydra 1.3 has not
             settings[where] = values
 
     walk(section, "hydra")
