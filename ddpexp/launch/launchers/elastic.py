@@ -65,9 +65,9 @@ class Elastic(Launcher):
     The same command is run on every machine.
     """
 
-    accepts_range: ClassVar = True
-    takes_slots: ClassVar = True
-    restate_on_resume: ClassVar = ("rdzv_endpoint", "rdzv_conf")  # torch unpickles data from there
+    accepts_range: ClassVar[bool] = True
+    takes_slots: ClassVar[bool] = True
+    restate_on_resume: ClassVar[tuple[str, ...]] = ("rdzv_endpoint", "rdzv_conf")  # torch unpickles data from there
 
     max_restarts: Annotated[int, Key(at_least=0)] = 3
     rdzv_backend: Literal["c10d", "etcd-v2"] = "c10d"

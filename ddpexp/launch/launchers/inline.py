@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Inline(Launcher):
     """Run one worker in this process, without a watchdog."""
 
-    takes_slots: ClassVar = True
-    stands_alone: ClassVar = True
+    takes_slots: ClassVar[bool] = True
+    stands_alone: ClassVar[bool] = True
 
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Run the worker here and return its exit code.

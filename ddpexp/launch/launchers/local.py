@@ -25,8 +25,8 @@ class Spawn(Launcher):
     On several machines the same command is run on each, with its own `node_rank`.
     """
 
-    takes_slots: ClassVar = True
-    stands_alone: ClassVar = True
+    takes_slots: ClassVar[bool] = True
+    stands_alone: ClassVar[bool] = True
 
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     node_rank: int | None = None

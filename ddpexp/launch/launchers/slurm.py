@@ -59,7 +59,14 @@ class Slurm(Launcher):
     The options have Slurm's own names.
     """
 
-    restate_on_resume: ClassVar = ("setup", "container_image", "container_mounts", "python", "sbatch_args", "srun_args")
+    restate_on_resume: ClassVar[tuple[str, ...]] = (
+        "setup",
+        "container_image",
+        "container_mounts",
+        "python",
+        "sbatch_args",
+        "srun_args",
+    )
 
     partition: str | None = None
     account: str | None = None

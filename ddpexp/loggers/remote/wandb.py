@@ -31,7 +31,7 @@ _NO_LOGIN = (
 class WandB(Remote):
     """Record a run with wandb: the same run id at every start, a row of its history for each step."""
 
-    restate_on_resume: ClassVar = ("entity",)
+    restate_on_resume: ClassVar[tuple[str, ...]] = ("entity",)
 
     info: RunInfo
     project: str | None = None
