@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from ddpexp.config.build import build, convert, did_you_mean, shown
+from ddpexp.config.build import build, convert, did_you_mean, shown, unknown_key
 from ddpexp.errors import RefusedError
 
 
@@ -73,6 +73,9 @@ def test_a_whole_number_may_stand_for_a_float_but_not_the_other_way_round() -> N
         ("count", [1], "part.count=[1] is not a whole number."),
         ("share", "half", "part.share=half is not a number."),
         ("share", False, "part.share=false is not a number."),
+        ("share", "10%", "part.share=10% is not a number. Did you mean part.share=0.1?"),
+        ("count", "2k", "part.count=2k is not a whole number. Did you mean part.count=2000?"),
+        ("flag", "2k", "part.flag=2k is not true or false."),
         ("flag", 1, "part.flag=1 is not true or false. Did you mean part.flag=true?"),
         ("flag", "yes", "part.flag=yes is not true or false. Did you mean part.flag=true?"),
         ("flag", "maybe", "part.flag=maybe is not true or false."),
@@ -111,6 +114,12 @@ def test_for_an_unknown_key_the_nearest_is_suggested() -> None:
     assert refusal(shar=1) == "part.shar is not a known key. Did you mean part.share?"
     listed = ", ".join(field.name for field in fields(Section))
     assert refusal(zzz=1) == f"part.zzz is not a known key. Available: {listed}."
+
+
+def test_a_key_of_another_section_is_suggested_with_its_section() -> None:
+    error = unknown_key("seed", ["count", "_hidden"], "part", ["trainer.seed", "trainer.epochs"])
+    assert str(error) == "part.seed is not a known key. Did you mean trainer.seed?"
+    assert "_hidden" not in str(unknown_key("zzz", ["count", "_hidden"], "part"))
 
 
 def test_a_missing_key_is_named() -> None:
