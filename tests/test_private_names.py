@@ -30,12 +30,6 @@ OTHERS = sys.stdlib_module_names | {
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace", "_target_"}
 OWN = {"_stepping"}  # of `RunView`, hidden from users, and set by the hooks that make it
 
-# Files and folders in which private names are left, and which. An entry that is no longer needed fails the test.
-EXCEPTIONS: dict[str, str] = {
-    "ddpexp/cli/main.py": "Python's",
-    "ddpexp/plan/activations.py": "torch's",
-}
-
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and len(name) > 1 and name not in DOCUMENTED
@@ -93,9 +87,7 @@ def test_private_names_of_others_stand_in_one_room() -> None:
         names = list(private_names(parsed(path)))
         if names and COMPAT not in path.parents:
             found[str(path.relative_to(ROOT))] = names
-    new = {path: names for path, names in found.items() if not path.startswith(tuple(EXCEPTIONS))}
-    assert not new, f"write a function in ddpexp/compat/ that says in which versions, why, and what ends it: {new}"
-    assert all(any(path.startswith(exception) for path in found) for exception in EXCEPTIONS)
+    assert not found, f"write a function in ddpexp/compat/ that says in which versions, why, and what ends it: {found}"
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from types import FrameType
 from typing import TextIO
 
 from ddpexp.cli import no_verb, verbs
 from ddpexp.cli.forks import will_fork
 from ddpexp.cli.launching import check_runs_once, launch
 from ddpexp.cli.verb import HELP, Call, Verb, load
+from ddpexp.compat.python import calling_frame
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
@@ -168,12 +170,10 @@ def run() -> None:
 
 
 def _is_run_by_pdb() -> bool:
-    frame = sys._getframe()
-    while frame.f_back is not None:
+    frame: FrameType | None = calling_frame()
+    while frame is not None and frame.f_globals.get("__name__") not in ("pdb", "bdb"):
         frame = frame.f_back
-        if frame.f_globals.get("__name__") in ("pdb", "bdb"):
-            return True
-    return False
+    return frame is not None
 
 
 def _flush(stream: TextIO) -> None:

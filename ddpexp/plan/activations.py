@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ddpexp.compat.dispatch import memory_of
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.schema import Experiment
 from ddpexp.config.strategies import estimator_of
@@ -44,7 +45,7 @@ def measure(
     for module in models.values():
         module.train()
     again = [module for model in models.values() for module in outermost(model, classes)]
-    kept = _Kept({t.untyped_storage()._cdata for m in models.values() for t in (*m.parameters(), *m.buffers())})
+    kept = _Kept({memory_of(t.untyped_storage()) for m in models.values() for t in (*m.parameters(), *m.buffers())})
     try:
         with kept.watching(again):
             staged = estimator_of(experiment.strategy).in_stages(models, kept.enter_stage)
@@ -115,8 +116,9 @@ class _Kept:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.known and storage._cdata not in self.outside:
-            self.current[-1][storage._cdata] = storage
+        memory = memory_of(storage)
+        if memory not in self.known and memory not in self.outside:
+            self.current[-1][memory] = storage
         return tensor
 
 
