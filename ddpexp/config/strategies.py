@@ -57,8 +57,17 @@ def estimator_of(options: Options) -> Estimator:
     Raises:
         RefusedError: a package's class cannot be imported.
     """
-    estimator: type[Estimator] = _imported(options.kind, options.estimator.replace(":", "."))
-    return estimator(options)
+    return estimator_class(options.kind, type(options))(options)
+
+
+def estimator_class(kind: str, options: type[Options]) -> type[Estimator]:
+    """Return the class of the estimates for a kind of strategy.
+
+    Raises:
+        RefusedError: a package's class cannot be imported.
+    """
+    estimator: type[Estimator] = _imported(kind, options.estimator.replace(":", "."))
+    return estimator
 
 
 def _imported(kind: str, path: str) -> Any:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ddpexp.config import strategies
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.fits import Verdict, verdict
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import Costs
-from ddpexp.strategy.ddp_options import DDPOptions
-from ddpexp.strategy.fsdp.options import FSDPOptions
-from ddpexp.strategy.pipeline.options import PipelineOptions
+from ddpexp.strategy.estimator import Variant
+from ddpexp.strategy.options import Options
 from ddpexp.system.limits import human
 from ddpexp.system.oom import available_bytes
 
-_OPTIONS = {"ddp": DDPOptions, "fsdp": FSDPOptions, "pipeline": PipelineOptions}
-_DIVIDE_LAYERS = (("strategy=fsdp", "strategy.tp_size=2"), ("strategy=pipeline",))  # which few models say how to do
 _AGAIN = "trainer.activation_checkpointing"
 _AGAIN_TIME = 4 / 3  # of a pass: forward is done twice, and backward takes as long as two
 Plans = Callable[[Sequence[Sequence[str]], PlanArguments], Sequence[Outcome | DdpexpError]]
@@ -72,28 +70,31 @@ def candidates(words: Sequence[str]) -> list[tuple[str, ...]]:
     blocks = next((word.partition("=")[2] for word in typed if word.startswith("strategy.blocks=")), None)
     if again is None and blocks not in (None, "null"):
         again = f"{_AGAIN}={blocks}"
-    kinds: list[tuple[str, ...]] = [
-        ("strategy=ddp",),
-        ("strategy=ddp", "strategy.shard_optimizer=true"),
-        ("strategy=fsdp",),
-        ("strategy=fsdp", "strategy.init=replay", "strategy.gather_in_evaluation=false"),
-        *_DIVIDE_LAYERS,
-        ("strategy=pipeline", "strategy.init=replay", "strategy.gather_in_evaluation=false"),
-    ]
-    found: list[tuple[str, ...]] = [tuple(typed)] if not _is_ours(typed) else []
-    for kind in kinds:
-        if kind in _DIVIDE_LAYERS and {_key(word) for word in kind[1:]} & {_key(word) for word in typed}:
+    compared = {kind for kind, _, _ in _variants()}
+    is_compared = all(word.partition("=")[2] in compared for word in typed if word.startswith("strategy="))
+    choices: list[tuple[str, ...]] = [] if is_compared else [tuple(typed)]
+    for kind, options, variant in _variants():
+        if variant.is_optional and {*map(_key, variant.overrides)} & {*map(_key, typed)}:
             continue  # the others have that number
-        own = {field.name for field in fields(_OPTIONS[kind[0].partition("=")[2]])}
-        kept = [word for word in typed if _key(word) in own and _key(word) not in {_key(one) for one in kind}]
-        found.append((*kind, *kept))
+        own = {field.name for field in fields(options)} - {*map(_key, variant.overrides)}
+        choices.append((f"strategy={kind}", *variant.overrides, *(word for word in typed if _key(word) in own)))
     if again is None:
-        return found
-    return [(*kind, *more) for kind in found for more in ((f"{_AGAIN}=null",), (again,))]
+        return choices
+    return [(*choice, *more) for choice in choices for more in ((f"{_AGAIN}=null",), (again,))]
 
 
-def _is_ours(typed: Sequence[str]) -> bool:
-    return all(word.partition("=")[2] in _OPTIONS for word in typed if word.startswith("strategy="))
+def _variants() -> Iterator[tuple[str, type[Options], Variant]]:
+    """Yield what is compared of each kind of strategy, ours and those of installed packages."""
+    for kind in strategies.kinds():
+        options = strategies.options_of(kind)
+        assert options is not None
+        for variant in strategies.estimator_class(kind, options).variants:
+            yield kind, options, variant
+
+
+def _optional() -> list[tuple[str, ...]]:
+    """Return the overrides of what is left out where a model does not say how to divide its layers."""
+    return [(f"strategy={kind}", *variant.overrides) for kind, _, variant in _variants() if variant.is_optional]
 
 
 def _key(word: str) -> str:
@@ -120,7 +121,7 @@ def compare(arguments: PlanArguments, plans: Plans) -> Comparison:
     memory_gb, notes = _memory(arguments.memory_gb, possible[0])
     rows, typed = [], {word for word in arguments.run if word.startswith("strategy")}
     for choice, outcome in zip(choices, found, strict=True):
-        untyped = [kind for kind in _DIVIDE_LAYERS if set(kind) <= set(choice) and not set(kind) <= typed]
+        untyped = [optional for optional in _optional() if {*optional} <= {*choice} and not {*optional} <= typed]
         if untyped and not isinstance(outcome, Outcome):
             note = f"{' '.join(untyped[0])} is left out: {outcome}"
             notes += [note] if note not in notes else []

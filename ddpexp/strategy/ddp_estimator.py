@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.ddp_options import DDPOptions
-from ddpexp.strategy.estimator import Bucket, Estimator, Facts, Parameter, Part, Traffic
+from ddpexp.strategy.estimator import Bucket, Estimator, Facts, Parameter, Part, Traffic, Variant
 from ddpexp.system.limits import human
 
 _MIB = 1 << 20
@@ -19,6 +19,8 @@ _GATHERED = 128 << 10  # ddpexp.strategy.comm.reduce.GATHERED_BYTES, which a tes
 @dataclass(frozen=True)
 class DDPEstimator(Estimator):
     """Whole replicas, whose gradients are averaged."""
+
+    variants: ClassVar = (Variant(), Variant(("strategy.shard_optimizer=true",)))
 
     options: DDPOptions
 

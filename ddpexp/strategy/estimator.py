@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
@@ -115,11 +115,21 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """Options of a kind of strategy that `ddpexp plan --strategies` compares with others."""
+
+    overrides: tuple[str, ...] = ()  # beside strategy=KIND
+    is_optional: bool = False  # few models say how to divide them: where one does not, a note says so
+
+
+@dataclass(frozen=True)
 class Estimator:
     """The estimates for `ddpexp plan`: a subclass overrides what its kind of strategy does not share with replicas.
 
     The options name the class. Modules and tensors may be on torch's meta device.
     """
+
+    variants: ClassVar[Sequence[Variant]] = (Variant(),)
 
     options: Options
 

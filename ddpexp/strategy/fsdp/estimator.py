@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.estimator import Estimator, Facts, Part, Traffic
+from ddpexp.strategy.estimator import Estimator, Facts, Part, Traffic, Variant
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.system.limits import human
 
@@ -19,6 +19,12 @@ _GATHERED = 2  # blocks that a rank has whole: the one that computes, and the ne
 @dataclass(frozen=True)
 class FSDPEstimator(Estimator):
     """A share of the model on each rank, and the blocks that are gathered for a moment."""
+
+    variants: ClassVar = (
+        Variant(),
+        Variant(("strategy.init=replay", "strategy.gather_in_evaluation=false")),
+        Variant(("strategy.tp_size=2",), is_optional=True),
+    )
 
     options: FSDPOptions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
@@ -13,6 +14,8 @@ from ddpexp.strategy.local.options import LocalOptions
 @dataclass(frozen=True)
 class LocalEstimator(Estimator):
     """Replicas that average their weights at the end of a round."""
+
+    variants: ClassVar = ()  # another number of messages, not another place for the model
 
     options: LocalOptions
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.estimator import Estimator, Facts, Part
+from ddpexp.strategy.estimator import Estimator, Facts, Part, Variant
 from ddpexp.strategy.pipeline.options import PipelineOptions
 from ddpexp.strategy.pipeline.schedule import num_in_flight
 
@@ -16,6 +16,11 @@ from ddpexp.strategy.pipeline.schedule import num_in_flight
 @dataclass(frozen=True)
 class PipelineEstimator(Estimator):
     """The layers of some stages on each rank."""
+
+    variants: ClassVar = (
+        Variant(is_optional=True),
+        Variant(("strategy.init=replay", "strategy.gather_in_evaluation=false")),
+    )
 
     options: PipelineOptions
 
