@@ -81,3 +81,15 @@ def test_a_fork_server_starts_where_workers_will_be_forked(
 ) -> None:
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
     assert will_fork(words.split()) is forks
+
+
+def test_a_verb_about_one_directory_takes_one_that_is_there(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+    verb = verbs.of("evaluate")
+    assert verb.call([str(one), "trainer.gpus=2"]).source() == (str(one), ["trainer.gpus=2"])
+    assert verb.call(["--config-dir", str(one), str(other)]).source() == (str(other), ["--config-dir", str(one)])
+    assert verb.call([str(tmp_path / "none"), str(one)]).source() == (str(tmp_path / "none"), [str(one)])
+    with pytest.raises(RefusedError, match="takes one directory"):
+        verb.call([str(one), str(other)]).source()
