@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
+_KEY = re.compile(r"[\w.]+")
 Error = TypeVar("Error", bound="DdpexpError")
 
 
@@ -28,8 +30,9 @@ class DdpexpError(Exception):
     """Base of all errors for the user, as data; `str()` is the sentence that `sentence` makes of the fields.
 
     Attributes:
-        reason: What happened with these values, and why it matters, without a full stop. With a key or a place: a
-            clause that continues it, such as "is not a folder", or a sentence of its own that begins with a capital.
+        reason: What happened with these values, and why it matters. With a key or a place: a clause that continues
+            it, such as "is not a folder", or a sentence that begins with a capital. Without a full stop, unless it is
+            all that there is.
         key: The key or option, as it is typed.
         value: Its value; `ABSENT` if there is none.
         suggestion: What to do, in full sentences, with overrides as they are typed.
@@ -48,8 +51,10 @@ class DdpexpError(Exception):
         suggestion: str = "",
         place: object = None,
     ) -> None:
-        """Store the fields; `place` as a text."""
+        """Store the fields; `place` as a text. A `key` that is given with its value, KEY=VALUE, is divided."""
         super().__init__(reason)
+        if key is not None and value is ABSENT and "=" in key:
+            key, _, value = key.partition("=")
         self.reason, self.key, self.value, self.suggestion = reason, key, value, suggestion
         self.place = None if place is None else str(place)
 
@@ -88,6 +93,14 @@ def sentence(error: DdpexpError) -> str:
         return f"{subject}: {suggestion[:1].lower()}{suggestion[1:]}" if subject else suggestion
     text = f"{subject}{' ' if reason[0].islower() else ': '}{reason}" if subject else reason
     return f"{text}{'' if text[-1] in '.?!' else '.'} {suggestion}".rstrip()
+
+
+def subject(description: str, place: object = None) -> dict[str, Any]:
+    """Return the fields for what an error is about: an override as it is typed or something else, and a place in it."""
+    key, is_override, value = description.partition("=")
+    if is_override and _KEY.fullmatch(key):
+        return {"key": key, "value": value, "place": place}
+    return {"place": description if place is None else f"{description}: {place}"}
 
 
 def shown(value: Any) -> str:
@@ -162,6 +175,13 @@ class Failure:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
         return asdict(self)
+
+    def error_fields(self) -> dict[str, str | None]:
+        """Return the fields of the DdpexpError, from which `from_dict` makes one."""
+        names = ("key", "value", "suggestion", "place")
+        return {"reason": self.message if self.reason is None else self.reason} | {
+            name: getattr(self, name) for name in names
+        }
 
 
 class LoaderError(BaseException):

@@ -11,17 +11,20 @@ from ddpexp.errors import DdpexpError, RefusedError
 
 
 def is_about(error: BaseException, expected: str) -> bool:
-    """Return whether an error is about `KEY`, `KEY=VALUE` (as typed) or a place that ends with the text.
+    """Return whether an error is about `KEY`, `KEY=VALUE` (as typed) or a place that ends so.
 
-    Behind `: ` stands a word that its reason or suggestion must have; of an error without a subject, both are words.
+    Behind `: ` stands a word that its reason or suggestion must have; of an error without a
+    subject, both are words.
     """
     assert isinstance(error, DdpexpError), error
     subject, _, word = expected.partition(": ")
     prose = f"{error.reason} {error.suggestion}".lower()
     if error.key is None and error.place is None:
-        return subject.lower() in prose and word.lower() in prose
+        return expected.lower() in prose or (subject.lower() in prose and word.lower() in prose)
     typed = error.key if error.typed_value is None else f"{error.key}={error.typed_value}"
-    is_subject = subject in (error.key, typed) or str(error.place).endswith(subject)
+    if expected == typed:
+        return True
+    is_subject = subject in ("", error.key, typed) or str(error.place).endswith(subject)
     return is_subject and word.lower() in prose
 
 

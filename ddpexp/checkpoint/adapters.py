@@ -47,8 +47,9 @@ def lora_of(weights: Path) -> LoRA:
         tree = None
     if tree is None:
         raise RefusedError(
-            f"{weights.name} holds adapters, and how much they add (alpha / rank) is in the configuration of their "
-            "run: name its directory or checkpoint."
+            "holds adapters, and how much they add (alpha / rank) is in the configuration of their run",
+            suggestion="Name its directory or checkpoint.",
+            place=weights.name,
         )
     return build(LoRA, tree, "trainer.lora")
 

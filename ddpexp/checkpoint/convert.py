@@ -8,7 +8,7 @@ import subprocess
 import zipfile
 from pathlib import Path
 
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, subject
 from ddpexp.system.programs import python
 from ddpexp.system.text import sanitize
 
@@ -33,10 +33,12 @@ def convert(source: Path, target: Path, description: str, averaged: bool) -> str
     errors = (process.communicate()[1] or b"").decode(errors="replace").strip()
     if process.returncode or not text:
         reason = sanitize(errors.rpartition("\n")[2], 200) or f"its reader ended with {process.returncode}"
-        raise RefusedError(f"{description}: {source.name} cannot be read ({reason}).")
+        raise RefusedError(f"cannot be read ({reason})", **subject(description, source.name))
     answer = json.loads(text)
     if "refused" in answer:
-        raise RefusedError(f"{description}: {source.name} {answer['refused']}")
+        refused = answer["refused"]
+        suggestion = refused["suggestion"]
+        raise RefusedError(refused["reason"], suggestion=suggestion, **subject(description, source.name))
     part: str | None = answer["part"]
     return part
 
@@ -68,8 +70,9 @@ def check_archive(path: Path, description: str) -> None:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise RefusedError(f"{description}: {path.name} is damaged ({error}).") from None
+        raise RefusedError(f"is damaged ({error})", **subject(description, path.name)) from None
     if any(entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size for entry in entries):
-        raise RefusedError(f"{description}: {path.name} is a compressed archive, which torch.save does not write.")
+        reason = "is a compressed archive, which torch.save does not write"
+        raise RefusedError(reason, **subject(description, path.name))
     if sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise RefusedError(f"{description}: {path.name} claims more bytes than it has.")
+        raise RefusedError("claims more bytes than it has", **subject(description, path.name))

@@ -225,8 +225,10 @@ def _open(folder: Path) -> Checkpoint:
     manifest = _unsealed(read_plain_file(folder / MANIFEST))
     if int(manifest["format"]) != FORMAT:
         raise RefusedError(
-            f"{folder} was written by ddpexp {manifest.get('ddpexp')} (format {manifest['format']}), and this is "
-            f"{__version__}, which reads format {FORMAT}: install that version."
+            f"was written by ddpexp {manifest.get('ddpexp')} (format {manifest['format']}), and this is "
+            f"{__version__}, which reads format {FORMAT}",
+            suggestion="Install that version.",
+            place=folder,
         )
     files = {str(name): _file(record) for name, record in manifest["files"].items()}
     if _FOLDER.fullmatch(folder.name) and manifest["step"] != _step(folder):  # copies may have any name
@@ -263,7 +265,7 @@ def newest_checkpoint(folder: Path) -> Path:
     """
     found = complete_checkpoints(folder)
     if not found:
-        raise RefusedError(f"{folder} holds no complete checkpoint.")
+        raise RefusedError("holds no complete checkpoint", place=folder)
     return found[0]
 
 

@@ -59,7 +59,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         entries = {name: _entry(path, name, values, 8 + num_bytes, size) for name, values in header.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        raise RefusedError(f"{path.name} cannot be read as safetensors ({reason}).") from None
+        raise RefusedError(f"cannot be read as safetensors ({reason})", place=path.name) from None
     tied = {
         name: entries[first] for name, first in metadata.items() if first in entries and name not in entries
     }  # as ddpexp and the safetensors library store them
@@ -87,17 +87,17 @@ def read_index(path: Path) -> dict[str, Entry]:
         if not all(isinstance(text, str) for item in places.items() for text in item):
             raise ValueError("its weight_map does not map names to files")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise RefusedError(f"{path.name} is no index of safetensors files ({error}).") from None
+        raise RefusedError(f"is no index of safetensors files ({error})", place=path.name) from None
     strange = next((name for name in places.values() if Path(name).name != name or not name), None)
     if strange is not None:
-        raise RefusedError(f"{path.name} names {strange!r}, which is no file beside it.")
+        raise RefusedError(f"names {strange!r}, which is no file beside it", place=path.name)
     missing = sorted({name for name in places.values() if not (path.parent / name).is_file()})
     if missing:
-        raise RefusedError(f"{path.name} names files that are not beside it: {first_few(missing, 3)}.")
+        raise RefusedError(f"names files that are not beside it: {first_few(missing, 3)}", place=path.name)
     files = {name: read_header(path.parent / name) for name in sorted(set(places.values()))}
     absent = [f"{name} in {place}" for name, place in places.items() if name not in files[place]]
     if absent:
-        raise RefusedError(f"{path.name} names tensors that its files lack: {first_few(absent, 3)}.")
+        raise RefusedError(f"names tensors that its files lack: {first_few(absent, 3)}", place=path.name)
     tied = {name: entry for entries in files.values() for name, entry in entries.items() if name != entry.stored_as}
     return {**tied, **{name: files[place][name] for name, place in places.items()}}
 
@@ -124,8 +124,12 @@ def file_in(folder: Path, names: Sequence[str] = (INDEX, SINGLE)) -> Path:
         return found
     others = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pth", ".pt"))
     if others:
-        raise RefusedError(f"{folder} holds no {INDEX} and no {SINGLE}: name one of its files, {first_few(others, 3)}.")
-    raise RefusedError(f"{folder} holds no weights: neither {INDEX} nor {SINGLE}, nor those of a checkpoint.")
+        raise RefusedError(
+            f"holds no {INDEX} and no {SINGLE}",
+            suggestion=f"Name one of its files, {first_few(others, 3)}.",
+            place=folder,
+        )
+    raise RefusedError(f"holds no weights: neither {INDEX} nor {SINGLE}, nor those of a checkpoint", place=folder)
 
 
 def is_foreign_folder(path: Path) -> bool:

@@ -59,8 +59,9 @@ def find(run: Run, warn: Callable[[str], None], source: Path | None = None) -> P
                 run.init_rename,
             )  # fmt: skip
     except RefusedError as error:
-        text = str(error)
-        raise RefusedError(text if text.startswith(override(run)) else f"{override(run)}: {text}") from None
+        if error.key is None:
+            error.key, error.value = "run.init_from", run.init_from
+        raise
     return path
 
 

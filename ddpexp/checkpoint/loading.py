@@ -18,7 +18,7 @@ from ddpexp.checkpoint.matching import Match, Selection, advice, match
 from ddpexp.checkpoint.source import Source
 from ddpexp.checkpoint.tensors import check_plain_file
 from ddpexp.compat.modules import copies_when_loading
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, subject
 from ddpexp.settings.parameters import LoRA
 from ddpexp.strategy.base import Shard
 
@@ -52,7 +52,11 @@ def load_weights(
     else:
         files = dict.fromkeys(models, source)
     if len(models) > 1 and len(set(files.values())) == 1:
-        raise RefusedError(f"{description} is one file, but there are several models: name the checkpoint's folder.")
+        raise RefusedError(
+            "is one file, but there are several models",
+            suggestion="Name the checkpoint's folder.",
+            **subject(description),
+        )
     return {name: _load(models[name], path, description, selection, held, lora) for name, path in files.items()}
 
 
@@ -72,10 +76,14 @@ def _load(
         if problem is None:
             _fill(module, target, found, source, held)
     except RefusedError as error:
-        raise RefusedError(f"{description}: {error}") from None
+        if error.key is not None:
+            raise
+        fields = subject(description, error.place)
+        raise RefusedError(error.reason, suggestion=error.suggestion, **fields) from None
     if problem is not None:
-        hint = advice(found, target) if selection is not None else ""
-        raise RefusedError(f"{description} holds the weights of another model: {problem}.{hint}")
+        hint = advice(found, target).lstrip() if selection is not None else ""
+        reason = f"holds the weights of another model: {problem}"
+        raise RefusedError(reason, suggestion=hint, **subject(description))
     return found
 
 
@@ -98,7 +106,7 @@ def _open(path: Path, target: Collection[str], lora: LoRA | None) -> Source:
         check_plain_file(path if not path.is_dir() else path / "-")
         _check_hash(path)
     except (OSError, ValueError) as error:
-        raise RefusedError(f"{path.name} cannot be read as safetensors ({error}).") from None
+        raise RefusedError(f"cannot be read as safetensors ({error})", place=path.name) from None
     entries = read_source(path)
     layers = layers_with_adapters(entries)
     if not layers:
@@ -106,8 +114,8 @@ def _open(path: Path, target: Collection[str], lora: LoRA | None) -> Source:
     written, here = lora_of(path), set(layers_with_adapters(target))
     if lora is not None and here & set(layers) and written.scale != lora.scale:
         raise RefusedError(
-            f"its adapters were trained with alpha / rank = {written.scale:g}, and here it is {lora.scale:g}: use "
-            f"trainer.lora.rank={written.rank} trainer.lora.alpha={written.alpha:g}."
+            f"Its adapters were trained with alpha / rank = {written.scale:g}, and here it is {lora.scale:g}",
+            suggestion=f"Use trainer.lora.rank={written.rank} trainer.lora.alpha={written.alpha:g}.",
         )
     return Merged(entries, [layer for layer in layers if layer not in here], written.scale)
 

@@ -103,7 +103,12 @@ def match(
     given = {here: there for here, there in names.items() if there not in left_out}
     wanted = {name: shape for name, shape in target.items() if name not in kept}
     if not wanted or not given:
-        raise RefusedError(f"{_skip(selection.skip)} leaves no weights to take. Leave out run.init_from, or skip less.")
+        raise RefusedError(
+            "leaves no weights to take",
+            key="run.init_skip",
+            value=_skipped(selection.skip),
+            suggestion="Leave out run.init_from, or skip less.",
+        )
     others = _other_names(ties or {})
     taken: dict[str, str] = {}
     missing: list[str] = []
@@ -163,8 +168,10 @@ def check_selection(selection: Selection) -> None:
     for old, new in selection.rename.items():
         if old.count("*") != new.count("*"):
             raise RefusedError(
-                f"run.init_rename={{{old}: {new}}}: {old} has {old.count('*')} * and {new} {new.count('*')}. Each * of "
-                "the new name stands for what that of the old one matched, so give both equally many."
+                f"`{old}` has {old.count('*')} * and `{new}` has {new.count('*')}",
+                key="run.init_rename",
+                value=f"{{{old}: {new}}}",
+                suggestion="Use the same number of * in both patterns.",
             )
 
 
@@ -179,8 +186,9 @@ def check_rename(source: Iterable[str], rename: Mapping[str, str]) -> None:
     for old in rename:
         if not any(_matches(name, old) for name in (*names, *plain)):
             raise RefusedError(
-                f"run.init_rename={{{old}: {rename[old]}}}: {old} matches none of the {len(names)} names of the file, "
-                f"such as {first_few(names, 3)}."
+                f"matches none of the {len(names)} names of the file, such as {first_few(names, 3)}",
+                key="run.init_rename",
+                value=f"{{{old}: {rename[old]}}}",
             )
 
 
@@ -207,7 +215,7 @@ def _named_here(source: Shapes, target: Shapes, rename: Mapping[str, str]) -> tu
     for there in source:
         here = renamed(there.removeprefix(prefix), rename)
         if here in names:
-            raise RefusedError(f"run.init_rename: {names[here]} and {there} would both be {here}.")
+            raise RefusedError(f"gives {names[here]} and {there} the same name, {here}", key="run.init_rename")
         names[here] = there
     return names, prefix
 
@@ -220,7 +228,9 @@ def _check_skip(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not is_matched_by(names, pattern):
             raise RefusedError(
-                f"{_skip([pattern])} matches no name of the model and none of the file, such as {first_few(names, 3)}."
+                f"matches no name of the model and none of the file, such as {first_few(names, 3)}",
+                key="run.init_skip",
+                value=_skipped([pattern]),
             )
 
 
@@ -237,5 +247,5 @@ def _other_names(ties: Mapping[str, str]) -> dict[str, list[str]]:
     return {name: [other for other in group if other != name] for group in groups.values() for name in group}
 
 
-def _skip(patterns: Sequence[str]) -> str:
-    return f"run.init_skip=[{','.join(patterns)}]"
+def _skipped(patterns: Sequence[str]) -> str:
+    return f"[{','.join(patterns)}]"

@@ -49,11 +49,12 @@ def convert_and_answer(parent: int, answers: int, source: str, target: str, aver
         _write(tensors, Path(target))
         answer = {"part": part}
     except RefusedError as error:
-        answer = {"refused": str(error)}
+        answer = {"refused": error.as_dict()}
     except MemoryError:
-        answer = {"refused": "takes more memory than a file of its size should: it is damaged, or made to do so."}
+        reason = "takes more memory than a file of its size should: it is damaged, or made to do so"
+        answer = {"refused": RefusedError(reason).as_dict()}
     except Exception as error:
-        answer = {"refused": explained(error)}
+        answer = {"refused": RefusedError(explained(error)).as_dict()}
     files.answer(answers, answer)
 
 
@@ -64,7 +65,7 @@ def choose(loaded: Any, averaged: bool) -> tuple[Mapping[str, Tensor], str | Non
         RefusedError: there are none; a sentence without subject.
     """
     if not isinstance(loaded, Mapping):
-        raise RefusedError(f"holds a {type(loaded).__name__} and no tensors by name.")
+        raise RefusedError(f"holds a {type(loaded).__name__} and no tensors by name")
     if _are_tensors(loaded) and not averaged:
         return loaded, None
     part = next((key for key in (_AVERAGES if averaged else _PARTS) if isinstance(loaded.get(key), Mapping)), None)
@@ -75,11 +76,11 @@ def choose(loaded: Any, averaged: bool) -> tuple[Mapping[str, Tensor], str | Non
     if averaged:
         raise RefusedError(
             f"holds no average of weights, for run.init_weights=ema, as {', '.join(_AVERAGES)}. It has "
-            f"{first_few(keys)}."
+            f"{first_few(keys)}"
         )
     raise RefusedError(
-        f"holds other things than tensors by name, and nothing called {', '.join(_PARTS)}. It has {first_few(keys)}: "
-        "save the part with the weights alone."
+        f"holds other things than tensors by name, and nothing called {', '.join(_PARTS)}. It has {first_few(keys)}",
+        suggestion="Save the part with the weights alone.",
     )
 
 

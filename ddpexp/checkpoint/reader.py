@@ -77,7 +77,7 @@ def _part(checkpoint: Checkpoint, name: str, load: Callable[[Path], Mapping[str,
     try:
         return decode(read_json(checkpoint.folder / text), lambda key: tensors[key])
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise RefusedError(f"{checkpoint.folder / text} cannot be read: {error}.") from None
+        raise RefusedError(f"cannot be read: {error}", place=checkpoint.folder / text) from None
 
 
 def read_rank_state(checkpoint: Checkpoint, rank: int) -> Any:
@@ -108,7 +108,7 @@ def copy_into(
             *([f"it lacks {first_few(missing, 3)}"] if missing else []),
             *([f"it also has {first_few(extra, 3)}"] if extra else []),
         ]
-        raise RefusedError(f"{where} holds the weights of another model: {first_few(parts, 3, '; ')}.")
+        raise RefusedError(f"holds the weights of another model: {first_few(parts, 3, '; ')}", place=where)
     for name, shard in target.items():
         value = source[name]
         if isinstance(value, StoredTensor) and shard.is_contiguous:

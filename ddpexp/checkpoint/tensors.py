@@ -74,7 +74,7 @@ class StoredTensor:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise RefusedError(f"{self.path} cannot be read: {error.strerror or error}.") from None
+            raise RefusedError(f"cannot be read: {error.strerror or error}", place=self.path) from None
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -87,10 +87,10 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
     tensors = {}
     for name, entry in entries.items():
         if entry.dtype not in DTYPES:
-            raise RefusedError(f"{path} cannot be read: it holds tensors of the type {entry.dtype}.")
+            raise RefusedError(f"cannot be read: it holds tensors of the type {entry.dtype}", place=path)
         dtype = DTYPES[entry.dtype]
         if entry.end - entry.begin != entry.num_elements * dtype.itemsize:
-            raise RefusedError(f"{path} cannot be read as safetensors ({name} has another size than its shape).")
+            raise RefusedError(f"cannot be read as safetensors ({name} has another size than its shape)", place=path)
         tensors[name] = StoredTensor(path, entry.begin, dtype, entry.shape)
     _check_places(path, entries.values())
     return tensors
@@ -105,7 +105,7 @@ def _check_places(path: Path, entries: Collection[Entry]) -> None:
     stored = sorted({(entry.begin, entry.end) for entry in entries if entry.begin != entry.end})
     ends = [end for _, end in stored]
     if [begin for begin, _ in stored[1:]] != ends[:-1] or (ends and ends[-1] != path.stat().st_size):
-        raise RefusedError(f"{path} cannot be read as safetensors (its tensors do not fill the file).")
+        raise RefusedError("cannot be read as safetensors (its tensors do not fill the file)", place=path)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
             tied = _ties(file.metadata() or {}, tensors)
     except (OSError, SafetensorError, ValueError) as error:
-        raise RefusedError(f"{path} cannot be read as safetensors ({error}).") from None
+        raise RefusedError(f"cannot be read as safetensors ({error})", place=path) from None
     return {**tensors, **{name: tensors[first] for name, first in tied.items()}}
 
 

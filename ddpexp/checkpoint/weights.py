@@ -12,7 +12,7 @@ import yaml
 
 from ddpexp.checkpoint.format import Checkpoint, best_first, is_checkpoint, newest_intact, open_checkpoint, scan
 from ddpexp.checkpoint.headers import is_foreign_folder
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, subject
 from ddpexp.system.files import relative
 from ddpexp.system.text import first_few
 from ddpexp.system.yaml_text import load_yaml
@@ -42,8 +42,8 @@ def check_usable(path: Path, description: str, converts: bool = False) -> None:
         RefusedError: it does not exist or, unless the caller `converts` it, is a pickled file of other programs.
     """
     if not path.exists():
-        download = " Download it first: ddpexp reads only local files." if "://" in description else ""
-        raise RefusedError(f"{description}: there is no such file.{download}")
+        download = "Download it first: ddpexp reads only local files." if "://" in description else ""
+        raise RefusedError("There is no such file", suggestion=download, **subject(description))
     _check_no_peft(path, description)
     if not converts and is_pickled(path):
         name = f"{path.stem}-converted" if path.suffix == ".safetensors" else path.stem
@@ -51,8 +51,9 @@ def check_usable(path: Path, description: str, converts: bool = False) -> None:
         code = f"from ddpexp.checkpoint.convert import to_safetensors; to_safetensors({str(path)!r}, {str(target)!r})"
         argument = shlex.quote(code) if set(code) & set('"$`\\!') else f'"{code}"'
         raise RefusedError(
-            f"{description}: {path.name} cannot be read as safetensors: torch.save has written it, and such a file "
-            f"can hold any code. Convert its tensors once, python -c {argument}, and name {target.name} instead."
+            "cannot be read as safetensors: torch.save has written it, and such a file can hold any code",
+            **subject(description, path.name),
+            suggestion=f"Convert its tensors once, python -c {argument}, and name {target.name} instead.",
         )
 
 
@@ -60,9 +61,10 @@ def _check_no_peft(path: Path, description: str) -> None:
     folder = path if path.is_dir() else path.parent
     if (folder / "adapter_config.json").is_file() and (path.is_dir() or path.name.startswith("adapter_model.")):
         raise RefusedError(
-            f"{description}: {folder.name} holds adapters of the peft library, without the model that they are for. "
-            f"Merge them into it once, PeftModel.from_pretrained(MODEL, '{folder.name}').merge_and_unload()"
-            ".save_pretrained('merged'), and name the folder merged."
+            "holds adapters of the peft library, without the model that they are for",
+            suggestion=f"Merge them into it once, PeftModel.from_pretrained(MODEL, '{folder.name}').merge_and_unload()"
+            ".save_pretrained('merged'), and name the folder merged.",
+            **subject(description, folder.name),
         )
 
 
@@ -83,8 +85,10 @@ def find(path: Path, description: str, warn: Callable[[str], None], request: Req
     )
     if request.averaged and not chosen.has_average:
         raise RefusedError(
-            f"{description} run.init_weights=ema: the checkpoint of step {chosen.step} holds no average of the "
-            "weights. Use run.init_weights=raw."
+            f"needs an average of the weights, and the checkpoint of step {chosen.step} of {description} holds none",
+            key="run.init_weights",
+            value="ema",
+            suggestion="Use run.init_weights=raw.",
         )
     return chosen.folder
 
@@ -120,20 +124,20 @@ def choose(
         chosen = best_of(complete)
         if chosen is None:
             raise RefusedError(
-                f"{description}: that run keeps no best checkpoint, which needs trainer.keep_best, such as "
-                "trainer.keep_best=max:eval/accuracy. Use last, or a step."
+                "keeps no best checkpoint, which needs trainer.keep_best, such as trainer.keep_best=max:eval/accuracy",
+                **subject(description, run),
+                suggestion="Use last, or a step.",
             )
     else:
         at = [checkpoint for checkpoint in complete if checkpoint.step == which]
         if not at:
             steps = first_few([str(checkpoint.step) for checkpoint in complete]) or "none"
-            raise RefusedError(
-                f"{description}: there is no intact checkpoint of that step. There are those of {steps}."
-            )
+            reason = f"has no intact checkpoint of that step, but those of {steps}"
+            raise RefusedError(reason, **subject(description, run))
         chosen = at[0]
     problem = chosen.problem(files=chosen.weights)
     if problem is not None:
-        raise RefusedError(f"{description}: {relative(chosen.folder)} is damaged: {problem}.")
+        raise RefusedError(f"is damaged: {problem}", **subject(description, relative(chosen.folder)))
     return chosen
 
 
@@ -148,7 +152,7 @@ def _newest(folder: Path, description: str, warn: Callable[[str], None]) -> Chec
     chosen, damaged = newest_intact(folder, weights_only=True)
     problems = [f"{relative(entry.folder)} is damaged and not used: {entry.problem}" for entry in damaged]
     if chosen is None:
-        raise RefusedError("; ".join([f"{description}: {folder} holds no complete checkpoint", *problems]) + ".")
+        raise RefusedError("; ".join(["holds no complete checkpoint", *problems]), **subject(description, folder))
     if problems:
         used = f"the weights are those of step {chosen.step}; resume the run to train the steps after it again"
         warn("; ".join([*problems, used]))
@@ -170,22 +174,29 @@ def _check_single(path: Path, description: str, request: Request) -> None:
     """Check a request for a path that is no run directory."""
     if request.checkpoint != "last":
         raise RefusedError(
-            f"{description} run.init_checkpoint={request.checkpoint}: that chooses among the checkpoints of a run, and "
-            f"{path.name} is {'a single checkpoint' if is_checkpoint(path) else 'no run directory'}. Leave it out."
+            f"chooses among the checkpoints of a run, and {description} is "
+            f"{'a single checkpoint' if is_checkpoint(path) else 'not a run directory'}",
+            key="run.init_checkpoint",
+            value=request.checkpoint,
+            suggestion="Leave it out.",
         )
     if not request.averaged or is_pickled(path):
         return
     if is_foreign_folder(path) or not path.is_dir():
         raise RefusedError(
-            f"{description} run.init_weights=ema: that is for a run or a checkpoint, which holds weights and their "
-            "average. Leave it out, and name the file to read."
+            f"is for a run or a checkpoint, which holds weights and their average, and {description} is neither",
+            key="run.init_weights",
+            value="ema",
+            suggestion="Leave it out, and name the file to read.",
         )
     try:
         has_average = open_checkpoint(path).has_average
     except (OSError, ValueError) as error:
-        raise RefusedError(f"{description}: {path.name} is damaged: {error}.") from None
+        raise RefusedError(f"is damaged: {error}", **subject(description, path.name)) from None
     if not has_average:
         raise RefusedError(
-            f"{description} run.init_weights=ema: that checkpoint holds no average of the weights. Use "
-            "run.init_weights=raw."
+            f"needs an average of the weights, and the checkpoint of {description} holds none",
+            key="run.init_weights",
+            value="ema",
+            suggestion="Use run.init_weights=raw.",
         )

@@ -129,8 +129,9 @@ class Writer:
         for name, data in own_files.items():
             if len(data) > JSON_BYTES and not name.endswith(".safetensors"):
                 raise CheckpointError(
-                    f"the plain values in {name} of the checkpoint of step {step} take {len(data):,} bytes, more than "
-                    f"the {JSON_BYTES:,} that are read back: keep large states as tensors."
+                    f"the plain values in {name} of the checkpoint of step {step} take {len(data):,} bytes, "
+                    f"more than the {JSON_BYTES:,} that are read back",
+                    suggestion="Keep large states as tensors.",
                 )
         self._number += 1
         manifest = {

@@ -123,7 +123,8 @@ def _plot(curves: Curves, arguments: PlanArguments) -> None:
     try:
         draw(curves, Path(arguments.plot))
     except OSError as error:
-        raise RefusedError(f"plan --plot-schedule {arguments.plot}: it cannot be written: {error.strerror}.") from None
+        place = f"plan --plot-schedule {arguments.plot}"
+        raise RefusedError(f"cannot be written: {error.strerror}", place=place) from None
     print_message(f"ddpexp: {arguments.plot} shows the learning rate")
 
 

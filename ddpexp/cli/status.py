@@ -44,7 +44,9 @@ def status(call: Call) -> int:
     if paths != [place]:
         example = files.typed(paths[-1])
         raise RefusedError(
-            f"{place} is no run and no sweep, but holds {len(paths)}: name one, such as {example}, or see ddpexp table."
+            f"is no run and no sweep, but holds {len(paths)}",
+            suggestion=f"Name one, such as {example}, or see ddpexp table.",
+            place=place,
         )
     rows = rows_of(place)
     queue = states(row.job for row in rows if row.status == "submitted" and row.job is not None)

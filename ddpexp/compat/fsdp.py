@@ -15,10 +15,12 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 except ImportError:
     raise RefusedError(
-        f"strategy=fsdp sums the gradients of CPU workers, and with trainer.reduction=exact all gradients, in an order "
-        f"of its own, and torch {torch.__version__} does not let it: torch.distributed.fsdp has no interface "
-        "ReduceScatter where torch 2.10 to 2.13 have it. Install one of these, or use strategy=ddp "
-        "strategy.shard_optimizer=true."
+        "sums the gradients of CPU workers, and with trainer.reduction=exact all gradients, in an order of its own, "
+        f"and torch {torch.__version__} does not let it: torch.distributed.fsdp has no interface ReduceScatter where "
+        "torch 2.10 to 2.13 have it",
+        key="strategy",
+        value="fsdp",
+        suggestion="Install one of these, or use strategy=ddp strategy.shard_optimizer=true.",
     ) from None
 
 __all__ = ["AllGather", "ReduceScatter"]

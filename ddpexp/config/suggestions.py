@@ -43,7 +43,8 @@ def refusals(suggestion: str, shipped_only: bool = False, commands: Collection[s
         if commands is not None and (name := match[1] or match[2]) not in commands:
             yield f"there is no command {name}"
     for match in _OVERRIDE.finditer(suggestion):
-        key, value = match["key"], match["value"].rstrip(".:")
+        key, value = match["key"], match["value"]
+        value = value if value.endswith("...") else value.rstrip(".:")
         section, _, rest = key.partition(".")
         if section in SECTIONS and section != "data" and rest:
             yield from _typed_refusals(key, value)
@@ -64,7 +65,7 @@ def _typed_refusals(key: str, value: str) -> Iterator[str]:
 
 
 def _shipped_refusals(section: str, rest: str, value: str) -> Iterator[str]:
-    if not rest and section in groups([conf_folder()]) and not _is_placeholder(value):
+    if not rest and section in groups([conf_folder()]) and value and not _is_placeholder(value):
         if not set(value.strip("[]").split(",")) <= set(options(section, [conf_folder()])):
             yield f"{section} has no option {value}"
     elif rest and section in _OPEN and rest.rpartition(".")[2] not in _shipped_keys(section):

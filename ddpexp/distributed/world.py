@@ -90,7 +90,10 @@ class World:
         available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
         if not available[layout.backend]():
             raise RefusedError(
-                f"trainer.backend={layout.backend}: this torch was built without {layout.backend}. Use auto."
+                f"This torch was built without {layout.backend}",
+                key="trainer.backend",
+                value=layout.backend,
+                suggestion="Use auto.",
             )
         if size > 1:
             if is_loopback(environ["MASTER_ADDR"]):
@@ -177,9 +180,9 @@ class World:
         for tensor in tensors:
             if tensor.device != self.device:
                 raise DdpexpError(
-                    f"World.{operation} was given a tensor on {tensor.device}, and the workers communicate what is on "
-                    f"their device, {self.device} on rank {self.rank}: move it there first, with "
-                    "tensor.to(world.device)."
+                    f"World.{operation} was given a tensor on {tensor.device}, and the workers communicate "
+                    f"what is on their device, {self.device} on rank {self.rank}",
+                    suggestion="Move it there first, with tensor.to(world.device).",
                 )
 
     def gather_values(self, value: Any) -> list[Any]:
@@ -213,17 +216,17 @@ def _own_gpu(rank: int, number: int) -> torch.device:
     """
     if is_forked_from_cuda():
         raise RefusedError(
-            f"rank {rank} was forked from a process that had initialised CUDA, and cannot use it: call CUDA in no "
-            "module while it is imported, or start each worker as a new interpreter with launcher=spawn "
-            "launcher.start_method=spawn."
+            f"rank {rank} was forked from a process that had initialised CUDA, and cannot use it",
+            suggestion="Call CUDA in no module while it is imported, or start each worker as a new "
+            "interpreter with launcher=spawn launcher.start_method=spawn.",
         )
     count = torch.cuda.device_count()
     if number >= count:
         visible = os.environ.get(VISIBLE)
         shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         raise RefusedError(
-            f"rank {rank} uses GPU {number}, counted from 0, but CUDA shows it {count} GPU{'s' * (count != 1)}{shown}. "
-            "Use a smaller trainer.gpus, or change what is visible; `nvidia-smi -L` lists the GPUs."
+            f"rank {rank} uses GPU {number}, counted from 0, but CUDA shows it {count} GPU{'s' * (count != 1)}{shown}",
+            suggestion="Use a smaller trainer.gpus, or change what is visible; `nvidia-smi -L` lists the GPUs.",
         )
     torch.cuda.set_device(number)
     return torch.device("cuda", number)

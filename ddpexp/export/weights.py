@@ -66,7 +66,7 @@ def export_adapters(weights: Path, folder: Path) -> list[Path]:
     entries = read_header(weights)
     layers = layers_with_adapters(entries)
     if not layers:
-        raise RefusedError(f"{weights} holds no adapters: the run has none, which trainer.lora adds.")
+        raise RefusedError("holds no adapters: the run has none, which trainer.lora adds", place=weights)
     lora = lora_of(weights)
     _make(folder)
     others = [name for name in entries if not is_factor(name) and any(fnmatchcase(name, p) for p in lora.trained)]
@@ -91,7 +91,7 @@ def export_adapters(weights: Path, folder: Path) -> list[Path]:
 
 def _make(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or list(folder.iterdir())):
-        raise RefusedError(f"{folder} is no empty folder: export into a new one.")
+        raise RefusedError("is no empty folder", suggestion="Export into a new one.", place=folder)
     folder.mkdir(parents=True, exist_ok=True)
 
 

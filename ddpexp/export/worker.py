@@ -70,7 +70,10 @@ def export_model(request: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(model, nn.Module):
             if kind not in ("safetensors", "hf"):
                 raise RefusedError(
-                    f"--format {kind} is for one model, and this recipe has {', '.join(model)}: use safetensors."
+                    f"is for one model, and this recipe has {', '.join(model)}",
+                    key="--format",
+                    value=kind,
+                    suggestion="Use safetensors.",
                 )
             difference = None
         else:

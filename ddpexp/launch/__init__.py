@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from ddpexp.errors import Failure
 
 
-_NOT_ELSEWHERE = (
-    "this launcher starts further commands, which is supported for trainings only: use launcher=spawn, or start the "
-    "ranks yourself (srun or torchrun) with launcher=slurm or launcher=torchrun-env."
-)
+def _not_elsewhere() -> RefusedError:
+    return RefusedError(
+        "this launcher starts further commands, which is supported for trainings only",
+        suggestion="Use launcher=spawn, or start the ranks yourself (srun or torchrun) with launcher=slurm or "
+        "launcher=torchrun-env.",
+    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ class Job:
             except RefusedError as error:
                 if len(layouts) == 1:
                     raise
-                raise RefusedError(f"with {layout.nodes} of trainer.nodes={self.request.nodes}: {error}") from None
+                with_nodes = f"(with {layout.nodes} of trainer.nodes={self.request.nodes})"
+                error.suggestion = f"{error.suggestion} {with_nodes}".lstrip()
+                raise
 
     def foresee(self) -> object:
         """Check what a start would find, without changing anything.
@@ -127,11 +131,11 @@ class Job:
         Raises:
             RefusedError: this kind of job cannot be run by another command.
         """
-        raise RefusedError(_NOT_ELSEWHERE)
+        raise _not_elsewhere()
 
     def described(self) -> dict[str, Any]:
         """Return, as plain values, what `ddpexp member FILE` needs to join. Raises RefusedError like `create`."""
-        raise RefusedError(_NOT_ELSEWHERE)
+        raise _not_elsewhere()
 
     def note(self, status: str, **facts: Any) -> None:
         """Record the job's status so far in its result."""

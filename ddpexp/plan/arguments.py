@@ -39,11 +39,16 @@ class PlanArguments:
         """
         plot = options.get(_PLOT)
         if plot and not plot.endswith(".png"):
-            raise RefusedError(f"plan {_PLOT} {plot}: it draws a PNG: name a file that ends with .png, or none.")
+            raise RefusedError(
+                "The picture is a PNG",
+                key=f"plan {_PLOT}",
+                value=plot,
+                suggestion="Name a file that ends with .png, or none.",
+            )
         numbers = {name: _number(name, options[name]) for name in (*_NUMBERS, *_COUNTS) if name in options}
         for name in _COUNTS:
             if name in numbers and not numbers[name].is_integer():
-                raise RefusedError(f"plan {name}={numbers[name]:g}: use a whole number.")
+                raise RefusedError(key=f"plan {name}", value=options[name], suggestion="Use a whole number.")
         fields: dict[str, Any] = {name.removeprefix("--"): numbers[name] for name in _NUMBERS if name in numbers}
         fields |= {name.removeprefix("--"): int(numbers[name]) for name in _COUNTS if name in numbers}
         switches = {name: f"--{name}" in options for name in ("json", "calibrate", "strategies")}
@@ -56,5 +61,5 @@ def _number(key: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise RefusedError(f"plan {key}={text}: use a number above 0.")
+        raise RefusedError(suggestion="Use a number above 0.", place=f"plan {key}={text}")
     return value

@@ -83,7 +83,7 @@ def _result(
         lines = curves_of(experiment, optimizers, **steps) if curves else {}
         return {"facts": asdict(facts), "steps": steps, "curves": lines}
     except RefusedError as error:
-        return {"refused": str(error)}
+        return {"refused": error.as_dict()}
     except Exception as error:  # of the user's own code, as it would end a run
         traceback.print_exc()
         limit = reason(error)
@@ -233,8 +233,8 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
     for name, module in models.items():
         if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
             raise RefusedError(
-                f"{name} has lazy parameters, whose size is known only after the first batch: a plan needs sizes. Give "
-                "its layers their input sizes."
+                f"{name} has lazy parameters, whose size is known only after the first batch: a plan needs sizes",
+                suggestion="Give its layers their input sizes.",
             )
         module.to(device)
     return models, single, device

@@ -90,8 +90,8 @@ def calibrate(
     gpus = count_gpus() if layout.device == "cuda" else 2
     if gpus == 0:
         raise RefusedError(
-            "plan --calibrate measures on this machine, which shows no GPU: give --compute_ms, --alpha_us and "
-            "--bandwidth_gbps."
+            "plan --calibrate measures on this machine, which shows no GPU",
+            suggestion="Give --compute_ms, --alpha_us and --bandwidth_gbps.",
         )
     notes: list[str] = []
     two, on_cpu = layout.world_size > 1 and gpus > 1, layout.device == "cpu"
@@ -223,7 +223,7 @@ def _finish(process: subprocess.Popen[bytes], folder: Path) -> None:
     if process.wait():
         lines = (folder / _STDERR).read_text(errors="replace").strip().splitlines()
         lines = lines or [f"exit code {process.returncode}"]
-        raise RefusedError(f"plan --calibrate: a short run failed: {lines[-1].removeprefix('ddpexp: ')}")
+        raise RefusedError(f"A short run failed: {lines[-1].removeprefix('ddpexp: ')}", place="plan --calibrate")
 
 
 def _records(folder: Path) -> list[dict[str, float]]:

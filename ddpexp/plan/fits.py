@@ -35,8 +35,8 @@ def check_fits(outcome: Outcome, memory_gb: float) -> None:
         return
     most, memory = distinguishable(outcome.most_bytes(), round(memory_gb * _GB))
     raise RefusedError(
-        f"a rank needs {most}, more than --memory_gb={memory_gb:g} ({memory}): {cure(outcome, memory_gb)}. "
-        "plan --strategies compares them."
+        f"a rank needs {most}, more than --memory_gb={memory_gb:g} ({memory}): {cure(outcome, memory_gb)}",
+        suggestion="plan --strategies compares them.",
     )
 
 

@@ -61,7 +61,7 @@ def gather(
 
 def _gathered(result: Mapping[str, Any]) -> Gathered | DdpexpError:
     if "refused" in result:
-        return RefusedError(result["refused"])
+        return RefusedError.from_dict(result["refused"])
     if "failed" in result:
         return DdpexpError(f"the model could not be built: {result['failed']}")
     facts = result["facts"]

@@ -57,7 +57,10 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
     present = count_gpus() if gpus == "auto" else gpus
     if device == "cuda" and gpus == "auto" and not present:
         raise RefusedError(
-            "trainer.gpus=auto is what a machine shows, and this one shows no GPU: type how many a machine has."
+            "is what a machine shows, and this one shows no GPU",
+            key="trainer.gpus",
+            value="auto",
+            suggestion="Type how many a machine has.",
         )
     if cores is None:
         cores = usable_cores()

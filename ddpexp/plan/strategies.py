@@ -109,8 +109,9 @@ def compare(arguments: PlanArguments, plans: Plans) -> Comparison:
     """
     if arguments.calibrate:
         raise RefusedError(
-            "plan --strategies --calibrate: it measures one run, and these are several. Give --compute_ms, --alpha_us "
-            "and --bandwidth_gbps, which plan --calibrate without --strategies finds."
+            "plan --strategies --calibrate: it measures one run, and these are several",
+            suggestion="Give --compute_ms, --alpha_us and --bandwidth_gbps, which plan --calibrate without "
+            "--strategies finds.",
         )
     common = [word for word in arguments.run if not word.startswith(("strategy=", "strategy.", f"{_AGAIN}="))]
     choices = candidates(arguments.run)

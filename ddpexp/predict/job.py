@@ -50,11 +50,12 @@ class Prediction(Job):
         """
         path, run = self._weights.path, self._weights.run
         if not path.exists():
-            raise RefusedError(f"predict {path}: there is no such file on {directory.host()}.")
+            raise RefusedError(f"There is no such file on {directory.host()}", place=f"predict {path}")
         trained_on = trained_data(run.manifest)
         data = prepare_to_predict(self.experiment.data, self.experiment.trust, trained_on, run.home is not None)
         if data and data.get("whole") and self._split not in (None, WHOLE):
-            raise RefusedError(f"--split {self._split}: there is only `{WHOLE}`, all that is to be predicted for.")
+            reason = f"There is only `{WHOLE}`, all that is to be predicted for"
+            raise RefusedError(reason, key="--split", value=self._split)
         prediction = {
             "config": run.text,
             "layout": asdict(layout),
@@ -77,11 +78,13 @@ def check_format(out: Path) -> None:
     if out.suffix not in FORMATS:
         meant = did_you_mean(out.suffix, FORMATS, "--out ") if out.suffix else ""
         raise RefusedError(
-            f"--out {out}: predictions are written as {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, by the ending."
-            f"{meant if 'Did you' in meant else ''}"
+            f"Predictions are written as {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, by the ending",
+            suggestion=meant.lstrip() if "Did you" in meant else "",
+            place=f"--out {out}",
         )
     if out.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise RefusedError(f"--out {out}: this needs pyarrow: pip install pyarrow, or use .npz.")
+        suggestion = "Install it: pip install pyarrow, or use .npz."
+        raise RefusedError("needs pyarrow", suggestion=suggestion, place=f"--out {out}")
 
 
 def check_out(out: Path) -> None:
@@ -92,11 +95,12 @@ def check_out(out: Path) -> None:
     """
     folder = out.absolute().parent
     if out.is_dir():
-        raise RefusedError(f"--out {out} is a directory: name a file in it.")
+        raise RefusedError("is a directory", suggestion="Name a file in it.", place=f"--out {out}")
     if not folder.is_dir():
-        raise RefusedError(f"--out {out}: there is no directory {folder}: make it first.")
+        raise RefusedError(f"There is no directory {folder}", suggestion="Make it first.", place=f"--out {out}")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise RefusedError(f"--out {out}: {folder} cannot be written: name a file in another directory.")
+        suggestion = "Name a file in another directory."
+        raise RefusedError("cannot be written", suggestion=suggestion, place=f"--out {out}: {folder}")
 
 
 def batch_size_of(experiment: Experiment) -> int:

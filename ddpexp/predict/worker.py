@@ -66,8 +66,10 @@ def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: W
     task = instantiate(experiment.task, experiment.trust, "task")
     if not isinstance(task, HasPredict):
         raise RefusedError(
-            f"task={experiment.task.target} has no method predict, which returns what there is to predict for a "
-            f"batch. Add one, for example:\n{_EXAMPLE}"
+            "has no method predict, which returns what there is to predict for a batch",
+            key="task",
+            value=experiment.task.target,
+            suggestion=f"Add one, for example:\n{_EXAMPLE}",
         )
     if (prediction["data"] or {}).get("whole"):
         experiment = _undivided(experiment)
@@ -116,13 +118,16 @@ def chosen_set(splits: Splits, split: str | None) -> tuple[str, Splits]:
     if split is None:
         default = next((name for name in splits.evals if name != TEST_SET), None)
         if default is None:
-            raise RefusedError(f"the data has no evaluation set: type --split with one of {', '.join(names)}.")
+            raise RefusedError(
+                "the data has no evaluation set", suggestion=f"Type --split with one of {', '.join(names)}."
+            )
         split = default
     if split not in names:
-        raise RefusedError(f"--split {split} names no set of the data. There is {', '.join(names)}.")
+        raise RefusedError(f"is not a set of the data, which has {', '.join(names)}", place=f"--split {split}")
     data = splits.evals.get(split, splits.train)
     if isinstance(data, Stream):
-        raise RefusedError(f"--split {split}: the data is a stream without a length, which has no order to predict in.")
+        reason = "The data is a stream without a length, which has no order to predict in"
+        raise RefusedError(reason, place=f"--split {split}")
     return split, replace(splits, evals={split: data})
 
 
@@ -143,7 +148,8 @@ def _own(task: HasPredict, model: Any, batches: EvalBatches, out: Path, control:
         if kind != first:
             raise DdpexpError(
                 f"predict returned {_listed(kind)} for the samples {begin} to {begin + count - 1}, and "
-                f"{_listed(first)} for those before: return rows of one shape and type for every batch."
+                f"{_listed(first)} for those before",
+                suggestion="Return rows of one shape and type for every batch.",
             )
         yield arrays
         begin += batches.batch_size * batches.world_size
@@ -157,7 +163,7 @@ def as_arrays(predicted: Any, count: int, where: str) -> Arrays:
     """
     named = predicted if isinstance(predicted, Mapping) else {"prediction": predicted}
     if not named:
-        raise DdpexpError("predict returned an empty mapping: return a tensor, or names with tensors.")
+        raise DdpexpError("predict returned an empty mapping", suggestion="Return a tensor, or names with tensors.")
     arrays = {}
     for name, value in named.items():
         if isinstance(value, Tensor):
@@ -167,14 +173,14 @@ def as_arrays(predicted: Any, count: int, where: str) -> Arrays:
             array = value
         else:
             raise DdpexpError(
-                f"predict returned {type(value).__name__}{f' as {name!r}' if isinstance(predicted, Mapping) else ''}: "
-                "return a tensor or an array of numbers, or a mapping of names to such."
+                f"predict returned {type(value).__name__}{f' as {name!r}' if isinstance(predicted, Mapping) else ''}",
+                suggestion="Return a tensor or an array of numbers, or a mapping of names to such.",
             )
         if array.shape[:1] != (count,):
             rows = f"{array.shape[0]} rows" if array.ndim else "a single number"
             raise DdpexpError(
-                f"predict returned {rows} as {str(name)!r} for the {where}, which are {count}: return one row for each "
-                "sample, in the order of the batch."
+                f"predict returned {rows} as {str(name)!r} for the {where}, which are {count}",
+                suggestion="Return one row for each sample, in the order of the batch.",
             )
         arrays[str(name)] = np.ascontiguousarray(array)
     return arrays
@@ -199,8 +205,8 @@ def _kinds(own: list[Arrays], world: World) -> dict[str, Any]:
     other = next((kind for kind in kinds if kind != kinds[0]), None)
     if other is not None:
         raise DdpexpError(
-            f"predict returned {_listed(other)} for some batches, and {_listed(kinds[0])} for others: return rows of "
-            "one shape and type for every batch."
+            f"predict returned {_listed(other)} for some batches, and {_listed(kinds[0])} for others",
+            suggestion="Return rows of one shape and type for every batch.",
         )
     result: dict[str, Any] = kinds[0]
     return result
@@ -249,4 +255,4 @@ def _write(out: Path, arrays: Arrays, made: Mapping[str, Any]) -> None:
         for path, content in contents(out, arrays, made).items():
             files.write_data(path, content)
     except OSError as error:
-        raise DdpexpError(f"{out} cannot be written: {reason_with_limit(error, out.parent)}.") from None
+        raise DdpexpError(f"cannot be written: {reason_with_limit(error, out.parent)}", place=out) from None

@@ -35,13 +35,15 @@ def check(config: str, environ: Mapping[str, str] = os.environ) -> None:
     reference = _REFERENCE.fullmatch(value)
     if reference is None:
         raise RefusedError(
-            f"{_KEY} is a secret, which would stand in config.yaml: put it into a variable of the environment, and "
-            f"write {_KEY}='${{oc.env:SLACK_WEBHOOK}}'."
+            "is a secret, which would stand in config.yaml",
+            key=_KEY,
+            suggestion=f"Put it into a variable of the environment, and write {_KEY}='${{oc.env:SLACK_WEBHOOK}}'.",
         )
     if not any(name == reference[1] for _, name in secret_variables(environ)):
         raise RefusedError(
-            f"{_KEY}: ddpexp cannot see that {reference[1]} holds a secret, and would not mask it: call it "
-            f"SLACK_WEBHOOK, or set DDPEXP_SECRETS={reference[1]}."
+            f"reads {reference[1]}, which ddpexp does not recognise as a secret and would not mask",
+            key=_KEY,
+            suggestion=f"Call it SLACK_WEBHOOK, or set DDPEXP_SECRETS={reference[1]}.",
         )
 
 

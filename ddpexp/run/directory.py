@@ -7,9 +7,8 @@ import os
 import platform
 import re
 import shutil
-import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +109,7 @@ class RunDir:
         try:
             return Layout(**{name: manifest["world"][name] for name in Layout.__dataclass_fields__})
         except (KeyError, TypeError):
-            raise RefusedError(f"{self.path} is not a run directory: manifest.json names no world.") from None
+            raise RefusedError("is not a run directory: manifest.json names no world", place=self.path) from None
 
     def read(self, path: Path) -> dict[str, Any]:
         """Read one of the JSON files.
@@ -122,17 +121,21 @@ class RunDir:
         try:
             content = read_json(path)
         except FileNotFoundError as error:
-            raise RefusedError(f"{self.path} is not a run directory: {path.name} cannot be read ({error}).") from None
+            raise RefusedError(
+                f"is not a run directory: {path.name} cannot be read ({error})", place=self.path
+            ) from None
         except OSError as error:
-            raise RefusedError(f"{path} cannot be read: {error.strerror or error}.") from None
+            raise RefusedError(f"cannot be read: {error.strerror or error}", place=path) from None
         except ValueError as error:
-            raise RefusedError(f"{path} is damaged and cannot be read: {error}.{remedy}") from None
+            raise RefusedError(f"is damaged and cannot be read: {error}.{remedy}", place=path) from None
         if not isinstance(content, dict):
-            raise RefusedError(f"{path} is damaged: it holds no object.{remedy}")
+            raise RefusedError(f"is damaged: it holds no object.{remedy}", place=path)
         if path == self.manifest and content.get("format") != FORMAT:
             raise RefusedError(
-                f"{self.path} was written by another version of ddpexp (format {content.get('format')}), and this is "
-                f"{__version__}, which reads format {FORMAT}: use another run.dir, or install that version."
+                f"was written by another version of ddpexp (format {content.get('format')}), and this is "
+                f"{__version__}, which reads format {FORMAT}",
+                suggestion="Use another run.dir, or install that version.",
+                place=self.path,
             )
         return content
 
@@ -241,7 +244,9 @@ def create(run_dir: str | None, recipe: str) -> RunDir:
         return run
     except OSError as error:
         why = reason_with_limit(error, path)
-        raise RefusedError(f"run.dir={path} cannot be made: {why}. Choose another place with run.dir=... .") from None
+        raise RefusedError(
+            f"cannot be made: {why}", key="run.dir", value=path, suggestion="Choose another place with run.dir=... ."
+        ) from None
 
 
 def check_name(path: Path, key: str) -> None:
@@ -253,8 +258,10 @@ def check_name(path: Path, key: str) -> None:
     for folder in missing_folders(path):
         if (what := held_in(folder.name)) is not None:
             raise RefusedError(
-                f"{key}={masked(str(path))}: the name of a folder would hold {what}, where everybody who lists folders "
-                "or processes sees it. Choose another name."
+                f"The name of a folder would hold {what}, where everybody who lists folders or processes sees it",
+                key=key,
+                value=masked(str(path)),
+                suggestion="Choose another name.",
             )
 
 
@@ -271,7 +278,7 @@ def has_trained(run: RunDir) -> bool:
 
 def remove(run: RunDir, created: Sequence[Path]) -> None:
     """Remove the files of a run that was refused, then the folders in `created` that are empty, innermost first."""
-    for path, _ in [*_written(run), (run.ranks, ()), (run.tensorboard, ()), (run.checkpoints, ())]:
+    for path, _ in [*written_paths(run), (run.ranks, ()), (run.tensorboard, ()), (run.checkpoints, ())]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -289,13 +296,17 @@ def check_free(path: Path) -> None:
     """
     check_name(path, "run.dir")
     if path.exists() and not path.is_dir():
-        raise RefusedError(f"run.dir={path} is a file, and a run needs a folder: choose another name.")
+        raise RefusedError(
+            "is a file, and a run needs a folder", key="run.dir", value=path, suggestion="Choose another name."
+        )
     if path.is_dir() and any(path.iterdir()):
         raise _taken(path)
 
 
 def _taken(path: Path) -> RefusedError:
-    return RefusedError(f"run.dir={path} exists and is not empty: choose another one, or remove it.")
+    return RefusedError(
+        "exists and is not empty", key="run.dir", value=path, suggestion="Choose another one, or remove it."
+    )
 
 
 def owned(run_dir: str | None, recipe: str, owners: Sequence[str]) -> RunDir | None:
@@ -334,39 +345,7 @@ def is_fresh(run: RunDir) -> bool:
     return {entry.name for entry in run.path.iterdir()} <= {lock.NAME, run.ranks.name}
 
 
-def check_no_links(run: RunDir, name: str) -> None:
-    """Check every path that a start writes to: a directory made by somebody else may contain links to anywhere.
-
-    Raises:
-        RefusedError: there is a link or a pipe in place of a file or folder; `name` is the run's name in the message.
-    """
-    check_kinds(run.path, _written(run), name)
-
-
-def check_kinds(folder: Path, expected: Iterable[tuple[Path, Sequence[str]]], name: str) -> None:
-    """Check that the paths in a folder, where they exist, are of the expected kind: "a file" or "a folder".
-
-    Raises:
-        RefusedError: one of them is something else; `name` is the folder's name in the message.
-    """
-    for path, kinds in expected:
-        try:
-            mode = path.lstat().st_mode
-        except OSError:
-            continue
-        kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else None
-        if kind is not None and kind in kinds:
-            continue
-        actual = (
-            f"a symbolic link to {os.readlink(path)}" if stat.S_ISLNK(mode) else kind or "neither a file nor a folder"
-        )
-        raise RefusedError(
-            f"{name}: {path.relative_to(folder)} is {actual}, where this start would write to {' or '.join(kinds)} of "
-            "its own: remove it, or copy it without its links."
-        )
-
-
-def _written(run: RunDir) -> Iterator[tuple[Path, Sequence[str]]]:
+def written_paths(run: RunDir) -> Iterator[tuple[Path, Sequence[str]]]:
     """Yield the paths that a start may write to, with the kinds they may have."""
     files = (run.config, run.overrides, run.manifest, run.diff, run.log, run.metrics, run.result, run.error)
     names = (lock.NAME, "job.sbatch", "media.jsonl", CONVERTED, f".{CONVERTED}.partial")

@@ -64,7 +64,7 @@ class Evaluation(Job):
         """
         path, run = self._weights.path, self._weights.run
         if not path.exists():
-            raise RefusedError(f"evaluate {path}: there is no such file on {directory.host()}.")
+            raise RefusedError(f"There is no such file on {directory.host()}", place=f"evaluate {path}")
         data_size = self.experiment.strategy.data_rank(0, layout.world_size).size
         evaluation = {
             "config": run.text,

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, subject
 from ddpexp.launch.workers import cleanup
 from ddpexp.launch.workers.rank_log import held_logs
 from ddpexp.system import process
@@ -115,18 +115,22 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
     try:
         descriptor = _open(path)
     except OSError as error:
-        raise RefusedError(f"{name} cannot be locked: {path}: {error.strerror}.") from None
+        raise RefusedError(f"cannot be locked: {path}: {error.strerror}", **subject(name)) from None
     flocked = True
     try:
         try:
             _wait_for_owner(descriptor, path, name, deadline)
         except OSError as error:
             if error.errno not in _NO_FLOCK:
-                raise RefusedError(f"{name} cannot be locked: {path}: {error.strerror}.") from None
+                raise RefusedError(f"cannot be locked: {path}: {error.strerror}", **subject(name)) from None
             flocked = False
             _check_gone(descriptor, path, name)
         if not _is_at(descriptor, path):
-            raise RefusedError(f"{name}: its lock was removed while this command took it. Start the command again.")
+            raise RefusedError(
+                "Its lock was removed while this command took it",
+                suggestion="Start the command again.",
+                **subject(name),
+            )
         _wait_for_ranks(ranks, name, deadline)
         if (previous := _owner(descriptor)) is not None:  # it was killed: otherwise it would have removed its record
             _clear_shared_memory(previous)
@@ -134,11 +138,11 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
         try:
             _write(descriptor, owner)
         except OSError as error:
-            raise RefusedError(f"{name} cannot be written: {reason_with_limit(error, path)}.") from None
+            raise RefusedError(f"cannot be written: {reason_with_limit(error, path)}", **subject(name)) from None
         if not flocked:
             time.sleep(_RACE_SECONDS)  # of two commands that found no owner, the last one to write wins
             if read(path) != owner:
-                raise RefusedError(_in_use(name, read(path)))
+                raise _in_use(name, read(path))
     except BaseException:
         os.close(descriptor)
         raise
@@ -179,11 +183,12 @@ def _wait_for_owner(descriptor: int, path: Path, name: str, deadline: float) -> 
         except BlockingIOError:
             owner = _owner(descriptor)
             if owner is not None and owner.is_alive():
-                raise RefusedError(_in_use(name, owner)) from None
+                raise _in_use(name, owner) from None
             if time.monotonic() > deadline:
                 raise RefusedError(
                     f"{name} is still in use after {_WAIT_SECONDS:.0f} s: {path} is locked, and "
-                    f"{owner or 'its owner'} cannot be checked from this host. Wait for its end, or end it there."
+                    f"{owner or 'its owner'} cannot be checked from this host",
+                    suggestion="Wait for its end, or end it there.",
                 ) from None
         report_at = _report_waiting(
             report_at, f"{name} is locked by a command that has exited: waiting for its other processes to exit"
@@ -197,12 +202,13 @@ def _check_gone(descriptor: int, path: Path, name: str) -> None:
     is_alive = owner is not None and owner.is_alive()
     if owner is not None and is_alive is None:
         raise RefusedError(
-            f"{name} was taken by {owner} at {owner.since}, and whether it is still running cannot be checked from "
-            f"this host (this file system has no locks): end it there, or remove {path} when nothing runs in it any "
-            "more."
+            f"was taken by {owner} at {owner.since}, and whether it is still running cannot be checked from this host "
+            "(this file system has no locks)",
+            **subject(name),
+            suggestion=f"End it there, or remove {path} when nothing runs in it any more.",
         )
     if is_alive:
-        raise RefusedError(_in_use(name, owner))
+        raise _in_use(name, owner)
 
 
 def _wait_for_ranks(ranks: Path, name: str, deadline: float) -> None:
@@ -211,8 +217,10 @@ def _wait_for_ranks(ranks: Path, name: str, deadline: float) -> None:
         if time.monotonic() > deadline:
             numbers = ", ".join(path.stem for path in held)
             raise RefusedError(
-                f"{name} is still in use after {_WAIT_SECONDS:.0f} s: rank {numbers} of a command that has exited is "
-                f"still alive and writes to {held[0]}. End it (fuser -k {held[0]})."
+                f"is still in use after {_WAIT_SECONDS:.0f} s: rank {numbers} of a command that has exited is still "
+                f"alive and writes to {held[0]}",
+                **subject(name),
+                suggestion=f"End it (fuser -k {held[0]}).",
             )
         report_at = _report_waiting(
             report_at, f"{name}: ranks of a command that has exited are still alive: waiting for them to exit"
@@ -238,9 +246,10 @@ def _report_waiting(at: float, text: str) -> float:
     return float("inf")
 
 
-def _in_use(name: str, owner: Owner | None) -> str:
+def _in_use(name: str, owner: Owner | None) -> RefusedError:
     since = f" since {owner.since}" if owner is not None else ""
-    return f"{name} is in use by {owner or 'another command'}{since}: wait for its end, or end it."
+    reason = f"is in use by {owner or 'another command'}{since}"
+    return RefusedError(reason, suggestion="Wait for its end, or end it.", **subject(name))
 
 
 def _owner(descriptor: int) -> Owner | None:

@@ -28,8 +28,8 @@ def check_nothing_lost(run: RunDir, result: Mapping[str, Any], state: str) -> st
         left += [f"the metrics of the last evaluation in {run.result.name}"] if result.get("metrics") else []
         rest = f" What is left: {' and '.join(left)}." if left else ""
         raise RefusedError(
-            f"{state}, and has lost files since: {'; '.join(lost)}.{rest} Put copies back, or train again with another "
-            "run.dir: nothing else can write them again."
+            f"{state}, and has lost files since: {'; '.join(lost)}.{rest}".removesuffix("."),
+            suggestion="Put copies back, or train again with another run.dir: nothing else can write them again.",
         )
     removed = removed_records(run, records)
     if not removed:

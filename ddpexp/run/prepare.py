@@ -59,12 +59,13 @@ def _prepare(data: Data, trust: Trust, stored: bool) -> dict[str, Any] | None:
         description = _call_in_subprocess(data, trust, stored)
     if not isinstance(description, Mapping) or not isinstance(description.get("name"), str):
         raise RefusedError(
-            f"data.prepare={data.prepare} must return a mapping with at least a `name`, not {description!r}."
+            f"must return a mapping with at least a `name`, not {description!r}", key="data.prepare", value=data.prepare
         )
     if not isinstance(description.get("facts", {}), Mapping):
         raise RefusedError(
-            f"data.prepare={data.prepare} must return its `facts` as a mapping, such as {{'num_classes': 10}}, not "
-            f"{description['facts']!r}."
+            f"must return its `facts` as a mapping, such as {{'num_classes': 10}}, not {description['facts']!r}",
+            key="data.prepare",
+            value=data.prepare,
         )
     _check_values(data, description.get("num_train") if "unit" not in description else None)
     return _with_statistics(data, description) if _needs_statistics(data, description) else dict(description)
@@ -147,8 +148,9 @@ def _check_sources(data: Data) -> None:
         rule = next((f"missing={rule}" for rule in rules if rule in STATISTICS), None)
         if (source.options.get("standardize") or rule) and (data.validation_fraction or data.folds is not None):
             raise RefusedError(
-                f"data.sources.{name}.{rule or 'standardize=true'} is computed before the mixture holds samples out: "
-                "give the source a file to evaluate on (eval_path), or leave one of the two out."
+                "is computed before the mixture holds samples out",
+                key=f"data.sources.{name}.{rule or 'standardize=true'}",
+                suggestion="Give the source a file to evaluate on (eval_path), or leave one of the two out.",
             )
 
 
@@ -228,7 +230,7 @@ def call_and_answer(
         with only_own_caches(stored):
             answer = {"description": instantiate(Node(target, read_memory_file(options)), trust, "data.prepare")}
     except RefusedError as error:
-        answer = {"refused": str(error)}
+        answer = {"refused": error.as_dict()}
     files.answer(answers, answer)
 
 
@@ -244,10 +246,15 @@ def _call_in_subprocess(data: Data, trust: Trust, stored: bool) -> Any:
         text = file.read()
     status = process.wait()
     if status or not text:
-        raise RefusedError(f"data.prepare={data.prepare} failed with exit code {status}: see its output above.")
+        raise RefusedError(
+            f"failed with exit code {status}",
+            key="data.prepare",
+            value=data.prepare,
+            suggestion="See its output above.",
+        )
     answer = json.loads(text)
     if "refused" in answer:
-        raise RefusedError(answer["refused"])
+        raise RefusedError.from_dict(answer["refused"])
     return answer["description"]
 
 

@@ -71,7 +71,9 @@ def fetch(model: Node, text: str) -> bool:
     problem = _problem("ddpexp.train.offline:build_once", text)
     if problem != "built":
         reason = (problem or "see its output above").rstrip(".")
-        raise RefusedError(f"{key}: the model cannot be built to fetch its weights before the workers start: {reason}.")
+        raise RefusedError(
+            f"The model cannot be built to fetch its weights before the workers start: {reason}", key=key
+        )
     return True
 
 

@@ -11,7 +11,7 @@ from ddpexp.checkpoint.format import complete_checkpoints, scan
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
 from ddpexp.config.facts import resolve
 from ddpexp.data.batch_plan import counted
-from ddpexp.errors import FinishedError, RefusedError
+from ddpexp.errors import FinishedError, RefusedError, subject
 from ddpexp.launch import Layout
 from ddpexp.launch.rendezvous.layout import check_threads
 from ddpexp.run.directory import RunDir
@@ -74,8 +74,9 @@ def inspect(run: RunDir, start: Start) -> PreviousRun:
         raise FinishedError(finished + check_nothing_lost(run, result, _ended(start.name, result)))
     if start.resume == "never" and not start.is_restart:
         raise RefusedError(
-            f"{start.name} holds a run that is not finished, and run.resume=never does not resume it: choose another "
-            "run.dir, or use run.resume=auto."
+            "holds a run that is not finished, and run.resume=never does not resume it",
+            **subject(start.name),
+            suggestion="Choose another run.dir, or use run.resume=auto.",
         )
     if status == "submitted" and not start.is_restart:
         _check_not_queued(start.name, result)
@@ -144,8 +145,9 @@ def check_has_checkpoint(run: RunDir, name: str) -> None:
     """
     if not has_checkpoint(run):
         raise RefusedError(
-            f"{name} holds no complete checkpoint, and run.resume=require starts from nothing else: use "
-            "run.resume=auto."
+            "holds no complete checkpoint, and run.resume=require starts from nothing else",
+            **subject(name),
+            suggestion="Use run.resume=auto.",
         )
 
 
@@ -205,8 +207,9 @@ def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -
     state = _ended(name, result)
     if other is not None:
         raise RefusedError(
-            f"{state}: {other} has no effect. Start a new run with another run.dir, or make this one longer with "
-            f"trainer.epochs or trainer.max_steps{' or trainer.max_seconds' if early else ''}."
+            f"{state}: {other} has no effect",
+            suggestion="Start a new run with another run.dir, or make this one longer with trainer.epochs or "
+            f"trainer.max_steps{' or trainer.max_seconds' if early else ''}.",
         )
     if isinstance(stopped, str) and (callback := re.match(r"callbacks\.[\w-]+", stopped)) is not None:
         return f"{state}. To continue, change {callback[0]}, or leave it out with callbacks=none."
@@ -235,6 +238,7 @@ def _check_not_queued(name: str, result: Mapping[str, Any]) -> None:
     job = recorded_job(result)
     if job is not None and not job.is_current() and job.is_over() is False:
         raise RefusedError(
-            f"{name} was submitted as job {job.id}, which is in the queue: wait for it, or {job.cancel_command()} "
-            "first."
+            f"was submitted as job {job.id}, which is in the queue",
+            **subject(name),
+            suggestion=f"Wait for it, or {job.cancel_command()} first.",
         )

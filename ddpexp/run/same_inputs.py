@@ -13,7 +13,7 @@ from ddpexp.checkpoint.format import newest
 from ddpexp.config.build import shown
 from ddpexp.config.instantiate import targets
 from ddpexp.config.plugins import full_name
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, subject
 from ddpexp.run import sources
 from ddpexp.run.directory import RunDir
 from ddpexp.run.stored_config import recorded_facts
@@ -56,8 +56,8 @@ def check_same_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mappin
     if isinstance(accepted, Mapping) and not sources.differences(accepted, now):
         return [f"{change}, which the last start was allowed to use"]
     raise RefusedError(
-        f"{name}: {change}, so the steps to come would be computed by other code than the steps so far. Type "
-        "run.allow_changes=[code] to resume with it, or start a new run with another run.dir."
+        f"{name}: {change}, so the steps to come would be computed by other code than the steps so far",
+        suggestion="Type run.allow_changes=[code] to resume with it, or start a new run with another run.dir.",
     )
 
 
@@ -108,9 +108,11 @@ def check_same_data(
     if "data" in allowed:
         return [f"data: {_data(before)} -> {_data(data)} (run.allow_changes=[data])"]
     raise RefusedError(
-        f"{name} was trained on {_data(before)}, and the data here is {_data(data)}: the steps to come would see "
-        f"other samples. Make the same data available ({_place(data)}=...), type run.allow_changes=[data] to resume "
-        "with this, or start a new run with another run.dir."
+        f"was trained on {_data(before)}, and the data here is {_data(data)}: the steps to come would see other "
+        "samples",
+        **subject(name),
+        suggestion=f"Make the same data available ({_place(data)}=...), type run.allow_changes=[data] to "
+        "resume with this, or start a new run with another run.dir.",
     )
 
 
@@ -125,9 +127,11 @@ def _check_same_facts(before: Mapping[str, Any], data: Mapping[str, Any] | None,
         if key not in now or json.loads(json.dumps(now[key])) != value:
             here = f"{key}={shown(now[key])}" if key in now else f"no {key}"
             raise RefusedError(
-                f"{name} was started with {key}={shown(value)}, a fact of its data (${{facts:{key}}}), and the data "
-                f"here has {here}: what was built with it would not fit. Make the same data available "
-                f"({_place(data or {})}=...), or start a new run with another run.dir."
+                f"was started with {key}={shown(value)}, a fact of its data (${{facts:{key}}}), and the data here has "
+                f"{here}: what was built with it would not fit",
+                **subject(name),
+                suggestion=f"Make the same data available ({_place(data or {})}=...), or start a new run with "
+                "another run.dir.",
             )
 
 

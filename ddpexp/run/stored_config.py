@@ -13,7 +13,7 @@ import yaml
 from ddpexp.checkpoint.format import CONFIG, complete_checkpoints, newest
 from ddpexp.config.compare import Change, compare
 from ddpexp.config.facts import resolve
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, subject
 from ddpexp.run.directory import RunDir
 from ddpexp.system.files import check_yaml, check_yaml_text, sha256, shortest
 from ddpexp.system.secrets import Masked, held_in, with_references
@@ -47,9 +47,9 @@ def read_stored(run: RunDir, manifest: Mapping[str, Any] | None) -> Stored | Non
         check_yaml_text(text)
         before = resolve(parse_config(text), recorded_facts(manifest))
     except (ValueError, yaml.YAMLError) as error:
-        raise RefusedError(f"{run.manifest} cannot be read: {error}.") from None
+        raise RefusedError(f"cannot be read: {error}", place=run.manifest) from None
     if not isinstance(before, dict) or not isinstance(before.get("run"), dict):
-        raise RefusedError(f"{run.manifest} holds no configuration of a run.")
+        raise RefusedError("holds no configuration of a run", place=run.manifest)
     edits = compare(before, with_references(tree), ())
     return Stored(before, edits) if edits else Stored(tree)  # otherwise only a comment was edited
 
@@ -110,9 +110,9 @@ def read_config(run: RunDir) -> dict[str, Any] | None:
         tree = parse_config(run.config.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())  # PyYAML's is of several lines
-        raise RefusedError(f"{run.config} cannot be read: {problem}. {_remedy(run)}") from None
+        raise RefusedError(f"cannot be read: {problem}", suggestion=_remedy(run), place=run.config) from None
     if not isinstance(tree, dict) or not isinstance(tree.get("run"), dict):
-        raise RefusedError(f"{run.config} is not the configuration of a run. {_remedy(run)}")
+        raise RefusedError("is not the configuration of a run", suggestion=_remedy(run), place=run.config)
     return tree
 
 
@@ -150,7 +150,7 @@ def check_config_exists(run: RunDir, name: str) -> None:
         RefusedError: it is; with the command that copies it from a checkpoint.
     """
     if not run.config.exists() and complete_checkpoints(run.checkpoints):
-        raise RefusedError(f"{name}: config.yaml is missing. {_remedy(run)}")
+        raise RefusedError("Its config.yaml is missing", suggestion=_remedy(run), **subject(name))
 
 
 def check_config(run: RunDir, name: str) -> None:
@@ -163,7 +163,7 @@ def check_config(run: RunDir, name: str) -> None:
     try:
         read_config(run)
     except RefusedError as error:
-        raise RefusedError(f"{name}: {error}") from None
+        raise RefusedError(error.reason, suggestion=error.suggestion, **subject(name, error.place)) from None
 
 
 def parse_config(text: str) -> Any:
@@ -178,7 +178,7 @@ def checked_text(text: str) -> Masked:
         RefusedError: it holds a secret, although its values were replaced by references.
     """
     if held_in(text) is not None and (values := load_yaml(text)) != with_references(values):
-        raise RefusedError(f"config.yaml would hold {held_in(text)}: give that variable another value.")
+        raise RefusedError(f"config.yaml would hold {held_in(text)}", suggestion="Give that variable another value.")
     return Masked(text)
 
 

@@ -18,7 +18,7 @@ from ddpexp.config.restated import UnrestatedError
 from ddpexp.config.schema import Experiment
 from ddpexp.config.stored import override_file
 from ddpexp.errors import RefusedError
-from ddpexp.run import directory
+from ddpexp.run import directory, links
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import trust_arguments
 from ddpexp.run.stored_config import check_config, check_config_exists
@@ -62,13 +62,13 @@ def find_run(source: str, name: str) -> RunDir:
     """
     run = RunDir(Path(source))
     if not run.path.exists():
-        raise RefusedError(f"{name} {source}: there is no such directory.")
+        raise RefusedError("There is no such directory", place=f"{name} {source}")
     check_config_exists(run, f"{name} {source}")
     if not run.config.is_file() or not directory.is_ours(run.path):
         home = next((folder for folder in run.path.resolve().parents if weights.is_run(folder)), None)
-        advice = f" Did you mean {files.typed(home)}?" if home is not None else runs_below(run.path)
-        raise RefusedError(f"{name} {source}: it is no run directory.{advice}")
-    directory.check_no_links(run, f"{name} {source}")
+        advice = f"Did you mean {files.typed(home)}?" if home is not None else runs_below(run.path)
+        raise RefusedError("is not a run directory", place=f"{name} {source}", suggestion=advice)
+    links.check_no_links(run, f"{name} {source}")
     return run
 
 
@@ -107,7 +107,7 @@ def find_weights(source: str, overrides: Sequence[str], name: str, restate: Rest
         RefusedError: no such weights, or as `read_run`.
     """
     path, description = Path(source), f"{name} {source}"
-    home = _home_of(path, description, f" Name the weights first, as in {name} RUN_DIR {source}.")
+    home = _home_of(path, description, f"Name the weights first, as in {name} RUN_DIR {source}.")
     if home is not None:
         run = read_run(RunDir(home), overrides, description, restate, is_own=False)
     else:
@@ -123,27 +123,33 @@ def _home_of(path: Path, description: str, advice: str) -> Path | None:
         RefusedError: there is nothing, or something without weights.
     """
     if not path.exists():
-        raise RefusedError(f"{description}: there is no such directory or file.{advice if '=' in str(path) else ''}")
+        suggestion = advice if "=" in str(path) else ""
+        raise RefusedError("There is no such directory or file", place=description, suggestion=suggestion)
     if path.suffix == ".py":
         raise RefusedError(
-            f"{description}: this is code. Name a run directory, a checkpoint or a file of weights (.safetensors)."
+            "is code",
+            place=description,
+            suggestion="Name a run directory, a checkpoint or a file of weights (.safetensors).",
         )
     home = next((folder for folder in (path, *path.resolve().parents) if weights.is_run(folder)), None)
     if home is None and path.is_dir() and (below := runs_below(path)):
-        raise RefusedError(f"{description}: it is no run directory.{below}")
+        raise RefusedError("is not a run directory", place=description, suggestion=below)
     if home is None and path.is_dir() and not any(path.glob("*.safetensors")):
-        raise RefusedError(f"{description}: it is no run directory, and holds no weights. Name a run directory.")
+        reason = "is not a run directory, and holds no weights"
+        raise RefusedError(reason, place=description, suggestion="Name a run directory.")
     if home is not None and path.is_file() and path.suffix in _RECORDS:
-        raise RefusedError(f"{description}: this file holds no weights. Did you mean {files.typed(home)}?")
+        raise RefusedError("holds no weights", place=description, suggestion=f"Did you mean {files.typed(home)}?")
     return home
 
 
 def _of_overrides(overrides: Sequence[str], description: str) -> StoredRun:
     if not overrides:
-        raise RefusedError(f"{description}: it lies in no run directory, so name its recipe, for example recipe=mnist.")
+        raise RefusedError(
+            "lies in no run directory", place=description, suggestion="Name its recipe, for example recipe=mnist."
+        )
     composed = compose(list(overrides))
     if composed is None:
-        raise RefusedError(f"{description}: {' '.join(overrides)} is no configuration.")
+        raise RefusedError(f"{' '.join(overrides)} is not a configuration", place=description)
     return StoredRun(parse(composed.values), composed.text, None)
 
 
@@ -184,4 +190,4 @@ def runs_below(folder: Path) -> str:
     ]
     runs = sorted(filter(weights.is_run, runs), key=lambda run: (run / "manifest.json").stat().st_mtime, reverse=True)
     more = f" and {len(runs) - _SHOWN_RUNS} more" if len(runs) > _SHOWN_RUNS else ""
-    return f" Runs in it: {', '.join(map(files.typed, runs[:_SHOWN_RUNS]))}{more}." if runs else ""
+    return f"Runs in it: {', '.join(map(files.typed, runs[:_SHOWN_RUNS]))}{more}." if runs else ""

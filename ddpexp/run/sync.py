@@ -72,7 +72,9 @@ def is_remote(experiment: Experiment, name: str) -> bool:
         kind = locate(target, experiment.trust, where)
         found = isinstance(kind, type) and issubclass(kind, Remote)
     if found and not re.fullmatch(r"\w[\w.-]*", name):
-        raise RefusedError(f"{where}: files are named after this logger: use letters, digits, _, - and . in its key.")
+        raise RefusedError(
+            "Files are named after this logger", suggestion="Use letters, digits, _, - and . in its key.", place=where
+        )
     return found
 
 
@@ -173,8 +175,9 @@ def send(run: RunDir, experiment: Experiment) -> dict[str, Sent]:
     names = [name for name in experiment.logger if is_remote(experiment, name)]
     if not names:
         raise RefusedError(
-            f"{run.path} has no remote logger: its loggers are {', '.join(experiment.logger) or 'none'}, which write "
-            "files. Nothing is to be sent."
+            f"has no remote logger: its loggers are {', '.join(experiment.logger) or 'none'}, which write "
+            "files. Nothing is to be sent",
+            place=run.path,
         )
     for name in names:
         remote_keys(experiment, name)
@@ -193,7 +196,7 @@ def _send(run: RunDir, experiment: Experiment, name: str) -> Sent:
                 feed.end(done, _checkpoint(run, experiment, name) if done else None)
             return Sent(feed.num_sent, feed.num_left, feed.problem)
     except (OSError, ValueError) as error:
-        raise RefusedError(f"{run.path} cannot be sent to logger.{name}: {reason_of(error)}.") from None
+        raise RefusedError(f"cannot be sent to logger.{name}: {reason_of(error)}", place=run.path) from None
 
 
 def _feed(run: RunDir, experiment: Experiment, name: str, report: Callable[[str], None]) -> Feed:

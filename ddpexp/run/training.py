@@ -19,10 +19,10 @@ from ddpexp.config.compare import list_changes
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_batches, check_layout
-from ddpexp.errors import Failure, RefusedError
+from ddpexp.errors import Failure, RefusedError, subject
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.launch.rendezvous import started_by
-from ddpexp.run import alerts, directory, lock, manifest, pretrained, repository, resume, sync
+from ddpexp.run import alerts, directory, links, lock, manifest, pretrained, repository, resume, sync
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare, prepare_to_resume, used_facts
 from ddpexp.run.resume_arguments import config_folder, config_options, config_path, restated_arguments
@@ -124,7 +124,7 @@ class Training(Job):
         """
         existing = self._existing(())
         if existing is not None:
-            directory.check_no_links(existing, self._called(existing))
+            links.check_no_links(existing, self._called(existing))
             self._inspect(existing, ())
             return existing
         self._check_required_checkpoint()
@@ -214,8 +214,10 @@ class Training(Job):
         ):
             if time.monotonic() > deadline:
                 raise RefusedError(
-                    f"run.dir={run.path}, made on the first host, is not visible on {directory.host()}: put it where "
-                    "all hosts see it."
+                    f"was made on the first host and is not visible on {directory.host()}",
+                    key="run.dir",
+                    value=run.path,
+                    suggestion="Put it where all hosts see it.",
                 )
             time.sleep(0.1)
         if self._worker_args["pretrained"]:  # this host may have a cache of its own
@@ -287,7 +289,7 @@ class Training(Job):
             yield
         except OSError as error:
             raise RefusedError(
-                f"{self._called(run)} cannot be written: {reason_with_limit(error, run.path)}."
+                f"cannot be written: {reason_with_limit(error, run.path)}", **subject(self._called(run))
             ) from None
 
     @contextmanager
@@ -319,7 +321,7 @@ class Training(Job):
         existing = self._existing(owners)
         if existing is not None:
             _report(existing)
-            directory.check_no_links(existing, self._called(existing))
+            links.check_no_links(existing, self._called(existing))
             self._inspect(existing, owners)  # before the lock, so that a refusal leaves no trace
             self._lock = lock.take(existing.path, existing.ranks, self._called(existing))
             return existing, self._inspect(existing, owners)  # again: it may have changed before it was locked
@@ -330,7 +332,11 @@ class Training(Job):
         run = directory.create(self.experiment.run.dir, self.experiment.recipe.name)
         self._lock = lock.take(run.path, run.ranks, self._called(run))
         if not directory.is_fresh(run):
-            raise RefusedError(f"{self._called(run)} was taken by another command just now: start this one again.")
+            raise RefusedError(
+                "was taken by another command just now",
+                suggestion="Start this one again.",
+                **subject(self._called(run)),
+            )
         _report(run)
         if not self._keeps_refused:
             self._created = run, missing if self.experiment.run.dir else [run.path, *missing]
@@ -340,7 +346,7 @@ class Training(Job):
         """Check that a new run is allowed: run.resume=require needs a run to resume."""
         if self.experiment.run.resume == "require":
             what = "there is none" if self.experiment.run.dir else "run.dir is not set"
-            raise RefusedError(f"run.resume=require resumes the run in run.dir, and {what}.")
+            raise RefusedError(f"resumes the run in run.dir, and {what}", key="run.resume", value="require")
 
     def _inspect(self, run: RunDir, owners: Sequence[str]) -> resume.PreviousRun:
         """Compare the existing run with this command; see `ddpexp.run.resume.inspect`."""

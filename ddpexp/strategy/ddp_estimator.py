@@ -20,7 +20,7 @@ _GATHERED = 128 << 10  # ddpexp.strategy.comm.reduce.GATHERED_BYTES, which a tes
 class DDPEstimator(Estimator):
     """Whole replicas, whose gradients are averaged."""
 
-    variants: ClassVar = (Variant(), Variant(("strategy.shard_optimizer=true",)))
+    variants: ClassVar[Sequence[Variant]] = (Variant(), Variant(("strategy.shard_optimizer=true",)))
 
     options: DDPOptions
 

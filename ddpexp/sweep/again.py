@@ -35,9 +35,10 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     if missing:
         again = " ".join(shlex.quote(argument) for argument in [*command[1:], *missing])
         raise RefusedError(
-            f"{files.typed(folder.path)} records what code runs, where, from which weights, or what it connects to "
-            f"or reads from the environment ({' '.join(missing[:2])}), which counts only when it is restated. If it is "
-            f"yours: python -m ddpexp {again}"
+            "records what code runs, where, from which weights, or what it connects to or reads from the "
+            f"environment ({' '.join(missing[:2])}), which counts only when it is restated",
+            suggestion=f"If it is yours: python -m ddpexp {again}",
+            place=files.typed(folder.path),
         )
     now = {key_of(override): override for override in typed if "=" in override and override[0] != "-"}
     # In their order, which determines the names of jobs; an override replaces all earlier ones of the same key.

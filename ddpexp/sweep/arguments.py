@@ -44,7 +44,8 @@ class Arguments:
                 equals and re.fullmatch(r"[\w.]+", key) and not Path(operand).exists()
             ):  # a job's directory has = in its name too
                 if key not in _KEYS:
-                    raise RefusedError(f"table {operand}: {key} is not a known key.{did_you_mean(key, _KEYS)}")
+                    suggestion = did_you_mean(key, _KEYS).lstrip()
+                    raise RefusedError("is not a known key of table", key=key, value=value, suggestion=suggestion)
                 values[key] = value
             else:
                 places.append(Path(operand))
@@ -52,17 +53,18 @@ class Arguments:
         if mode not in (None, "min", "max"):
             here = value_here("sweep.mode", mode)
             advice = f" Did you mean sweep.mode={here}?" if here else ""
-            raise RefusedError(f"sweep.mode={mode} is not one of min, max.{advice}")
+            raise RefusedError(f"is not one of min, max.{advice}", key="sweep.mode", value=mode)
         paths = dict.fromkeys(path for place in places for path in look(place))
         ways = [option for option in ("--columns", "--all", "--csv", "--json") if option in values]
         if len(ways) > 1:
             raise RefusedError(
-                f"table: {' and '.join(ways)} are incompatible: --csv, --json and --all have every column."
+                f"{' and '.join(ways)} are incompatible: --csv, --json and --all have every column", place="table"
             )
         if "--out" in values and (prints := next((option for option in ("--csv", "--json") if option in values), None)):
             raise RefusedError(
-                f"table: {prints} prints the table, and --out writes it into a folder, as sweep.csv too: type one of "
-                "them."
+                f"{prints} prints the table, and --out writes it into a folder, as sweep.csv too",
+                place="table",
+                suggestion="Type one of them.",
             )
         out = Path(values["--out"]) if "--out" in values else None
         columns = [name for name in values["--columns"].split(",") if name] if "--columns" in values else None
@@ -99,12 +101,16 @@ def look(place: Path) -> list[Path]:
     if paths:
         return paths
     if place.is_file():
-        raise RefusedError(f"{place} is a file: name the directory of a run or a sweep, such as {place.parent}.")
+        raise RefusedError(
+            "is a file", suggestion=f"Name the directory of a run or a sweep, such as {place.parent}.", place=place
+        )
     if not place.is_dir():
         try:
             beside = [path.name for path in place.parent.iterdir() if path.is_dir()]
         except OSError:
             beside = []
         near = did_you_mean(place.name, beside, f"{place.parent}/")
-        raise RefusedError(f"{place}: there is no such directory.{near if near.startswith(' Did') else ''}")
-    raise RefusedError(f"{place} holds no sweep and no run: name a directory that does, such as outputs/mnist.")
+        raise RefusedError(f"There is no such directory.{near if near.startswith(' Did') else ''}", place=place)
+    raise RefusedError(
+        "holds no sweep and no run", suggestion="Name a directory that does, such as outputs/mnist.", place=place
+    )

@@ -16,7 +16,7 @@ import yaml
 
 from ddpexp.config.restated import Reader, records_setting
 from ddpexp.errors import RefusedError
-from ddpexp.run import directory
+from ddpexp.run import links
 from ddpexp.system import files
 from ddpexp.system.files import open_to_append
 from ddpexp.system.limits import reason_with_limit
@@ -74,11 +74,12 @@ class SweepDir:
             writes.
         """
         name = files.relative(self.path)
-        directory.check_kinds(self.path, self._written(), name)
+        links.check_kinds(self.path, self._written(), name)
         size = self.record.stat().st_size if self.record.exists() else 0
         if size > files.JSON_BYTES:
             raise RefusedError(
-                f"{name}: {self.record.name} has {size:,} bytes, more than {files.JSON_BYTES:,}: start a new sweep."
+                f"{name}: {self.record.name} has {size:,} bytes, more than {files.JSON_BYTES:,}",
+                suggestion="Start a new sweep.",
             )
 
     def _written(self) -> Iterator[tuple[Path, Sequence[str]]]:
@@ -98,7 +99,7 @@ class SweepDir:
             yield
         except OSError as error:
             raise RefusedError(
-                f"hydra.sweep.dir={self.path} cannot be written: {reason_with_limit(error, self.path)}."
+                f"cannot be written: {reason_with_limit(error, self.path)}", key="hydra.sweep.dir", value=self.path
             ) from None
 
     def log(self, number: int) -> Path:
@@ -235,18 +236,19 @@ def read_command(folder: SweepDir) -> tuple[list[str], list[str]]:
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RefusedError(
-            f"{folder.command} cannot be read ({reason}): restate the sweep's own overrides, with "
-            f"hydra.sweep.dir={folder.path}."
+            f"cannot be read ({reason})",
+            suggestion=f"Restate the sweep's own overrides, with hydra.sweep.dir={folder.path}.",
+            place=folder.command,
         ) from None
     if not all(isinstance(part, list) and all(isinstance(text, str) for text in part) for part in (overrides, options)):
-        raise RefusedError(f"{folder.command} cannot be read: it holds no overrides.")
+        raise RefusedError("cannot be read: it holds no overrides", place=folder.command)
     if sum(map(len, overrides)) > _OVERRIDES_CHARACTERS:
         raise RefusedError(
-            f"{folder.command} cannot be read: its overrides have more than {_OVERRIDES_CHARACTERS:,} characters."
+            f"cannot be read: its overrides have more than {_OVERRIDES_CHARACTERS:,} characters", place=folder.command
         )
     for override in overrides:
         if not _OVERRIDE.fullmatch(override):  # an option could choose the code that runs
             raise RefusedError(
-                f"{folder.command} cannot be read: {override} is not an override, and it holds nothing else."
+                f"cannot be read: {override} is not an override, and it holds nothing else", place=folder.command
             )
     return overrides, options

@@ -74,7 +74,7 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
             if launcher.began:
                 raise
             raise RefusedError(
-                f"hydra.sweep.dir={folder} cannot be written: {reason_with_limit(error, folder)}."
+                f"cannot be written: {reason_with_limit(error, folder)}", key="hydra.sweep.dir", value=folder
             ) from None
         except JobFailed:
             return  # more have failed than the sweeper takes, which the sweep itself says
@@ -121,7 +121,8 @@ def check_ends(swept: Swept) -> None:
                 count *= sum(1 for _ in islice(values, _MOST + 1))
             if count > _MOST:
                 raise RefusedError(
-                    f"{override.input_line} makes this a sweep of more than {_MOST:,} jobs: use fewer values."
+                    f"{override.input_line} makes this a sweep of more than {_MOST:,} jobs",
+                    suggestion="Use fewer values.",
                 )
 
 

@@ -65,7 +65,8 @@ class JobPlanner:
             workers, on_gpus = self._slots_needed(experiment)
             _check_weights_exist(experiment, run)
         except RefusedError as error:
-            raise RefusedError(f"{error} (job {name})") from None
+            error.suggestion = f"{error.suggestion} (job {name})".lstrip()
+            raise
         submits = isinstance(experiment.launcher, Submitter) and experiment.launcher.submits
         return Planned(
             number, name, overrides, tuple(arguments), experiment, composed.text, run, workers, on_gpus, submits,
@@ -78,15 +79,19 @@ class JobPlanner:
         kind = launcher_name(type(launcher))
         if launcher.ranks_started_externally:
             raise RefusedError(
-                f"launcher={kind} is incompatible with -m: there every rank is a command of its own, and each would "
-                "run the whole sweep. Use launcher=spawn, or launcher=slurm on the login node"
+                "is incompatible with -m: there every rank is a command of its own, and each would run the whole sweep",
+                key="launcher",
+                value=kind,
+                suggestion="Use launcher=spawn, or launcher=slurm on the login node.",
             )
         if not launcher.takes_slots:
             return None, False
         if trainer.nodes not in ("auto", 1):
             raise RefusedError(
-                f"trainer.nodes={trainer.nodes} with launcher={kind} wants a command on every machine, and a sweep is "
-                "one command. Use launcher=slurm for jobs of several machines"
+                f"with launcher={kind} wants a command on every machine, and a sweep is one command",
+                key="trainer.nodes",
+                value=trainer.nodes,
+                suggestion="Use launcher=slurm for jobs of several machines.",
             )
         request = launcher.adapt(worker_request(experiment))
         layout = resolve(request.gpus, request.device, request.backend, request.threads)

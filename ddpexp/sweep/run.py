@@ -79,18 +79,22 @@ def _check_sweeper(swept: Swept, settings: Sweep) -> None:
     if is_grid(swept):
         if intervals := swept.composed.intervals:
             raise RefusedError(
-                f"{intervals[0]} wants a sweeper that chooses values: add hydra/sweeper=optuna, or list the values."
+                f"{intervals[0]} wants a sweeper that chooses values",
+                suggestion="Add hydra/sweeper=optuna, or list the values.",
             )
         return
     if settings.objective is None:
         raise RefusedError(
-            "hydra/sweeper chooses jobs by their results: name the metric with sweep.objective=eval/accuracy "
-            "sweep.mode=max."
+            "hydra/sweeper chooses jobs by their results",
+            suggestion="Name the metric with sweep.objective=eval/accuracy sweep.mode=max.",
         )
     name = swept.sweeper.get("direction")
     if name in ("minimize", "maximize") and not name.startswith(settings.mode):
         raise RefusedError(
-            f"hydra.sweeper.direction={name} and sweep.mode={settings.mode} contradict: type both, to the same end."
+            f"and sweep.mode={settings.mode} contradict",
+            key="hydra.sweeper.direction",
+            value=name,
+            suggestion="Type both, to the same end.",
         )
 
 
@@ -106,12 +110,18 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RefusedError(
-            f"hydra.sweep.dir={path} cannot be made: {reason_with_limit(error, path)}. Choose another place."
+            f"cannot be made: {reason_with_limit(error, path)}",
+            key="hydra.sweep.dir",
+            value=path,
+            suggestion="Choose another place.",
         ) from None
     folder = SweepDir(path)
     if not folder.is_sweep() and any(entry.name not in (lock.NAME, "multirun.yaml") for entry in path.iterdir()):
         raise RefusedError(
-            f"hydra.sweep.dir={path} holds something else than a sweep: choose another one, or remove it."
+            "holds something else than a sweep",
+            key="hydra.sweep.dir",
+            value=path,
+            suggestion="Choose another one, or remove it.",
         )
     return folder, made
 

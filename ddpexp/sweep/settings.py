@@ -22,13 +22,18 @@ def settings_of(values: Mapping[str, Any]) -> Sweep:
     with_mode = re.fullmatch(r"(min|max):(.+)", settings.objective or "")
     if with_mode is not None:
         raise RefusedError(
-            f"sweep.objective={settings.objective} is not the name of a metric: type sweep.mode={with_mode[1]} "
-            f"sweep.objective={with_mode[2]}."
+            "is not the name of a metric",
+            key="sweep.objective",
+            value=settings.objective,
+            suggestion=f"Type sweep.mode={with_mode[1]} sweep.objective={with_mode[2]}.",
         )
     if settings.objective is not None:
         check_not_test("sweep.objective", settings.objective, settings.objective)
     if settings.early_stop is not None and settings.objective is None:
         raise RefusedError(
-            f"sweep.early_stop={settings.early_stop} compares objectives: name one with sweep.objective=eval/loss."
+            "compares objectives",
+            key="sweep.early_stop",
+            value=settings.early_stop,
+            suggestion="Name one with sweep.objective=eval/loss.",
         )
     return settings

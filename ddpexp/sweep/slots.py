@@ -38,11 +38,17 @@ class Slots:
         if workers > self.count:
             more = "" if on_gpus else f"sweep.slots={workers}, or "
             raise RefusedError(
-                f"trainer.gpus={workers} takes {workers} slots at once, and there are {self}: use {more}fewer workers."
+                f"takes {workers} slots at once, and there are {self}",
+                key="trainer.gpus",
+                value=workers,
+                suggestion=f"Use {more}fewer workers.",
             )
         if on_gpus and workers > len(self.gpus):
             raise RefusedError(
-                f"trainer.gpus={workers} wants as many GPUs, and this machine shows {len(self.gpus)}: use fewer."
+                f"wants as many GPUs, and this machine shows {len(self.gpus)}",
+                key="trainer.gpus",
+                value=workers,
+                suggestion="Use fewer.",
             )
 
     def take(self, workers: int | None, on_gpus: bool) -> list[int] | None:

@@ -32,12 +32,17 @@ def submitter_of(jobs: Sequence[Planned], settings: Sweep, is_grid: bool) -> Sub
         value = getattr(settings, key)
         if value != default:
             raise RefusedError(
-                f"sweep.{key}={value} needs a command that watches the jobs, and launcher={name} submits them to "
-                "a scheduler: leave it out, or run the sweep inside an allocation."
+                f"needs a command that watches the jobs, and launcher={name} submits them to a scheduler",
+                key=f"sweep.{key}",
+                value=value,
+                suggestion="Leave it out, or run the sweep inside an allocation.",
             )
     if not is_grid and not launcher.wait and not launcher.dry_run:
         raise RefusedError(
-            f"launcher={name} only submits, and hydra/sweeper chooses jobs by their results: add launcher.wait=true."
+            "only submits, and hydra/sweeper chooses jobs by their results",
+            key="launcher",
+            value=name,
+            suggestion="Add launcher.wait=true.",
         )
     return launcher
 

@@ -62,8 +62,9 @@ class Anchor:
             return
         if not same:
             raise MovedError(
-                f"the run directory {relative(self._path)} was moved or removed while the run was writing to it, so "
-                "nothing more can be saved there. What was written before is in it: resume it where it is now."
+                f"the run directory {relative(self._path)} was moved or removed while the run was writing to "
+                "it, so nothing more can be saved there. What was written before is in it",
+                suggestion="Resume it where it is now.",
             )
 
 

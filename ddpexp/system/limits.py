@@ -61,8 +61,9 @@ def check_open_files(workers: int, world_size: int) -> None:
     limit, required = resource.getrlimit(resource.RLIMIT_NOFILE)[0], required_open_files(workers, world_size)
     if limit != resource.RLIM_INFINITY and limit < required:
         raise RefusedError(
-            f"{world_size} worker{'s' if world_size > 1 else ''} need {required} open files, and this shell allows "
-            f"{limit} (ulimit -n): raise it with ulimit -n {required} or more, or use fewer workers."
+            f"{world_size} worker{'s' if world_size > 1 else ''} need {required} open files, and this shell "
+            f"allows {limit} (ulimit -n)",
+            suggestion=f"Raise it with ulimit -n {required} or more, or use fewer workers.",
         )
 
 

@@ -102,8 +102,9 @@ def check_loopback() -> None:
             pass
     except OSError as error:
         raise RefusedError(
-            f"the workers on this host connect to one another at {LOOPBACK}, which does not answer ({error}): the "
-            "loopback interface is down, as in a new network namespace. Type: ip link set lo up"
+            f"the workers on this host connect to one another at {LOOPBACK}, which does not answer ({error}): "
+            "the loopback interface is down, as in a new network namespace",
+            suggestion="Type: ip link set lo up.",
         ) from None
 
 
@@ -127,13 +128,13 @@ def check_resolves(host: str, typed: str) -> None:
         problem = problems.get(timeout=_SECONDS)
     except queue.Empty:
         raise RefusedError(
-            f"{typed}: no name server has answered for {host} within {_SECONDS:.0f} seconds: use its address, or enter "
-            "it into /etc/hosts."
+            f"{typed}: no name server has answered for {host} within {_SECONDS:.0f} seconds",
+            suggestion="Use its address, or enter it into /etc/hosts.",
         ) from None
     if problem is not None:
         raise RefusedError(
-            f"{typed}: the name {host} stands for no address here ({getattr(problem, 'strerror', None) or problem}): "
-            "check it, use its address, or enter it into /etc/hosts."
+            f"{typed}: the name {host} stands for no address here ({getattr(problem, 'strerror', None) or problem})",
+            suggestion="Check it, use its address, or enter it into /etc/hosts.",
         )
 
 

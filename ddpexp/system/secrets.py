@@ -161,8 +161,9 @@ def with_references(tree: Any, environ: Mapping[str, str] = os.environ, key: str
         for name in tree:
             if isinstance(name, str) and (what := held_in(name, environ)) is not None:
                 raise RefusedError(
-                    f"The key {masked(f'{key}.{name}' if key else name, environ)} holds {what}, and config.yaml and "
-                    "the records would show it: choose another name, or give the variable another value."
+                    f"The key {masked(f'{key}.{name}' if key else name, environ)} holds {what}, and "
+                    "config.yaml and the records would show it",
+                    suggestion="Choose another name, or give the variable another value.",
                 )
         return {
             name: with_references(value, environ, f"{key}.{name}" if key else str(name)) for name, value in tree.items()
@@ -176,8 +177,11 @@ def with_references(tree: Any, environ: Mapping[str, str] = os.environ, key: str
     if what is None:
         return text
     raise RefusedError(
-        f"{key}={masked(tree, environ)} holds {what}, which would stand in config.yaml: put all of the value into a "
-        f"variable of the environment, such as MY_SECRET, and type {key}='${{oc.env:MY_SECRET}}'."
+        f"holds {what}, which would stand in config.yaml",
+        key=key,
+        value=masked(tree, environ),
+        suggestion="Put all of the value into a variable of the environment, such as MY_SECRET, and type "
+        f"{key}='${{oc.env:MY_SECRET}}'.",
     )
 
 

@@ -151,9 +151,11 @@ def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
     first = world.broadcast(torch.tensor(sizes, device=world.device)).tolist()
     if sizes != first:
         raise RefusedError(
-            f"data._target_={target} gave rank {world.rank} {sizes[0]:,} samples to train and {sizes[1]:,} to "
-            f"evaluate, and rank zero {first[0]:,} and {first[1]:,}: give every rank the same data, for each takes "
-            "its own part of it."
+            f"gave rank {world.rank} {sizes[0]:,} samples to train and {sizes[1]:,} to evaluate, and rank "
+            f"zero {first[0]:,} and {first[1]:,}",
+            key="data._target_",
+            value=target,
+            suggestion="Give every rank the same data, for each takes its own part of it.",
         )
 
 
@@ -219,16 +221,21 @@ def build_schedule(experiment: Experiment, num_steps: int) -> Schedule:
     schedule = instantiate(node, experiment.trust, "scheduler")
     if not isinstance(schedule, Schedule):
         raise RefusedError(
-            f"scheduler._target_={node.target} returned a {type(schedule).__name__} without the method factor(step, "
-            "num_steps), which returns what optimizer.lr is multiplied by at a step: see ddpexp.task.Schedule."
+            f"returned a {type(schedule).__name__} without the method factor(step, num_steps), which returns "
+            "what optimizer.lr is multiplied by at a step",
+            key="scheduler._target_",
+            value=node.target,
+            suggestion="See ddpexp.task.Schedule.",
         )
     check_signature(schedule.factor, "factor", ("step", "num_steps"))
     for step in (0, num_steps - 1):
         value: Any = schedule.factor(step, num_steps)
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise RefusedError(
-                f"scheduler._target_={node.target}: factor({step}, {num_steps}) returned {value!r}, where a number "
-                "belongs: what optimizer.lr is multiplied by at that step."
+                f"`factor({step}, {num_steps})` returned {value!r}, where a number belongs: what optimizer.lr "
+                "is multiplied by at that step",
+                key="scheduler._target_",
+                value=node.target,
             )
     return schedule
 
@@ -292,13 +299,17 @@ def build_average(strategy: Strategy, trainer: Trainer, steps_per_epoch: int, nu
         return None
     if average.first_step > num_steps:
         raise RefusedError(
-            f"trainer.swa_start={trainer.swa_start} trainer.swa_every={trainer.swa_every}: the first weights would be "
-            f"averaged after step {average.first_step:,}, and the run ends after step {num_steps:,}."
+            f"with trainer.swa_every={trainer.swa_every} averages the first weights after step "
+            f"{average.first_step:,}, and the run ends after step {num_steps:,}",
+            key="trainer.swa_start",
+            value=trainer.swa_start,
         )
     if trainer.average_batch_norm is not None and not average.layers:
         raise RefusedError(
-            f"trainer.average_batch_norm={trainer.average_batch_norm}: the model has no BatchNorm that keeps "
-            "statistics. Leave it out."
+            "The model has no BatchNorm that keeps statistics",
+            key="trainer.average_batch_norm",
+            value=trainer.average_batch_norm,
+            suggestion="Leave it out.",
         )
     return average
 

@@ -23,11 +23,6 @@ from ddpexp.train.optimizer_trial import check_divisible
 from ddpexp.train.param_groups import OTHER, Group, describe, groups_of
 from ddpexp.train.recipe_checks import check_optimizers
 
-NO_PARAMETERS = (
-    "an optimizer was built for no parameters: the model has none, or layers in a plain Python list, which torch does "
-    "not find. Put them into a torch.nn.ModuleList."
-)
-
 
 def build_optimizers(
     experiment: Experiment,
@@ -88,7 +83,11 @@ class Maker:
         if not isinstance(parameters, Mapping | Tensor):
             parameters = list(parameters)
             if not parameters:
-                raise RefusedError(NO_PARAMETERS)
+                raise RefusedError(
+                    "an optimizer was built for no parameters: the model has none, or layers in a plain Python list, "
+                    "which torch does not find",
+                    suggestion="Put them into a torch.nn.ModuleList.",
+                )
         if not self._group_of or not all(isinstance(p, Tensor) for p in parameters):
             return self._without_groups(parameters)
         members: dict[str, list[Tensor]] = {}
@@ -133,9 +132,11 @@ class Maker:
                     if wanted is None or not wanted.settings or id(parameter) in self._grouped:
                         continue
                     raise RefusedError(
-                        f"{first_few(wanted.sources)} chooses settings for {self._names[id(parameter)]}, and {source} "
-                        f"puts it into groups of its own in the optimizer {name!r}: pass the parameters to make(...) "
-                        "as they are, or set their groups there and leave the key out."
+                        f"chooses settings for {self._names[id(parameter)]}, and {source} puts it into groups "
+                        f"of its own in the optimizer {name!r}",
+                        suggestion="Pass the parameters to make(...) as they are, or set their groups there "
+                        "and leave the key out.",
+                        place=first_few(wanted.sources),
                     )
 
     def _instantiate(self, parameters: Any, **settings: Any) -> Optimizer:
@@ -146,7 +147,12 @@ class Maker:
         except ValueError as error:
             if not node.target.startswith("torch.optim.") or settings:
                 raise
-            raise RefusedError(f"optimizer: {node.target} cannot be built: {error}.{_advice(node.target)}") from None
+            raise RefusedError(
+                f"cannot be built: {error}",
+                key="optimizer._target_",
+                value=node.target,
+                suggestion=_advice(node.target).lstrip(),
+            ) from None
         if self._is_fused:
             fuse(optimizer, self._models)
         return optimizer
@@ -166,22 +172,26 @@ class Maker:
         for key in group.settings:
             if key not in accepts and not takes_any:
                 raise RefusedError(
-                    f"{first_few(group.sources)}: {target} has no setting {key}.{did_you_mean(key, accepts)}"
+                    f"sets {key}, and {target} has no such setting",
+                    suggestion=did_you_mean(key, accepts).lstrip(),
+                    place=first_few(group.sources),
                 )
         try:
             parts = divided([{"params": [example]}], self._algorithms)
             self._instantiate([part for _, part in parts] if self._algorithms else [example], **group.settings)
         except Exception as error:
             values = " ".join(f"{key}={shown(value)}" for key, value in group.settings.items())
-            raise RefusedError(f"{first_few(group.sources)}: {target} does not accept {values}: {error}") from error
+            reason = f"sets {values}, which {target} does not accept: {error}"
+            raise RefusedError(reason, place=first_few(group.sources)) from error
 
     def _check_by_group(self, group: Group, optimizer: Optimizer) -> None:
         """Check that an optimizer has the settings of a group in its groups, and not for all parameters together."""
         wrong = [key for key in group.settings if optimizer.defaults and key not in optimizer.defaults]
         if wrong:
             raise RefusedError(
-                f"{first_few(group.sources)}: {type(optimizer).__name__} has one {wrong[0]} for all parameters. Set "
-                f"optimizer.{wrong[0]}."
+                f"sets {wrong[0]}, of which {type(optimizer).__name__} has one for all parameters",
+                suggestion=f"Set optimizer.{wrong[0]}.",
+                place=first_few(group.sources),
             )
 
 

@@ -44,9 +44,9 @@ def choose(run: RunDir, world: World, required: bool) -> tuple[Checkpoint | None
         confirmed = (problem or found.complete[number].problem()) if world.is_rank_zero else None
         if not _agreed(world, int(confirmed is not None)):
             raise RefusedError(
-                f"the checkpoint of step {step} in {relative(run.path)} is whole where rank zero reads it, but not on "
-                f"every host ({problem or 'see the other ranks'}): see that all hosts have the same file system "
-                "there, then start again."
+                f"the checkpoint of step {step} in {relative(run.path)} is whole where rank zero reads it, "
+                f"but not on every host ({problem or 'see the other ranks'})",
+                suggestion="See that all hosts have the same file system there, then start again.",
             )
         if confirmed is not None:
             damaged.append(Damaged(found.complete[number].folder, confirmed))
@@ -62,11 +62,13 @@ def _check_required(run: RunDir, world: World, chosen: Checkpoint | None, newer:
         latest = max(newer, key=lambda checkpoint: checkpoint.step) if newer else None
         what = _text_of_rank_zero(world, f"{latest.folder.name}: {latest.problem}" if latest else "")
         raise RefusedError(
-            f"the newest checkpoint in {relative(run.path)} cannot be used ({what}), and run.resume=require takes no "
-            "older one: use run.resume=auto."
+            f"the newest checkpoint in {relative(run.path)} cannot be used ({what}), and run.resume=require "
+            "takes no older one",
+            suggestion="Use run.resume=auto.",
         )
     if chosen is None:
-        raise RefusedError(f"run.resume=require, but {relative(run.checkpoints)} holds no complete checkpoint.")
+        place = relative(run.checkpoints)
+        raise RefusedError("holds no complete checkpoint", key="run.resume", value="require", place=place)
 
 
 def _text_of_rank_zero(world: World, text: str) -> str:

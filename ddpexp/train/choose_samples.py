@@ -23,7 +23,7 @@ from ddpexp.data.streams import Stream
 from ddpexp.data.token_batches import by_tokens
 from ddpexp.data.weights import FILES, Passes, Weighted, checked_groups, checked_weights, class_balanced, read_values
 from ddpexp.distributed.world import World
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, subject
 from ddpexp.settings.data import Data
 from ddpexp.settings.node import Node
 from ddpexp.train.transform_samples import transformed, without_own_arguments
@@ -69,8 +69,10 @@ def check_held_out(experiment: Experiment, splits: Splits, undivided: Splits) ->
     fraction = experiment.data.validation_fraction
     if fraction and left < size <= before:
         raise RefusedError(
-            f"data.validation_fraction={fraction} leaves {counted(left, 'training sample')} of {before:,}, fewer than "
-            f"trainer.global_batch_size={size}. Use at most data.validation_fraction={_share(before, size):g}."
+            f"leaves {counted(left, 'training sample')} of {before:,}, fewer than trainer.global_batch_size={size}",
+            key="data.validation_fraction",
+            value=fraction,
+            suggestion=f"Use at most data.validation_fraction={_share(before, size):g}.",
         )
 
 
@@ -87,9 +89,11 @@ def _check_no_order(splits: Splits, key: str) -> None:
     """Check that the data brings no order of all samples, where the key takes a part of them."""
     if splits.order is not None:
         raise RefusedError(
-            f"{key}: an order of all {len(splits.train):,} samples comes with the data (Splits.order), and would ask "
-            "for those that are left out. Leave the key out, or give the set itself an order and a method "
-            "select(indices) (ddpexp.data.base.IndexData)."
+            f"An order of all {len(splits.train):,} samples comes with the data (Splits.order), and would ask "
+            "for those that are left out",
+            key=key,
+            suggestion="Leave the key out, or give the set itself an order and a method select(indices) "
+            "(ddpexp.data.base.IndexData).",
         )
 
 
@@ -98,11 +102,15 @@ def _hold_out(splits: Splits, data: Data) -> Splits:
     train = splits.train
     key = f"data.folds={data.folds}" if data.folds else _fraction(data)
     if len(train) < (data.folds or 2):
-        most = f", one for each fold: use at most data.folds={len(train)}" if data.folds and len(train) > 1 else ""
-        raise RefusedError(f"{key}: {counted(len(train), 'training sample')} cannot be divided{most}.")
+        most = f"Use at most data.folds={len(train)}." if data.folds and len(train) > 1 else ""
+        reason = (
+            f"is too many for {counted(len(train), 'training sample')}" if data.folds else "leaves nothing to train on"
+        )
+        raise RefusedError(reason, suggestion=most, **subject(key))
     if "validation" in splits.evals:
         off = "null" if data.folds else "0"
-        raise RefusedError(f"{key}: {data.target} has a `validation` set of its own. Use {off}.")
+        reason = f"holds samples out, and {data.target} has a `validation` set of its own"
+        raise RefusedError(reason, suggestion=f"Use {off}.", **subject(key))
     kept, held = _parts(train, data)
     return replace(splits, train=select(train, *kept, key), evals={**splits.evals, "validation": Subset(train, *held)})
 
@@ -112,7 +120,7 @@ def _parts(train: IndexData, data: Data) -> tuple[Part, Part]:
     stratify = data.folds is not None if data.stratify is None else data.stratify
     labels = labels_of(train) if stratify else None
     if data.stratify and labels is None:
-        raise RefusedError(f"data.stratify=true: {_no_labels(train)} Use data.stratify=false.")
+        raise _no_labels(train, "data.stratify", True, "data.stratify=false")
     groups = _groups(train, data.group_by) if data.group_by is not None else None
     if data.folds is None or data.fold is None:
         return fraction_parts(len(train), data.validation_fraction, labels, groups)
@@ -123,8 +131,10 @@ def _groups(train: IndexData, name: str) -> NDArray[Any]:
     groups = read_values(name, "data.group_by") if name.endswith(FILES) else column_of(train, name)
     if groups is None:
         raise RefusedError(
-            f"data.group_by={name} is no column of the training set ({kind_of(train)}) and no file (.npy, .txt "
-            "or .csv) with a value for each training sample."
+            f"is no column of the training set ({kind_of(train)}) and no file (.npy, .txt or .csv) with a "
+            "value for each training sample",
+            key="data.group_by",
+            value=name,
         )
     return checked_groups(groups, len(train), name)
 
@@ -135,7 +145,9 @@ def _order(train: IndexData, whole: IndexData, experiment: Experiment) -> Traini
     if train.brings_order:
         name = "weights" if data.weights is not None else "samples_per_epoch"
         raise RefusedError(
-            f"data.{name}: `train` is a {kind_of(train)} with a training order of its own. Use data.{name}=null."
+            f"`train` is a {kind_of(train)} with a training order of its own",
+            key=f"data.{name}",
+            suggestion=f"Use data.{name}=null.",
         )
     length = data.samples_per_epoch or len(train)
     if data.weights is None:
@@ -144,13 +156,14 @@ def _order(train: IndexData, whole: IndexData, experiment: Experiment) -> Traini
     if data.weights == "balanced":
         labels = labels_of(whole)
         if labels is None:
-            raise RefusedError(f"data.weights=balanced: {_no_labels(whole)} Use a file of weights or a function.")
+            raise _no_labels(whole, "data.weights", "balanced", "a file of weights or a function")
         classes = labels[indices]
         return Weighted.of(class_balanced(classes), length, classes)
     weights = _weights(data.weights, whole, experiment)[indices]
     if not weights.any():
         raise RefusedError(
-            "data.weights: all samples with a weight above 0 are held out or left out, so there is nothing to draw."
+            "All samples with a weight above 0 are held out or left out, so there is nothing to draw",
+            key="data.weights",
         )
     return Weighted.of(weights, length)
 
@@ -160,14 +173,16 @@ def _by_length(splits: Splits, whole: IndexData, name: str, experiment: Experime
     train, key = splits.train, f"data.lengths={name}"
     if train.brings_order and train is not whole:
         raise RefusedError(
-            f"{key}: `train` is a part of a {kind_of(train)} with a training order of its own, whose lengths are "
-            "not known. Hold out no samples, or use data.lengths=null."
+            f"`train` is a part of a {kind_of(train)} with a training order of its own, whose lengths are not known",
+            key=key,
+            suggestion="Hold out no samples, or use data.lengths=null.",
         )
     values = read_values(name, "data.lengths") if name.endswith(FILES) else column_of(whole, name)
     if values is None:
         raise RefusedError(
-            f"{key} is no column of the training set ({kind_of(whole)}) and no file (.npy, .txt or .csv) with "
-            "the length of each training sample."
+            f"is no column of the training set ({kind_of(whole)}) and no file (.npy, .txt or .csv) with the "
+            "length of each training sample",
+            key=key,
         )
     lengths = checked_lengths(values, len(whole), key)[places_in(train, whole)]
     most_tokens = experiment.data.batch_tokens
@@ -176,8 +191,11 @@ def _by_length(splits: Splits, whole: IndexData, name: str, experiment: Experime
     by_sample = train.is_loaded or experiment.data.transform or experiment.data.collate is not None
     if not by_sample or splits.order is not None or train.brings_order:
         raise RefusedError(
-            f"data.batch_tokens={most_tokens} makes batches of single samples, and `train` is a "
-            f"{kind_of(train)}, which makes its batches or brings an order itself. Use data.batch_tokens=null."
+            f"makes batches of single samples, and `train` is a {kind_of(train)}, which makes its batches or "
+            "brings an order itself",
+            key="data.batch_tokens",
+            value=most_tokens,
+            suggestion="Use data.batch_tokens=null.",
         )
     return by_tokens(lengths, most_tokens)
 
@@ -190,8 +208,10 @@ def _weights(weights: str | Node, whole: IndexData, experiment: Experiment) -> N
     return checked_weights(read_values(weights, "data.weights"), len(whole), key)
 
 
-def _no_labels(data: IndexData) -> str:
-    return (
-        f"the labels of the training set, a {kind_of(data)}, are not known: give it an attribute `labels` with "
-        "one for each sample."
+def _no_labels(data: IndexData, key: str, value: Any, instead: str) -> RefusedError:
+    return RefusedError(
+        f"needs the labels of the training set, a {kind_of(data)}, which are not known",
+        key=key,
+        value=value,
+        suggestion=f"Give it an attribute `labels` with one for each sample, or use {instead}.",
     )

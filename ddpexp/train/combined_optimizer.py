@@ -93,16 +93,20 @@ def divide_for(
         algorithms = {key: "muon" if _is_hidden(one, patterns) else "adamw" for key, one in described.items()}
         if "muon" not in algorithms.values():
             raise RefusedError(
-                "optimizer=muon: the model has no matrix in a hidden layer for it. Use optimizer=adamw, or shorten the "
-                "list optimizer.adamw."
+                "The model has no matrix in a hidden layer for it",
+                key="optimizer",
+                value="muon",
+                suggestion="Use optimizer=adamw, or shorten the list optimizer.adamw.",
             )
         return algorithms
     if target == "sparse_adam":
         sparse = {id(layer.weight) for model in models.values() for layer in model.modules() if is_sparse(layer)}
         if not sparse:
             raise RefusedError(
-                "optimizer=sparse_adam: no layer of the model has sparse gradients. Build its embeddings with "
-                "sparse=True, or use optimizer=adamw."
+                "No layer of the model has sparse gradients",
+                key="optimizer",
+                value="sparse_adam",
+                suggestion="Build its embeddings with sparse=True, or use optimizer=adamw.",
             )
         return {key: "sparse_adam" if key in sparse else "adamw" for key in described}
     return {}

@@ -58,14 +58,17 @@ class Debugger:
         """
         if os.getpid() != self._pid:
             raise DdpexpError(
-                f"{_place(frame)} starts a debugger in a process that a worker has started, such as a DataLoader "
-                f"worker, which has no terminal: use data.num_workers=0. {_ADVICE}"
+                "starts a debugger in a process that a worker has started, such as a DataLoader worker, "
+                "which has no terminal",
+                suggestion=f"Use data.num_workers=0. {_ADVICE}",
+                place=_place(frame),
             )
         if self._terminal is None and not self._control.in_process:
             raise DdpexpError(
-                f"{_place(frame)} starts a debugger, and this worker has no terminal to type into. Use "
-                "launcher=inline, where the command itself is the only worker, or type the command with "
-                f"launcher=spawn on a terminal. {_ADVICE}"
+                "starts a debugger, and this worker has no terminal to type into",
+                suggestion="Use launcher=inline, where the command itself is the only worker, or type the "
+                f"command with launcher=spawn on a terminal. {_ADVICE}",
+                place=_place(frame),
             )
         return not self._is_over
 

@@ -38,21 +38,21 @@ def check_disk_space(run: RunDir, trainer: Trainer, loop: Loop) -> None:
     if free < needed:
         takes, has = distinguishable(needed, free)
         problem = f"a checkpoint takes {takes} and {run.path} has {has} free"
-        remedy = "make room, or choose another place with run.dir=... ."
+        remedy = "Make room, or choose another place with run.dir=... ."
     elif disk.f_files and disk.f_favail < (num_files := sum(map(bool, files)) + _OTHER_FILES):
         problem = (
             f"a checkpoint takes {num_files} files and the file system of {run.path} can hold {disk.f_favail:,} more "
             f"of its {disk.f_files:,} (inodes; {human(free)} are free)"
         )
-        remedy = "remove files, or choose another place with run.dir=... ."
+        remedy = "Remove files, or choose another place with run.dir=... ."
     elif (allowed := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY and largest > allowed:
         problem = (
             f"a file of a checkpoint takes {human(largest)} and this shell allows {allowed // 1024:,} KiB a file "
             "(ulimit -f)"
         )
-        remedy = "raise that limit."
+        remedy = "Raise that limit."
     if problem is not None and trainer.on_save_error == "stop":
-        raise RefusedError(f"{problem}, so that nothing of this run could be saved: {remedy}")
+        raise RefusedError(f"{problem}, so that nothing of this run could be saved", suggestion=remedy)
     existing = on_disk.scan(run.checkpoints).complete
     existing_bytes = sum(file.num_bytes for checkpoint in existing for file in checkpoint.files.values())
     kept = (trainer.keep_last or 1) + 1  # the oldest goes when the newest is complete

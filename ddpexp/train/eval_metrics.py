@@ -63,9 +63,10 @@ class SetMetrics:
                 states |= _states_of(name, entry, self._world.device)
         if self._names not in (None, sorted(entries)) or not self.states.add(states, counts):
             raise DdpexpError(
-                f"{named(self._task.step)} returned the metrics {', '.join(sorted(entries)) or 'none'} in another "
-                f"number, type or shape than in the batch before ({', '.join(self._names or []) or 'none'}), and those "
-                "of all batches are added up: return the same every time."
+                f"{named(self._task.step)} returned the metrics {', '.join(sorted(entries)) or 'none'} in "
+                "another number, type or shape than in the batch before "
+                f"({', '.join(self._names or []) or 'none'}), and those of all batches are added up",
+                suggestion="Return the same every time.",
             )
 
     def values(self, totals: Totals) -> dict[str, float]:
@@ -106,8 +107,9 @@ class SetMetrics:
             return values | numbers
         if unrecorded:
             raise MetricError(
-                f"{named(self._task.step)} returns {', '.join(unrecorded)}, which no logger can record as it is: give "
-                "the task a method finish(self, sums) that returns {name: number}: see ddpexp.task.HasFinish."
+                f"{named(self._task.step)} returns {', '.join(unrecorded)}, which no logger can record as it is",
+                suggestion="Give the task a method finish(self, sums) that returns {name: number}: see "
+                "ddpexp.task.HasFinish.",
             )
         return values
 
@@ -136,17 +138,18 @@ def finished(task: HasFinish, sums: Mapping[str, Any]) -> dict[str, float]:
         returned: Any = task.finish(sums)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        raise MetricError(f"{source} raised {problem}; sums holds {', '.join(sums)}.") from error
+        raise MetricError(f"raised {problem}; sums holds {', '.join(sums)}", place=source) from error
     if not isinstance(returned, Mapping):
-        raise MetricError(f"{source} returned {shown(returned)}, where {{name: number}} belongs, {{}} for none.")
+        raise MetricError(f"returned {shown(returned)}, where {{name: number}} belongs, {{}} for none", place=source)
     values = {}
     for name, value in returned.items():
         if not isinstance(name, str) or not name or name == "loss":
             raise MetricError(
-                f"{source} returned a metric named {name!r}: a name is a text, and `loss` is that of the loss itself."
+                f"returned a metric named {name!r}: a name is a text, and `loss` is that of the loss itself",
+                place=source,
             )
         if not isinstance(value, Real) and _num_elements(value) != 1:
-            raise MetricError(f"{source} returned {shown(value)} as {name!r}, where one number belongs.")
+            raise MetricError(f"returned {shown(value)} as {name!r}, where one number belongs", place=source)
         values[name] = float(value)
     return values
 
@@ -154,7 +157,9 @@ def finished(task: HasFinish, sums: Mapping[str, Any]) -> dict[str, float]:
 def _check_new(numbers: Mapping[str, float], others: Mapping[str, float], source: str) -> None:
     twice = sorted(numbers.keys() & others.keys())
     if twice:
-        raise MetricError(f"{source} gives {', '.join(twice)}, which is recorded already: give it another name.")
+        raise MetricError(
+            f"gives {', '.join(twice)}, which is recorded already", suggestion="Give it another name.", place=source
+        )
 
 
 def agreed(world: World, compute: Callable[[], Mapping[str, float]]) -> dict[str, float]:

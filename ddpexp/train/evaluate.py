@@ -65,10 +65,12 @@ def chosen_sets(sets: Mapping[str, Any], split: Sequence[str]) -> dict[str, Any]
         if name not in sets:
             meant = nearest(name, sets)
             hint = f"Did you mean --split {meant}?" if meant else f"There is {', '.join(sets) or 'none'}."
-            raise RefusedError(f"--split {name} names no evaluation set of the data. {hint}")
+            raise RefusedError("is not an evaluation set of the data", suggestion=hint, place=f"--split {name}")
     chosen = {name: sets[name] for name in split or sets if split or name != TEST_SET}
     if sets and not chosen:
-        raise RefusedError(f"the only evaluation set is `{TEST_SET}`, which must be named: type --split {TEST_SET}.")
+        raise RefusedError(
+            f"the only evaluation set is `{TEST_SET}`, which must be named", suggestion=f"Type --split {TEST_SET}."
+        )
     return chosen
 
 

@@ -153,7 +153,7 @@ class Evaluation:
             if key != "trainer.keep_best" or keep_best is None:
                 raise unknown_monitor(key, name, names)
             error = unknown_metric(keep_best, names)
-            raise RefusedError(f"{error} Did you mean {error.override}?")
+            raise RefusedError(error.reason, suggestion=f"Did you mean {error.override}?")
 
     def _names_of(self, batches: EvalBatches) -> list[str] | None:
         return metric_names(

@@ -35,8 +35,10 @@ def freeze(model: Any, trainer: Trainer) -> None:
         parameters[keys[position]].requires_grad_(False)
     if not any(p.requires_grad for p in parameters.values()):
         raise RefusedError(
-            f"trainer.freeze=[{','.join(patterns)}] leaves nothing to train: leave out what is to be trained, "
-            "such as a head."
+            "leaves nothing to train",
+            key="trainer.freeze",
+            value=f"[{','.join(patterns)}]",
+            suggestion="Leave out what is to be trained, such as a head.",
         )
 
 
@@ -81,8 +83,10 @@ class LateStarts:
             for pattern in entry.patterns:
                 if not matched([pattern], list(trained.values())):
                     raise RefusedError(
-                        f"{where}.match=[{pattern}] matches frozen parameters alone: take them out of trainer.freeze, "
-                        "or of this key."
+                        "matches frozen parameters alone",
+                        key=f"{where}.match",
+                        value=f"[{pattern}]",
+                        suggestion="Take them out of trainer.freeze, or of this key.",
                     )
             chosen = [parameters[keys[position]] for position in matched(entry.patterns, list(trained.values()))]
             entries.append(LateStart(entry.step, entry.patterns, chosen))
@@ -134,6 +138,7 @@ def _check_some_trained(entries: Sequence[LateStart], trained: Mapping[int, Desc
         first = min(entry.step for entry in entries)
         patterns = ",".join(pattern for entry in entries for pattern in entry.patterns)
         raise RefusedError(
-            f"trainer.freeze_until with match=[{patterns}] leaves nothing to train before step {first}: leave out what "
-            "is to be trained from the start, such as a head."
+            f"with match=[{patterns}] leaves nothing to train before step {first}",
+            key="trainer.freeze_until",
+            suggestion="Leave out what is to be trained from the start, such as a head.",
         )

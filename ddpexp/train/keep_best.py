@@ -35,13 +35,17 @@ def check_set(keep_best: str | None, sets: Iterable[str]) -> None:
         return
     if not known:
         raise RefusedError(
-            f"trainer.keep_best={keep_best} needs evaluations, and the data has no evaluation set. "
-            "data.validation_fraction=0.1 holds one out, named validation."
+            "needs evaluations, and the data has no evaluation set. data.validation_fraction=0.1 holds one "
+            "out, named validation",
+            key="trainer.keep_best",
+            value=keep_best,
         )
     meant = nearest(chosen, known) or known[0]
     raise RefusedError(
-        f"trainer.keep_best={keep_best} names the evaluation set {chosen}, and there is only {', '.join(known)}. Did "
-        f"you mean trainer.keep_best={mode}:{meant}/{metric}?"
+        f"names the evaluation set {chosen}, and there is only {', '.join(known)}",
+        key="trainer.keep_best",
+        value=keep_best,
+        suggestion=f"Did you mean trainer.keep_best={mode}:{meant}/{metric}?",
     )
 
 
@@ -81,16 +85,22 @@ def check_monitor(key: str, metric: str, sets: Iterable[str], eval_every: int | 
     check_is_evaluated(key, metric, eval_every)
     if not available:
         raise RefusedError(
-            f"{key}={metric} needs evaluations, and the data has no evaluation set. data.validation_fraction=0.1 holds "
-            "one out, named validation."
+            "needs evaluations, and the data has no evaluation set. data.validation_fraction=0.1 holds one "
+            "out, named validation",
+            key=key,
+            value=metric,
         )
     if not name:
-        raise RefusedError(f"{key}={metric}: use a metric of an evaluation set, such as {available[0]}/loss.")
+        raise RefusedError(
+            key=key, value=metric, suggestion=f"Use a metric of an evaluation set, such as {available[0]}/loss."
+        )
     if chosen not in available:
         meant = nearest(chosen, available) or available[0]
         raise RefusedError(
-            f"{key}={metric} names the evaluation set {chosen}, and there is only {', '.join(available)}. Did you mean "
-            f"{key}={meant}/{name}?"
+            f"names the evaluation set {chosen}, and there is only {', '.join(available)}",
+            key=key,
+            value=metric,
+            suggestion=f"Did you mean {key}={meant}/{name}?",
         )
 
 
@@ -99,5 +109,8 @@ def unknown_monitor(key: str, metric: str, metrics: Iterable[str]) -> RefusedErr
     available = list(metrics)
     meant = nearest(metric, available) or available[0]
     return RefusedError(
-        f"{key}={metric} names no metric of the evaluation: it has {', '.join(available)}. Did you mean {key}={meant}?"
+        f"names no metric of the evaluation: it has {', '.join(available)}",
+        key=key,
+        value=metric,
+        suggestion=f"Did you mean {key}={meant}?",
     )

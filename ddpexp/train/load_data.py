@@ -70,8 +70,8 @@ def _evaluation_set(name: str, part: IndexData | Stream) -> IndexData:
         return part
     if part.num_samples is None:
         raise RefusedError(
-            f"the evaluation set `{name}` is a stream, of which only so many samples can be evaluated as are said: "
-            "give it their number, Stream(open, num_samples=1000)."
+            f"the evaluation set `{name}` is a stream, of which only so many samples can be evaluated as are said",
+            suggestion="Give it their number, Stream(open, num_samples=1000).",
         )
     samples = first_samples(part, part.num_samples)
     if not samples:
@@ -95,9 +95,16 @@ def _check_keys(experiment: Experiment) -> None:
     }
     for key, (value, needed, remedy) in wrong.items():
         if value != needed:
-            raise RefusedError(f"{key}={value}: `train` is a stream, without a length and indices. Use {remedy}.")
+            raise RefusedError(
+                "`train` is a stream, without a length and indices", key=key, value=value, suggestion=f"Use {remedy}."
+            )
     if trainer.max_steps is None:
-        raise RefusedError("trainer.max_steps=null: `train` is a stream without a length. Give the number of steps.")
+        raise RefusedError(
+            "`train` is a stream without a length",
+            key="trainer.max_steps",
+            value=None,
+            suggestion="Give the number of steps.",
+        )
 
 
 def build_batches(experiment: Experiment, splits: Splits, plan: BatchPlan, rank: int, device: torch.device) -> Batches:

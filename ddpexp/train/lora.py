@@ -22,6 +22,8 @@ from ddpexp.settings.parameters import LoRA
 from ddpexp.settings.trainer import Trainer
 from ddpexp.system.text import first_few
 
+_KEY = "trainer.lora.match"
+
 
 class Factor(nn.Module):
     """One of the two matrices of an adapter."""
@@ -92,34 +94,44 @@ def _chosen(modules: Mapping[str, nn.Module], lora: LoRA) -> dict[str, nn.Linear
     for pattern in lora.patterns:
         matched = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
         layers = {name: module for name, module in matched.items() if isinstance(module, nn.Linear)}
-        override = f"trainer.lora.match=[{pattern}]"
+        value = f"[{pattern}]"
         if not matched:
             names = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
             raise RefusedError(
-                f"{override} matches no module of the model. Its linear layers are {first_few(names) or 'none'}."
+                f"matches no module of the model. Its linear layers are {first_few(names) or 'none'}",
+                key=_KEY,
+                value=value,
             )
         if not layers:
             name, module = next(iter(matched.items()))
             raise RefusedError(
-                f"{override} matches no torch.nn.Linear, for which adapters are: {name} is a {type(module).__name__}."
+                f"matches no torch.nn.Linear, for which adapters are: {name} is a {type(module).__name__}",
+                key=_KEY,
+                value=value,
             )
         for name, layer in layers.items():
-            _check_layer(name, layer, override)
+            _check_layer(name, layer, value)
         chosen |= layers
     return chosen
 
 
-def _check_layer(name: str, layer: nn.Linear, override: str) -> None:
+def _check_layer(name: str, layer: nn.Linear, value: str) -> None:
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         raise RefusedError(
-            f"{override}: torch.nn.MultiheadAttention uses the weight of {name} without calling it, so an adapter "
-            "there would do nothing. Match other layers, such as those after the attention."
+            f"matches {name}, whose weight torch.nn.MultiheadAttention uses without calling it, so an adapter there "
+            "would do nothing",
+            key=_KEY,
+            value=value,
+            suggestion="Match other layers, such as those after the attention.",
         )
     if type(layer).forward is not nn.Linear.forward or is_lazy(layer.weight):
         raise RefusedError(
-            f"{override}: {name} is a {type(layer).__name__} with "
+            f"matches {name}, a {type(layer).__name__} with "
             f"{'sizes of its first batch' if is_lazy(layer.weight) else 'a forward of its own'}, and adapters are for "
-            "plain torch.nn.Linear. Match other layers."
+            "plain torch.nn.Linear",
+            key=_KEY,
+            value=value,
+            suggestion="Match other layers.",
         )
 
 
@@ -157,8 +169,9 @@ def _train_too(models: Mapping[str, nn.Module], lora: LoRA) -> None:
         matched = [parameter for name, parameter in parameters.items() if fnmatchcase(name, pattern)]
         if not matched:
             raise RefusedError(
-                f"trainer.lora.train=[{pattern}] matches no parameter of the model, such as "
-                f"{first_few(list(parameters), 3)}."
+                f"matches no parameter of the model, such as {first_few(list(parameters), 3)}",
+                key="trainer.lora.train",
+                value=f"[{pattern}]",
             )
         for parameter in matched:
             parameter.requires_grad_(True)

@@ -32,8 +32,9 @@ class MetricError(DdpexpError):
 def nonfinite_error(name: str, value: float, step: int) -> NonFiniteError:
     """Return the error for a metric that is not finite. Units: steps, from 1."""
     return NonFiniteError(
-        f"{name} is {value} at step {step}: the training has diverged or a sample is bad. Lower optimizer.lr, set "
-        "trainer.clip_grad_norm, or leave such steps out with trainer.nonfinite=skip."
+        f"{name} is {value} at step {step}: the training has diverged or a sample is bad",
+        suggestion="Lower optimizer.lr, set trainer.clip_grad_norm, or leave such steps out with "
+        "trainer.nonfinite=skip.",
     )
 
 
@@ -206,8 +207,10 @@ class MetricAccumulator:
         summed = self._world.sum(packed.to(self._world.device)).cpu()
         if summed[-2] != digest * self._world.world_size:
             raise DdpexpError(
-                f"{self._named_source()} returned other metrics on rank {self._world.rank} than on another rank, or in "
-                "other types or shapes, and those of all ranks are added up: return the same on every rank."
+                f"returned other metrics on rank {self._world.rank} than on another rank, or in other types "
+                "or shapes, and those of all ranks are added up",
+                suggestion="Return the same on every rank.",
+                place=self._named_source(),
             )
         return summed[:-2].view(num_steps, self._num_slots, num_columns), bool(summed[-1])
 
@@ -220,9 +223,11 @@ class MetricAccumulator:
             other = next((count for count in row if count != row[0]), None)
             if other is not None:
                 raise DdpexpError(
-                    f"{self._named_source()} returned the counts {row[0]:.15g} and {other:.15g} for micro-batches of "
-                    "one step on different ranks: a number must be the same for every micro-batch of a step, and each "
-                    "rank has divided by its own. Return a tensor where it depends on the data."
+                    f"returned the counts {row[0]:.15g} and {other:.15g} for micro-batches of one step on "
+                    "different ranks: a number must be the same for every micro-batch of a step, and each "
+                    "rank has divided by its own",
+                    suggestion="Return a tensor where it depends on the data.",
+                    place=self._named_source(),
                 )
 
     def _metric_names(self) -> list[str]:
@@ -242,8 +247,9 @@ class MetricAccumulator:
             if metrics.keys() != expected:
                 now, before = (", ".join(names) or "none" for names in (sorted(metrics), self._names))
                 raise DdpexpError(
-                    f"{self._named_source()} returned the metrics {now} after {before}, and those of several steps are "
-                    "added up by name. Return the same names every time, with a count of 0 where there is nothing."
+                    f"returned the metrics {now} after {before}, and those of several steps are added up by name",
+                    suggestion="Return the same names every time, with a count of 0 where there is nothing.",
+                    place=self._named_source(),
                 )
         return self._names
 

@@ -15,7 +15,7 @@ from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment
 from ddpexp.config.strategies import estimator_of
 from ddpexp.data.hf.prepare import HUGGING_FACE
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, subject
 from ddpexp.run.pretrained import pretrained_key
 from ddpexp.system import files
 from ddpexp.system.memory_file import read_memory_file
@@ -73,8 +73,10 @@ def forbid_downloads(experiment: Experiment) -> None:
         name, _, value = key.partition("=")
         without = f" A checkpoint holds all weights: type {name}=false to do without." if value == "true" else ""
         raise RefusedError(
-            f"{key}: {url} is not in the cache of this host (TORCH_HOME), and each worker would download it. It is "
-            f"fetched once, when a run starts for the first time; restore the cache.{without}"
+            "is not in the cache of this host (TORCH_HOME), and each worker would download it. It is fetched once, "
+            "when a run starts for the first time",
+            suggestion=f"Restore the cache.{without}",
+            **subject(key, url),
         )
 
     torch.hub.download_url_to_file = refuse

@@ -102,8 +102,8 @@ def average_of(
     if average is not None:
         kind = type(inner_of(next(iter(switching.values())))).__name__
         raise RefusedError(
-            f"{kind} averages the weights itself, and trainer.ema_decay and trainer.swa_start would average them "
-            "again: leave them out."
+            f"{kind} averages the weights itself, and trainer.ema_decay and trainer.swa_start would average them again",
+            suggestion="Leave them out.",
         )
     return OptimizerAverage(models, switching.values(), trainer.average_batch_norm is not None)
 

@@ -129,9 +129,8 @@ class Step:
         if self._passes_in_round:
             if not self._applied and (self._counts or self._has_numbers):
                 raise DdpexpError(
-                    "the task's train_step calls update.backward without an update.apply behind it: gradients are "
-                    "cleared when the step ends, so these would be lost. Call update.apply() for the optimizers that "
-                    "are to use them."
+                    "the task's train_step calls update.backward without a later update.apply: its gradients are lost",
+                    suggestion="Call update.apply() for the optimizers that are to use them.",
                 )
             self._end_round()
 
@@ -189,7 +188,8 @@ class Step:
         if not self._inside:
             raise DdpexpError(
                 "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose "
-                "end the workers sum their gradients: it belongs to none of them. Enclose it."
+                "end the workers sum their gradients: it belongs to none of them",
+                suggestion="Enclose it.",
             )
         if not self._checked and self.manual is not None:
             check_loss(loss_sum, count, step=self.manual.train_step)
@@ -206,9 +206,9 @@ class Step:
             total = count * self.plan.gradient_accumulation_steps * self.plan.data_size
         if self._counts and self._has_numbers:
             raise DdpexpError(
-                f"{self._caller} gives counts that are numbers and counts that are tensors for the same gradient: "
-                "what a tensor counts is known only when the whole gradient is there, and then it cannot be divided "
-                "apart. Make all of them tensors, or all numbers."
+                f"{self._caller} gives numbers and tensors as counts for the same gradient: what a tensor counts is "
+                "known only when the gradient is complete, and then it cannot be divided apart",
+                suggestion="Make all of them tensors, or all numbers.",
             )
         key = (total, loss_sum.dtype)
         weight = self._weights.get(key)
@@ -234,8 +234,9 @@ class Step:
         """
         if self._inside:
             raise DdpexpError(
-                "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at whose end "
-                "the workers sum their gradients: the optimizer would see this worker's own. Call it after that."
+                "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at "
+                "whose end the workers sum their gradients: the optimizer would see this worker's own",
+                suggestion="Call it after that.",
             )
         if self.manual is not None:
             self._check_round()
@@ -313,16 +314,15 @@ class Step:
         """
         if not count > 0:
             raise DdpexpError(
-                f"{self._caller} gave the count {count}, which the loop divides the loss by: a number is taken for "
-                "the count of every micro-batch, so nothing would be left. Return a tensor where a micro-batch may "
-                "have nothing to count."
+                f"{self._caller} gave the count {count}: a number is that of every micro-batch, and divides the loss",
+                suggestion="Return a tensor where a micro-batch may have nothing to count.",
             )
         expected = self._numbers.setdefault(position, count)
         if count != expected:
             gave = "gave update.backward" if self.manual is not None else "returned"
             raise DdpexpError(
-                f"{self._caller} {gave} the count {count} after {expected}: a number must be the same for every "
-                "micro-batch of a step. Return a tensor where it depends on the data."
+                f"{self._caller} {gave} the count {count} after {expected}: a number is that of every micro-batch",
+                suggestion="Return a tensor where it depends on the data.",
             )
 
     def check(self) -> None:
@@ -353,15 +353,15 @@ class Step:
         """Check that a task's `train_step` has gone through all micro-batches, up to `last=True`."""
         if not self._summed:
             raise DdpexpError(
-                "the task's train_step calls update.apply after `update.micro_batch(last=False)`: the workers have not "
-                "summed their gradients. Pass last=True with the last micro-batch of each pass over the batches."
+                "the task's train_step calls update.apply before the workers have summed their gradients",
+                suggestion="Pass last=True with the last micro-batch of each pass over the batches.",
             )
         if self._passes_in_round % self.plan.gradient_accumulation_steps and self._has_numbers:
             raise DdpexpError(
                 f"the task's train_step calls update.apply after {self._passes_in_round} micro-batches, where a step "
                 f"has {self.plan.gradient_accumulation_steps}: a count that is a number stands for all of them, so "
-                "the gradient would be divided by too much. Go through all batches, or give update.backward "
-                "a tensor as the count."
+                "the gradient would be divided by too much",
+                suggestion="Go through all batches, or give update.backward a tensor as the count.",
             )
 
     def _check_gradients(self, optimizers: Sequence[Optimizer]) -> None:

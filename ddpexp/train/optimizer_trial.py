@@ -59,12 +59,14 @@ def check_divisible(optimizer: Optimizer, named: str, key: str) -> None:
             raise RefusedError(
                 f"{named} updates a parameter in another way when other parameters have no gradient: it sums over all "
                 f"of them, or draws random numbers for one after the other. With {key} each worker updates a part of "
-                f"the parameters, and would train at another rate than one that has all of them. {_REMEDY}"
+                "the parameters, and would train at another rate than one that has all of them",
+                suggestion=_REMEDY,
             )
         if together.nested:
             raise RefusedError(
                 f"{named} keeps lists, mappings or objects in its state ({', '.join(together.nested)}), and {key} "
-                f"divides tensors and numbers among the workers. {_REMEDY}"
+                "divides tensors and numbers among the workers",
+                suggestion=_REMEDY,
             )
         if all(hasattr(parameter, "device_mesh") for parameter in trained):
             _check_rows(optimizer, trained, starts, gradients, together, f"{named} %s with {key}")
@@ -94,13 +96,15 @@ def _check_rows(
     except Exception as error:
         fails = text % "fails in torch"
         said = str(error).strip().partition("\n")[0]
-        raise RefusedError(f"{fails}, where it gets DTensors ({type(error).__name__}: {said}). {remedy}") from None
+        reason = f"{fails}, where it gets DTensors ({type(error).__name__}: {said})"
+        raise RefusedError(reason, suggestion=remedy) from None
     tolerance = 1e-3 if whole.parameters[0].dtype in (torch.float32, torch.float64) else 0.1
     for end, expected in zip(ends, whole.parameters, strict=True):
         assert isinstance(end, DTensor)
         if not torch.allclose(end.full_tensor(), expected, rtol=tolerance, atol=tolerance, equal_nan=True):
             other = text % "trains to other weights"
-            raise RefusedError(f"{other}, which gives each worker some rows of the parameters, than with all. {remedy}")
+            reason = f"{other}, which gives each worker some rows of the parameters, than with all"
+            raise RefusedError(reason, suggestion=remedy)
 
 
 def other_rounding(optimizer: Optimizer) -> str:

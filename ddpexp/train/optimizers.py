@@ -180,8 +180,9 @@ def _other_groups(
         if any(kept != sources[0] for kept in sources):
             key = next(key for kept in sources for key in kept)
             raise RefusedError(
-                f"the checkpoint's {name} has other parameter groups, and {type(optimizer).__name__} keeps {key} for "
-                "each of them, so they cannot be regrouped. Resume with the groups that the run was started with."
+                f"the checkpoint's {name} has other parameter groups, and {type(optimizer).__name__} keeps "
+                f"{key} for each of them, so they cannot be regrouped",
+                suggestion="Resume with the groups that the run was started with.",
             )
         groups.append({**now, **sources[0], "params": positions})
     return groups

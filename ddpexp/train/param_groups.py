@@ -167,12 +167,13 @@ def matches(entry: ParamGroup, parameters: Sequence[Described], where: str, lr: 
         and (not entry.dimensions or parameter.ndim in entry.dimensions)
     ]
     if not chosen:
-        raise RefusedError(f"{where}: no parameter meets all of its conditions, {entry.conditions()}.")
+        raise RefusedError(f"No parameter meets all of its conditions, {entry.conditions()}", place=where)
     if len(chosen) == len(parameters):
         values = " ".join(f"optimizer.{key}={shown(value)}" for key, value in _rounded(entry.settings_for(lr)).items())
         raise RefusedError(
-            f"{where} matches every parameter of the model with {entry.conditions()}, so it is no group of its own: "
-            f"use {values}, or narrow it."
+            f"matches every parameter of the model with {entry.conditions()}, so it is no group of its own",
+            suggestion=f"Use {values}, or narrow it.",
+            place=where,
         )
     return chosen
 
@@ -185,7 +186,9 @@ def check_patterns(patterns: Sequence[str], parameters: Sequence[Described], whe
     """
     for pattern in patterns:
         if not any(_any_match(parameter.names, (pattern,)) for parameter in parameters):
-            raise RefusedError(f"{where}=[{pattern}] matches no parameter of the model.{_meant(pattern, parameters)}")
+            raise RefusedError(
+                f"matches no parameter of the model.{_meant(pattern, parameters)}", key=where, value=f"[{pattern}]"
+            )
 
 
 def matched(patterns: Sequence[str], parameters: Sequence[Described]) -> list[int]:
@@ -220,21 +223,26 @@ def _check_types(types: Sequence[str], parameters: Sequence[Described], where: s
             there = sorted({kind for parameter in parameters for kind in parameter.types if not kind.startswith("_")})
             near = nearest(pattern.rpartition(".")[2], there)
             meant = f" Did you mean {near}?" if near else f" There are {first_few(there, 12)}."
-            raise RefusedError(f"{where}=[{pattern}]: no parameter of the model is in a layer of that class.{meant}")
+            raise RefusedError(
+                f"No parameter of the model is in a layer of that class.{meant}", key=where, value=f"[{pattern}]"
+            )
 
 
 def _check_dimensions(dimensions: Sequence[int], parameters: Sequence[Described], where: str) -> None:
     if dimensions and any(parameter.ndim is None for parameter in parameters):
         name = next(parameter.names[0] for parameter in parameters if parameter.ndim is None)
         raise RefusedError(
-            f"{where}=[{','.join(map(str, dimensions))}]: {name} has no shape before the first forward pass. Give the "
-            "layer its sizes, or choose by match."
+            f"cannot choose {name}, which has no shape before the first forward pass",
+            key=where,
+            value=f"[{','.join(map(str, dimensions))}]",
+            suggestion="Give the layer its sizes, or choose by match.",
         )
     there = sorted({parameter.ndim for parameter in parameters if parameter.ndim is not None})
     if dimensions and not set(dimensions) & set(there):
         raise RefusedError(
-            f"{where}=[{','.join(map(str, dimensions))}]: no parameter of the model has that many dimensions. They "
-            f"have {first_few(there)}."
+            f"No parameter of the model has that many dimensions. They have {first_few(there)}",
+            key=where,
+            value=f"[{','.join(map(str, dimensions))}]",
         )
 
 
@@ -274,15 +282,19 @@ def _layers(parameters: Sequence[Described], patterns: Sequence[str]) -> list[st
             near = nearest(pattern, [*modules, *dict.fromkeys(re.sub(r"\.\d+$", ".*", module) for module in modules)])
             tops = list(dict.fromkeys(module.partition(".")[0] for module in modules))
             meant = f" Did you mean {near}?" if near else f" The model has {first_few(tops)}."
-            raise RefusedError(f"trainer.layer_decay.layers=[{pattern}] matches no module with parameters.{meant}")
+            raise RefusedError(
+                f"matches no module with parameters.{meant}", key="trainer.layer_decay.layers", value=f"[{pattern}]"
+            )
         layers |= dict.fromkeys(there)
     if len(layers) == 1:
         layer = next(iter(layers))
         inner = [module for module in modules if module.startswith(f"{layer}.")]
         meant = f" Did you mean {layer}.*?" if inner else ""
         raise RefusedError(
-            f"trainer.layer_decay.layers=[{','.join(patterns)}] matches one module, {layer}, and a rate that falls "
-            f"from layer to layer needs several, as in {LAYER_DECAY_EXAMPLE}.{meant}"
+            f"matches one module, {layer}, and a rate that falls from layer to layer needs several, as in "
+            f"{LAYER_DECAY_EXAMPLE}.{meant}",
+            key="trainer.layer_decay.layers",
+            value=f"[{','.join(patterns)}]",
         )
     return list(layers)
 

@@ -61,7 +61,9 @@ class PlateauProgress:
         schedule = self.schedule
         if schedule.monitor not in metrics:
             raise DdpexpError(
-                f"scheduler.monitor={schedule.monitor} names no metric of the evaluation: it has {', '.join(metrics)}."
+                f"names no metric of the evaluation: it has {', '.join(metrics)}",
+                key="scheduler.monitor",
+                value=schedule.monitor,
             )
         if step < schedule.first_step(num_steps):
             return

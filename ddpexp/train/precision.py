@@ -127,9 +127,11 @@ class Precision:
         else:
             if any(p.grad is not None and p.grad.dtype == torch.float16 for p in fresh):
                 raise DdpexpError(
-                    "trainer.precision=fp16 computes in fp16 with weights in fp32, and the model has weights in "
-                    "fp16, whose gradients would be too small for it. Build the model in fp32, or use "
-                    "trainer.precision=fp32."
+                    "computes in fp16 with weights in fp32, and the model has weights in fp16, whose "
+                    "gradients would be too small for it",
+                    key="trainer.precision",
+                    value="fp16",
+                    suggestion="Build the model in fp32, or use trainer.precision=fp32.",
                 )
             self._check(fresh, (self._gradient_weight / self._scale.value.double()).float())
         self._nonfinite = self._gradients.on_any_rank(self._nonfinite)

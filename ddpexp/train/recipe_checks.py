@@ -78,7 +78,9 @@ def check_splits(splits: Any, target: str) -> Splits:
 
 def _adapted(part: Any, name: str, data: str) -> IndexData | Stream:
     if isinstance(part, DataLoader):
-        raise RefusedError(f"{data}: `{name}` is a DataLoader: return its data set; ddpexp makes the batches.")
+        raise RefusedError(
+            f"{data}: `{name}` is a DataLoader", suggestion="Return its data set; ddpexp makes the batches."
+        )
     found = adapted(part)
     if found is None:
         kind = type(part).__name__
@@ -93,7 +95,9 @@ def _adapted(part: Any, name: str, data: str) -> IndexData | Stream:
             hint = ""
         raise RefusedError(f"{data}: `{name}` is a {kind}: a data set needs __len__ and __getitem__ (map-style).{hint}")
     if isinstance(found, IndexData) and (lacks := found.lacks):
-        raise RefusedError(f"{data}: `{name}` is {type(part).__name__}, an IndexData without {lacks}: add it.")
+        raise RefusedError(
+            f"{data}: `{name}` is {type(part).__name__}, an IndexData without {lacks}", suggestion="Add it."
+        )
     if not isinstance(found, Stream) and len(found) == 0:
         raise RefusedError(f"{data} returned no samples for `{name}`.")
     return found
@@ -114,8 +118,8 @@ def check_takes_directory(function: Callable[..., Any], keys: Iterable[str], nam
         signature.bind("", **dict.fromkeys(keys))
     except TypeError:
         raise RefusedError(
-            f"{named_by}: a logger gets the run directory before its keys: write def "
-            f"__init__({', '.join(['self', 'run_dir', *keys])})."
+            f"{named_by}: a logger gets the run directory before its keys",
+            suggestion=f"Write def __init__({', '.join(['self', 'run_dir', *keys])}).",
         ) from None
 
 
@@ -128,8 +132,8 @@ def check_logger(logger: Any, named_by: str) -> Logger:
     for method, arguments in _LOGGER_METHODS.items():
         if not callable(getattr(logger, method, None)):
             raise RefusedError(
-                f"{named_by}: {type(logger).__name__} has no method {method}, so it is not a logger: derive it from "
-                "ddpexp.loggers.base.Null, and define what it records."
+                f"{named_by}: {type(logger).__name__} has no method {method}, so it is not a logger",
+                suggestion="Derive it from ddpexp.loggers.base.Null, and define what it records.",
             )
         check_signature(getattr(logger, method), method, arguments)
     if isinstance(logger, Truncatable):
@@ -146,11 +150,14 @@ def check_callback(callback: Any, named_by: str) -> Callback:
     """
     kind = type(callback)
     if not isinstance(callback, Callback):
-        raise RefusedError(f"{named_by}: {kind.__name__} is not a callback: derive it from ddpexp.Callback.")
+        raise RefusedError(
+            f"{named_by}: {kind.__name__} is not a callback", suggestion="Derive it from ddpexp.Callback."
+        )
     if callback.rank_zero_only and callback.communicates:
         raise RefusedError(
-            f"{named_by}: {kind.__name__} sets rank_zero_only and communicates, and rank zero alone would wait for the "
-            "others forever. Leave one of them out."
+            f"{named_by}: {kind.__name__} sets rank_zero_only and communicates, and rank zero alone would "
+            "wait for the others forever",
+            suggestion="Leave one of them out.",
         )
     for name in dir(kind):
         if name.startswith("on_") and not hasattr(Callback, name):
@@ -160,8 +167,9 @@ def check_callback(callback: Any, named_by: str) -> Callback:
     if saves is not loads:
         there, missing = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
         raise RefusedError(
-            f"{named_by}: {kind.__name__} has {there} and no {missing}, so a resumed run would lose its state: "
-            f"write def {missing}({', '.join(['self', *_CALLBACK_METHODS[missing]])}), or leave {there} out."
+            f"{named_by}: {kind.__name__} has {there} and no {missing}, so a resumed run would lose its state",
+            suggestion=f"Write def {missing}({', '.join(['self', *_CALLBACK_METHODS[missing]])}), or leave "
+            f"{there} out.",
         )
     for name, arguments in _CALLBACK_METHODS.items():
         check_signature(getattr(callback, name), name, arguments)
@@ -179,14 +187,18 @@ def check_model(model: Any, target: str, trains: bool) -> Any:
     if wrong or not modules:
         within = " in a mapping" if isinstance(model, Mapping) and wrong else ""
         raise RefusedError(
-            f"model._target_={target} returned {shown(wrong[0] if wrong else model)}{within}, where a torch.nn.Module, "
-            "or a mapping of them, belongs."
+            f"returned {shown(wrong[0] if wrong else model)}{within}, where a torch.nn.Module, or a mapping "
+            "of them, belongs",
+            key="model._target_",
+            value=target,
         )
     parameters = [parameter for module in modules for parameter in module.parameters()]
     if trains and parameters and not any(parameter.requires_grad for parameter in parameters):
         raise RefusedError(
-            f"model._target_={target} returned a model of which no parameter requires a gradient, so there is nothing "
-            "to train: leave requires_grad of those to be trained as it is, true."
+            "returned a model of which no parameter requires a gradient, so there is nothing to train",
+            key="model._target_",
+            value=target,
+            suggestion="Leave requires_grad of those to be trained as it is, true.",
         )
     return model
 
@@ -206,13 +218,18 @@ def check_task(task: Any, target: str, evaluates: bool) -> None:
     elif not isinstance(task, HasTrainStep):
         made = "None" if task is None else f"a {_located(type(task))}"
         raise RefusedError(
-            f"task._target_={target} gave {made} without the method step(self, model, batch), which returns {SUMS}: "
-            "see ddpexp.task.Task."
+            f"gave {made} without the method step(self, model, batch), which returns {SUMS}",
+            key="task._target_",
+            value=target,
+            suggestion="See ddpexp.task.Task.",
         )
     elif evaluates:
         raise RefusedError(
-            f"task._target_={target} gave a {_located(type(task))} with a train_step and without the method step(self, "
-            "model, batch), which evaluations call. Add it, or set trainer.eval_every=0."
+            f"gave a {_located(type(task))} with a train_step and without the method step(self, model, "
+            "batch), which evaluations call",
+            key="task._target_",
+            value=target,
+            suggestion="Add it, or set trainer.eval_every=0.",
         )
 
 
@@ -224,8 +241,10 @@ def check_train_step(task: Any, strategy: Options) -> None:
     """
     if isinstance(task, HasTrainStep) and not strategy.supports_train_step:
         raise RefusedError(
-            f"strategy={strategy.kind} does not support a task with a train_step, which decides by itself when "
-            "gradients are computed and used. Use strategy=ddp, or a task with the method step alone."
+            "does not support a task with a train_step, which decides by itself when gradients are computed and used",
+            key="strategy",
+            value=strategy.kind,
+            suggestion="Use strategy=ddp, or a task with the method step alone.",
         )
 
 
@@ -239,8 +258,8 @@ def check_signature(method: Callable[..., Any], name: str, arguments: Sequence[s
         inspect.signature(method).bind(*arguments)
     except TypeError:
         raise RefusedError(
-            f"{named(method)} cannot be called with ({', '.join(arguments)}): write def "
-            f"{name}({', '.join(['self', *arguments])})."
+            f"{named(method)} cannot be called with ({', '.join(arguments)})",
+            suggestion=f"Write def {name}({', '.join(['self', *arguments])}).",
         ) from None
     except ValueError:
         return  # a builtin without a signature

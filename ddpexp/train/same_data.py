@@ -48,8 +48,9 @@ def check_same_data(
     if "data" not in context.experiment.run.allow_changes:
         raise RefusedError(
             f"{relative(context.run.path)}: {change}, so the steps to come would see other samples than the steps so "
-            "far. Make the same data available, type run.allow_changes=[data] to resume with this, or start a new "
-            "run with another run.dir."
+            "far",
+            suggestion="Make the same data available, type run.allow_changes=[data] to resume with this, or start a "
+            "new run with another run.dir.",
         )
     context.log.info(f"{change} (run.allow_changes=[data]): {steps_per_epoch:,} steps an epoch from here on")
     return {"data_changes": [*history, change]}

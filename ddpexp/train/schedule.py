@@ -111,13 +111,17 @@ class MultiStep(Warmup):
         Raises:
             RefusedError: they are neither fractions nor steps, or not in order.
         """
-        shown = f"scheduler.milestones=[{','.join(f'{value:.15g}' for value in self.milestones)}]"
+        key, shown = "scheduler.milestones", f"[{','.join(f'{value:.15g}' for value in self.milestones)}]"
         shares = [value for value in self.milestones if 0 < value < 1]
         steps = [value for value in self.milestones if value >= 1 and float(value).is_integer()]
         if len(self.milestones) not in (len(shares), len(steps)):
-            raise RefusedError(f"{shown}: use fractions of all steps, such as [0.5,0.75], or steps, such as [300,600].")
+            raise RefusedError(
+                key=key,
+                value=shown,
+                suggestion="Use fractions of all steps, such as [0.5,0.75], or steps, such as [300,600].",
+            )
         if any(one >= other for one, other in pairwise(self.milestones)):
-            raise RefusedError(f"{shown}: each must come after the one before.")
+            raise RefusedError("is not in ascending order", key=key, value=shown)
 
     def after_warmup(self, step: int, first: int, num_steps: int) -> float:
         """Return the factor at a step from `first` on."""

@@ -218,18 +218,19 @@ def check_unchanged(
     for old, new in zip(before, gradients_of(parameters), strict=True):
         if old is not new and (old is None or new is None or old[0] is not new[0] or old[1] != new[1]):
             raise DdpexpError(
-                f"{named(step)} runs the backward pass itself{line_of(step, '.backward(')}, and the loop runs it too, "
-                "with the loss that is returned: gradients would be added twice. Return the loss without calling "
-                "backward(). A task that needs several backward passes has a train_step: see ddpexp.task.HasTrainStep."
+                f"{named(step)} runs the backward pass itself{line_of(step, '.backward(')}, and the loop runs "
+                "it too, with the loss that is returned: gradients would be added twice",
+                suggestion="Return the loss without calling backward(). A task that needs several backward "
+                "passes has a train_step: see ddpexp.task.HasTrainStep.",
             )
 
 
 def own_backward(step: Callable[..., Any]) -> DdpexpError:
     """Return the error for a train_step whose gradients are not of `update.backward`."""
     return DdpexpError(
-        f"{named(step)} calls update.apply with gradients of a backward pass of its own"
-        f"{line_of(step, '.backward(')}: they are not divided by the count over the global batch. Call "
-        "update.backward(loss_sum, count) in place of loss.backward()."
+        f"{named(step)} calls update.apply with gradients of a backward pass of its "
+        f"own{line_of(step, '.backward(')}: they are not divided by the count over the global batch",
+        suggestion="Call update.backward(loss_sum, count) in place of loss.backward().",
     )
 
 
@@ -323,5 +324,6 @@ def check_names(chosen: Sequence[str], applied: Sequence[str], optimizers: Mappi
     if again:
         raise DdpexpError(
             f"the task's train_step calls update.apply for the optimizer {again[0]!r} twice with the same "
-            "gradients, which would take the step twice. Go through a micro-batch in between, or call it once."
+            "gradients, which would take the step twice",
+            suggestion="Go through a micro-batch in between, or call it once.",
         )

@@ -67,7 +67,9 @@ class OptimizerRates:
         try:
             self._schedule = _build(node, self._shadow, schedule.trust, "scheduler.schedule")
         except (TypeError, ValueError) as error:
-            raise RefusedError(f"scheduler.schedule._target_={node['_target_']} cannot be built: {error}.") from None
+            raise RefusedError(
+                f"cannot be built: {error}", key="scheduler.schedule._target_", value=node["_target_"]
+            ) from None
         self._built = _plain(self._schedule.state_dict())
 
     def advance(self, count: int) -> None:
@@ -82,7 +84,7 @@ class OptimizerRates:
                 self._schedule.step()
             except ValueError as error:
                 raise DdpexpError(
-                    f"scheduler.schedule: {type(self._schedule).__name__} ended before the run: {error}"
+                    f"{type(self._schedule).__name__} ended before the run: {error}", key="scheduler.schedule"
                 ) from None
             self._count += 1
 

@@ -36,11 +36,15 @@ def _check(value: Any, key: str) -> None:
     target = value.get("_target_") if isinstance(value, Mapping) else None
     if not isinstance(target, str) or not target.startswith(MODULE):
         raise RefusedError(
-            f"{key}._target_={target}: use one of {MODULE[:-1]}, such as {MODULE}StepLR. A schedule of your own is "
-            "scheduler._target_=mine.Schedule."
+            key=f"{key}._target_",
+            value=target,
+            suggestion=f"Use one of {MODULE[:-1]}, such as {MODULE}StepLR. A schedule of your own is "
+            "scheduler._target_=mine.Schedule.",
         )
     if target == f"{MODULE}ReduceLROnPlateau":
-        raise RefusedError(f"{key}._target_={target}: scheduler=plateau does the same. Use it in its place.")
+        raise RefusedError(
+            "does what scheduler=plateau does", key=f"{key}._target_", value=target, suggestion="Use scheduler=plateau."
+        )
     inner = value.get("schedulers", ())
     for number, node in enumerate(inner if isinstance(inner, Sequence) else ()):
         _check(node, f"{key}.schedulers[{number}]")

@@ -100,8 +100,9 @@ def _check_items(part: IndexData | Stream, name: str, key: str) -> None:
     if isinstance(part, Stream) or not part.has_samples:
         kind = "Stream" if isinstance(part, Stream) else kind_of(part.origin([0])[0])
         raise RefusedError(
-            f"{key}: `{name}` is a {kind}, which does not load single samples: it needs "
-            f"__getitem__. Use {key}=null, and change the batches where they are made, in the data set or in the task."
+            f"`{name}` is a {kind}, which does not load single samples: it needs __getitem__",
+            key=key,
+            suggestion=f"Use {key}=null, and change the batches where they are made, in the data set or in the task.",
         )
 
 
@@ -114,8 +115,9 @@ def _check_images(part: IndexData, name: str, key: str, nodes: Sequence[Node]) -
         return
     if not nodes:
         raise RefusedError(
-            f"data.collate gets the images of `{name}` as they are stored, of many sizes: name a transform of your own "
-            f"for them too, {key}, which makes tensors of one size."
+            f"gets the images of `{name}` as they are stored, of many sizes",
+            key="data.collate",
+            suggestion=f"Name a transform of your own for them too, {key}, which makes tensors of one size.",
         )
     options = images.options
     own = {
@@ -124,7 +126,9 @@ def _check_images(part: IndexData, name: str, key: str, nodes: Sequence[Node]) -
     }  # fmt: skip
     used = next((option for option, value in own.items() if value), None)
     if key == "data.transform" and used is not None:
-        raise RefusedError(f"data.transform takes the place of all changes of training images: leave out {used}.")
+        raise RefusedError(
+            "takes the place of all changes of training images", key="data.transform", suggestion=f"Leave out {used}."
+        )
 
 
 def _places(key: str, nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
@@ -139,6 +143,8 @@ def _function(node: Node, trust: Trust, where: str) -> Callable[[Any], Any]:
         return partial(found, **node.kwargs)
     instance = instantiate(node, trust, where)
     if not callable(instance):
-        raise RefusedError(f"{where}._target_={node.target} makes a {type(instance).__name__}, which cannot be called.")
+        raise RefusedError(
+            f"makes a {type(instance).__name__}, which cannot be called", key=f"{where}._target_", value=node.target
+        )
     called: Callable[[Any], Any] = instance
     return called

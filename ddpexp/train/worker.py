@@ -177,10 +177,10 @@ def build(context: RunContext) -> Built:
         inputs |= check_same_data(context, newest, inputs["data"], batches.steps_per_epoch)
     num_steps = count_steps(trainer, batches.steps_per_epoch)
     if newest is not None and newest.step > num_steps:
-        raise RefusedError(
-            f"the run is at step {newest.step} and would end after step {num_steps} with this trainer.max_steps and "
-            "trainer.epochs: increase them, or evaluate the run as it is."
+        reason = (
+            f"the run is at step {newest.step}, and trainer.max_steps or trainer.epochs ends it at step {num_steps}"
         )
+        raise RefusedError(reason, suggestion="Increase them, or evaluate the run as it is.")
 
     logger = build_logger(context, num_steps)
     recorded = truncate_records(run, logger, newest)
@@ -263,15 +263,16 @@ def fit(context: RunContext, built: Built) -> None:
         built.checkpointer.drain()
         words = ["resume", shortest(context.run.path), *typed_arguments(context.run), error.override]
         raise DdpexpError(
-            f"{error} Step {loop.state.step} is saved; resume from it with another metric: python -m ddpexp "
-            f"{shlex.join(words)}"
+            f"{error} Step {loop.state.step} is saved",
+            suggestion=f"Resume from it with another metric: python -m ddpexp {shlex.join(words)}",
         ) from None
     except MetricError as error:
         built.checkpointer.drain()
         control.set_phase("evaluate")
         words = ["resume", shortest(context.run.path), *typed_arguments(context.run)]
         raise DdpexpError(
-            f"{error} Step {loop.state.step} is saved; correct that and resume: python -m ddpexp {shlex.join(words)}"
+            f"{error} Step {loop.state.step} is saved",
+            suggestion=f"Correct that and resume: python -m ddpexp {shlex.join(words)}",
         ) from error
     except (Exception, SystemExit):
         built.checkpointer.drain()
@@ -358,7 +359,7 @@ def _read_configuration(run: RunDir, digest: str | None) -> str:
     """
     raw = run.config.read_bytes()
     if digest is not None and hashlib.sha256(raw).hexdigest() != digest:
-        raise RefusedError(f"{run.config} has changed since the command read it: do not edit it while a run starts.")
+        raise RefusedError("has changed since the command read it: do not edit it while a run starts", place=run.config)
     return raw.decode()
 
 

@@ -17,6 +17,7 @@ from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
 from ddpexp.settings.run import Run
 from tests.conftest import ROOT
+from tests.refusals import refused
 
 SAMPLES = ROOT / "tests/samples/stopped"
 RUN = build(Run, {"dir": str(SAMPLES), "init_from": str(SAMPLES)}, "run")
@@ -26,10 +27,10 @@ def found(**changes: Any) -> Path:
     return find(replace(RUN, **changes), pytest.fail)
 
 
-def refused(**changes: Any) -> str:
+def refusal(**changes: Any) -> str:
     with pytest.raises(RefusedError) as caught:
         found(**changes)
-    assert str(caught.value).startswith("run.init_from=")
+    assert str(caught.value).startswith("run.init_")
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -38,14 +39,12 @@ def test_a_checkpoint_of_a_run_is_chosen() -> None:
     newest = found()
     assert newest.name.startswith("step-")
     assert found(init_checkpoint=int(newest.name.removeprefix("step-"))) == newest
-    assert "there is no intact checkpoint of that step. There are those of " in refused(init_checkpoint=999)
-    assert "that run keeps no best checkpoint, which needs trainer.keep_best" in refused(init_checkpoint="best")
+    assert "has no intact checkpoint of that step" in refusal(init_checkpoint=999)
+    assert "keeps no best checkpoint" in refusal(init_checkpoint="best")
     assert found(init_weights="ema") == newest
     without = str(ROOT / "tests/samples/mnist")
-    assert "holds no average of the weights. Use run.init_weights=raw." in refused(
-        init_from=without, init_weights="ema"
-    )
-    assert refused(init_from=str(newest), init_checkpoint=3).endswith(
+    assert "Use run.init_weights=raw." in refusal(init_from=without, init_weights="ema")
+    assert refusal(init_from=str(newest), init_checkpoint=3).endswith(
         f"{newest.name} is a single checkpoint. Leave it out."
     )
 
@@ -53,24 +52,22 @@ def test_a_checkpoint_of_a_run_is_chosen() -> None:
 def test_what_is_no_run_has_no_best_and_no_average(tmp_path: Path) -> None:
     shutil.copy(found() / "model.safetensors", tmp_path)
     assert found(init_from=str(tmp_path)) == tmp_path
-    assert "is no run directory. Leave it out." in refused(init_from=str(tmp_path), init_checkpoint="best")
-    assert "run.init_weights=ema: that is for a run or a checkpoint" in refused(
-        init_from=str(tmp_path), init_weights="ema"
-    )
+    assert "is not a run directory" in refusal(init_from=str(tmp_path), init_checkpoint="best")
+    assert "run.init_weights=ema " in refusal(init_from=str(tmp_path), init_weights="ema")
 
 
 @pytest.mark.parametrize("name", ["", "adapter_model.safetensors", "adapter_model.bin"])
 def test_adapters_of_peft_are_refused_with_how_to_merge_them(tmp_path: Path, name: str) -> None:
     for file in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
         (tmp_path / file).write_text("{}")
-    with pytest.raises(RefusedError, match=r"^x: \S+ holds adapters of the peft library, .* name the folder merged\.$"):
+    with refused(": merge_and_unload"):
         check_usable(tmp_path / name, "x", converts=True)
 
 
 def test_names_are_looked_up_before_workers_start() -> None:
-    sentence = refused(init_rename={"encodr": "encoder"})
-    assert "run.init_rename={encodr: encoder}: encodr matches none of the " in sentence
-    assert "a.* has 1 * and b 0." in refused_selection()
+    sentence = refusal(init_rename={"encodr": "encoder"})
+    assert "run.init_rename={encodr: encoder} " in sentence
+    assert "same number of *" in refused_selection()
 
 
 def refused_selection() -> str:
@@ -79,14 +76,14 @@ def refused_selection() -> str:
     return str(caught.value)
 
 
-def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_that_was_named_is_refusal(tmp_path: Path) -> None:
     run = shutil.copytree(SAMPLES, tmp_path / "run")
     newest = max((run / "checkpoints").glob("step-*"))
     step = int(newest.name.removeprefix("step-"))
     data = bytearray((newest / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (newest / "model.safetensors").write_bytes(data)
-    assert "is damaged: model.safetensors is damaged" in refused(init_from=str(run), init_checkpoint=step)
+    assert "is damaged: model.safetensors is damaged" in refusal(init_from=str(run), init_checkpoint=step)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from ddpexp.checkpoint.writer import CheckpointError, Content, Writer
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.strategy.base import Shard
+from tests.refusals import refused
 
 ALONE = World(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 
@@ -122,9 +123,7 @@ def test_several_models_have_a_file_each(tmp_path: Path) -> None:
     others = {"left": nn.Linear(2, 2), "right": nn.Linear(2, 3)}
     load_weights(others, folder, "evaluate")
     assert weights_sha256(others) == weights_sha256(models)
-    with pytest.raises(
-        RefusedError, match=r"is one file, but there are several models: name the checkpoint's folder\.$"
-    ):
+    with refused("evaluate"):
         load_weights(others, folder / "left.safetensors", "evaluate")
 
 
@@ -183,7 +182,7 @@ def test_plain_values_come_back_as_they_were() -> None:
     assert found.pop("deep")["t"] is value.pop("deep")["t"]
     assert found == value
     assert math.isnan(decode(encode(math.nan, {}), tensors.__getitem__))
-    with pytest.raises(DdpexpError, match=r"^a/b is a builtins\.object, which a checkpoint cannot hold"):
+    with refused("a/b", DdpexpError):
         encode({"a": {"b": object()}}, {})
     with pytest.raises(RefusedError, match="holds a 'call'"):
         decode({"$": "call", "value": "os.system"}, tensors.__getitem__)
@@ -307,9 +306,7 @@ def test_a_folder_that_vanishes_before_it_counts_is_no_checkpoint(
     monkeypatch.setattr("ddpexp.checkpoint.writer._PAUSE_SECONDS", 0.01)
     writer = Lost(tmp_path, ALONE)
     writer.save(1, Content({"model": nn.Linear(2, 2).state_dict()}))
-    with pytest.raises(
-        CheckpointError, match=r"^the checkpoint of step 1 could not be written in .*: No such file or directory"
-    ):
+    with refused("written", CheckpointError):
         writer.wait(end=True)
     assert scan(tmp_path).complete == []
 
@@ -318,7 +315,7 @@ def test_an_error_while_rank_zero_waits_is_no_finished_save(tmp_path: Path) -> N
     writer = Fails(tmp_path, ALONE)
     writer._world = replace(ALONE, world_size=2)  # whose other rank never comes to it
     writer.save(1, Content({"model": nn.Linear(2, 2).state_dict()}))
-    with pytest.raises(CheckpointError, match=r"^the checkpoint of step 1 could not be written in .*: MemoryError"):
+    with refused("memoryerror", CheckpointError):
         writer.wait(end=True)
 
 

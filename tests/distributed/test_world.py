@@ -12,6 +12,7 @@ from ddpexp.errors import DdpexpError, RefusedError, WorkerError
 from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from tests.conftest import Call
+from tests.refusals import is_about, refused
 
 ENTRY = """\
 import os
@@ -91,29 +92,19 @@ def test_a_collective_refuses_what_is_not_on_the_device_of_the_world(operation: 
         "all_gather": ([torch.zeros(2, device="meta"), here], torch.zeros(2, device="meta")),
         "all_to_all": (torch.zeros(2, device="meta"), here), "send": (here, 0), "receive": (here, 0),
     }  # fmt: skip
-    with pytest.raises(DdpexpError) as refused:
+    with pytest.raises(DdpexpError) as caught:
         getattr(world, operation)(*others.get(operation, (here,)))
-    assert str(refused.value) == (
-        f"World.{operation} was given a tensor on cpu, and the workers communicate what is on their device, meta on "
-        "rank 1: move it there first, with tensor.to(world.device)."
-    )
+    assert is_about(caught.value, "communicate")
 
 
 def test_a_worker_that_cannot_have_its_gpu_is_refused_with_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         World.join(Layout(1, 1, "cuda", "nccl", 1), environ={**ALONE, "DDPEXP_GPU": "3"})
-    assert str(refused.value) == (
-        "rank 0 uses GPU 3, counted from 0, but CUDA shows it 0 GPUs (CUDA_VISIBLE_DEVICES=). Use a smaller "
-        "trainer.gpus, or change what is visible; `nvidia-smi -L` lists the GPUs."
-    )
+    assert is_about(caught.value, "counted")
 
 
 def test_a_fork_that_cannot_use_cuda_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    with pytest.raises(
-        RefusedError,
-        match=r"rank 0 was forked from a process that had initialised CUDA, .*"
-        r"launcher=spawn launcher\.start_method=spawn",
-    ):
+    with refused("initialised"):
         World.join(Layout(1, 1, "cuda", "nccl", 1), environ=ALONE)

@@ -19,6 +19,7 @@ from ddpexp.doctor.job import Diagnosis, ElsewhereError
 from ddpexp.doctor.judge import judge
 from ddpexp.errors import Failure, RefusedError, WorkerError
 from tests.conftest import Ddpexp, finish
+from tests.refusals import refused
 from tests.typed import call
 
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
@@ -59,9 +60,7 @@ def test_under_torchrun_one_rank_reports_for_all(ddpexp: Ddpexp) -> None:
 def test_what_a_run_would_refuse_is_bad(ddpexp: Ddpexp) -> None:
     done = ddpexp("doctor", "trainer.device=cuda")
     assert done.code == 1
-    assert (
-        "bad       workers       a run would be refused: trainer.device=cuda, but this machine shows no GPU" in done.out
-    )
+    assert "bad       workers       a run would be refused: trainer.device=cuda needs a GPU" in done.out
     assert "good      scheduler" in done.out  # the rest is examined
     assert "1 bad in" in done.out.splitlines()[-1]
 
@@ -105,17 +104,17 @@ def test_under_srun_one_task_reports_for_all(ddpexp: Ddpexp) -> None:
 @pytest.mark.parametrize(
     ("argv", "answer"),
     [
-        (["--jsn"], "doctor --jsn: no such option. Did you mean --json?"),
+        (["--jsn"], "doctor --jsn"),
         (["what"], "what is neither an override"),
-        (["-m", "trainer.seed=1,2"], "doctor -m: it takes one run."),
-        (["trainer.gpu=2"], "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
+        (["-m", "trainer.seed=1,2"], "doctor -m"),
+        (["trainer.gpu=2"], "trainer.gpu is not a known key"),
         (["trainer.precision=fp31"], "trainer.precision=fp31"),
     ],
 )
 def test_wrong_arguments_are_refused(argv: list[str], answer: str) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         doctor(call("doctor", *argv))
-    assert str(refused.value).startswith(answer)
+    assert str(caught.value).startswith(answer)
 
 
 @pytest.fixture
@@ -150,7 +149,7 @@ def test_why_nothing_was_measured_is_a_line(
 
 def test_a_launcher_that_starts_further_commands_is_not_followed(job: Diagnosis) -> None:
     for refuse in (job.create, job.described):
-        with pytest.raises(ElsewhereError, match="would start further commands"):
+        with refused("further", ElsewhereError):
             refuse()
 
 

@@ -15,7 +15,8 @@ import pexpect
 import pytest
 
 from ddpexp.errors import RefusedError
-from ddpexp.run.directory import RunDir, check_no_links
+from ddpexp.run.directory import RunDir
+from ddpexp.run.links import check_no_links
 from tests.conftest import PATIENCE, Done
 from tests.faults.harness import faulted
 from tests.points import Recipe

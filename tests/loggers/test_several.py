@@ -194,7 +194,7 @@ def test_what_is_no_choice_of_loggers_is_refused(recipe: Recipe, overrides: list
 def test_an_object_that_is_no_logger_is_refused(recipe: Recipe) -> None:
     done = recipe("logger=deaf", "trainer.gpus=1")
     assert done.code == 2
-    assert "logger.deaf._target_=points.Deaf: Deaf has no method scalars, so it is not a logger: derive it" in done.err
+    assert "logger.deaf._target_=points.Deaf: Deaf has no method scalars, so it is not a logger" in done.err
 
 
 def test_only_loggers_that_can_be_truncated_are_called() -> None:

@@ -10,10 +10,10 @@ import torch
 
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
-from ddpexp.errors import RefusedError
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.rate_curves import curves_of, shown_steps
 from ddpexp.plan.schedule_plot import draw, sketch
+from tests.refusals import refused
 from tests.typed import call
 
 
@@ -81,5 +81,5 @@ def test_the_file_of_a_picture_may_be_left_out(words: str, plot: str | None, res
 
 
 def test_another_kind_of_file_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"^plan --plot-schedule lr\.svg: it draws a PNG: name a file that ends"):
+    with refused("lr.svg"):
         PlanArguments.of([], {"--plot-schedule": "lr.svg"})

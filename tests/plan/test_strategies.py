@@ -28,6 +28,7 @@ from ddpexp.strategy.fsdp.estimator import FSDPEstimator
 from ddpexp.train.activation_checkpointing import outermost
 from tests.conftest import SMALL, Ddpexp
 from tests.fitting import TRAINER
+from tests.refusals import is_about, refused
 from tests.strategy.fsdp.ranks import OPTIONS, Net
 
 MB = 1_000_000
@@ -182,8 +183,8 @@ def test_what_does_not_fit_is_refused_with_what_takes_less() -> None:
     check_fits(outcome("strategy=ddp"), 1.0)
     with pytest.raises(RefusedError) as caught:
         check_fits(outcome("strategy=ddp"), 0.1)
-    assert "more than --memory_gb=0.1 (100 MB): try strategy=fsdp, strategy.shard_optimizer=true, " in str(caught.value)
-    with pytest.raises(RefusedError, match=r"try strategy\.init=replay strategy\.gather_in_evaluation=false, "):
+    assert is_about(caught.value, "shard")
+    with refused("replay"):
         check_fits(outcome("strategy=fsdp", facts=replace(FACTS, activations_bytes=0, optimizer_bytes=0)), 0.04)
 
 
@@ -200,7 +201,7 @@ def test_a_strategy_that_is_refused_stays_in_the_comparison_with_its_reason() ->
     assert typed[-2] == {"overrides": "strategy=pipeline", "refused": "not so"}
     with pytest.raises(RefusedError, match=r"^not so$"):
         compare(arguments, lambda runs, _: [RefusedError("not so") for _ in runs])
-    with pytest.raises(RefusedError, match=r"^plan --strategies --calibrate: it measures one run"):
+    with refused("calibrate"):
         compare(replace(arguments, calibrate=True), plans)
 
 

@@ -10,11 +10,12 @@ import pytest
 
 from ddpexp.config.parse import parse
 from ddpexp.config.stored import override_file
-from ddpexp.errors import Failure, RefusedError
+from ddpexp.errors import Failure
 from ddpexp.run import alerts
 from ddpexp.system.yaml_text import load_yaml
 from tests.conftest import ROOT
 from tests.loggers.remote.receiver import receiver
+from tests.refusals import refused
 
 CONFIG = "logger:\n  alert_url: ${oc.env:SLACK_WEBHOOK}\n"
 
@@ -55,13 +56,13 @@ def test_a_hook_that_never_answers_costs_a_bounded_time(
 @pytest.mark.parametrize(
     ("value", "environ", "sentence"),
     [
-        ("https://hooks.example.com/T0/B0/key", {}, "is a secret, which would stand in config.yaml"),
-        ("https://evil.example/${oc.env:AWS_SECRET_ACCESS_KEY}", {}, "is a secret, which would stand in config.yaml"),
-        ("${oc.env:PLACE}", {"PLACE": "https://hooks.example.com/x"}, "cannot see that PLACE holds a secret"),
+        ("https://hooks.example.com/T0/B0/key", {}, "logger.alert_url: stand"),
+        ("https://evil.example/${oc.env:AWS_SECRET_ACCESS_KEY}", {}, "logger.alert_url: stand"),
+        ("${oc.env:PLACE}", {"PLACE": "https://hooks.example.com/x"}, "logger.alert_url: secret"),
     ],
 )
 def test_an_address_that_would_be_printed_is_refused(value: str, environ: dict[str, str], sentence: str) -> None:
-    with pytest.raises(RefusedError, match=sentence):
+    with refused(sentence):
         alerts.check(f"logger:\n  alert_url: {value}\n", environ)
 
 
@@ -84,7 +85,7 @@ def test_a_resumed_run_keeps_the_reference_whatever_loggers_it_chooses(
     _, typed = override_file(config, ["logger.alert_url=${oc.env:SLACK_WEBHOOK}"], kept)
     assert load_yaml(typed)["logger"]["alert_url"] == "${oc.env:SLACK_WEBHOOK}"
     config.write_text(typed)
-    with pytest.raises(RefusedError, match=r"logger.alert_url=.*a reference to the environment"):
+    with refused(": reference"):
         override_file(config, ["logger=csv"], kept)
     values, chosen = override_file(config, ["logger=csv", "run.trust=[oc.env:SLACK_WEBHOOK]"], kept)
     assert load_yaml(chosen)["logger"] == {"csv": {"_target_": "csv"}, "alert_url": "${oc.env:SLACK_WEBHOOK}"}

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp import __version__
 from ddpexp.checkpoint.format import newest_checkpoint
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Layout
@@ -20,6 +19,7 @@ from ddpexp.run.directory import RunDir, create, remove
 from ddpexp.system import files
 from ddpexp.system.files import write
 from tests.conftest import PATIENCE
+from tests.refusals import is_about, refused
 
 LAYOUT = Layout(nodes=1, world_size=4, device="cpu", backend="gloo", threads=2)
 
@@ -101,13 +101,13 @@ def test_a_directory_that_holds_something_is_refused_and_left_alone(here: Path) 
     Path("full/mine.txt").write_text("x")
     Path("file").write_text("x")
     for name, sentence in {
-        "full": "run.dir=full exists and is not empty: choose another one, or remove it.",
-        "file": "run.dir=file is a file, and a run needs a folder: choose another name.",
-        "/dev/null": "run.dir=/dev/null is a file, and a run needs a folder: choose another name.",
+        "full": "run.dir=full exists and is not empty",
+        "file": "run.dir=file is a file, and a run needs a folder",
+        "/dev/null": "run.dir=/dev/null is a file, and a run needs a folder",
     }.items():
         with pytest.raises(RefusedError) as caught:
             create(name, "mnist")
-        assert str(caught.value) == sentence
+        assert str(caught.value).startswith(sentence)
     assert sorted(os.listdir("full")) == ["mine.txt"]
 
 
@@ -116,10 +116,9 @@ def test_a_place_where_nothing_can_be_made_is_refused_with_the_reason(here: Path
     for name in ("file/run", "file/deep/run"):
         with pytest.raises(RefusedError) as caught:
             create(name, "mnist")
-        reason = "Not a directory"
-        assert str(caught.value) == f"run.dir={name} cannot be made: {reason}. Choose another place with run.dir=... ."
+        assert is_about(caught.value, f"run.dir={name}: Not a directory")
     Path("outputs").write_text("x")
-    with pytest.raises(RefusedError, match=r"cannot be made: Not a directory\."):
+    with refused("run.dir=file/run: Not a directory"):
         create(None, "mnist")
 
 
@@ -176,7 +175,7 @@ def test_a_missing_or_damaged_file_is_refused(tmp_path: Path, text: str | None) 
 @pytest.mark.parametrize("manifest", [{}, {"world": 3}, {"world": {"nodes": 1}}], ids=str)
 def test_a_manifest_without_a_layout_is_refused(tmp_path: Path, manifest: dict[str, object]) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, **manifest}))
-    with pytest.raises(RefusedError, match=r"is not a run directory: manifest\.json "):
+    with refused(": manifest"):
         RunDir(tmp_path).layout()
 
 
@@ -187,7 +186,7 @@ def test_the_newest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> Non
         if complete:
             (folder / "checkpoint.json").write_text("{}")
     assert newest_checkpoint(tmp_path).name == "step-00000200"
-    with pytest.raises(RefusedError, match="holds no complete checkpoint"):
+    with refused("nowhere"):
         newest_checkpoint(tmp_path / "nowhere")
 
 
@@ -222,7 +221,7 @@ def test_a_name_that_would_hold_a_secret_is_refused(
     here: Path, monkeypatch: pytest.MonkeyPatch, run_dir: str | None, recipe: str
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "q5zk-planted")
-    with pytest.raises(RefusedError, match="the name of a folder would hold the value of MY_TOKEN"):
+    with refused("run.dir: MY_TOKEN"):
         create(run_dir, recipe)
     assert not any(here.iterdir())
 
@@ -237,9 +236,6 @@ def test_a_folder_that_is_there_may_have_a_secret_in_its_name(here: Path, monkey
 def test_a_run_directory_of_another_format_is_refused(tmp_path: Path, format: object) -> None:
     run = RunDir(tmp_path)
     run.manifest.write_text(json.dumps({"format": format} if format is not None else {}))
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         run.read(run.manifest)
-    assert str(refused.value) == (
-        f"{tmp_path} was written by another version of ddpexp (format {format}), and this is {__version__}, which "
-        "reads format 1: use another run.dir, or install that version."
-    )
+    assert is_about(caught.value, ": install")

@@ -100,10 +100,7 @@ def test_the_lock_says_who_has_it_and_is_free_at_the_end(folder: Path) -> None:
     owner = read(folder / "lock")
     assert owner is not None
     assert (owner.pid, owner.host, owner.is_alive()) == (os.getpid(), os.uname().nodename, True)
-    assert (
-        f"run.dir=x is in use by process {os.getpid()} on {owner.host} since {owner.since}: wait for its end"
-        in refused(folder)
-    )
+    assert f"run.dir=x is in use by process {os.getpid()} on {owner.host} since {owner.since}" in refused(folder)
     held.release()
     held.release()
     assert read(folder / "lock") is None  # this process lives on, and has it no more
@@ -217,11 +214,9 @@ def test_without_file_system_locks_the_lock_files_text_decides(folder: Path, mon
         taken(folder).release()
     elsewhere = replace(Owner.here(), host="node7")
     write(folder, elsewhere)
-    assert refused(folder) == (
-        f"run.dir=x was taken by process {os.getpid()} on node7 at {elsewhere.since}, and whether it is still running "
-        f"cannot be checked from this host (this file system has no locks): end it there, or remove {folder}/lock "
-        "when nothing runs in it any more."
-    )
+    taken_elsewhere = refused(folder)
+    assert f"run.dir=x was taken by process {os.getpid()} on node7 at {elsewhere.since}" in taken_elsewhere
+    assert f"{folder}/lock" in taken_elsewhere
     write(folder, replace(elsewhere, job=ScheduledJob(SLURM, "12")))
     for over, lives in ((None, "cannot be checked"), (False, "is in use by process")):
         monkeypatch.setattr(SlurmScheduler, "is_over", lambda scheduler, job_id, over=over: over)

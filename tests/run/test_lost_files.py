@@ -170,7 +170,7 @@ def test_the_command_of_a_run_without_its_configuration_says_where_a_copy_is(
     done = ddpexp(*LOGGED, "run.dir=run")
     copy = "cp run/checkpoints/step-00000010/config.yaml run/config.yaml"
     assert done.code == 2
-    assert done.err == f"ddpexp: run.dir=run: config.yaml is missing. Its newest checkpoint holds a copy: {copy}\n"
+    assert done.err == f"ddpexp: run.dir=run: Its config.yaml is missing. Its newest checkpoint holds a copy: {copy}\n"
 
 
 def test_a_damaged_configuration_says_where_a_copy_is_or_that_there_is_none(run: RunDir) -> None:

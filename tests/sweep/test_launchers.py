@@ -107,7 +107,7 @@ def test_a_dry_run_shows_the_array_and_leaves_nothing(sweeps: Sweeps) -> None:
         ),
         (
             ("hydra/sweeper=optuna", "sweep.objective=eval/loss"),
-            r"launcher=slurm only submits, .* add launcher\.wait=true",
+            r"launcher=slurm only submits, .* Add launcher\.wait=true",
         ),
     ],
 )

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.sweep.again import resumed
 from ddpexp.sweep.early import curve_of
 from ddpexp.sweep.folder import SweepDir, runs_code
 from tests.conftest import SMALL, finish
+from tests.refusals import refused
 from tests.sweep.conftest import Sweeps
 
 WORDS = (*SMALL, "trainer.gpus=1", "trainer.seed=0,1", "sweep.slots=2", "sweep.picture=false")
@@ -84,7 +84,7 @@ def test_of_a_key_that_is_restated_nothing_else_counts(tmp_path: Path) -> None:
     folder = given(tmp_path / "theirs", *WORDS, "run.trust=[theirs]", "run.trust=[os]")
     swept = resumed([str(folder.path), "run.trust=[mine]"], ["ddpexp", "resume", str(folder.path), "run.trust=[mine]"])
     assert [word for word in swept.overrides if "trust" in word] == ["run.trust=[mine]"]
-    with pytest.raises(RefusedError, match="counts only when it is restated"):
+    with refused("theirs"):
         resumed([str(folder.path)], ["ddpexp", "resume", str(folder.path)])
 
 
@@ -156,7 +156,7 @@ def test_what_leads_out_of_a_sweep_or_has_no_end_is_refused(
     made(folder.path, outside)
     done = sweeps.again(folder.path, trusted=False)
     assert done.code == 2
-    assert "remove it, or copy it without its links." in done.err or "bytes, more than" in done.err
+    assert "Remove it, or copy it without its links." in done.err or "bytes, more than" in done.err
     assert {path.name for path in outside.iterdir()} <= {"kept", "record"}
     assert (outside / "kept").read_text() == "mine"
 

@@ -13,6 +13,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.train.activation_checkpointing import checkpoint_activations
 from tests.conftest import Ddpexp
 from tests.points import Recipe
+from tests.refusals import is_about
 
 
 class Block(nn.Module):
@@ -93,10 +94,7 @@ def test_nothing_is_computed_twice_without_gradients() -> None:
 def test_a_class_that_the_model_lacks_is_refused() -> None:
     with pytest.raises(RefusedError) as caught:
         checkpoint_activations({"model": Net()}, ("Blok",))
-    assert str(caught.value) == (
-        "trainer.activation_checkpointing=[Blok]: the model has no module of that class. It has Linear (6), Block (2), "
-        "Sequential (2), BatchNorm1d (2), Tanh (2) and 2 more."
-    )
+    assert is_about(caught.value, "trainer.activation_checkpointing=[Blok]")
 
 
 SHARDED = ("trainer.activation_checkpointing=[Net]", "strategy=fsdp")

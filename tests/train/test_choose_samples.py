@@ -20,8 +20,8 @@ from ddpexp.data.lengths import ByLength
 from ddpexp.data.order import Shuffled
 from ddpexp.data.token_batches import ByTokens
 from ddpexp.distributed.world import World
-from ddpexp.errors import RefusedError
 from ddpexp.train.choose_samples import arrange
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 0, 1, 1, CPU)
@@ -128,42 +128,46 @@ def test_weights_may_come_from_a_function() -> None:
 @pytest.mark.parametrize(
     ("data", "overrides", "message"),
     [
-        (Bare(), ["data.weights=balanced"], r"data\.weights=balanced: the labels of the training set, a Bare, are not"),
-        (Bare(), ["data.validation_fraction=0.1", "data.stratify=true"], r"data\.stratify=true: the labels"),
-        (rows(), ["data.folds=5", "data.fold=0", "data.group_by=house"], r"data\.group_by=house is no column"),
+        (Bare(), ["data.weights=balanced"], "data.weights=balanced"),
+        (Bare(), ["data.validation_fraction=0.1", "data.stratify=true"], "data.stratify=true: labels"),
+        (rows(), ["data.folds=5", "data.fold=0", "data.group_by=house"], "data.group_by=house"),
         (
             rows(),
             ["data.folds=500", "data.fold=0"],
-            r"data\.folds=500: 200 training samples .* at most data\.folds=200\.",
+            "data.folds=500",
         ),
-        (rows(), ["data.fold=1"], r"data\.fold=1 is one of how many\? Type data\.folds"),
-        (rows(), ["data.folds=5"], r"data\.folds=5: which fold is held out\? Type data\.fold=0"),
-        (rows(), ["data.folds=5", "data.fold=5"], r"data\.fold=5 is none of data\.folds=5: use 0 to 4\."),
-        (rows(), ["data.folds=1", "data.fold=0"], r"^data\.folds=1: use"),
-        (rows(), ["data.folds=5", "data.fold=0", "data.validation_fraction=0.1"], "both hold out samples"),
-        (rows(), ["data.stratify=true"], r"data\.stratify=true is about the held-out samples, and none are"),
-        (rows(), ["data.group_by=x"], r"data\.group_by=x is about the held-out samples"),
-        (rows(), ["data.weights=balance"], r"data\.weights=balance: use balanced, a file"),
-        (rows(), ["data.weights=none.npy"], r"data\.weights=none\.npy cannot be read: No such file"),
+        (rows(), ["data.fold=1"], "data.fold=1"),
+        (rows(), ["data.folds=5"], "data.folds=5"),
+        (rows(), ["data.folds=5", "data.fold=5"], "data.fold=5"),
+        (rows(), ["data.folds=1", "data.fold=0"], "data.folds=1"),
+        (rows(), ["data.folds=5", "data.fold=0", "data.validation_fraction=0.1"], "data.validation_fraction=0.1"),
+        (rows(), ["data.stratify=true"], "data.stratify=true: held"),
+        (rows(), ["data.group_by=x"], "data.group_by=x"),
+        (rows(), ["data.weights=balance"], "data.weights=balance"),
+        (rows(), ["data.weights=none.npy"], "data.weights=none.npy"),
         (
             rows(),
             ["data.lengths=words"],
-            r"data\.lengths=words is no column of the training set \(Arrays\) and no file",
+            "data.lengths=words",
         ),
-        (rows(), ["data.lengths=none.npy"], r"data\.lengths=none\.npy cannot be read: No such file"),
-        (rows(), ["data.batch_tokens=9"], r"data\.batch_tokens=9 needs the length of each sample: set data\.lengths"),
-        (Items(), ["data.lengths=targets", "data.batch_tokens=0"], r"^data\.batch_tokens=0: use"),
-        (Items(), ["data.lengths=targets", "data.batch_tokens=9", "data.weights=balanced"], r"data\.weights=null, or"),
-        (rows(), ["data.samples_per_epoch=0"], r"^data\.samples_per_epoch=0: use"),
+        (rows(), ["data.lengths=none.npy"], "data.lengths=none.npy"),
+        (rows(), ["data.batch_tokens=9"], "data.batch_tokens=9: lengths"),
+        (Items(), ["data.lengths=targets", "data.batch_tokens=0"], "data.batch_tokens=0"),
+        (
+            Items(),
+            ["data.lengths=targets", "data.batch_tokens=9", "data.weights=balanced"],
+            "data.batch_tokens=9: weights",
+        ),
+        (rows(), ["data.samples_per_epoch=0"], "data.samples_per_epoch=0"),
         (
             rows(),
             ["data.samples_per_epoch=10"],
-            r"data\.samples_per_epoch=10 is fewer than trainer\.global_batch_size=20",
+            "data.samples_per_epoch=10",
         ),
     ],
 )
 def test_what_means_nothing_is_refused(data: Any, overrides: list[str], message: str) -> None:
-    with pytest.raises(RefusedError, match=message):
+    with refused(message):
         arranged(data, *overrides)
 
 
@@ -184,7 +188,7 @@ def test_lengths_are_those_of_the_samples_that_are_trained_on(tmp_path: Path) ->
 def test_no_part_is_taken_of_data_whose_order_is_of_all_its_samples(key: str) -> None:
     made = compose(["data.source=embedded", "trainer.gpus=1", *key.split()])
     assert made is not None
-    with pytest.raises(RefusedError, match=f"^{key.split()[0]}.*: an order of all .* Leave the key out"):
+    with refused(key.split()[0]):
         arrange(Splits(rows(), {}, Shuffled(200)), parse(made.values), ALONE)
 
 
@@ -197,7 +201,5 @@ def test_batches_by_tokens_are_of_the_samples_that_are_trained_on(tmp_path: Path
     seen_ones = [[index.tolist() for index, _ in step] for step in batches.steps(0, batches.steps_per_epoch)]
     assert all(max(batch) * len(batch) <= 800 for step in seen_ones for batch in step)
     assert not {index for step in seen_ones for batch in step for index in batch} & set(held_out(splits))
-    with pytest.raises(
-        RefusedError, match=r"data\.batch_tokens=800 makes batches of single samples, and `train` is a Ar"
-    ):
+    with refused("data.batch_tokens=800"):
         arranged(rows(), *keys)

@@ -25,6 +25,7 @@ from ddpexp.train.combined_optimizer import Combined
 from ddpexp.train.optimizers import optimizer_state, parameter_names, restore_optimizer, settings
 from ddpexp.train.precision import Precision
 from tests.fitting import ALONE
+from tests.refusals import is_about, refused
 from tests.strategy.fsdp.ranks import OPTIONS as SHARDED
 
 OPTIMIZERS = options("optimizer", [conf_folder()])
@@ -182,8 +183,8 @@ def test_sparse_adam_gets_the_sparse_gradients(experiments: Mapping[str, Experim
 @pytest.mark.parametrize(
     ("name", "keys", "sentence"),
     [
-        ("sparse_adam", {}, "optimizer=sparse_adam: no layer of the model has sparse gradients."),
-        ("muon", {"adamw": ("*",)}, "optimizer=muon: the model has no matrix in a hidden layer for it."),
+        ("sparse_adam", {}, "optimizer=sparse_adam"),
+        ("muon", {"adamw": ("*",)}, "optimizer=muon"),
     ],
 )
 def test_a_model_that_an_optimizer_is_not_for_is_refused(
@@ -193,18 +194,18 @@ def test_a_model_that_an_optimizer_is_not_for_is_refused(
     experiment = replace(experiments[name], optimizer=Node(node.target, {**node.kwargs, **keys}))
     with pytest.raises(RefusedError) as caught:
         build(experiment, Net(sparse=False))
-    assert str(caught.value).startswith(sentence)
+    assert is_about(caught.value, sentence)
 
 
 def test_torchs_muon_alone_is_refused_with_what_to_use(experiments: Mapping[str, Experiment]) -> None:
     experiment = replace(experiments["muon"], optimizer=Node("torch.optim.Muon", {"lr": 0.1}))
-    with pytest.raises(RefusedError, match="optimizer=muon gives the other parameters to AdamW"):
+    with refused("optimizer._target_=torch.optim.Muon"):
         build(experiment, net("muon"))
 
 
 @pytest.mark.parametrize("name", ["adafactor", "rprop", "sparse_adam"])
 def test_what_sharded_gradients_cannot_serve_is_refused(experiments: Mapping[str, Experiment], name: str) -> None:
-    with pytest.raises(RefusedError, match=r"strategy=fsdp.*Use another optimizer, or strategy=ddp\.$"):
+    with refused("optimizer._target_"):
         SHARDED.check(experiments[name])
     experiments[name].strategy.check(experiments[name])
 

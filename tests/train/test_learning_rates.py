@@ -19,6 +19,7 @@ from ddpexp.train.learning_rates import LearningRates
 from ddpexp.train.plateau import Plateau, PlateauProgress
 from ddpexp.train.torch_rates import TorchRates
 from ddpexp.train.torch_schedule import MODULE, TorchSchedule
+from tests.refusals import is_about, refused
 
 STEPS = 30
 
@@ -149,21 +150,21 @@ def test_the_settings_of_a_schedule_of_torchs_are_those_of_the_configuration() -
 def test_a_schedule_of_torchs_that_ends_before_the_run_says_so() -> None:
     config = TorchSchedule(schedule=node("OneCycleLR", max_lr=1.0, total_steps=3, cycle_momentum=False))
     through = rates(TorchRates(config, Trust()), optimizer())
-    with pytest.raises(DdpexpError, match=r"^scheduler\.schedule: OneCycleLR ended before the run: "):
+    with refused("scheduler.schedule", DdpexpError):
         through.set(5)
 
 
 @pytest.mark.parametrize(
     ("schedule", "sentence"),
     [
-        (node("OneCycleLR", max_lr=1.0), "scheduler.schedule._target_=torch.optim.lr_scheduler.OneCycleLR cannot be"),
-        (node("StepLR", steps=3), "scheduler.schedule: torch.optim.lr_scheduler.StepLR cannot be called with these"),
+        (node("OneCycleLR", max_lr=1.0), "scheduler.schedule._target_=torch.optim.lr_scheduler.OneCycleLR"),
+        (node("StepLR", steps=3), "scheduler.schedule"),
     ],
 )
 def test_a_schedule_of_torchs_that_cannot_be_built_is_refused(schedule: Mapping[str, Any], sentence: str) -> None:
     with pytest.raises(RefusedError) as caught:
         rates(TorchRates(TorchSchedule(schedule=schedule), Trust()), optimizer())
-    assert str(caught.value).startswith(sentence)
+    assert is_about(caught.value, sentence)
 
 
 def follow(progress: PlateauProgress, values: list[float], every: int = 1) -> list[float]:
@@ -222,7 +223,7 @@ def test_the_state_of_another_schedule_is_left_out_and_a_broken_one_refused() ->
     through = rates(PlateauProgress(Plateau()), optimizer())
     through.restore({})
     through.restore({"of": "torch", "state": {}})
-    with pytest.raises(RefusedError, match="state of the schedule does not fit this one"):
+    with refused("schedule"):
         through.restore({"of": "PlateauProgress", "state": {}})
     assert rates(Plateau(), optimizer()).state() == {}
 

@@ -28,6 +28,7 @@ from ddpexp.train.lora import LoRALinear, add_adapters
 from tests.checkpoint.test_writer import ALONE
 from tests.conftest import Ddpexp
 from tests.points import Recipe
+from tests.refusals import refused
 from tests.test_interruptions import CODE, has_steps, kill_everything, same, wait_for
 
 LORA = LoRA(match=("body.*",), rank=2, alpha=6.0, train=("head.bias",))
@@ -117,7 +118,7 @@ def test_merged_weights_compute_the_same(tmp_path: Path) -> None:
     parts = net()
     load_weights({"model": parts}, folder, "x", held=lambda tensor: Shard(tensor[1:], tuple(tensor.shape), 1))
     assert torch.equal(parts.get_parameter("body.2.weight")[1:], plain.get_parameter("body.2.weight")[1:])
-    with pytest.raises(RefusedError, match="is no empty folder: export into a new one"):
+    with refused("whole"):
         export_weights(folder / "model.safetensors", tmp_path / "whole", 100)
 
 
@@ -230,9 +231,9 @@ def test_adapters_are_continued_with_the_same_scale_alone(tmp_path: Path) -> Non
     again = adapted()
     load_weights({"model": again}, folder, "x", lora=LORA)
     assert torch.equal(again.get_parameter("body.0.lora_B.weight"), model.get_parameter("body.0.lora_B.weight"))
-    with pytest.raises(RefusedError, match=r"use trainer\.lora\.rank=2 trainer\.lora\.alpha=6\.$"):
+    with refused("x: trainer.lora.rank=2 trainer.lora.alpha=6"):
         load_weights({"model": again}, folder, "x", lora=replace(LORA, alpha=1.0))
-    with pytest.raises(RefusedError, match=r"alpha / rank\) is in the configuration of their run"):
+    with pytest.raises(RefusedError, match=r"in the configuration of their run"):
         load_weights({"model": net()}, (folder / "model.safetensors").rename(tmp_path / "model.safetensors"), "x")
 
 
@@ -246,25 +247,23 @@ class Other(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "pattern", "sentence"),
     [
-        (net(), "bodi.*", r"matches no module of the model\. Its linear layers are body\.0, body\.2, head\."),
-        (nn.Sequential(nn.Embedding(3, 2)), "0", r"matches no torch\.nn\.Linear, .*: 0 is a Embedding\."),
-        (nn.Sequential(Other(3, 2)), "*", "0 is a Other with a forward of its own"),
+        (net(), "bodi.*", "body.0, body.2, head"),
+        (nn.Sequential(nn.Embedding(3, 2)), "0", "0 is a Embedding"),
+        (nn.Sequential(Other(3, 2)), "*", "a Other with a forward"),
         (
             nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)}),
             "*",
-            "uses the weight of attention.out_proj without",
+            "attention.out_proj",
         ),
     ],
 )
 def test_what_cannot_have_adapters_is_refused(model: nn.Module, pattern: str, sentence: str) -> None:
-    with pytest.raises(RefusedError, match=rf"^trainer\.lora\.match=\[.*\]:? ?.*{sentence}"):
+    with refused(f"trainer.lora.match=[{pattern}]: {sentence}"):
         add_adapters(model, trainer(LoRA(match=pattern)))
 
 
 def test_a_pattern_of_parameters_that_matches_none_is_refused() -> None:
-    with pytest.raises(
-        RefusedError, match=r"^trainer\.lora\.train=\[hed\.\*\] matches no parameter of the model, such"
-    ):
+    with refused("trainer.lora.train=[hed.*]"):
         adapted(LoRA(match="body.*", train="hed.*"))
 
 

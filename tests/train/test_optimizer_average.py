@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
-from ddpexp.errors import RefusedError
 from ddpexp.settings.node import Node
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.optimizer_average import HasModes, OptimizerAverage, average_of, averages_itself
 from tests.fitting import TRAINER, loop_alone
 from tests.points import Recipe
+from tests.refusals import refused
 
 
 class Modal(torch.optim.SGD):
@@ -132,12 +132,12 @@ def test_another_average_beside_it_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     optimizers: Mapping[str, Optimizer] = {"optimizer": Modal(model.parameters(), lr=0.1)}
     average = WeightAverage({"model": model}, decay=0.9)
-    with pytest.raises(RefusedError, match=r"^Modal averages the weights itself, and trainer\.ema_decay"):
+    with refused("averages"):
         average_of(average, {"model": model}, optimizers, TRAINER)
     plain: Mapping[str, Optimizer] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     assert average_of(average, {"model": model}, plain, TRAINER) is average
     assert average_of(None, {"model": model}, plain, TRAINER) is None
-    with pytest.raises(RefusedError, match="average_batch_norm=3 is for averaged weights, and there are none"):
+    with refused("trainer.average_batch_norm=3"):
         average_of(None, {"model": model}, plain, replace(TRAINER, average_batch_norm=3))
 
 

@@ -13,6 +13,7 @@ from ddpexp.task import Schedule
 from ddpexp.train.plateau import Plateau
 from ddpexp.train.schedule import WSD, Constant, Cosine, Exponential, Linear, MultiStep, OneCycle, Polynomial, Warmup
 from ddpexp.train.torch_schedule import MODULE, TorchSchedule
+from tests.refusals import refused
 
 WITH_WARMUP = (Constant, Linear, Polynomial, Exponential, Cosine, MultiStep, WSD, Plateau)
 ALL: list[Schedule] = [
@@ -106,7 +107,7 @@ def test_a_factor_depends_on_nothing_but_the_step() -> None:
     ],
 )
 def test_a_share_outside_zero_to_one_is_refused_with_its_key(schedule: type[Schedule], key: str, share: float) -> None:
-    with pytest.raises(RefusedError, match=rf"^scheduler\.{key}={share}: use a number "):
+    with refused(f"scheduler.{key}={share}"):
         build(schedule, {key: share}, "scheduler")
 
 
@@ -171,22 +172,21 @@ def test_a_value_out_of_range_is_refused(kind: type, key: str, value: float, usa
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: MultiStep(milestones=(0.5, 30)), "scheduler.milestones=[0.5,30]: use fractions of all steps"),
-        (lambda: MultiStep(milestones=(1.5,)), "scheduler.milestones=[1.5]: use fractions of all steps"),
-        (lambda: MultiStep(milestones=(0.75, 0.5)), "[0.75,0.5]: each must come after the one before."),
-        (lambda: TorchSchedule(schedule={"_target_": "torch.optim.SGD"}), "_target_=torch.optim.SGD: use one of torch"),
-        (lambda: TorchSchedule(schedule={}), "scheduler.schedule._target_=None: use one of torch.optim.lr_scheduler"),
+        (lambda: MultiStep(milestones=(0.5, 30)), "scheduler.milestones=[0.5,30]"),
+        (lambda: MultiStep(milestones=(1.5,)), "scheduler.milestones=[1.5]"),
+        (lambda: MultiStep(milestones=(0.75, 0.5)), "scheduler.milestones=[0.75,0.5]"),
+        (lambda: TorchSchedule(schedule={"_target_": "torch.optim.SGD"}), "scheduler.schedule._target_=torch.optim.SGD"),
+        (lambda: TorchSchedule(schedule={}), "scheduler.schedule._target_=null"),
         (
             lambda: TorchSchedule(schedule={"_target_": f"{MODULE}ReduceLROnPlateau"}),
-            "ReduceLROnPlateau: scheduler=plateau does the same. Use it in its place.",
+            "scheduler.schedule._target_: scheduler=plateau",
         ),
         (
             lambda: TorchSchedule(schedule={"_target_": f"{MODULE}SequentialLR", "schedulers": [{"_target_": "x"}]}),
-            "scheduler.schedule.schedulers[0]._target_=x: use one of torch.optim.lr_scheduler",
+            "scheduler.schedule.schedulers[0]._target_=x",
         ),
     ],
 )  # fmt: skip
 def test_values_that_make_no_schedule_are_refused(make: Callable[[], Schedule], sentence: str) -> None:
-    with pytest.raises(RefusedError) as caught:
+    with refused(sentence):
         make()
-    assert sentence in str(caught.value)

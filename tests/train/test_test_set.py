@@ -25,6 +25,7 @@ from ddpexp.train.state import TrainState
 from tests.conftest import Ddpexp
 from tests.fitting import loop_alone
 from tests.points import Recipe
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +164,7 @@ def test_a_metric_that_cannot_be_computed_loses_no_step(
     """The first call is the one that tries the metrics out after the first step of a start."""
     loop = build(points, tmp_path, task=Task(failing), eval_every=4)
     loop.task.failing = failing  # type: ignore[attr-defined]
-    with pytest.raises(MetricError, match=r"^Task\.finish \(.*\) raised KeyError: 'nothing'; sums holds loss\.$"):
+    with refused(": raised", MetricError):
         loop.fit()
     assert isinstance(loop.checkpointer, Kept)
     state = loop.checkpointer.saved[-1]
@@ -179,7 +180,7 @@ def test_nothing_is_chosen_by_the_test_set(metric: str) -> None:
     message = r"^sweep\.objective=test.* chooses by the set `test`, which is for the final result only"
     with pytest.raises(RefusedError, match=message):
         settings_of({"objective": metric})
-    with pytest.raises(RefusedError, match=r"^trainer\.keep_best=max:x chooses by the set `test`"):
+    with refused("trainer.keep_best=max:x"):
         check_not_test("trainer.keep_best", "max:x", metric)
 
 
@@ -197,13 +198,13 @@ def test_without_a_split_all_sets_but_test_are_evaluated() -> None:
         (
             ["eval", "test"],
             ["tset"],
-            r"^--split tset names no evaluation set of the data\. Did you mean --split test\?$",
+            "--split tset",
         ),
-        (["eval", "test"], ["xyz"], r"^--split xyz names no evaluation set of the data\. There is eval, test\.$"),
-        ([], ["test"], r"^--split test names no evaluation set of the data\. There is none\.$"),
-        (["test"], [], r"^the only evaluation set is `test`, which must be named: type --split test\.$"),
+        (["eval", "test"], ["xyz"], "--split xyz"),
+        ([], ["test"], "--split test"),
+        (["test"], [], "split"),
     ],
 )
 def test_a_split_that_is_not_there_is_refused(sets: list[str], split: list[str], message: str) -> None:
-    with pytest.raises(RefusedError, match=message):
+    with refused(message):
         chosen_sets(dict.fromkeys(sets), split)

@@ -53,7 +53,7 @@ def open_run(directory: str | Path, *, config_dir: str | Path | None = None, tru
     if not directories.is_ours(path):
         from ddpexp.run.stored_run import runs_below
 
-        raise RefusedError(f"{path} is no run directory.{runs_below(path) if path.is_dir() else ''}")
+        raise RefusedError(f"{path} is no run directory.{f' {runs_below(path)}' if path.is_dir() else ''}")
     return Run(path.absolute(), *trusted(config_dir, trust))
 
 

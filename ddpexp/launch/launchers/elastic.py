@@ -138,13 +138,13 @@ class Elastic(Launcher):
         endpoint = f"launcher.rdzv_endpoint={self.rdzv_endpoint}"
         if watch.lost and self.rdzv_endpoint is None:
             raise RefusedError(
-                f"torch's agent has started no worker within trainer.timeout.init_seconds={watch.limit_seconds:g}: see "
-                "its output above, and ddpexp doctor."
+                f"torch's agent has started no worker within trainer.timeout.init_seconds={watch.limit_seconds:g}",
+                suggestion="See its output above, and ddpexp doctor.",
             )
         if code == LIST_LOST and phase == Phase.FIRST:
             raise RefusedError(
-                f"{endpoint}, which keeps the list of the machines, does not answer: start the command on that "
-                "machine too, and check that this one can reach it."
+                f"{endpoint}, which keeps the list of the machines, does not answer",
+                suggestion="Start the command on that machine too, and check that this one can reach it.",
             )
         if code == LIST_LOST:
             text = f"{endpoint}, which keeps the list of the machines, does not answer any more"
@@ -155,13 +155,14 @@ class Elastic(Launcher):
                 "their output"
             )
         elif code == FEW_CAME:
-            text = (
+            error = RefusedError(
                 f"fewer than the {min_nodes} machines of trainer.nodes have joined at {endpoint} within "
-                "trainer.timeout.init_seconds: start the command on the others too, or raise that key"
+                "trainer.timeout.init_seconds",
+                suggestion="Start the command on the others too, or raise that key.",
             )
             if not watch.has_run:
-                raise RefusedError(f"{text}.")
-            print_message(f"ddpexp: {text}")
+                raise error
+            print_message(f"ddpexp: {error}")
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Run one rank that the agent has started; like `TorchrunEnv.launch`."""
@@ -188,12 +189,17 @@ class Elastic(Launcher):
     def _rendezvous(self, max_nodes: int, init_seconds: float) -> list[str]:
         if self.rdzv_backend == "etcd-v2" and importlib.util.find_spec("etcd") is None:
             raise RefusedError(
-                "launcher.rdzv_backend=etcd-v2 needs the package python-etcd: pip install 'ddpexp[etcd]'."
+                "needs the package python-etcd",
+                key="launcher.rdzv_backend",
+                value="etcd-v2",
+                suggestion="Install it: pip install 'ddpexp[etcd]'.",
             )
         if self.rdzv_endpoint is None:
             if max_nodes > 1 or self.rdzv_backend != "c10d":
                 raise RefusedError(
-                    "launcher.rdzv_endpoint is missing: set the HOST:PORT of the rendezvous, the same on all machines."
+                    "is missing",
+                    key="launcher.rdzv_endpoint",
+                    suggestion="Set the HOST:PORT of the rendezvous, the same on all machines.",
                 )
             return ["--standalone", f"--local-addr={LOOPBACK}"]  # otherwise by this host's name, which need not resolve
         arguments = [

@@ -46,7 +46,7 @@ class StoreMailbox:
         """
         if _PATH_VARIABLE not in os.environ:
             raise RefusedError(
-                f"{_PATH_VARIABLE} is not set: `ddpexp member` is for the agent that launcher=elastic starts."
+                "is not set: `ddpexp member` is for the agent that launcher=elastic starts", place=_PATH_VARIABLE
             )
         return cls(Path(os.environ[_PATH_VARIABLE]))
 

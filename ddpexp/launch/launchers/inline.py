@@ -42,7 +42,9 @@ class Inline(Launcher):
         for name, number in (("gpus", request.gpus), ("nodes", request.nodes)):
             if number not in ("auto", 1) and (isinstance(number, str) or number > 1):
                 raise RefusedError(
-                    f"launcher=inline runs a single worker, in the command's own process, and trainer.{name}={number} "
-                    f"is for several: use trainer.{name}=1, or launcher=spawn, where breakpoint() works in every rank."
+                    f"runs a single worker, in the command's own process, and trainer.{name}={number} is for several",
+                    key="launcher",
+                    value="inline",
+                    suggestion=f"Use trainer.{name}=1, or launcher=spawn, where breakpoint() works in every rank.",
                 )
         return replace(request, gpus=1) if request.gpus == "auto" else request

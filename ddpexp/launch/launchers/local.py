@@ -38,8 +38,10 @@ class Spawn(Launcher):
         address = re.fullmatch(r"([^:]+):(\d+)", self.master_addr or "")
         if address is not None:
             raise RefusedError(
-                f"launcher.master_addr={self.master_addr} has a port: write launcher.master_addr={address[1]} "
-                f"launcher.master_port={address[2]}."
+                "has a port",
+                key="launcher.master_addr",
+                value=self.master_addr,
+                suggestion=f"Write launcher.master_addr={address[1]} launcher.master_port={address[2]}.",
             )
 
     def launch(self, job: Job, server: Server | None = None) -> int:
@@ -79,24 +81,31 @@ class Spawn(Launcher):
             given = next((name for name, value in fields.items() if value is not None), None)
             if given:
                 raise RefusedError(
-                    f"launcher.{given}={fields[given]} is for several machines: set their number with "
-                    "trainer.nodes=... ."
+                    "is for several machines",
+                    key=f"launcher.{given}",
+                    value=fields[given],
+                    suggestion="Set their number with trainer.nodes=... .",
                 )
             return LaunchEnvironment(), None
         assert isinstance(nodes, int)
         missing = [f"launcher.{name}" for name, value in fields.items() if value is None]
         if missing:
             raise RefusedError(
-                f"trainer.nodes={nodes} with launcher=spawn needs {' and '.join(missing)} too: run the same command on "
-                f"every machine, with launcher.node_rank from 0 to {nodes - 1} and the first one's address and a free "
-                "port."
+                f"with launcher=spawn needs {' and '.join(missing)} too",
+                key="trainer.nodes",
+                value=nodes,
+                suggestion="Run the same command on every machine, with launcher.node_rank from 0 to "
+                f"{nodes - 1} and the first one's address and a free port.",
             )
         assert self.node_rank is not None
         assert self.master_addr is not None
         assert self.master_port is not None
         if not 0 <= self.node_rank < nodes:
             raise RefusedError(
-                f"launcher.node_rank={self.node_rank}, but trainer.nodes={nodes}: it goes from 0 to {nodes - 1}."
+                f"is not the number of one of trainer.nodes={nodes}",
+                key="launcher.node_rank",
+                value=self.node_rank,
+                suggestion=f"Use 0 to {nodes - 1}.",
             )
         rendezvous = Fixed(self.master_addr, self.master_port, ("launcher.master_addr", "launcher.master_port"))
         return LaunchEnvironment(self.node_rank, nodes, nodes=nodes), rendezvous

@@ -22,6 +22,7 @@ from ddpexp.launch.launchers.slurm_context import (
     OF_OTHER_TASKS,
     check_lives,
     check_not_running,
+    check_programs,
     requeue_job,
     step_key,
     unused_components,
@@ -48,7 +49,7 @@ from ddpexp.settings.key import Key
 from ddpexp.system import start
 from ddpexp.system.job_schedulers.slurm import SLURM
 from ddpexp.system.process import end_with_parent
-from ddpexp.system.programs import COMMAND, find
+from ddpexp.system.programs import COMMAND
 from ddpexp.system.terminal import print_message
 
 
@@ -122,11 +123,14 @@ class Slurm(Launcher):
         here = where()
         if here == "step":
             if self.dry_run:
-                raise RefusedError("launcher.dry_run=true: this is a task of srun already, there is nothing to submit.")
+                raise RefusedError(
+                    "has nothing to submit: this is a task of srun already", key="launcher.dry_run", value=True
+                )
             return self._task(job, server)
         if server is not None:
             server.close()
-        self._check_has(("srun",) if here == "allocation" else ("sbatch", "srun", *self._to_wait("scontrol")))
+        if not self.dry_run:
+            check_programs(("srun",) if here == "allocation" else ("sbatch", "srun"), self._to_wait("scontrol"))
         nodes = self._nodes(job, here)
         self._check(job, nodes)
         return self._submit(job, nodes) if here == "login" else self._step(job, nodes)
@@ -138,7 +142,8 @@ class Slurm(Launcher):
 
     def submit(self, jobs: Sequence[tuple[Launcher, Job]], folder: Path, submitted: Callable[[int, str], None]) -> None:
         """Submit many jobs as one array or several; like `Submitter.submit`."""
-        self._check_has(("sbatch", "srun", *self._to_wait("squeue", "scontrol")))
+        if not self.dry_run:
+            check_programs(("sbatch", "srun"), self._to_wait("squeue", "scontrol"))
         kinds = []
         for launcher, job in jobs:
             assert isinstance(launcher, Slurm)
@@ -326,7 +331,10 @@ class Slurm(Launcher):
         allocated = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
         if requested != "auto" and int(requested) > allocated:
             raise RefusedError(
-                f"trainer.nodes={requested}, but this allocation has {allocated}: ask for more with salloc or sbatch."
+                f"is more than this allocation has, {allocated}",
+                key="trainer.nodes",
+                value=requested,
+                suggestion="Ask for more with salloc or sbatch.",
             )
         return allocated if requested == "auto" else int(requested)
 
@@ -334,32 +342,18 @@ class Slurm(Launcher):
         """Return which of the programs this command needs, if it waits for its jobs."""
         return programs if self.wait else ()
 
-    def _check_has(self, programs: Sequence[str]) -> None:
-        missing = [program for program in programs if find(program) is None]
-        if not missing or self.dry_run:
-            return
-        if len(missing) == len(programs):
-            raise RefusedError(
-                f"launcher=slurm: there is no {missing[0]} on this machine, it is not in a Slurm cluster. Use "
-                "launcher=spawn."
-            )
-        present = next(program for program in programs if program not in missing)
-        cure = ", or launcher.wait=false" if set(missing) <= set(self._to_wait("squeue", "scontrol")) else ""
-        raise RefusedError(
-            f"launcher=slurm: {present} is on this machine, and {', '.join(missing)} is not, as in a container that "
-            f"has a part of Slurm alone. It needs all of Slurm's commands{cure}."
-        )
-
     def _check(self, job: Job, nodes: int) -> None:
         """Check the options without looking at the devices, which the nodes do."""
         if not 0 <= self._signal_seconds(job) < 1 << 16:
-            raise RefusedError(f"launcher.signal_seconds={self._signal_seconds(job)}: Slurm takes 0 to 65535.")
+            raise RefusedError("Slurm takes 0 to 65535", key="launcher.signal_seconds", value=self._signal_seconds(job))
         limit = limit_seconds(self.time)
         if self.requeue and limit is not None and limit <= self._signal_seconds(job):
             raise RefusedError(
-                f"launcher.time={self.time} is {limit} s, and Slurm would signal the job {self._signal_seconds(job)} s "
-                "before the end to save and start again: it would do nothing else. Use more, a smaller "
-                "launcher.signal_seconds, or launcher.requeue=false."
+                f"is {limit} s, and Slurm would signal the job {self._signal_seconds(job)} s before the end "
+                "to save and start again: it would do nothing else",
+                key="launcher.time",
+                value=self.time,
+                suggestion="Use more, a smaller launcher.signal_seconds, or launcher.requeue=false.",
             )
         layout = self.layout(job, nodes)
         if layout is not None:

@@ -172,7 +172,7 @@ def _write(kind: Kind, runs: Sequence[str], folder: Path) -> Path:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         write_data(path, checked_script(kind.script(runs, path), path.name))
     except OSError as error:
-        raise RefusedError(f"{path} cannot be written: {reason_with_limit(error, path)}.") from None
+        raise RefusedError(f"cannot be written: {reason_with_limit(error, path)}", place=path) from None
     return path
 
 

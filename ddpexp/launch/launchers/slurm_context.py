@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from ddpexp.errors import RefusedError, StoppedError
 from ddpexp.launch.rendezvous.environment import is_started_by_srun
 from ddpexp.system.job_schedulers.slurm import RUNNING, SLURM
-from ddpexp.system.programs import located
+from ddpexp.system.programs import find, located
 from ddpexp.system.terminal import print_message
 
 # Variables of an allocation on the tasks that it was made for; srun would apply them to ddpexp's one task per node.
@@ -63,7 +63,8 @@ def check_not_running(run: Path) -> None:
     for job_id, job_state in SLURM.states(sorted(others)).items():
         if job_state.name in RUNNING:
             raise RefusedError(
-                f"job {job_id} still runs in {run}: wait for its end, or end it with {SLURM.cancel_command([job_id])}."
+                f"job {job_id} still runs in {run}",
+                suggestion=f"Wait for its end, or end it with {SLURM.cancel_command([job_id])}.",
             )
 
 
@@ -71,8 +72,8 @@ def check_lives(job_id: str | None) -> None:
     """Check that the job of this shell's variables has not ended. Raises: RefusedError."""
     if job_id is not None and SLURM.is_over(job_id):
         raise RefusedError(
-            f"SLURM_JOB_ID={os.environ['SLURM_JOB_ID']} is exported here, and job {job_id} has ended: unset "
-            "SLURM_JOB_ID to submit a new one, or allocate nodes with salloc first."
+            f"SLURM_JOB_ID={os.environ['SLURM_JOB_ID']} is exported here, and job {job_id} has ended",
+            suggestion="Unset SLURM_JOB_ID to submit a new one, or allocate nodes with salloc first.",
         )
 
 
@@ -92,3 +93,31 @@ def step_key() -> str:
     """Return a key that all tasks of this start of a step share, for their rendezvous."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return "slurm " + ".".join(os.environ.get(name, "0") for name in names)
+
+
+def check_programs(required: Sequence[str], to_wait: Sequence[str]) -> None:
+    """Check that Slurm's programs are on this machine; `to_wait` are needed only by launcher.wait=true.
+
+    Raises:
+        RefusedError: one is not.
+    """
+    programs = (*required, *to_wait)
+    missing = [program for program in programs if find(program) is None]
+    if not missing:
+        return
+    if len(missing) == len(programs):
+        raise RefusedError(
+            f"There is no {missing[0]} on this machine, which is not in a Slurm cluster",
+            key="launcher",
+            value="slurm",
+            suggestion="Use launcher=spawn.",
+        )
+    present = next(program for program in programs if program not in missing)
+    without_wait = ", or use launcher.wait=false" if set(missing) <= set(to_wait) else ""
+    raise RefusedError(
+        f"needs all of Slurm's commands: {present} is on this machine, and {', '.join(missing)} is not, as in a "
+        "container that has a part of Slurm alone",
+        key="launcher",
+        value="slurm",
+        suggestion=f"Install them{without_wait}.",
+    )

@@ -56,8 +56,10 @@ def check_time(text: str | int | None) -> None:
     """
     if isinstance(text, str) and not _TIME.fullmatch(text):
         raise RefusedError(
-            f"launcher.time={text} is no time for Slurm: write minutes, hours:minutes:seconds, or "
-            f"days-hours.{_time_suggestion(text)}"
+            "is no time for Slurm",
+            key="launcher.time",
+            value=text,
+            suggestion=f"Write minutes, hours:minutes:seconds, or days-hours.{_time_suggestion(text)}",
         )
 
 
@@ -72,7 +74,7 @@ def quoted(value: str, name: str) -> str:
     """Quote for an #SBATCH line, which Slurm splits into words like a shell, but without any expansion."""
     if "\n" in value or "\0" in value:
         name = _NAMES.get(name, f"launcher.{name.replace('-', '_')}")
-        raise RefusedError(f"{name} has a line break, which a job script cannot hold: {value!r}.")
+        raise RefusedError(f"has a line break, which a job script cannot hold: {value!r}", key=name)
     if re.fullmatch(r"[\w@%+=:,./-]+", value, re.ASCII):
         return value
     escaped = re.sub(r'(["\\])', r"\\\1", value)
@@ -88,9 +90,11 @@ def checked_script(text: str, name: str) -> bytes:
     for line in text.splitlines():
         if (what := held_in(line)) is not None:
             raise RefusedError(
-                f"launcher=slurm: {name} would hold {what}, in the line: {masked(line)}. Whoever may read the run "
-                "directory could read it there. In launcher.setup write the variable, such as export X=$MY_SECRET, "
-                "which the job's shell expands; a path needs another name."
+                f"would hold {what}, in the line: {masked(line)}. Whoever may read the run directory could read it "
+                "there",
+                suggestion="In launcher.setup write the variable, such as export X=$MY_SECRET, which the job's shell "
+                "expands; a path needs another name.",
+                place=name,
             )
     return os.fsencode(text)
 

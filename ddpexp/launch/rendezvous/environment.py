@@ -46,19 +46,19 @@ class LaunchEnvironment:
 _TORCHRUN = "torchrun --nproc-per-node 2 -m ddpexp recipe=... launcher=torchrun-env"
 # Advice on a missing variable, by the program that should have set it.
 _BY_TORCHRUN = (
-    "every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun sets them; by hand, export them"
+    "Every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun sets them; by hand, export them."
 )
-_BY_SRUN = "srun gives it to every task; start the command with srun, in an environment that keeps Slurm's variables"
+_BY_SRUN = "Start the command with srun, which gives it to every task, in an environment that keeps Slurm's variables."
 _BY_MPIRUN = (
-    "mpirun gives it to every process; start the command with mpirun, in an environment that keeps its variables"
+    "Start the command with mpirun, which gives it to every process, in an environment that keeps its variables."
 )
 
 
 _MORE_WORKERS = {  # how its user asks for so many workers on a node
-    "torchrun": "type torchrun --nproc-per-node={}",
-    "srun": "type srun --ntasks-per-node={}",
-    "mpirun": "let mpirun start {} processes on each node",
-    "the environment": "export LOCAL_WORLD_SIZE={}",
+    "torchrun": "Type torchrun --nproc-per-node={}",
+    "srun": "Type srun --ntasks-per-node={}",
+    "mpirun": "Let mpirun start {} processes on each node",
+    "the environment": "Export LOCAL_WORLD_SIZE={}",
 }
 
 
@@ -70,21 +70,23 @@ def of_torchrun(request: WorkerRequest, environ: Mapping[str, str] = os.environ)
     """
     if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         raise RefusedError(
-            f"launcher=torchrun-env is a worker that torchrun starts, and no RANK is set: type `{_TORCHRUN}`, "
-            f"or use launcher=spawn, which needs no torchrun."
+            "is a worker that torchrun starts, and no RANK is set",
+            key="launcher",
+            value="torchrun-env",
+            suggestion=f"Type `{_TORCHRUN}`, or use launcher=spawn, which needs no torchrun.",
         )
     rank, size = _number(environ, "RANK", _BY_TORCHRUN), _number(environ, "WORLD_SIZE", _BY_TORCHRUN)
     if not environ.get("MASTER_ADDR"):
-        raise RefusedError(f"MASTER_ADDR is not set: {_BY_TORCHRUN}.")
+        raise RefusedError("is not set", key="MASTER_ADDR", suggestion=_BY_TORCHRUN)
     port = _number(environ, "MASTER_PORT", _BY_TORCHRUN)
     if not 0 < port < 65536:
-        raise RefusedError(f"MASTER_PORT={port} is not a valid port: use one from 1 to 65535.")
+        raise RefusedError("is not a valid port", key="MASTER_PORT", value=port, suggestion="Use one from 1 to 65535.")
     _check_rank("RANK", rank, "WORLD_SIZE", size)
     if (tasks := torchrun_in_every_task(environ)) is not None:
         raise RefusedError(
-            f"srun has started {tasks} torchrun commands, and torchrun --standalone trains in each of them alone: "
-            "start one on each node with srun --ntasks-per-node=1 and torchrun --nnodes, or leave torchrun out and "
-            "use launcher=slurm."
+            f"srun has started {tasks} torchrun commands, and torchrun --standalone trains in each of them alone",
+            suggestion="Start one on each node with srun --ntasks-per-node=1 and torchrun --nnodes, or leave "
+            "torchrun out and use launcher=slurm.",
         )
     local_rank, local_size = _local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", size, "WORLD_SIZE")
     nodes = _nodes(environ, "GROUP_WORLD_SIZE") or (1 if local_size == size else None)
@@ -154,8 +156,11 @@ def of_mpi(
         key = proxy or str(start.parent())
     else:
         raise RefusedError(
-            "launcher=mpi is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set: type "
-            "`mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, which needs no MPI."
+            "is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set",
+            key="launcher",
+            value="mpi",
+            suggestion="Type `mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, "
+            "which needs no MPI.",
         )
     rank, size = _number(environ, names[0], _BY_MPIRUN), _number(environ, names[1], _BY_MPIRUN)
     _check_rank(names[0], rank, names[1], size)
@@ -256,29 +261,36 @@ def _check_consistent(
 ) -> None:
     if request.gpus != "auto" and local_size is not None and request.gpus != local_size:
         raise RefusedError(
-            f"trainer.gpus={request.gpus}, but {starter} has {local_size} worker{'s' if local_size > 1 else ''} on "
-            f"this node ({name}={local_size}): {starter} decides, so {_MORE_WORKERS[starter].format(request.gpus)}, or "
-            f"leave trainer.gpus=auto for {local_size}."
+            f"contradicts {starter}, which decides and has {local_size} worker{'s' if local_size > 1 else ''} on this "
+            f"node ({name}={local_size})",
+            key="trainer.gpus",
+            value=request.gpus,
+            suggestion=f"{_MORE_WORKERS[starter].format(request.gpus)}, or leave trainer.gpus=auto for {local_size}.",
         )
     if request.nodes != "auto" and nodes is not None and request.nodes != nodes:
-        raise RefusedError(f"trainer.nodes={request.nodes}, but {starter} runs on {nodes}: leave trainer.nodes=auto.")
+        raise RefusedError(
+            f"contradicts {starter}, which runs on {nodes}",
+            key="trainer.nodes",
+            value=request.nodes,
+            suggestion="Leave trainer.nodes=auto.",
+        )
 
 
 def _check_rank(name: str, rank: int, size_name: str, size: int) -> None:
     if size < 1:
-        raise RefusedError(f"{size_name}={size} leaves no worker: it is the number of workers, 1 or more.")
+        raise RefusedError("leaves no worker: it is the number of workers, 1 or more", key=size_name, value=size)
     if not 0 <= rank < size:
-        raise RefusedError(f"{name}={rank}, but {size_name}={size}: it goes from 0 to {size - 1}.")
+        raise RefusedError(f"is not in the range of {size_name}={size}, 0 to {size - 1}", key=name, value=rank)
 
 
 def _number(environ: Mapping[str, str], name: str, advice: str) -> int:
     text = environ.get(name)
     if not text:
-        raise RefusedError(f"{name} is not set: {advice}.")
+        raise RefusedError("is not set", key=name, suggestion=advice)
     try:
         return int(text)
     except ValueError:
-        raise RefusedError(f"{name}={text} is not a whole number.") from None
+        raise RefusedError("is not a whole number", key=name, value=text) from None
 
 
 def _local(
@@ -292,7 +304,9 @@ def _local(
     _check_rank(rank_name, rank or 0, size_name, size)
     if size > world_size:
         raise RefusedError(
-            f"{size_name}={size} is more than {world_size_name}={world_size}: the variables contradict each other."
+            f"is more than {world_size_name}={world_size}: the variables contradict each other",
+            key=size_name,
+            value=size,
         )
     return rank, size
 
@@ -300,7 +314,7 @@ def _local(
 def _nodes(environ: Mapping[str, str], name: str) -> int | None:
     nodes = _number(environ, name, "") if environ.get(name) else None
     if nodes is not None and nodes < 1:
-        raise RefusedError(f"{name}={nodes} leaves no machine: it is the number of machines, 1 or more.")
+        raise RefusedError("leaves no machine: it is the number of machines, 1 or more", key=name, value=nodes)
     return nodes
 
 
@@ -310,6 +324,7 @@ def tasks_per_node(text: str) -> list[int]:
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise RefusedError(f"SLURM_STEP_TASKS_PER_NODE={text} is not a list of numbers such as 2(x3),1.")
+            reason = "is not a list of numbers such as 2(x3),1"
+            raise RefusedError(reason, key="SLURM_STEP_TASKS_PER_NODE", value=text)
         counts += [int(match[1])] * int(match[2] or 1)
     return counts

@@ -56,7 +56,9 @@ class Fixed:
         """
         name, port = self.names
         if is_wildcard(self.host):
-            raise RefusedError(f"{name}={self.host} is not an address that the others can reach: name this host.")
+            raise RefusedError(
+                "is not an address that the others can reach", key=name, value=self.host, suggestion="Name this host."
+            )
         try:
             host = (
                 LOOPBACK
@@ -64,20 +66,24 @@ class Fixed:
                 else str(socket.getaddrinfo(self.host, None, socket.AF_INET)[0][4][0])
             )
         except (socket.gaierror, UnicodeError) as error:
-            raise RefusedError(f"{name}={self.host} is not a known host: {reason_of(error)}.") from None
+            raise RefusedError(f"is not a known host: {reason_of(error)}", key=name, value=self.host) from None
         try:
             return socket.create_server((host, self.port), backlog=_BACKLOG), ""
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise RefusedError(
-                    f"{name}={self.host} is not an address of {socket.gethostname()}, where rank zero runs: name this "
-                    "host."
+                    f"is not an address of {socket.gethostname()}, where rank zero runs",
+                    key=name,
+                    value=self.host,
+                    suggestion="Name this host.",
                 ) from None
             holder = holder_of(self.port) if error.errno == errno.EADDRINUSE else None
             by = f" by {holder[1]} (process {holder[0]})" if holder else ""
             raise RefusedError(
-                f"{port}={self.port} cannot be opened on {self.host}: {reason_of(error)}{by}. Choose another port, the "
-                "same for all."
+                f"cannot be opened on {self.host}: {reason_of(error)}{by}",
+                key=port,
+                value=self.port,
+                suggestion="Choose another port, the same for all.",
             ) from None
 
     def seek(self) -> tuple[str, int, str]:
@@ -113,7 +119,8 @@ class Named:
             listener.close()
             raise RefusedError(
                 f"the socket @{self.name}, where the ranks look for rank zero, is another process's: "
-                f"{reason_of(error)}. End that one (ss -xlp shows it), or start the ranks again."
+                f"{reason_of(error)}",
+                suggestion="End that one (ss -xlp shows it), or start the ranks again.",
             ) from None
         return listener, ""
 
@@ -156,7 +163,7 @@ class Published:
         except OSError as error:
             listener.close()
             raise RefusedError(
-                f"{self.path} cannot be written, where the ranks look for rank zero: {reason_of(error)}."
+                f"cannot be written, where the ranks look for rank zero: {reason_of(error)}", place=self.path
             ) from None
         self._endpoint = host, port, token
         _remove_stale(self.path.parent)

@@ -38,18 +38,26 @@ def resolve(
     present = len(devices) if present is None else present
     if device == "cuda" and present == 0:
         raise RefusedError(
-            f"trainer.device=cuda, but this machine shows no GPU{why_hidden()}. Use trainer.device=cpu for CPU workers."
+            f"needs a GPU, and this machine shows none{why_hidden()}",
+            key="trainer.device",
+            value="cuda",
+            suggestion="Use trainer.device=cpu for CPU workers.",
         )
     kind = "cuda" if present else "cpu"
     workers = external_workers or (max(1, present) if gpus == "auto" else gpus)
     if kind == "cuda" and workers > present and external_workers is None:
         raise RefusedError(
-            f"trainer.gpus={workers}, but this machine shows {present} GPU{'s' if present > 1 else ''}{why_hidden()}. "
-            f"Use trainer.gpus={present}, or trainer.device=cpu for {workers} CPU workers."
+            f"is more than the {present} GPU{'s' if present > 1 else ''} of this machine{why_hidden()}",
+            key="trainer.gpus",
+            value=workers,
+            suggestion=f"Use trainer.gpus={present}, or trainer.device=cpu for {workers} CPU workers.",
         )
     if backend == "nccl" and kind == "cpu":
         raise RefusedError(
-            "trainer.backend=nccl needs GPUs, and the workers are on CPU. Use trainer.backend=gloo or auto."
+            "needs GPUs, and the workers are on CPU",
+            key="trainer.backend",
+            value="nccl",
+            suggestion="Use trainer.backend=gloo or auto.",
         )
     if backend == "nccl" and external_workers is None:
         check_nccl_shares(devices[:workers])
@@ -72,7 +80,10 @@ def check_workers(gpus: int) -> None:
     """
     if gpus > _MAX_WORKERS:
         raise RefusedError(
-            f"trainer.gpus={gpus} is more than the {_MAX_WORKERS} workers that one machine can start. Use fewer."
+            f"is more than the {_MAX_WORKERS} workers that one machine can start",
+            key="trainer.gpus",
+            value=gpus,
+            suggestion="Use fewer.",
         )
 
 
@@ -91,9 +102,11 @@ def check_nccl_shares(devices: Sequence[Device], environ: Mapping[str, str] = os
     gpu = shared_gpu(devices)
     if gpu is not None and not nccl_shares_gpus(environ):
         raise RefusedError(
-            f"trainer.backend=nccl, but two workers are on MIG instances of the same GPU ({gpu}), which NCCL refuses. "
-            "Use trainer.backend=auto, which takes gloo here; with NCCL 2.30 or newer you can export "
-            "NCCL_MULTI_RANK_GPU_ENABLE=1 instead."
+            f"does not support two workers on MIG instances of the same GPU ({gpu})",
+            key="trainer.backend",
+            value="nccl",
+            suggestion="Use trainer.backend=auto, which takes gloo here; with NCCL 2.30 or newer you can export "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1 instead.",
         )
 
 
@@ -107,6 +120,9 @@ def check_threads(threads: int) -> None:
     maximum = max(_MAX_THREADS, cores)
     if threads > maximum:
         raise RefusedError(
-            f"trainer.threads={threads} is beyond this machine, which has {cores} core{'s' if cores > 1 else ''}: a "
-            f"worker could not start so many. Use {maximum} or fewer, or trainer.threads=auto."
+            f"is beyond this machine, which has {cores} core{'s' if cores > 1 else ''}: a worker could not "
+            "start so many",
+            key="trainer.threads",
+            value=threads,
+            suggestion=f"Use {maximum} or fewer, or trainer.threads=auto.",
         )

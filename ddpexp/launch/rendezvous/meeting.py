@@ -58,7 +58,7 @@ def lead(
                 if time.monotonic() >= deadline:
                     absent = sorted(set(range(1, size)) - set(joined))
                     hint = _explain_loopback(rendezvous, address) or _explain_variables(starter)
-                    raise AbsentError(_missing(absent, size, seconds, unit) + hint)
+                    raise _missing(absent, size, seconds, unit, hint)
                 for peer, handshake in acceptor.wait(deadline):
                     if handshake is None:  # it has left, and may join again
                         joined.pop(peer.index, None)
@@ -68,7 +68,7 @@ def lead(
         return Meeting(0, [peer for peer, _ in ordered], address), [handshake for _, handshake in ordered]
     except RefusedError as error:
         for peer, _ in joined.values():
-            peer.send({"kind": "absent" if isinstance(error, AbsentError) else "refused", "message": str(error)})
+            peer.send({"kind": "absent" if isinstance(error, AbsentError) else "refused", "error": error.as_dict()})
             peer.channel.close()
         raise
     finally:
@@ -80,8 +80,8 @@ def _accept_handshake(
 ) -> None:
     index = handshake["index"]
     if not 0 < index < size or handshake.get("size") != size or index in joined:
-        error = RefusedError(_contradiction(handshake, size, joined, unit))
-        peer.send({"kind": "refused", "message": str(error)})
+        error = _contradiction(handshake, size, joined, unit)
+        peer.send({"kind": "refused", "error": error.as_dict()})
         peer.channel.close()
         raise error
     peer.index, peer.host = index, handshake["host"]
@@ -204,15 +204,16 @@ def join(rendezvous: Rendezvous, handshake: Mapping[str, Any], seconds: float, u
         is_strange = strange_since is not None and time.monotonic() - strange_since > _STRANGE_SECONDS
         if isinstance(rendezvous, Fixed) and is_strange:
             raise RefusedError(
-                f"{name} did not find {unit} 0: another program answers at {rendezvous.host}:{rendezvous.port}. "
-                f"Choose another {rendezvous.names[1]}, the same for all, or end that program."
+                f"{name} did not find {unit} 0: another program answers at {rendezvous.host}:{rendezvous.port}",
+                suggestion=f"Choose another {rendezvous.names[1]}, the same for all, or end that program.",
             )
         waited = time.monotonic() - started
         time.sleep(min(_LONGEST_RETRY_SECONDS, max(_RETRY_SECONDS, waited / 10), max(0.0, seconds - waited)))
     if dead:
         rendezvous.close()  # it leads to a command that was killed
     raise AbsentError(
-        f"{name} did not find {unit} 0 within {seconds:g} s: {seen}. Was it started, and is its host reachable?"
+        f"{name} did not find {unit} 0 within {seconds:g} s: {seen}",
+        suggestion="Was it started, and is its host reachable?",
     )
 
 
@@ -237,8 +238,8 @@ def _introduce(leader: Peer, handshake: Mapping[str, Any], deadline: float) -> P
         answer = leader.receive(time.monotonic() + _bounded(deadline))
     except TimeoutError:
         raise _SilentError from None
-    if answer.get("kind") == "refused" and isinstance(answer.get("message"), str):
-        raise RefusedError(answer["message"])
+    if answer.get("kind") == "refused" and isinstance(answer.get("error"), dict):
+        raise RefusedError.from_dict(answer["error"])
     if answer.get("kind") != "welcome" or not isinstance(answer.get("host"), str):
         raise EOFError
     leader.host = answer["host"]
@@ -270,19 +271,21 @@ def _explain_variables(starter: str | None) -> str:
     return f" The variables of {starter} count them: unset those if it has not started this command." if starter else ""
 
 
-def _missing(absent: Sequence[int], size: int, seconds: float, unit: str) -> str:
+def _missing(absent: Sequence[int], size: int, seconds: float, unit: str, hint: str) -> AbsentError:
     shown = ", ".join(map(str, absent[:10])) + (", ..." if len(absent) > 10 else "")
-    return (
-        f"{unit} {shown} of {size} did not join within {seconds:g} s: were they started, and can they reach this host?"
+    return AbsentError(
+        f"{unit} {shown} of {size} did not join within {seconds:g} s",
+        suggestion=f"Were they started, and can they reach this host?{hint}",
     )
 
 
-def _contradiction(handshake: Mapping[str, Any], size: int, joined: Mapping[int, Any], unit: str) -> str:
+def _contradiction(handshake: Mapping[str, Any], size: int, joined: Mapping[int, Any], unit: str) -> RefusedError:
     index, host = handshake["index"], handshake.get("host")
     if index in joined or index == 0:
         other = joined[index][0].host if index in joined else "the first host"
-        return f"two commands are {unit} {index}, on {other} and on {host}: each needs its own number."
-    return (
-        f"{unit} {index} on {host} counts {handshake.get('size')} in all, {unit} 0 counts {size}: start all of them "
-        "with the same number."
+        reason = f"two commands are {unit} {index}, on {other} and on {host}: each needs its own number"
+        return RefusedError(reason)
+    return RefusedError(
+        f"{unit} {index} on {host} counts {handshake.get('size')} in all, {unit} 0 counts {size}",
+        suggestion="Start all of them with the same number.",
     )

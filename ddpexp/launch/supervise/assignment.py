@@ -70,20 +70,22 @@ def _check_consistent(first: Mapping[str, Any], other: Mapping[str, Any], unit: 
         if (other_version := other.get("versions", {}).get(name)) != version:
             raise RefusedError(
                 f"{name} is {version or 'of unknown version'} on {first_name} and "
-                f"{other_version or 'of unknown version'} on {other_name}: install the same version on all of them."
+                f"{other_version or 'of unknown version'} on {other_name}",
+                suggestion="Install the same version on all of them.",
             )
     difference = first_difference(first["identity"], other["identity"])
     if difference:
         key, value, other_value = difference
         raise RefusedError(
-            f"{key} is {value} on {first_name} and {other_value} on {other_name}: start all of them with the same "
-            "overrides."
+            f"is {value} on {first_name} and {other_value} on {other_name}",
+            key=key,
+            suggestion="Start all of them with the same overrides.",
         )
     for name in ("device", "backend"):
         if other["layout"][name] != first["layout"][name]:
             raise RefusedError(
-                f"{first_name} would run on {name} {first['layout'][name]} and {other_name} on "
-                f"{other['layout'][name]}: set trainer.{name}=... to make them equal."
+                f"{first_name} would run on {name} {first['layout'][name]} and {other_name} on {other['layout'][name]}",
+                suggestion=f"Set trainer.{name}=... to make them equal.",
             )
 
 
@@ -121,7 +123,8 @@ def _own_gpus(members: Sequence[Mapping[str, Any]], workers: int) -> bool:
         return False
     raise RefusedError(
         f"{members[0]['host']} runs {workers} workers, and they see {len(distinct)} "
-        f"GPU{'s' if len(distinct) > 1 else ''}: start one worker for each GPU, or use trainer.device=cpu."
+        f"GPU{'s' if len(distinct) > 1 else ''}",
+        suggestion="Start one worker for each GPU, or use trainer.device=cpu.",
     )
 
 

@@ -16,7 +16,16 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from ddpexp.errors import ENDS, EXIT_FAILED, AbsentError, Failure, FinishedError, RefusedError, StoppedError
+from ddpexp.errors import (
+    ENDS,
+    EXIT_FAILED,
+    AbsentError,
+    DdpexpError,
+    Failure,
+    FinishedError,
+    RefusedError,
+    StoppedError,
+)
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.launch.rendezvous import starter
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment
@@ -132,7 +141,8 @@ def _lead(
                 _wait_until_ready(peers, unit)
         except ENDS as error:
             kind = "finished" if isinstance(error, FinishedError) else "absent" if _is_absence(error) else "refused"
-            meeting.send({"kind": kind, "message": str(error)})
+            known = error if isinstance(error, DdpexpError) else DdpexpError(str(error))
+            meeting.send({"kind": kind, "error": known.as_dict()})
             raise
         with socket.create_server((meeting.address, 0), backlog=4096) as store:
             meeting.send({"kind": "start", "store": list(store.getsockname()[:2])})
@@ -156,10 +166,10 @@ def _wait_until_ready(peers: Sequence[Peer], unit: str) -> None:
             answer = peer.receive(time.monotonic() + _READY_SECONDS)
         except EOFError:
             raise AbsentError(
-                f"{unit} {peer.index} on {peer.host} ended before the job began: see its output there."
+                f"{unit} {peer.index} on {peer.host} ended before the job began", suggestion="See its output there."
             ) from None
         if answer["kind"] == "refused":
-            raise RefusedError(answer["message"])
+            raise RefusedError.from_dict(answer["error"])
 
 
 def _is_absence(error: BaseException) -> bool:
@@ -182,7 +192,7 @@ def _follow(
         try:
             job.enter(go["shared"], layout)
         except RefusedError as error:
-            leader.send({"kind": "refused", "message": str(error)})
+            leader.send({"kind": "refused", "error": error.as_dict()})
             raise
         leader.send({"kind": "ready"})
         start = _next(leader, "start")
@@ -203,17 +213,18 @@ def _next(leader: Peer, kind: str) -> dict[str, Any]:
         message = leader.receive(time.monotonic() + _READY_SECONDS)
     except (EOFError, TimeoutError):
         raise AbsentError(
-            f"the command of rank zero on {leader.host} ended before the job began: see its output there."
+            f"the command of rank zero on {leader.host} ended before the job began", suggestion="See its output there."
         ) from None
     if message["kind"] == "refused":
-        raise RefusedError(message["message"])
+        raise RefusedError.from_dict(message["error"])
     if message["kind"] == "finished":
-        raise FinishedError(message["message"])
+        raise FinishedError.from_dict(message["error"])
     if message["kind"] == "absent":
-        raise AbsentError(message["message"])
+        raise AbsentError.from_dict(message["error"])
     if message["kind"] != kind:
         raise RefusedError(
-            f"the command of rank zero on {leader.host} is of another version of ddpexp: install the same one."
+            f"the command of rank zero on {leader.host} is of another version of ddpexp",
+            suggestion="Install the same one.",
         )
     return message
 

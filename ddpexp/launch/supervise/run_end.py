@@ -150,7 +150,7 @@ class RunEnd:
         first = locate_mismatch(failures[0], self.workers) if is_mismatch(failures[0]) else failures[0]
         others = tuple(sorted({failure.rank for failure in failures} - {first.rank}))
         if first.exit_code == EXIT_REFUSED and first.traceback is None:
-            raise RefusedError(first.message)
+            raise RefusedError.from_dict(first.error_fields())
         shown = first.rank == 0 and any(worker.rank == 0 and worker.failure is None for worker in self.workers)
         leader = None if self.leader_lost else self.leader
         raise WorkerError(

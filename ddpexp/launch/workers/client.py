@@ -219,4 +219,4 @@ def check_answer(answer: Mapping[str, Any]) -> None:
                 f"ddpexp is tested on Python {TESTED_PYTHONS} with the versions in constraints.txt; this is Python "
                 f"{platform.python_version()}, and ddpexp doctor shows the versions here."
             )
-        raise RefusedError(f"The fork server could not import {name}: {error}. {advice}")
+        raise RefusedError(f"The fork server could not import {name}: {error}", suggestion=advice)

@@ -349,7 +349,8 @@ class Control:
             if words[slot] != self._acted + 1 or step < done:
                 raise DdpexpError(
                     f"after step {done} this rank learns of agreement {self._acted + 1}, which was for step {step}: "
-                    "the ranks would diverge here. Please report this with the rank's log."
+                    "the ranks would diverge here",
+                    suggestion="Please report this with the rank's log.",
                 )
             if step > done:
                 break
@@ -368,7 +369,8 @@ class Control:
             time.sleep(_NAP_SECONDS)
             if time.monotonic() - begin > _ANSWER_SECONDS:
                 raise DdpexpError(
-                    f"the command did not name the step to save at within {_ANSWER_SECONDS:g} s: is it stopped?"
+                    f"the command did not name the step to save at within {_ANSWER_SECONDS:g} s",
+                    suggestion="Is it stopped?",
                 )
         return newest
 

@@ -124,10 +124,10 @@ def _open(path: Path) -> IO[bytes]:
         )
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else reason_with_limit(error, path)
-        raise RefusedError(f"{path} cannot be written: {why}.") from None
+        raise RefusedError(f"cannot be written: {why}", place=path) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise RefusedError(f"{path} cannot be written: it is not a regular file.")
+        raise RefusedError("cannot be written: it is not a regular file", place=path)
     os.set_blocking(descriptor, True)
     return os.fdopen(descriptor, "a+b", buffering=0)
 
@@ -161,7 +161,9 @@ def _lock(file: IO[bytes], path: Path) -> None:
                 else "a process on another host"
             )
             raise RefusedError(
-                f"{path} is in use by {shown}: another start of this run has not ended. Wait for it, or end it."
+                f"is in use by {shown}: another start of this run has not ended",
+                suggestion="Wait for it, or end it.",
+                place=path,
             )
         time.sleep(0.05)
 

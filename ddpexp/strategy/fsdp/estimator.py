@@ -20,7 +20,7 @@ _GATHERED = 2  # blocks that a rank has whole: the one that computes, and the ne
 class FSDPEstimator(Estimator):
     """A share of the model on each rank, and the blocks that are gathered for a moment."""
 
-    variants: ClassVar = (
+    variants: ClassVar[Sequence[Variant]] = (
         Variant(),
         Variant(("strategy.init=replay", "strategy.gather_in_evaluation=false")),
         Variant(("strategy.tp_size=2",), is_optional=True),

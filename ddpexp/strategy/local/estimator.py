@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.estimator import Estimator, Facts, Part, Traffic
+from ddpexp.strategy.estimator import Estimator, Facts, Part, Traffic, Variant
 from ddpexp.strategy.local.options import LocalOptions
 
 
@@ -15,7 +16,7 @@ from ddpexp.strategy.local.options import LocalOptions
 class LocalEstimator(Estimator):
     """Replicas that average their weights at the end of a round."""
 
-    variants: ClassVar = ()  # another number of messages, not another place for the model
+    variants: ClassVar[Sequence[Variant]] = ()  # another number of messages, not another place for the model
 
     options: LocalOptions
 

@@ -17,7 +17,7 @@ from ddpexp.strategy.pipeline.schedule import num_in_flight
 class PipelineEstimator(Estimator):
     """The layers of some stages on each rank."""
 
-    variants: ClassVar = (
+    variants: ClassVar[Sequence[Variant]] = (
         Variant(is_optional=True),
         Variant(("strategy.init=replay", "strategy.gather_in_evaluation=false")),
     )

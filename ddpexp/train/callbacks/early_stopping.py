@@ -41,7 +41,8 @@ class EarlyStopping(Callback):
     def on_evaluated(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """Compare the metric with the best one so far."""
         if self.monitor not in metrics:
-            raise DdpexpError(f"monitor={self.monitor} names no metric of the evaluation: it has {', '.join(metrics)}")
+            reason = f"is not a metric of the evaluation: it has {', '.join(metrics)}"
+            raise DdpexpError(reason, key="monitor", value=self.monitor)
         value = metrics[self.monitor]
         if self._improves(value):
             self.best, self.best_step, self.waited = value, run.step, 0

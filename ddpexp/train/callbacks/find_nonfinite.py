@@ -98,7 +98,7 @@ class FindNonFinite(Callback):
         else:
             where += f", in micro-batch {run.micro_batch} of the step on this rank" if run.micro_batch else ""
         first = values[bad].flatten()[0].item()
-        raise NonFiniteError(f"callbacks.{self._key}: {what} is not finite ({first:.6g}) {where}.")
+        raise NonFiniteError(f"is not finite ({first:.6g}) {where}", key=f"callbacks.{self._key}", place=what)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

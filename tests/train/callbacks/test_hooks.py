@@ -216,9 +216,9 @@ def test_what_is_no_callback_or_is_never_called_is_refused() -> None:
         def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     for made, message in [
-        (object(), "object is not a callback: derive it from ddpexp.Callback."),
+        (object(), "object is not a callback"),
         (Misspelt(), "a run never calls Misspelt.on_evaluate. Did you mean on_evaluated?"),
-        (Short(), "write def on_step(self, run)."),
+        (Short(), "Write def on_step(self, run)."),
         (Lonely(), "Lonely sets rank_zero_only and communicates, and rank zero alone would wait"),
         (Forgets(), "Forgets has state_dict and no load_state_dict, so a resumed run would lose its state: "),
         (Forgets(), "write def load_state_dict(self, state), or leave state_dict out."),
@@ -261,6 +261,6 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_start(points: Any
     loop, saves, _ = fitting(points, tmp_path, Unstorable())
     with pytest.raises(RefusedError) as caught:
         loop.fit()
-    assert str(caught.value).startswith("callbacks.c0: what Unstorable.state_dict (")
+    assert str(caught.value).startswith("callbacks.c0: What Unstorable.state_dict (")
     assert "cannot be saved: state/seen is a builtins.set, which a checkpoint cannot hold" in str(caught.value)
     assert saves.steps == []
