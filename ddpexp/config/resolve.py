@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import getitem
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf import Container, OmegaConf
 from omegaconf.resolvers import oc
 
 from ddpexp.compat.omegaconf import register_resolver
@@ -50,10 +49,10 @@ def resolve(tree: Tree, directory: Path | None = None, job: Mapping[str, Any] = 
         RefusedError: a value of another type, a name that is not defined, a file that grants trust, or one that the
             command chooses and that an option of ours hides.
     """
-    cfg = OmegaConf.create({name: section for name, section in tree.values.items() if name != "sweep"})
+    unresolved = {name: section for name, section in tree.values.items() if name != "sweep"}
     answers = {**answers_of(tree.hydra, tree.overrides), **job}
     with one_sentence(), bounded_interpolations(), answered(answers):
-        values, written = plain(cfg), _resolved_but_secrets(cfg, answers)
+        values, written = _with_and_without_secrets(unresolved, answers)
     check_values(values, tree)
     for resolved in (values, written):
         resolved["run"]["code"] = str(tree.added.parent) if tree.added else None
@@ -92,33 +91,39 @@ def text_with_facts(text: str, data_facts: Mapping[str, Any]) -> str:
     return text_of(facts.resolve(load_yaml(text), data_facts)) if facts.refers(text) else text
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """Return the resolved values; a missing one raises OmegaConf's error."""
-    values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    return {str(key): value for key, value in cast(dict[Any, Any], values).items()}
+def _with_and_without_secrets(values: Mapping[str, Any], answers: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the resolved values, and those as they are written down.
 
-
-def _resolved_but_secrets(cfg: DictConfig, answers: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolve the tree, but leave as written what reads the environment, directly or through other keys.
-
-    `answers` are the values of `${hydra:...}`, which only this command knows.
+    What reads the environment, directly or through other keys, stays a reference there. `answers` are the values of
+    `${hydra:...}`, which only this command knows.
     """
+    cfg = OmegaConf.create(dict(values))
     with _reads_of_environment() as reads:
 
-        def without_secrets(raw: Any, read: Callable[[], Any]) -> Any:
-            if isinstance(raw, dict):
-                return {str(key): without_secrets(inner, partial(getitem, read(), key)) for key, inner in raw.items()}
-            if isinstance(raw, list):
-                return [without_secrets(inner, partial(getitem, read(), index)) for index, inner in enumerate(raw)]
-            if not isinstance(raw, str) or "${" not in raw:
-                return raw
+        def resolved(value: Any, read: Callable[[], Any]) -> tuple[Any, Any]:
+            if isinstance(value, dict):
+                pairs = {key: resolved(inner, partial(_item, read, key)) for key, inner in value.items()}
+                return {key: pair[0] for key, pair in pairs.items()}, {str(key): pair[1] for key, pair in pairs.items()}
+            if isinstance(value, list):
+                items = [resolved(inner, partial(_item, read, index)) for index, inner in enumerate(value)]
+                return [item[0] for item in items], [item[1] for item in items]
+            if not isinstance(value, str) or ("${" not in value and value != "???"):
+                return value, value
             reads.clear()
-            value = read()
-            plain = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
-            return written_out(raw, answers) if reads or "${" in facts.without_references(str(plain)) else plain
+            node = read()  # refuses a missing value
+            plain = (
+                OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+                if isinstance(node, Container)
+                else node
+            )
+            is_open = reads or "${" in facts.without_references(str(plain))
+            return plain, written_out(value, answers) if is_open else plain
 
-        tree: dict[str, Any] = without_secrets(OmegaConf.to_container(cfg, resolve=False), lambda: cfg)
-    return tree
+        return resolved(dict(values), lambda: cfg)
+
+
+def _item(read: Callable[[], Any], key: Any) -> Any:
+    return read()[key]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from ddpexp.config.override_checks import check_chosen_once
 from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.replaced_targets import counts_unlisted, is_in, keys_of_target, typed_targets
-from ddpexp.config.resolve import offered_by_packages, plain, text_of, trust_of
+from ddpexp.config.resolve import offered_by_packages, text_of, trust_of
 from ddpexp.config.restated import Place, Reader, UnrestatedError, leaves, unrestated
 from ddpexp.config.schema import Experiment
 from ddpexp.config.sentences import first_line, sentence, unknown_key_of
@@ -94,7 +94,8 @@ def _resolved(cfg: DictConfig, reader: Reader) -> tuple[dict[str, Any], Mapping[
 
     with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}), only_resolvers(allows) as read:
         try:
-            return plain(cfg), read
+            values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+            return {str(key): value for key, value in values.items()}, read
         except OmegaConfBaseException:
             if not read:
                 raise
