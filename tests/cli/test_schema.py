@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
-from ddpexp.cli.schema import schema_of
+from ddpexp.cli import verbs
+from ddpexp.cli.schema import schema, schema_of
 from ddpexp.config.folders import conf_folder
-from ddpexp.errors import RefusedError
+from ddpexp.errors import EXIT_DONE, RefusedError
 from tests.listed import options
 
 GROUPS = ("trainer", "strategy", "launcher", "scheduler", "model", "data", "optimizer", "logger", "callbacks")
@@ -81,3 +83,8 @@ def test_it_explains_keys_by_the_comments_in_conf() -> None:
 def test_an_unknown_group_is_refused_with_the_nearest() -> None:
     with pytest.raises(RefusedError, match=r"Did you mean trainer\?"):
         schema_of(["trainr"])
+
+
+def test_the_verb_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert schema(verbs.of("schema").call(["trainer"])) == EXIT_DONE
+    assert json.loads(capsys.readouterr().out) == described("trainer")
