@@ -44,7 +44,7 @@ def refusals(suggestion: str, shipped_only: bool = False, commands: Collection[s
             yield f"there is no command {name}"
     for match in _OVERRIDE.finditer(suggestion):
         key, value = match["key"], match["value"]
-        value = value if value.endswith("...") else value.rstrip(".:")
+        value = value if value.endswith("...") else value.rstrip(".:?!")
         section, _, rest = key.partition(".")
         if section in SECTIONS and section != "data" and rest:
             yield from _typed_refusals(key, value)

@@ -240,7 +240,7 @@ def test_the_sets_to_evaluate_are_typed_with_split(ddpexp: Ddpexp, trained: Done
     assert {name.partition("/")[0] for name in metrics(done)} == {"eval"}
     refused(
         evaluate(ddpexp, trained.run, "--split", "test"),
-        r"^ddpexp: --split test names no evaluation set of the data\. There is eval\.\n$",
+        r"^ddpexp: --split test is not an evaluation set of the data\. There is eval\.\n$",
     )
 
 

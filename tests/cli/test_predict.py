@@ -99,9 +99,9 @@ def test_a_task_without_predict_is_shown_what_to_write(ddpexp: Ddpexp, trained: 
         (["RUN"], "where to? Add --out FILE.npz"),
         (["RUN", "--out"], "predict --out: it takes one value, once"),
         (["RUN", "--out=x.npz", "--out=y.npz"], "predict --out: it takes one value, once"),
-        (["RUN", "--out", "x.txt"], "predictions are written as .npz, .npy, .parquet or .csv"),
+        (["RUN", "--out", "x.txt"], "Predictions are written as .npz, .npy, .parquet or .csv"),
         (["RUN", "--out", "x.npzz"], "Did you mean --out .npz?"),
-        (["RUN", "--out", "none/x.npz"], "make it first"),
+        (["RUN", "--out", "none/x.npz"], "Make it first"),
         (["RUN", "--out", "x.npz", "--splt=test"], "Did you mean --split?"),
         (["NONE", "--out", "x.npz"], "predict NONE: there is no such directory or file."),
         (["RUN/checkpoints/step-00000009", "--out", "x.npz"], "there is no such directory or file"),
@@ -123,7 +123,7 @@ def test_parquet_without_pyarrow_is_refused_with_what_to_install(
     trained: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RefusedError, match="this needs pyarrow"):
+    with pytest.raises(RefusedError, match="needs pyarrow"):
         predict(call("predict", str(trained.run), "--out", str(tmp_path / "x.parquet")))
 
 
@@ -152,8 +152,8 @@ def test_what_predict_returns_becomes_arrays() -> None:
     [
         (torch.zeros(3), "predict returned 3 rows as 'prediction' for the samples 4 to 5, which are 2"),
         (torch.zeros(()), "predict returned a single number"),
-        ({"a": ["cat", "dog"]}, "predict returned list as 'a': return a tensor"),
-        (None, "predict returned NoneType: return a tensor"),
+        ({"a": ["cat", "dog"]}, "predict returned list as 'a'. Return a tensor"),
+        (None, "predict returned NoneType. Return a tensor"),
         ({}, "predict returned an empty mapping"),
     ],
 )
@@ -166,8 +166,8 @@ def test_what_predict_should_not_return_is_named(predicted: Any, sentence: str) 
 @pytest.mark.parametrize(
     ("name", "shapes", "sentence"),
     [
-        ("x.npy", {"a": [], "b": []}, "can hold one array, and predict returns a, b: use .npz"),
-        ("x.csv", {"a": [3, 4]}, "is a table, and a row of a has the shape 3 x 4: use .npz"),
+        ("x.npy", {"a": [], "b": []}, "can hold one array, and predict returns a, b. Use .npz"),
+        ("x.csv", {"a": [3, 4]}, "is a table, and a row of a has the shape 3 x 4. Use .npz"),
         ("x.npz", {"ddpexp": []}, "the name of the metadata"),
     ],
 )

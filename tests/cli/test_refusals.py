@@ -21,7 +21,7 @@ REFUSED = [
     ("model.hidden=wide", "model.hidden=wide is not a number (its default is 128)."),
     (
         "trainer.device=cuda",
-        "trainer.device=cuda, but this machine shows no GPU. Use trainer.device=cpu for CPU workers.",
+        "trainer.device=cuda needs a GPU, and this machine shows none. Use trainer.device=cpu for CPU workers.",
     ),
     (
         "trainer.gpus=8 trainer.global_batch_size=100 trainer.micro_batch_size=16",
@@ -84,7 +84,7 @@ def test_a_run_directory_that_holds_something_is_refused_and_kept(ddpexp: Ddpexp
     (tmp_path / "full/mine.txt").write_text("x")
     done = ddpexp(*SMALL, "run.dir=full")
     assert done.code == 2
-    assert done.err == "ddpexp: run.dir=full exists and is not empty: choose another one, or remove it.\n"
+    assert done.err == "ddpexp: run.dir=full exists and is not empty. Choose another one, or remove it.\n"
     assert written(tmp_path) == ["full", "full/mine.txt"]
 
 

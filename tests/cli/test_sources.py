@@ -82,11 +82,11 @@ def test_a_checkpoint_is_named_by_its_folder() -> None:
 
 
 PLANS = [
-    (["recipe=mnist", "--nodes", "2"], "plan --nodes: no such option. Did you mean trainer.nodes=2?"),
-    (["--gpus=4"], "plan --gpus=4: no such option. Did you mean trainer.gpus=4?"),
-    (["--batch-size", "2"], "plan --batch-size: no such option. Did you mean trainer.global_batch_size"),
-    (["--jason"], "plan --jason: no such option. Did you mean --json?"),
-    (["outputs/mnist/1"], "plan outputs/mnist/1: it takes key=value, as a training does, and no directory: "),
+    (["recipe=mnist", "--nodes", "2"], "plan --nodes is not an option. Did you mean trainer.nodes=2?"),
+    (["--gpus=4"], "plan --gpus=4 is not an option. Did you mean trainer.gpus=4?"),
+    (["--batch-size", "2"], "plan --batch-size is not an option. Did you mean trainer.global_batch_size"),
+    (["--jason"], "plan --jason is not an option. Did you mean --json?"),
+    (["outputs/mnist/1"], "plan outputs/mnist/1: The command takes key=value"),
 ]
 
 
@@ -97,7 +97,7 @@ def test_what_a_plan_does_not_accept_is_refused(outputs: Path, overrides: Sequen
 
 def test_what_a_table_does_not_accept_is_refused(outputs: Path) -> None:
     assert refused(Arguments.of, ["outputs/mnist/1/metrics.jsonl"], {}) == (
-        "outputs/mnist/1/metrics.jsonl is a file: name the directory of a run or a sweep, such as outputs/mnist/1."
+        "outputs/mnist/1/metrics.jsonl is a file. Name the directory of a run or a sweep, such as outputs/mnist/1."
     )
     assert refused(call, "table", "outputs", "--sort", "x").startswith(
         "table --sort: no such option. The rows are sorted by sweep.objective=METRIC"
@@ -128,7 +128,7 @@ def test_a_current_folder_that_is_removed_is_one_sentence_and_2(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
-        (None, "resume run: config.yaml is missing."),
+        (None, "resume run: Its config.yaml is missing."),
         ("trainer: {", "resume run: {path} cannot be read: while parsing a flow node"),
         ("- a\n", "resume run: {path} is not the configuration of a run."),
     ],
@@ -161,7 +161,7 @@ def test_a_damaged_config_without_a_copy_is_reported_as_it_is(tmp_path: Path, mo
     )
     (run / "config.yaml").unlink()
     assert refused(resume, call("resume", "run")) == (
-        "resume run: config.yaml is missing. No checkpoint holds a copy: put one back, or start a new run with another "
+        "resume run: Its config.yaml is missing. No checkpoint holds a copy: put one back, or start a new run with another "
         "run.dir."
     )
 
@@ -169,5 +169,5 @@ def test_a_damaged_config_without_a_copy_is_reported_as_it_is(tmp_path: Path, mo
 def test_of_weights_at_a_url_the_download_is_left_to_the_user() -> None:
     url = "https://example.com/model.safetensors"
     assert refused(check_usable, Path(url), f"run.init_from={url}") == (
-        f"run.init_from={url}: there is no such file. Download it first: ddpexp reads only local files."
+        f"run.init_from={url}: There is no such file. Download it first: ddpexp reads only local files."
     )

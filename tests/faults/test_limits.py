@@ -243,7 +243,7 @@ def test_too_few_files_for_the_workers_are_refused_before_work(recipe: Recipe) -
     ended = limited(recipe, "ulimit -n 64", "trainer.gpus=8")
     assert (ended.done.code, ended.done.run.exists()) == (2, False)
     assert ended.done.err == (
-        "ddpexp: 8 workers need 68 open files, and this shell allows 64 (ulimit -n): raise it with ulimit -n 68 or "
+        "ddpexp: 8 workers need 68 open files, and this shell allows 64 (ulimit -n). Raise it with ulimit -n 68 or "
         "more, or use "
         "fewer workers.\n"
     )
@@ -272,7 +272,7 @@ def test_a_checkpoint_that_is_larger_than_a_file_may_be_is_refused_before_the_fi
     assert ended.done.err == (
         "ddpexp: a file of a checkpoint takes 4.19 MB and this shell allows 1,024 KiB a file (ulimit -f), so that "
         "nothing of this "
-        "run could be saved: raise that limit.\n"
+        "run could be saved. Raise that limit.\n"
     )
 
 
@@ -316,7 +316,7 @@ def test_a_disk_that_holds_no_checkpoint_is_refused_before_the_first_step(
     assert done.code == 2, done
     wanted = (
         r"ddpexp: a checkpoint takes 8\.39 MB and \S+/disk/run has 6\.\d\d MB free, so that nothing of this run "
-        r"could be saved: "
+        r"could be saved. "
     )
     assert re.fullmatch(f"{wanted}make room, or choose another place with run.dir=... .\n", done.err), done.err
     assert not (disk / "run/metrics.jsonl").exists() or not (disk / "run/metrics.jsonl").read_text()
@@ -347,7 +347,7 @@ def test_a_disk_that_can_hold_no_more_files_says_so_at_each_moment(recipe: Recip
     before = recipe(*EVERY, run=few_files / "run")  # its own files fit, a checkpoint's do not
     assert before.code == 2, before
     said = r"ddpexp: a checkpoint takes 10 files and the file system of \S+/few/run can hold \d more of its 40 "
-    said += r"\(inodes; 2\d\.?\d* MB are free\), so that nothing of this run could be saved: remove files, or choose "
+    said += r"\(inodes; 2\d\.?\d* MB are free\), so that nothing of this run could be saved. Remove files, or choose "
     assert re.search(f"^{said}", before.err, re.MULTILINE), before
     assert not (few_files / "run").exists()
     for number in range(12):

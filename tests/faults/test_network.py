@@ -218,7 +218,7 @@ def test_versions_that_differ_are_refused_with_both_values(recipe: Recipe, tmp_p
     name = os.uname().nodename
     assert done[0].err.startswith("ddpexp: torch is 2."), done[0].err
     assert done[0].err.endswith(
-        f" on rank 0 ({name}) and 9.9 on rank 1 ({name}): install the same version on all of them.\n"
+        f" on rank 0 ({name}) and 9.9 on rank 1 ({name}). Install the same version on all of them.\n"
     )
     assert not run.exists()
 

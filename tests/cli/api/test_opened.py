@@ -87,7 +87,7 @@ def test_a_missing_config_is_refused_with_the_command_that_restores_it(
     with pytest.raises(ddpexp.RefusedError) as caught:
         ddpexp.open_run(copy)
     assert str(caught.value) == (
-        f"{copy}: config.yaml is missing. Its newest checkpoint holds a copy: "
+        f"{copy}: Its config.yaml is missing. Its newest checkpoint holds a copy: "
         "cp copy/checkpoints/step-00000008/config.yaml copy/config.yaml"
     )
 

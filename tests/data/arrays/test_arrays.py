@@ -381,9 +381,9 @@ def test_columns_of_parquet_files_are_read_with_pyarrow() -> None:
     assert everything(load(prepare("t.parquet", inputs="a", targets="b")).train) == ([[1.5], [2], [3]], [1, 0, 1])
     parquet.write_table(pyarrow.table({"a": [1, None], "l": [[1], [2]], "k": [0, 1]}), "n.parquet")
     for column, sentence in (
-        ("a", "column a has no value in row 2, where a number is needed: leave the row out"),
+        ("a", "column a has no value in row 2, where a number is needed. Leave the row out"),
         ("l", "column l holds list<"),
-        ("c", "data.inputs=c is no column of data.path="),
+        ("c", "data.inputs=c is not a column of data.path="),
     ):
         with pytest.raises(RefusedError, match=sentence):
             prepare("n.parquet", inputs=column, targets="k")

@@ -112,7 +112,7 @@ def test_a_folder_of_images_and_its_splits() -> None:
     assert (found["num_train"], found["num_test"]) == (4, 2)
     assert found["facts"]["shape"] == [1, 6, 6]
     with pytest.raises(
-        RefusedError, match=r"^data\.eval_split=test is no split of photos: it has train, validation\.$"
+        RefusedError, match=r"^data\.eval_split=test is not a split of photos: it has train, validation\.$"
     ):
         prepare("photos", inputs="image", targets="label", eval_split="test")
 
@@ -130,7 +130,7 @@ def test_lists_of_one_length_are_inputs() -> None:
     found = prepare("t.jsonl", inputs="x", targets="y")
     assert everything(load(found).train) == ([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], [0.5, 1.5])
     Path("u.jsonl").write_text('{"x": [1, 2], "y": 0.5}\n{"x": [5], "y": 1.5}\n')
-    with pytest.raises(RefusedError, match="which are no numbers of one shape"):
+    with pytest.raises(RefusedError, match="which are not numbers of one shape"):
         prepare("u.jsonl", inputs="x", targets="y")
 
 
@@ -185,7 +185,7 @@ def test_starting_again_converts_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (TABLE, {"inputs": "c"}, "data.inputs=c is no column of data.path=t.csv (for train): it has a, b, kind."),
         (TABLE, {"targets": "c"}, "data.targets=c is no column of data.path=t.csv (for train): it has a, b, kind."),
-        (TABLE, {"split": "dev"}, "data.split=dev is no split of t.csv: it has train."),
+        (TABLE, {"split": "dev"}, "data.split=dev is not a split of t.csv: it has train."),
         (TABLE, {"inputs": ("a", "kind")}, "data.inputs=kind is a column of "),
         (TABLE, {"inputs": "kind", "targets": "a", "standardize": True}, "data.standardize=true is for columns of"),
         (TABLE + "1,,lily\n", {"inputs": "b"}, "data.path=t.csv: column b has no value in row 4"),
@@ -203,6 +203,6 @@ def test_data_that_is_wrong_is_refused(content: str, options: dict[str, Any], se
 
 
 def test_a_name_of_the_hub_without_network_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RefusedError, match=r"^data\.path=some/where is no file or folder here, and the hub could not"):
+    with pytest.raises(RefusedError, match=r"^data\.path=some/where is neither a file nor a folder here"):
         prepare("some/where", inputs="a", targets="b")
     assert capfd.readouterr() == ("", "")

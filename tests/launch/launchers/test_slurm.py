@@ -601,7 +601,7 @@ def test_a_second_job_in_the_run_directory_of_a_running_one_is_refused(recipe: R
     again = slurm_output("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
     assert state_of(again) == ("FAILED", "2:0")
     text = (done.run / f"slurm-{again}.log").read_text()
-    assert f"ddpexp: job {job_of(done)} still runs in {done.run}: wait for its end" in text
+    assert f"ddpexp: job {job_of(done)} still runs in {done.run}. Wait for its end" in text
     assert not (done.run / "error.json").exists()
     assert not (done.run / "result.json").exists()
     records = done.run / "metrics.jsonl"
@@ -703,7 +703,9 @@ def test_the_step_sees_all_gpus_of_an_allocation(
 def test_more_nodes_than_the_allocation_has_are_refused(recipe: Recipe) -> None:
     done = typed(recipe, TWO_HOSTS, "trainer.nodes=3")
     assert (done.code, done.out) == (2, "")
-    assert done.err == "ddpexp: trainer.nodes=3, but this allocation has 2: ask for more with salloc or sbatch.\n"
+    assert (
+        done.err == "ddpexp: trainer.nodes=3 is more than this allocation has, 2. Ask for more with salloc or sbatch.\n"
+    )
     assert not done.run.exists()
 
 
@@ -758,7 +760,7 @@ def test_one_failed_task_ends_the_step(recipe: Recipe, how: str) -> None:
     [
         ("trainer.gpus=4", "trainer.gpus=4, but srun has 2 workers on this node"),
         ("trainer.nodes=3", "trainer.nodes=3, but srun runs on 2"),
-        ("launcher.dry_run=true", "launcher.dry_run=true: this is a task of srun already"),
+        ("launcher.dry_run=true", "launcher.dry_run=true has nothing to submit"),
     ],
 )
 def test_what_contradicts_the_step_is_refused(recipe: Recipe, word: str, sentence: str) -> None:
@@ -1015,7 +1017,7 @@ def test_a_heterogeneous_allocation_is_warned_of_and_used_with_srun(recipe: Reci
 def test_a_job_that_has_ended_is_named_before_anything_is_written(recipe: Recipe) -> None:
     done = recipe("launcher=slurm", environ={"SLURM_JOB_ID": "99999", "SLURM_JOB_NUM_NODES": "1"})
     assert (done.code, done.out) == (2, "")
-    assert "SLURM_JOB_ID=99999 is exported here, and job 99999 has ended: unset SLURM_JOB_ID to submit" in done.err
+    assert "SLURM_JOB_ID=99999 is exported here, and job 99999 has ended. Unset SLURM_JOB_ID to submit" in done.err
     assert not done.run.exists()
 
 

@@ -362,7 +362,7 @@ def test_a_signal_while_sbatch_runs_loses_no_job(offline: Sweep, tmp_path: Path)
     path = programs(tmp_path / "queue", scontrol="echo '   JobState=PENDING Reason=None'", sbatch="echo 9", srun="")
     again = offline(["launcher.time=10"], PATH=path)
     assert (again.code, said(again, "id")) == (2, {})
-    assert "was submitted as job 1_0, which is in the queue: wait for it, or scancel 1_0 first." in again.err
+    assert "was submitted as job 1_0, which is in the queue. Wait for it, or scancel 1_0 first." in again.err
 
 
 def test_a_dry_run_prints_the_scripts_and_writes_nothing(offline: Sweep) -> None:
@@ -512,7 +512,7 @@ def test_a_task_that_is_requeued_resumes_and_no_other_start_disturbs_it(sweep: S
         assert (sweep.result(number)["status"], steps(run)) == ("done", list(range(1, 161)))
         refused = (run / f"slurm-{again}_{number}.log").read_text()
         assert (
-            f"ddpexp: job {job_id} still runs in {run}: wait for its end, or end it with scancel {job_id}.\n" in refused
+            f"ddpexp: job {job_id} still runs in {run}. Wait for its end, or end it with scancel {job_id}.\n" in refused
         )
 
 
@@ -540,7 +540,7 @@ def test_what_sbatch_refuses_is_2_and_what_it_took_before_waits_and_is_not_submi
     again = sweep(*overrides[:2])
     assert (again.code, said(again, "id")) == (2, {})
     assert (
-        f"was submitted as job {array}_0, which is in the queue: wait for it, or scancel {array}_0 first." in again.err
+        f"was submitted as job {array}_0, which is in the queue. Wait for it, or scancel {array}_0 first." in again.err
     )
     slurm_output("scancel", f"{array}_0")
     assert state_names(ids) == {

@@ -240,10 +240,10 @@ def test_the_ranks_of_one_mpirun_have_one_key_and_those_of_another_one_another()
     assert of_mpi(ANY, newer)[1] == "165085185"
 
 
-NEEDS = "every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun sets them; by hand, export them."
-BY_SRUN = "srun gives it to every task; start the command with srun, in an environment that keeps Slurm's variables."
+NEEDS = "Every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun sets them; by hand, export them."
+BY_SRUN = "Start the command with srun, which gives it to every task, in an environment that keeps Slurm's variables."
 BY_MPIRUN = (
-    "mpirun gives it to every process; start the command with mpirun, in an environment that keeps its variables."
+    "Start the command with mpirun, which gives it to every process, in an environment that keeps its variables."
 )
 
 
@@ -414,19 +414,19 @@ def alone(ddpexp: Ddpexp) -> Ddpexp:
 @pytest.mark.parametrize(
     ("overrides", "environ", "sentence"),
     [
-        ("launcher=torchrun-env", {}, "launcher=torchrun-env is a worker that torchrun starts, and no RANK is set: type "
+        ("launcher=torchrun-env", {}, "launcher=torchrun-env is a worker that torchrun starts, and no RANK is set. Type "
          "`torchrun --nproc-per-node 2 -m ddpexp recipe=... launcher=torchrun-env`, or use launcher=spawn, which needs "
          "no "
          "torchrun."),
-        ("launcher=torchrun-env", {**BY_HAND, "MASTER_ADDR": ""}, f"MASTER_ADDR is not set: {NEEDS}"),
-        ("launcher=torchrun-env", {**BY_HAND, "RANK": "2"}, "RANK=2, but WORLD_SIZE=2: it goes from 0 to 1."),
+        ("launcher=torchrun-env", {**BY_HAND, "MASTER_ADDR": ""}, f"MASTER_ADDR is not set. {NEEDS}"),
+        ("launcher=torchrun-env", {**BY_HAND, "RANK": "2"}, "RANK=2 is not in the range of WORLD_SIZE=2, 0 to 1."),
         ("launcher=torchrun-env", {**BY_HAND, "MASTER_PORT": "http"}, "MASTER_PORT=http is not a whole number."),
         ("launcher=torchrun-env trainer.gpus=2", {**BY_HAND, "LOCAL_WORLD_SIZE": "1"},
          "trainer.gpus=2, but the environment has 1 worker on this node (LOCAL_WORLD_SIZE=1): the environment "
          "decides, so export LOCAL_WORLD_SIZE=2, or leave trainer.gpus=auto for 1."),
-        ("launcher=mpi", {}, "launcher=mpi is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set: "
-         "type `mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, which needs no MPI."),
-        ("launcher=mpi", {"PMI_RANK": "1"}, f"PMI_SIZE is not set: {BY_MPIRUN}"),
+        ("launcher=mpi", {}, "launcher=mpi is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set. "
+         "Type `mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, which needs no MPI."),
+        ("launcher=mpi", {"PMI_RANK": "1"}, f"PMI_SIZE is not set. {BY_MPIRUN}"),
         ("launcher=slurm", {**SRUN, "SLURM_LOCALID": "x"}, "SLURM_LOCALID=x is not a whole number."),
     ],
 )  # fmt: skip

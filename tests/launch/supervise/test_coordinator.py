@@ -196,7 +196,7 @@ def test_each_worker_sees_its_own_mig_instance_as_device_0(handshakes: list[dict
 def test_fewer_gpus_than_workers_are_refused(handshakes: list[dict[str, Any]], sentence: str) -> None:
     with pytest.raises(RefusedError) as refused:
         assign_ranks(handshakes, "auto", "rank")
-    assert str(refused.value) == f"{sentence}start one worker for each GPU, or use trainer.device=cpu."
+    assert str(refused.value) == f"{sentence}Start one worker for each GPU, or use trainer.device=cpu."
 
 
 # -------------------------------------------------------------------------------------------------- what must be equal
@@ -217,7 +217,7 @@ def test_configurations_that_differ_are_refused_with_the_key_and_both_values() -
         )
     assert (
         str(refused.value)
-        == "run.trust is ['a'] on node 0 (a) and [] on node 2 (b): start all of them with the same overrides."
+        == "run.trust is ['a'] on node 0 (a) and [] on node 2 (b). Start all of them with the same overrides."
     )
 
 
@@ -236,7 +236,7 @@ def test_versions_that_differ_are_refused_before_configurations(changed: dict[st
     other["versions"] = {**other["versions"], **changed}
     with pytest.raises(RefusedError) as refused:
         assign_ranks([handshake(0), other], "auto", "rank")
-    assert str(refused.value) == f"{sentence}: install the same version on all of them."
+    assert str(refused.value) == f"{sentence}. Install the same version on all of them."
 
 
 def test_a_command_of_a_time_before_versions_were_compared_is_refused() -> None:
@@ -456,7 +456,7 @@ def test_configurations_that_differ_are_refused_by_both(recipe: Recipe, override
     one, other = both.start(0, 1).finish()
     said = sentence.replace("HOST", socket.gethostname())
     assert (one.code, other.code) == (2, 2)
-    assert one.err == f"ddpexp: {said}: start all of them with the same overrides.\n"
+    assert one.err == f"ddpexp: {said}. Start all of them with the same overrides.\n"
     assert other.err in ("", one.err)  # beside the first one's terminal it need not be said again
     assert not both.run.exists()
 
@@ -466,7 +466,7 @@ def test_differing_numbers_of_machines_are_refused_by_both(recipe: Recipe) -> No
     both = Nodes(recipe, own={1: ["trainer.nodes=3"]})
     one, other = both.start(0, 1).finish()
     sentence = (
-        f"node 1 on {socket.gethostname()} counts 3 in all, node 0 counts 2: start all of them with the same number."
+        f"node 1 on {socket.gethostname()} counts 3 in all, node 0 counts 2. Start all of them with the same number."
     )
     assert (one.code, other.code, one.err) == (2, 2, f"ddpexp: {sentence}\n")
     assert not both.run.exists()
@@ -516,26 +516,26 @@ FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ((*FOUR, "launcher.node_rank=2"), "launcher.node_rank=2, but trainer.nodes=2: it goes from 0 to 1."),
-        ((*FOUR, "launcher.node_rank=-1"), "launcher.node_rank=-1, but trainer.nodes=2: it goes from 0 to 1."),
+        ((*FOUR, "launcher.node_rank=2"), "launcher.node_rank=2 is not the number of one of trainer.nodes=2. Use 0 to 1."),
+        ((*FOUR, "launcher.node_rank=-1"), "launcher.node_rank=-1 is not the number of one of trainer.nodes=2. Use 0 to 1."),
         ((*FOUR, "launcher.master_port=65536"), "launcher.master_port=65536: use a whole number from 1 to 65535 or null."),
         ((*FOUR, "launcher.master_addr=0.0.0.0"),
-         "launcher.master_addr=0.0.0.0 is not an address that the others can reach: name this host."),
+         "launcher.master_addr=0.0.0.0 is not an address that the others can reach. Name this host."),
         ((*FOUR, "launcher.master_addr=203.0.113.1"),
-         "launcher.master_addr=203.0.113.1 is not an address of HOST, where rank zero runs: name this host."),
+         "launcher.master_addr=203.0.113.1 is not an address of HOST, where rank zero runs. Name this host."),
         ((*FOUR, "launcher.master_addr=null"),
-            "trainer.nodes=2 with launcher=spawn needs launcher.master_addr too: run the same "
+            "trainer.nodes=2 with launcher=spawn needs launcher.master_addr too. Run the same "
          "command on every machine, with launcher.node_rank from 0 to 1 and the first one's address and a free port."),
         (("trainer.nodes=2",), "trainer.nodes=2 with launcher=spawn needs launcher.node_rank and launcher.master_addr and "
-         "launcher.master_port too: run the same command on every machine, with launcher.node_rank from 0 to 1 and "
+         "launcher.master_port too. Run the same command on every machine, with launcher.node_rank from 0 to 1 and "
          "the first "
          "one's address and a free port."),
         (("launcher.node_rank=1",), (
-            "launcher.node_rank=1 is for several machines: set their number with trainer.nodes=... "
+            "launcher.node_rank=1 is for several machines. Set their number with trainer.nodes=... "
             "."
         )),
         (("trainer.nodes=1", "launcher.master_port=1"),
-         "launcher.master_port=1 is for several machines: set their number with trainer.nodes=... ."),
+         "launcher.master_port=1 is for several machines. Set their number with trainer.nodes=... ."),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(recipe: Recipe, overrides: Sequence[str], sentence: str) -> None:

@@ -220,13 +220,13 @@ def test_what_is_no_callback_or_is_never_called_is_refused() -> None:
         (Misspelt(), "a run never calls Misspelt.on_evaluate. Did you mean on_evaluated?"),
         (Short(), "Write def on_step(self, run)."),
         (Lonely(), "Lonely sets rank_zero_only and communicates, and rank zero alone would wait"),
-        (Forgets(), "Forgets has state_dict and no load_state_dict, so a resumed run would lose its state: "),
-        (Forgets(), "write def load_state_dict(self, state), or leave state_dict out."),
+        (Forgets(), "Forgets has state_dict and no load_state_dict, so a resumed run would lose its state. "),
+        (Forgets(), "Write def load_state_dict(self, state), or leave state_dict out."),
         (
             Loads(),
-            "Loads has load_state_dict and no state_dict, so a resumed run would lose its state: write ",
+            "Loads has load_state_dict and no state_dict, so a resumed run would lose its state. Write ",
         ),
-        (Loads(), "write def state_dict(self), or leave load_state_dict out."),
+        (Loads(), "Write def state_dict(self), or leave load_state_dict out."),
     ]:
         with pytest.raises(RefusedError) as caught:
             check_callback(made, "callbacks.mine._target_=mine.Mine")
