@@ -336,15 +336,25 @@ def _divided(joined: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 def _check_sizes(width: int, num_heads: int, num_kv_heads: int, positions: str) -> None:
     if width % num_heads:
-        raise RefusedError(f"model.width={width} does not split over model.num_heads={num_heads}: use a multiple.")
+        raise RefusedError(
+            f"does not split over model.num_heads={num_heads}",
+            key="model.width",
+            value=width,
+            suggestion="Use a multiple.",
+        )
     if num_heads % num_kv_heads:
         raise RefusedError(
-            f"model.num_heads={num_heads} does not split over model.num_kv_heads={num_kv_heads}: use a divisor."
+            f"does not split over model.num_kv_heads={num_kv_heads}",
+            key="model.num_heads",
+            value=num_heads,
+            suggestion="Use a divisor.",
         )
     if positions == "rotary" and width // num_heads % 2:
         raise RefusedError(
-            f"model.width={width} / model.num_heads={num_heads} is odd, and model.positions=rotary turns pairs: use an "
-            "even width of heads."
+            f"divided by model.num_heads={num_heads} is odd, and model.positions=rotary turns pairs",
+            key="model.width",
+            value=width,
+            suggestion="Use an even width of heads.",
         )
 
 

@@ -185,7 +185,9 @@ def prepare(root: str | None, num_classes: int | None = None) -> dict[str, Any]:
     The fact is `num_classes`. Raises: RefusedError.
     """
     if not root:
-        raise RefusedError("data.root is not set: name the folder with train/images and train/masks.")
+        raise RefusedError(
+            "is not set", key="data.root", suggestion="Name the folder with train/images and train/masks."
+        )
     folder = Path(os.path.abspath(os.path.expanduser(root)))
     sets = _sets(folder)
     identity = {name: [[*pair, *_stamps(pair)] for pair in pairs] for name, pairs in sets.items()}
@@ -198,8 +200,10 @@ def prepare(root: str | None, num_classes: int | None = None) -> dict[str, Any]:
     needed = int(record["largest"]) + 1
     if num_classes is not None and num_classes < needed:
         raise RefusedError(
-            f"data.num_classes={num_classes}, and a mask in data.root={folder} holds the class {needed - 1}: use "
-            f"data.num_classes={needed} or more, or 255 for pixels that do not count."
+            f"A mask in data.root={folder} holds the class {needed - 1}",
+            key="data.num_classes",
+            value=num_classes,
+            suggestion=f"Use data.num_classes={needed} or more, or 255 for pixels that do not count.",
         )
     counts = {name: len(pairs) for name, pairs in sets.items()}
     return {
@@ -226,9 +230,11 @@ def _sets(folder: Path) -> dict[str, list[tuple[str, str]]]:
     found = {_SETS[name]: _pairs(folder / name) for name in _SETS if (folder / name / "images").is_dir()}
     if "train" not in found:
         raise RefusedError(
-            f"data.root={folder} {'has no train/images' if folder.is_dir() else 'is no folder'}: images belong into "
-            "train/images and val/images and their masks into train/masks and val/masks, or all into images and masks "
-            "with data.validation_fraction."
+            "has no train/images" if folder.is_dir() else "is not a folder",
+            key="data.root",
+            value=folder,
+            suggestion="Images belong into train/images and val/images and their masks into train/masks and "
+            "val/masks, or all into images and masks with data.validation_fraction.",
         )
     return found
 
@@ -236,11 +242,13 @@ def _sets(folder: Path) -> dict[str, list[tuple[str, str]]]:
 def _pairs(folder: Path) -> list[tuple[str, str]]:
     images, masks = ({path.stem: str(path) for path in _files(folder / part)} for part in ("images", "masks"))
     if not images:
-        raise RefusedError(f"{folder}/images holds no images: files of {', '.join(_ENDINGS)} are read.")
+        raise RefusedError(f"holds no images: files of {', '.join(_ENDINGS)} are read", place=folder / "images")
     if lacking := sorted(images.keys() - masks.keys()):
         names = ", ".join(lacking[:3]) + (" and more" if lacking[3:] else "")
         raise RefusedError(
-            f"{folder}/masks has no mask for {names}: a mask has the name of its image, such as masks/{lacking[0]}.png."
+            f"has no mask for {names}",
+            place=folder / "masks",
+            suggestion=f"Give a mask the name of its image, such as masks/{lacking[0]}.png.",
         )
     return [(images[name], masks[name]) for name in sorted(images)]
 
@@ -253,7 +261,9 @@ def _stamps(pair: Sequence[str]) -> list[int]:
     try:
         return [value for path in pair for status in [os.stat(path)] for value in (status.st_size, status.st_mtime_ns)]
     except OSError as error:
-        raise RefusedError(f"{error.filename} cannot be read ({error.strerror}): replace it or remove it.") from None
+        raise RefusedError(
+            f"cannot be read ({error.strerror})", place=error.filename, suggestion="Replace it or remove it."
+        ) from None
 
 
 def _largest(image: str, mask: str) -> int:
@@ -263,14 +273,19 @@ def _largest(image: str, mask: str) -> int:
             sizes, mode = (opened.size, found.size), found.mode
             values = np.asarray(found)
     except Exception as error:  # decoders raise errors of many kinds
-        raise RefusedError(f"{image} or {mask} cannot be read ({error}): replace it or leave it out.") from None
+        raise RefusedError(
+            f"cannot be read ({error})", place=f"{image} or {mask}", suggestion="Replace it or leave it out."
+        ) from None
     if mode not in ("L", "P", "1", "I;16", "I"):
         raise RefusedError(
-            f"{mask} is an image of mode {mode}: store a mask with one number per pixel, its class, as a grey or "
-            "palette PNG."
+            f"is an image of mode {mode}",
+            place=mask,
+            suggestion="Store a mask with one number per pixel, its class, as a grey or palette PNG.",
         )
     if sizes[0] != sizes[1]:
-        raise RefusedError(f"{mask} has {sizes[1]} pixels and its image {sizes[0]}: make them the same.")
+        raise RefusedError(
+            f"has {sizes[1]} pixels and its image {sizes[0]}", place=mask, suggestion="Make them the same."
+        )
     counted = values[values != IGNORED]
     return int(counted.max()) if counted.size else 0
 

@@ -38,11 +38,16 @@ def load(path: str | None, context: int) -> Splits:
     try:
         data = counting().encode() if path is None else Path(path).read_bytes()
     except OSError as error:
-        raise RefusedError(f"data.path={path} cannot be read: {error.strerror}.") from None
+        raise RefusedError(f"cannot be read: {error.strerror}", key="data.path", value=path) from None
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     cut = len(text) * 9 // 10
     if len(text) - cut <= context:
-        raise RefusedError(f"the text has {len(text)} bytes, too few for data.context={context}: use a longer one.")
+        raise RefusedError(
+            f"The text has {len(text)} bytes, which are too few",
+            key="data.context",
+            value=context,
+            suggestion="Use a longer text.",
+        )
     return Splits(train=Windows(text[:cut], context), evals={"eval": Windows(text[cut:], context)})
 
 

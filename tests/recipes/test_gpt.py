@@ -12,10 +12,10 @@ import yaml
 from ddpexp.checkpoint.matching import Selection, match
 from ddpexp.config.folders import conf_folder
 from ddpexp.data.text.tokenizer import Chars
-from ddpexp.errors import RefusedError
 from ddpexp.loggers.base import Null
 from ddpexp.strategy.fsdp.blocks import blocks_of
 from recipes.gpt import GPT, Cache, Conv1D, NextToken
+from tests.refusals import refused
 
 
 def configured(name: str, **changes: Any) -> GPT:
@@ -120,15 +120,15 @@ def test_what_is_written_follows_from_the_seed_and_goes_beyond_the_block() -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "expected"),
     [
-        ({"num_heads": 3}, "model.width=16 does not split over model.num_heads=3"),
-        ({"num_kv_heads": 3}, "model.num_heads=4 does not split over model.num_kv_heads=3"),
-        ({"width": 12, "positions": "rotary"}, "model.width=12 / model.num_heads=4 is odd"),
+        ({"num_heads": 3}, "model.width=16: model.num_heads=3"),
+        ({"num_kv_heads": 3}, "model.num_heads=4: model.num_kv_heads=3"),
+        ({"width": 12, "positions": "rotary"}, "model.width=12: even"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(RefusedError, match=text):
+def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], expected: str) -> None:
+    with refused(expected):
         small(**options)
 
 
