@@ -29,7 +29,11 @@ def data(call: Call) -> int:
     """
     file = call.options.get("--preview")
     if file is not None and not file.endswith(".png"):
-        raise RefusedError(f"--preview {file}: name a file for the picture, such as --preview photos.png.")
+        raise RefusedError(
+            "is not the name of a PNG file",
+            place=f"--preview {file}",
+            suggestion="Name one, such as --preview photos.png.",
+        )
     experiment, _ = compose_experiment(call.operands)
     with reading_again("--verify" in call.options) as verified:
         prepared = prepare(experiment.data, experiment.trust)
@@ -74,4 +78,4 @@ def _draw(experiment: Experiment, prepared: Mapping[str, Any] | None, file: Path
     try:
         draw(experiment, prepared, file)
     except OSError as error:
-        raise RefusedError(f"--preview {file} cannot be written: {reason_with_limit(error, file)}.") from None
+        raise RefusedError(f"cannot be written: {reason_with_limit(error, file)}", place=f"--preview {file}") from None

@@ -34,6 +34,10 @@ def evaluation_of(call: Call) -> tuple[Launcher, Evaluation]:
     """
     split = call.options["--split"].split(",") if "--split" in call.options else []
     if not all(split):
-        raise RefusedError("--split takes the names of evaluation sets, such as --split test or --split eval,test.")
+        raise RefusedError(
+            "takes the names of evaluation sets",
+            place="--split",
+            suggestion="Type --split test or --split eval,test, for example.",
+        )
     weights = find_weights(*call.source(), call.name, call.restate)
     return weights.run.experiment.launcher, Evaluation(weights, split, call.as_json)

@@ -55,17 +55,21 @@ def export(call: Call) -> int:
     """
     (source, overrides), options = call.source(), call.options
     if "--out" not in options:
-        raise RefusedError(f"export {source}: where to? Add --out FOLDER.")
+        raise RefusedError("needs a folder to write to", place=f"export {source}", suggestion="Add --out FOLDER.")
     out, kind = Path(options["--out"]).expanduser(), options.get("--format", "safetensors")
     check(out, kind)
     weights = find_weights(source, overrides, call.name, call.restate)
     if not is_checkpoint(weights.path):
-        raise RefusedError(f"export {weights.path}: name a run directory, or one of its checkpoints.")
+        raise RefusedError(
+            "is not a checkpoint",
+            place=f"export {weights.path}",
+            suggestion="Name a run directory, or one of its checkpoints.",
+        )
     answer = _answer(request_of(weights, out, kind))
     if "refused" in answer:
-        raise RefusedError(f"export {source}: {answer['refused']}")
+        raise RefusedError.from_dict(answer["refused"])
     if "failed" in answer:
-        raise DdpexpError(f"export {source} --format {kind}: {answer['failed']}")
+        raise DdpexpError(f"Failed with {answer['failed']}", place=f"export {source} --format {kind}")
     compared = "several models, not compared" if answer["difference"] is None else (
         f"greatest difference from the model on a batch: {answer['difference']:.3g}"
     )  # fmt: skip
@@ -80,15 +84,19 @@ def check(out: Path, kind: str) -> None:
         RefusedError: no such format, a package that it needs is missing, or the folder cannot be made.
     """
     if kind not in FORMATS:
-        raise RefusedError(f"--format {kind} is no format.{did_you_mean(kind, FORMATS, '--format ')}")
+        raise RefusedError(
+            "is not a format", place=f"--format {kind}", suggestion=did_you_mean(kind, FORMATS, "--format ").lstrip()
+        )
     missing = [name for name in FORMATS[kind] if importlib.util.find_spec(name) is None]
     if missing:
-        raise RefusedError(f"--format {kind} needs {', '.join(missing)}: pip install 'ddpexp[{kind}]'.")
+        raise RefusedError(
+            f"needs {', '.join(missing)}", place=f"--format {kind}", suggestion=f"Type pip install 'ddpexp[{kind}]'."
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RefusedError(f"--out {out} is no empty folder: export into a new one.")
+        raise RefusedError("is not an empty folder", place=f"--out {out}", suggestion="Export into a new one.")
     parent = out.absolute().parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise RefusedError(f"--out {out}: {parent} is no directory that can be written.")
+        raise RefusedError(f"The directory {parent} is missing or read-only", place=f"--out {out}")
 
 
 def request_of(weights: StoredWeights, out: Path, kind: str) -> dict[str, Any]:
@@ -129,6 +137,6 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
         text = file.read()
     status = process.wait()
     if status or not text:
-        raise DdpexpError(f"export: the process that exports ended with exit code {status}: see its output above.")
+        raise DdpexpError(f"the process that exports ended with exit code {status}", suggestion="See its output above.")
     answer: dict[str, Any] = json.loads(text)
     return answer

@@ -77,15 +77,16 @@ def _written(config: str, checkpoint: Path, tokenizer: Mapping[str, Any], option
     from ddpexp.export.trained import saved_model
 
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise RefusedError("generate --device cuda: there is no GPU here. Use --device cpu.")
+        raise RefusedError("There is no GPU here", place="generate --device cuda", suggestion="Use --device cpu.")
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     reader = from_record(tokenizer)
     prompt = prompt_of(reader, options.prompt)
     model = saved_model(load(config), checkpoint, open_checkpoint(checkpoint).has_average)
     if not callable(getattr(model, "generate", None)):
         raise RefusedError(
-            f"generate {checkpoint}: {type(model).__name__} has no method generate(tokens, num_tokens, temperature, "
-            "top_k, seed), which the model of recipe=gpt has."
+            f"The model {type(model).__name__} has no method generate(tokens, num_tokens, temperature, top_k, seed), "
+            "which the model of recipe=gpt has",
+            place=f"generate {checkpoint}",
         )
     model = model.to("cuda" if on_gpu else "cpu")
     begin = torch.tensor([prompt], device="cuda" if on_gpu else "cpu")
@@ -109,7 +110,7 @@ def options_of(call: Call) -> Options:
     for key, least in (("tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         value = getattr(options, key)
         if value is not None and not value >= least:
-            raise RefusedError(f"generate --{key} {value}: use {least} or more.")
+            raise RefusedError(place=f"generate --{key} {value}", suggestion=f"Use {least} or more.")
     return options
 
 
@@ -129,5 +130,7 @@ def _tokenizer(source: str, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the record of the tokenizer of a run. Raises: RefusedError, if it has none."""
     tokenizer = data_facts(manifest).get("tokenizer")
     if not isinstance(tokenizer, Mapping):
-        raise RefusedError(f"generate {source}: it was not trained on data=text, so no tokenizer is stored with it.")
+        raise RefusedError(
+            "The model was not trained on data=text, so no tokenizer is stored with it", place=f"generate {source}"
+        )
     return tokenizer

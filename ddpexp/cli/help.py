@@ -89,7 +89,11 @@ def answer(argv: Sequence[str], by_name: bool) -> str:
     parts = arguments if by_name else [argument for argument in arguments if argument not in choices]
     for group, option in itertools.pairwise(parts):
         if group in catalogue.groups and option in catalogue.options(group):
-            raise RefusedError(f"help {group} {option}: {option} is an option. Did you mean help {group}={option}?")
+            raise RefusedError(
+                "names a group and its option",
+                place=f"help {group} {option}",
+                suggestion=f"Did you mean help {group}={option}?",
+            )
     return "\n\n".join(_part(catalogue, argument) for argument in parts) if parts else _everything(catalogue)
 
 
@@ -130,7 +134,9 @@ def _part(catalogue: Catalogue, argument: str) -> str:
         return "\n\n".join(f"with {one.group}={one.name}:\n{_key(key)}" for one, key in elsewhere)
     keys = [*known, *(key for one in choosable for key in one.keys)]
     names = [*verbs.NAMES, *catalogue.groups, *catalogue.values, *(key.name for key in keys)]
-    raise RefusedError(f"help {argument}: there is no such command, group, option or key.{_near(name, names)}")
+    raise RefusedError(
+        "is not a command, group, option or key", place=f"help {argument}", suggestion=_near(name, names)
+    )
 
 
 def _group(catalogue: Catalogue, name: str) -> str:
@@ -155,7 +161,7 @@ def _all_options(catalogue: Catalogue) -> Iterator[Option]:
 
 def _near(name: str, names: Iterable[str]) -> str:
     near = did_you_mean(name, dict.fromkeys(names), "ddpexp help ")
-    return near if near.startswith(" Did") else " ddpexp --help shows all."
+    return near.lstrip() if near.startswith(" Did") else "ddpexp --help shows all."
 
 
 def _marked(catalogue: Catalogue, group: str) -> list[str]:

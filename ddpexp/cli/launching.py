@@ -50,6 +50,6 @@ def check_runs_once(what: str) -> None:
     if (started := externally_started()) is not None:
         starter, count, _ = started
         raise RefusedError(
-            f"{starter} has started {count} of these commands, and each would {what}: type the command without "
-            f"{starter}."
+            f"{starter} has started {count} of these commands, and each would {what}",
+            suggestion=f"Type the command without {starter}.",
         )

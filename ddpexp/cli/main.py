@@ -70,8 +70,9 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
         if error.name not in _REQUIRED:
             raise
         raise RefusedError(
-            f"{error.name} is not installed for this Python ({sys.executable}): install ddpexp with what it "
-            f"requires, in a clone {sys.executable} -m pip install -e . -c constraints.txt."
+            f"{error.name} is not installed for this Python ({sys.executable})",
+            suggestion="Install ddpexp with what it requires, in a clone "
+            f"{sys.executable} -m pip install -e . -c constraints.txt.",
         ) from None
 
 
@@ -93,14 +94,14 @@ def _train(argv: list[str], server: Server | None) -> int:
 
         print_message(answers.first())
         return EXIT_REFUSED
-    if (wrong := no_verb.unknown(argv[0])) is not None:
-        raise RefusedError(wrong)
+    if (error := no_verb.unknown(argv[0])) is not None:
+        raise error
     if HELP & set(argv):
         from ddpexp.cli import help as answers
 
         return answers.explain([argument for argument in argv if argument not in HELP], by_name=False)
-    if (wrong := no_verb.misplaced(argv)) is not None:
-        raise RefusedError(wrong)
+    if (error := no_verb.misplaced(argv)) is not None:
+        raise error
     gc.disable()  # next to nothing of what is imported and composed is garbage: 20 ms of a start
     try:
         from ddpexp.config.compose import compose_command

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from ddpexp.cli.verb import Call
-from ddpexp.config.build import nearest
+from ddpexp.config.build import did_you_mean
 from ddpexp.config.folders import conf_folder
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.system.files import write_data
@@ -37,11 +37,13 @@ def new(call: Call) -> int:
     name = place.name.replace("-", "_")
     _check_name(name, str(place))
     if os.path.lexists(place):
-        raise RefusedError(f"new {place}: there is a file or folder of that name already. Choose another name.")
+        raise RefusedError(
+            "There is a file or folder of that name already", place=f"new {place}", suggestion="Choose another name."
+        )
     try:
         _write(PROJECTS / kind, place, name)
     except OSError as error:
-        raise RefusedError(f"new {place}: the folder cannot be written ({error.strerror}).") from None
+        raise RefusedError(f"The folder cannot be written ({error.strerror})", place=f"new {place}") from None
     typed = shlex.quote(str(place))
     print(f"{place} is ready ({_summary(kind)}); {place / 'README.md'} says what is where. Next:\n")
     print(f"    cd {typed}")
@@ -71,26 +73,29 @@ def _project(call: Call) -> tuple[Path, str]:
     """Return the folder to make, and the kind of project."""
     kind, available = call.options.get("--like", DEFAULT), kinds()
     if kind not in available:
-        near = nearest(kind, available)
         raise RefusedError(
-            f"new --like {kind}: there is no such project. "
-            + (f"Did you mean {near}?" if near else f"Available: {', '.join(available)}.")
+            "There is no such project", place=f"new --like {kind}", suggestion=did_you_mean(kind, available).lstrip()
         )
     if len(call.operands) > 1:
-        raise RefusedError(f"new {' '.join(call.operands)}: one name at a time.")
+        raise RefusedError(place=f"new {' '.join(call.operands)}", suggestion="Give one name at a time.")
     return Path(call.operands[0]), kind
 
 
 def _check_name(name: str, typed: str) -> None:
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise RefusedError(
-            f"new {typed}: {name or 'that'} cannot be the name of a package and a recipe. Use lower-case letters, "
-            "digits, underscores and hyphens, with a letter first."
+            "The name is not one that a package and a recipe can have",
+            place=f"new {typed}",
+            suggestion="Use lower-case letters, digits, underscores and hyphens, with a letter first.",
         )
     if (conf_folder() / "recipe" / f"{name}.yaml").is_file():
-        raise RefusedError(f"new {typed}: ddpexp has a recipe {name} of its own. Choose another name.")
+        raise RefusedError(
+            f"The recipe {name} is one of ddpexp's own", place=f"new {typed}", suggestion="Choose another name."
+        )
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
-        raise RefusedError(f"new {typed}: there is a Python module {name} already. Choose another name.")
+        raise RefusedError(
+            f"There is a Python module {name} already", place=f"new {typed}", suggestion="Choose another name."
+        )
 
 
 def _write(source: Path, place: Path, name: str) -> None:

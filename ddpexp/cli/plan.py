@@ -123,8 +123,9 @@ def _plot(curves: Curves, arguments: PlanArguments) -> None:
     try:
         draw(curves, Path(arguments.plot))
     except OSError as error:
-        place = f"plan --plot-schedule {arguments.plot}"
-        raise RefusedError(f"cannot be written: {error.strerror}", place=place) from None
+        raise RefusedError(
+            f"cannot be written: {error.strerror}", place=f"plan --plot-schedule {arguments.plot}"
+        ) from None
     print_message(f"ddpexp: {arguments.plot} shows the learning rate")
 
 

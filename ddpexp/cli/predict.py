@@ -25,7 +25,11 @@ def prediction_of(call: Call) -> tuple[Launcher, Prediction]:
     """
     source, overrides = call.source()
     if "--out" not in call.options:
-        raise RefusedError(f"predict {source}: where to? Add --out FILE.npz, or .npy, .csv or .parquet.")
+        raise RefusedError(
+            "needs a file to write to",
+            place=f"predict {source}",
+            suggestion="Add --out FILE.npz, or .npy, .csv or .parquet.",
+        )
     out = Path(call.options["--out"]).expanduser()
     check_format(out)
     check_out(out)

@@ -40,7 +40,7 @@ def draw(experiment: Experiment, prepared: Mapping[str, Any] | None, file: Path)
     batch, *_ = next(batches.steps(0, 1))
     images = batch[0] if isinstance(batch, tuple | list) and batch else None
     if not isinstance(images, Tensor) or images.dim() != 4 or images.shape[1] not in (1, 3):
-        raise RefusedError("--preview draws images, and the batches of this data do not begin with any.")
+        raise RefusedError("draws images, and the batches of this data do not begin with any", place="--preview")
     facts = (prepared or {}).get("facts") or {}
     labels = texts(batch[1], facts.get("classes")) if len(batch) > 1 else [""] * len(images)
     mean, std = (tuple((prepared or {}).get(key) or ()) for key in ("mean", "std"))

@@ -46,10 +46,15 @@ def resumed_run(call: Call) -> tuple[Launcher, Training]:
     source, arguments = call.source()
     run = find_run(source, call.name)
     if "run.resume=never" in arguments:
-        raise RefusedError("resume continues a run, and run.resume=never forbids that: leave it out.")
+        raise RefusedError("forbids what the command does", key="run.resume", value="never", suggestion="Leave it out.")
     moved = next((argument for argument in arguments if argument.startswith("run.dir=")), None)
     if moved is not None:
-        raise RefusedError(f"{moved}: resume continues in {source} itself.")
+        raise RefusedError(
+            f"The run continues in {source} itself",
+            key="run.dir",
+            value=moved.removeprefix("run.dir="),
+            suggestion="Leave it out.",
+        )
     stored = read_run(run, arguments, f"resume {source}", call.restate, keeps=("launcher", "logger"))
     typed = Arguments.of(arguments).overrides
     return stored.experiment.launcher, Training(
@@ -72,14 +77,14 @@ def member_of(argv: Sequence[str]) -> tuple[Launcher, Training]:
     """
     if len(argv) != 1:
         raise RefusedError(
-            "ddpexp member is for launchers: it takes the run directory, or the file, that they have made."
+            "is for launchers: it takes the run directory, or the file, that they have made", place="ddpexp member"
         )
     place = Path(argv[0])
     if place.is_dir():
         run = RunDir(place)
         if run.config.is_file() and run.config.stat().st_uid != os.getuid():
             raise RefusedError(
-                f"{place} is another user's: its configuration says whose code runs, so it must be your own."
+                "is another user's: its configuration says whose code runs, so it must be your own", place=place
             )
         try:
             files.check_yaml(run.config)
@@ -87,7 +92,7 @@ def member_of(argv: Sequence[str]) -> tuple[Launcher, Training]:
             text, overrides = run.config.read_text(), load_yaml(run.overrides.read_text())
             command = run.command() or ["ddpexp", *overrides]
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise RefusedError(f"{place} is not a run directory: {error}.") from None
+            raise RefusedError(f"is not a run directory: {error}", place=place) from None
         experiment = load(text)
         job = Training(experiment, text, overrides, command, run)
     else:
@@ -96,10 +101,10 @@ def member_of(argv: Sequence[str]) -> tuple[Launcher, Training]:
             text, resume_from = described["config"], described["resume_from"]
             arguments = described["overrides"], described["command"]
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RefusedError(f"{place} describes no job: {error}.") from None
+            raise RefusedError(f"does not describe a job: {error}", place=place) from None
         experiment = load(text)
         home = RunDir(Path(resume_from)) if resume_from is not None else None
         job = Training(experiment, text, *arguments, new_overrides=described["new_overrides"], resume_from=home)
     if not isinstance(experiment.launcher, Starter):
-        raise RefusedError(f"{place}: its launcher starts no further commands.")
+        raise RefusedError("has a launcher that starts no further commands", place=place)
     return experiment.launcher, job

@@ -38,15 +38,19 @@ def status(call: Call) -> int:
         RefusedError: invalid arguments, or nothing there.
     """
     if len(call.operands) != 1:
-        raise RefusedError("status takes one directory, of a run or of a sweep, and --json: ddpexp status DIR.")
+        raise RefusedError(
+            "takes one directory, of a run or of a sweep, and --json",
+            place="status",
+            suggestion="Type ddpexp status DIR.",
+        )
     place = Path(call.operands[0])
     paths = look(place)
     if paths != [place]:
         example = files.typed(paths[-1])
         raise RefusedError(
-            f"is no run and no sweep, but holds {len(paths)}",
-            suggestion=f"Name one, such as {example}, or see ddpexp table.",
+            f"is neither a run nor a sweep, but holds {len(paths)}",
             place=place,
+            suggestion=f"Name one, such as {example}, or see ddpexp table.",
         )
     rows = rows_of(place)
     queue = states(row.job for row in rows if row.status == "submitted" and row.job is not None)

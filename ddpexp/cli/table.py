@@ -35,9 +35,12 @@ def table(call: Call) -> int:
     rows = arguments.rows(goal.metric)
     metrics = comparison.metrics_of(rows)
     if goal.metric is not None and metrics and all(row.objective is None for row in rows):
+        suggestion = did_you_mean(goal.metric, metrics, "sweep.objective=").lstrip()
         raise RefusedError(
-            f"sweep.objective={goal.metric}: none of these has recorded "
-            f"that.{did_you_mean(goal.metric, metrics, 'sweep.objective=')}"
+            "is not a metric that any of these has recorded",
+            key="sweep.objective",
+            value=goal.metric,
+            suggestion=suggestion,
         )
     if arguments.csv:
         print_message(table_files.as_csv(rows).rstrip("\n"), sys.stdout)
@@ -71,8 +74,9 @@ def _with_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
     for name in columns:
         if name not in names:
             raise RefusedError(
-                f"--columns {name}: none of these has such a key or "
-                f"metric.{did_you_mean(name, sorted(names), '--columns ')}"
+                "is not a key or metric of any of these",
+                place=f"--columns {name}",
+                suggestion=did_you_mean(name, sorted(names), "--columns ").lstrip(),
             )
     return filled
 

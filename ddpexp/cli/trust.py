@@ -21,7 +21,9 @@ def trust(call: Call) -> int:
     names = call.operands
     for word in names:
         if "=" in word:
-            raise RefusedError(f"trust {word}: it takes names, such as package.Class, and no key=value.")
+            raise RefusedError(
+                "The command takes names, such as package.Class, and no key=value", place=f"trust {word}"
+            )
     entries = trusted.read()
     if "--remove" in call.options:
         return _remove(names, entries)
@@ -44,10 +46,13 @@ def _remove(names: Sequence[str], entries: list[trusted.Trusted]) -> int:
     known = [entry.name for entry in entries]
     for name in names:
         if name not in known:
-            available = f" There is {', '.join(known)}." if known else " Nothing is."
-            raise RefusedError(f"trust --remove {name}: it is not trusted.{available}")
+            raise RefusedError(
+                f"The name is not trusted; {', '.join(known) or 'nothing'} is", place=f"trust --remove {name}"
+            )
     if not names:
-        raise RefusedError("trust --remove: name what is no longer to be trusted, as ddpexp trust lists it.")
+        raise RefusedError(
+            place="trust --remove", suggestion="Name what is no longer to be trusted, as ddpexp trust lists it."
+        )
     trusted.write(entry for entry in entries if entry.name not in names)
     print(sanitize(f"{', '.join(names)}: no longer trusted ({files.shortest(trusted.list_file())})."))
     return EXIT_DONE

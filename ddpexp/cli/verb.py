@@ -113,11 +113,12 @@ class Verb:
                 operands += [word] if equals else [word, *words[:1]]
                 words = words if equals else words[1:]
             elif word.startswith("-"):
-                raise RefusedError(self._no_option(word, value or "".join(words[:1])))
+                raise self._no_option(word, value or "".join(words[:1]))
             elif self.operands == "overrides" and not equals and os.path.isdir(word):
                 raise RefusedError(
-                    f"{self.name} {word}: it takes key=value, as a training does, and no directory: type the overrides "
-                    "of the run, which its overrides.yaml lists."
+                    "The command takes key=value, as a training does, and no directory",
+                    place=f"{self.name} {word}",
+                    suggestion="Type the overrides of the run, which its overrides.yaml lists.",
                 )
             else:
                 operands.append(word)
@@ -141,30 +142,33 @@ class Verb:
         """
         if not option.value:
             if is_given:
-                raise RefusedError(f"{self.name} {option.name}={value}: it takes no value.")
+                raise RefusedError("takes no value", place=f"{self.name} {option.name}")
         elif is_repeated or (option.needs_value and not (value or (is_given and option.may_be_empty))):
             raise RefusedError(
-                f"{self.name} {option.name}: it takes one value, once, such as {option.name} {option.example}."
+                "takes one value, once",
+                place=f"{self.name} {option.name}",
+                suggestion=f"For example, type {option.name} {option.example}.",
             )
 
-    def _no_option(self, word: str, value: str) -> str:
-        """Return the message for an unknown option: the nearest one, or the key that it may stand for."""
+    def _no_option(self, word: str, value: str) -> RefusedError:
+        """Refuse an unknown option, with the nearest one, or the key that it may stand for."""
         from ddpexp.config.build import did_you_mean
         from ddpexp.config.declared import section_with
         from ddpexp.config.foreign import advice_on_key
 
+        place = f"{self.name} {word}"
+        if word in MULTIRUN and self.takes_overrides:
+            suggestion = f"Leave {word} out, and give each key one value."
+            return RefusedError("The command takes one run", place=place, suggestion=suggestion)
         name = word.partition("=")[0]
         key = name.lstrip("-").replace("-", "_")
-        if key in self.instead:
-            return f"{self.name} {word}: no such option. {self.instead[key]}"
-        if not self.takes_overrides:
-            return f"{self.name} {word}: no such option.{did_you_mean(name, self.option_names)}"
-        if word in MULTIRUN:
-            return f"{self.name} {word}: it takes one run. Leave {word} out, and give each key one value."
-        advice = advice_on_key(key)
-        if not advice and (section := section_with(key)) is not None:
-            advice = f" Did you mean {section}.{key}={value or '...'}?"
-        return f"{self.name} {word}: no such option.{advice or did_you_mean(name, self.option_names)}"
+        suggestion = self.instead.get(key, "")
+        if not suggestion and self.takes_overrides:
+            suggestion = advice_on_key(key)
+            if not suggestion and (section := section_with(key)) is not None:
+                suggestion = f"Did you mean {section}.{key}={value or '...'}?"
+        suggestion = suggestion or did_you_mean(name, self.option_names)
+        return RefusedError("is not an option", place=place, suggestion=suggestion.lstrip())
 
     @property
     def option_names(self) -> tuple[str, ...]:
@@ -211,12 +215,16 @@ class Call:
         key, _, value = source.partition("=")
         if key == "run.dir" and value and not os.path.exists(source):
             raise RefusedError(
-                f"{self.name} {source}: the run is named without a key. Did you mean {self.name} {value}?"
+                "The run is named without a key",
+                place=f"{self.name} {source}",
+                suggestion=f"Did you mean {self.name} {value}?",
             )
         second = next((words[i] for i in bare[1:] if "=" not in words[i] and os.path.exists(words[i])), None)
         if second is not None and os.path.exists(source):
             raise RefusedError(
-                f"{self.name} {source} {second}: it takes one directory or file: type a command for each."
+                "The command takes one directory or file",
+                place=f"{self.name} {source} {second}",
+                suggestion="Type a command for each.",
             )
         return source, words[:first] + words[first + 1 :]
 

@@ -42,7 +42,7 @@ def export(source: Path, folder: Path, averaged: bool, adapters: bool, max_file_
     checkpoint = open_checkpoint(source)
     names = [name for name in checkpoint.weights if name.endswith(".ema.safetensors") is averaged]
     if (problem := checkpoint.problem(files=names)) is not None:
-        raise RefusedError(f"{source} is damaged: {problem}.")
+        raise RefusedError(f"is damaged: {problem}", place=source)
     written = []
     for name in names:
         target = folder if len(names) == 1 else folder / name.partition(".")[0]
@@ -63,7 +63,7 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
         return {"model": model}
     if isinstance(model, Mapping) and all(isinstance(module, nn.Module) for module in model.values()):
         return dict(model)
-    raise RefusedError(f"{type(model).__name__} is no torch.nn.Module, and no mapping of names to modules.")
+    raise RefusedError("is neither a torch.nn.Module nor a mapping of names to modules", place=type(model).__name__)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def export_adapters(weights: Path, folder: Path) -> list[Path]:
 
 def _make(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or list(folder.iterdir())):
-        raise RefusedError("is no empty folder", suggestion="Export into a new one.", place=folder)
+        raise RefusedError("is not an empty folder", place=folder, suggestion="Export into a new one.")
     folder.mkdir(parents=True, exist_ok=True)
 
 

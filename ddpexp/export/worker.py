@@ -45,13 +45,15 @@ def main(parent: int, answers: int, described: int) -> None:
     """
     die_with_parent(parent)
     request = read_memory_file(described)
+    out = request["out"]
     answer: dict[str, Any]
     try:
         answer = export_model(request)
     except RefusedError as error:
-        answer = {"refused": str(error)}
+        answer = {"refused": error.as_dict()}
     except OSError as error:
-        answer = {"refused": f"{request['out']} cannot be written: {reason_with_limit(error, Path(request['out']))}."}
+        refusal = RefusedError(f"cannot be written: {reason_with_limit(error, Path(out))}", place=out)
+        answer = {"refused": refusal.as_dict()}
     except Exception as error:  # of the user's code, or of what torch cannot export
         traceback.print_exc()
         answer = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
@@ -71,8 +73,7 @@ def export_model(request: Mapping[str, Any]) -> dict[str, Any]:
             if kind not in ("safetensors", "hf"):
                 raise RefusedError(
                     f"is for one model, and this recipe has {', '.join(model)}",
-                    key="--format",
-                    value=kind,
+                    place=f"--format {kind}",
                     suggestion="Use safetensors.",
                 )
             difference = None
@@ -156,9 +157,9 @@ def inputs_of(batch: Any) -> Tensor:
         found = batch[0]
     if not isinstance(found, Tensor):
         raise RefusedError(
-            "the model cannot be compared: of a batch of the data it should get the first of a tuple, or of a mapping "
-            f"one of {', '.join(_INPUTS)}, and that is no tensor. From Python, open_run(DIR).export(FOLDER) writes the "
-            "weights without a comparison."
+            "the model cannot be compared: its input is the first item of a batch, or of a mapping one of "
+            f"{', '.join(_INPUTS)}, and here that is not a tensor",
+            suggestion="From Python, open_run(DIR).export(FOLDER) writes the weights without a comparison.",
         )
     return found
 
@@ -175,6 +176,6 @@ def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
         RefusedError: they are not of the same shapes.
     """
     if not expected or [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
-        raise RefusedError("the exported model returns tensors of other shapes than the model: it is not written.")
+        raise RefusedError("the exported model returns tensors of other shapes than the model, so it is not written")
     pairs = zip(expected, found, strict=True)
     return max(float((one.double() - other.double()).abs().max()) if one.numel() else 0.0 for one, other in pairs)

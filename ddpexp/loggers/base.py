@@ -150,8 +150,9 @@ class Many:
                 position: object = logger.position()
                 if not isinstance(position, Mapping):
                     raise DdpexpError(
-                        f"{type(logger).__name__}.position() returned {type(position).__name__}, where a mapping "
-                        "belongs, such as {self.file.path.name: self.file.num_bytes}."
+                        f"returned {type(position).__name__}, where a mapping belongs, such as "
+                        "{self.file.path.name: self.file.num_bytes}",
+                        place=f"{type(logger).__name__}.position()",
                     )
                 positions |= position
         return positions

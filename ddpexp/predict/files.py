@@ -31,11 +31,13 @@ def check_holds(out: Path, shapes: Mapping[str, Sequence[int]]) -> None:
             f"predict returned an array named {METADATA!r}, the name of the metadata", suggestion="Rename it."
         )
     if out.suffix == ".npy" and len(shapes) > 1:
-        raise DdpexpError(f"{out} can hold one array, and predict returns {', '.join(shapes)}", suggestion="Use .npz.")
+        raise DdpexpError(
+            f"can hold one array, and predict returns {', '.join(shapes)}", place=out, suggestion="Use .npz."
+        )
     deep = next((name for name, shape in shapes.items() if len(shape) > 1), None)
     if out.suffix in (".csv", ".parquet") and deep is not None:
         shape = " x ".join(map(str, shapes[deep]))
-        raise DdpexpError(f"{out} is a table, and a row of {deep} has the shape {shape}", suggestion="Use .npz.")
+        raise DdpexpError(f"is a table, and a row of {deep} has the shape {shape}", place=out, suggestion="Use .npz.")
 
 
 def contents(out: Path, arrays: Mapping[str, NDArray[Any]], made: Mapping[str, Any]) -> dict[Path, bytes]:

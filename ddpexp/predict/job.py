@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp import __version__
-from ddpexp.config.build import did_you_mean
+from ddpexp.config.build import nearest
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout, Participants, WorkerRequest
@@ -54,8 +54,7 @@ class Prediction(Job):
         trained_on = trained_data(run.manifest)
         data = prepare_to_predict(self.experiment.data, self.experiment.trust, trained_on, run.home is not None)
         if data and data.get("whole") and self._split not in (None, WHOLE):
-            reason = f"There is only `{WHOLE}`, all that is to be predicted for"
-            raise RefusedError(reason, key="--split", value=self._split)
+            raise RefusedError(f"The data has only the set `{WHOLE}`", place=f"--split {self._split}")
         prediction = {
             "config": run.text,
             "layout": asdict(layout),
@@ -76,15 +75,14 @@ def check_format(out: Path) -> None:
         RefusedError: it is none, or is not.
     """
     if out.suffix not in FORMATS:
-        meant = did_you_mean(out.suffix, FORMATS, "--out ") if out.suffix else ""
+        near = nearest(out.suffix, FORMATS)
         raise RefusedError(
             f"Predictions are written as {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, by the ending",
-            suggestion=meant.lstrip() if "Did you" in meant else "",
             place=f"--out {out}",
+            suggestion=f"Did you mean --out {out.with_suffix(near)}?" if near else "",
         )
     if out.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        suggestion = "Install it: pip install pyarrow, or use .npz."
-        raise RefusedError("needs pyarrow", suggestion=suggestion, place=f"--out {out}")
+        raise RefusedError("needs pyarrow", place=f"--out {out}", suggestion="Type pip install pyarrow, or use .npz.")
 
 
 def check_out(out: Path) -> None:
@@ -95,12 +93,13 @@ def check_out(out: Path) -> None:
     """
     folder = out.absolute().parent
     if out.is_dir():
-        raise RefusedError("is a directory", suggestion="Name a file in it.", place=f"--out {out}")
+        raise RefusedError("is a directory", place=f"--out {out}", suggestion="Name a file in it.")
     if not folder.is_dir():
-        raise RefusedError(f"There is no directory {folder}", suggestion="Make it first.", place=f"--out {out}")
+        raise RefusedError(f"There is no directory {folder}", place=f"--out {out}", suggestion="Make it first.")
     if not os.access(folder, os.W_OK | os.X_OK):
-        suggestion = "Name a file in another directory."
-        raise RefusedError("cannot be written", suggestion=suggestion, place=f"--out {out}: {folder}")
+        raise RefusedError(
+            f"The directory {folder} cannot be written", place=f"--out {out}", suggestion="Name a file in another one."
+        )
 
 
 def batch_size_of(experiment: Experiment) -> int:

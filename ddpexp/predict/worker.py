@@ -66,7 +66,7 @@ def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: W
     task = instantiate(experiment.task, experiment.trust, "task")
     if not isinstance(task, HasPredict):
         raise RefusedError(
-            "has no method predict, which returns what there is to predict for a batch",
+            "has no method predict, which returns the predictions for a batch",
             key="task",
             value=experiment.task.target,
             suggestion=f"Add one, for example:\n{_EXAMPLE}",
@@ -126,8 +126,9 @@ def chosen_set(splits: Splits, split: str | None) -> tuple[str, Splits]:
         raise RefusedError(f"is not a set of the data, which has {', '.join(names)}", place=f"--split {split}")
     data = splits.evals.get(split, splits.train)
     if isinstance(data, Stream):
-        reason = "The data is a stream without a length, which has no order to predict in"
-        raise RefusedError(reason, place=f"--split {split}")
+        raise RefusedError(
+            "The data is a stream without a length, which has no order to predict in", place=f"--split {split}"
+        )
     return split, replace(splits, evals={split: data})
 
 
@@ -163,7 +164,9 @@ def as_arrays(predicted: Any, count: int, where: str) -> Arrays:
     """
     named = predicted if isinstance(predicted, Mapping) else {"prediction": predicted}
     if not named:
-        raise DdpexpError("predict returned an empty mapping", suggestion="Return a tensor, or names with tensors.")
+        raise DdpexpError(
+            "predict returned an empty mapping", suggestion="Return a tensor, or a mapping of names to tensors."
+        )
     arrays = {}
     for name, value in named.items():
         if isinstance(value, Tensor):
@@ -174,7 +177,7 @@ def as_arrays(predicted: Any, count: int, where: str) -> Arrays:
         else:
             raise DdpexpError(
                 f"predict returned {type(value).__name__}{f' as {name!r}' if isinstance(predicted, Mapping) else ''}",
-                suggestion="Return a tensor or an array of numbers, or a mapping of names to such.",
+                suggestion="Return a tensor or an array of numbers, or a mapping of names to them.",
             )
         if array.shape[:1] != (count,):
             rows = f"{array.shape[0]} rows" if array.ndim else "a single number"
@@ -201,7 +204,7 @@ def _kinds(own: list[Arrays], world: World) -> dict[str, Any]:
     """Return the kind of each array, on which all ranks agree. Ranks: all; communicates."""
     kinds = [kind for kind in world.gather_values(_kind(own[0]) if own else None) if kind is not None]
     if not kinds:
-        raise DdpexpError("the data set is empty: there is nothing to predict.")
+        raise DdpexpError("the data set is empty: there is nothing to predict")
     other = next((kind for kind in kinds if kind != kinds[0]), None)
     if other is not None:
         raise DdpexpError(

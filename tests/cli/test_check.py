@@ -27,11 +27,11 @@ from ddpexp.config.parse import load, parse
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.errors import RefusedError
 from ddpexp.run.lock import Owner
 from ddpexp.train.precision import Precision
 from tests.cli.broken.kinds import broken, faulty, odd
 from tests.conftest import ROOT, Ddpexp
+from tests.refusals import refused
 from tests.typed import call
 
 CONF = ROOT / "tests/cli/broken/conf"
@@ -412,31 +412,23 @@ def test_what_follows_from_another_problem_is_not_reported_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "expected"),
     [
-        ([], "check what? Name the experiment as for a training, for example ddpexp check recipe=mnist."),
-        (["-m", "recipe=mnist"], "check -m: it takes one run. Leave -m out, and give each key one value."),
-        (["recipe=mnist", "--jsn"], "check --jsn: no such option. Did you mean --json?"),
-        (["what"], "what is neither an override (key=value, for example trainer.gpus=2) nor a command."),
+        ([], "check what"),
+        (["-m", "recipe=mnist"], "check -m: one run"),
+        (["recipe=mnist", "--jsn"], "check --jsn: --json?"),
+        (["what"], "what"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: list[str], sentence: str) -> None:
-    with pytest.raises(RefusedError) as caught:
+def test_wrong_arguments_are_refused(arguments: list[str], expected: str) -> None:
+    with refused(expected):
         check(call("check", *arguments))
-    assert str(caught.value).splitlines()[0] == sentence
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("trainer.gpus=999", "trainer.gpus=999 is more than the 256 workers that one machine can start. Use fewer."),
-        ("trainer.nodes=0", "trainer.nodes=0: use auto, a number of machines from 1, or a range such as 1:4."),
-    ],
-)
-def test_numbers_of_workers_that_no_run_can_have_are_refused(override: str, sentence: str) -> None:
-    with pytest.raises(RefusedError) as caught:
+@pytest.mark.parametrize("override", ["trainer.gpus=999", "trainer.nodes=0"])
+def test_numbers_of_workers_that_no_run_can_have_are_refused(override: str) -> None:
+    with refused(override):
         shortened(composed(override)[1], composed(override)[0], "/tmp/folder")
-    assert str(caught.value) == sentence
 
 
 def test_folders_of_killed_checks_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

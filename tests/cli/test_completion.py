@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from ddpexp.cli import verbs
-from ddpexp.cli.completion import Line, candidates, parse
+from ddpexp.cli.completion import Line, candidates, completion, parse
 from ddpexp.cli.shells import LINE, SCRIPTS
 from tests.conftest import PATIENCE, ROOT, Ddpexp, python_path
 from tests.listed import options
+from tests.refusals import refused
+from tests.typed import call
 
 
 @pytest.fixture(autouse=True)
@@ -196,12 +198,10 @@ def test_a_shell_waits_for_completions_for_a_limited_time(place: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["", "tcsh", "bash zsh"])
-def test_another_shell_is_refused_with_those_that_there_are(ddpexp: Ddpexp, words: str) -> None:
-    done = ddpexp("completion", *words.split())
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(
-        "ddpexp: completion for which shell? One of bash, zsh, fish.\nusage: ddpexp completion bash | zsh | fish\n"
-    )
+def test_another_shell_is_refused_with_those_that_there_are(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.setattr("gc.disable", lambda: None)  # for this process goes on
+    with refused("bash, zsh, fish"):
+        completion(call("completion", *words.split()))
 
 
 def test_hydras_own_completion_is_refused_with_ours(ddpexp: Ddpexp) -> None:

@@ -12,22 +12,22 @@ from PIL import Image
 
 from ddpexp.cli.data import data
 from ddpexp.cli.preview import pixels, sheet, texts
-from ddpexp.errors import RefusedError
 from examples.photos.draw import main as draw_photos
 from tests.conftest import ROOT
+from tests.refusals import refused
 from tests.typed import call
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "expected"),
     [
-        (["--preview", "a.jpg"], "name a file for the picture"),
-        (["--preview", "recipe=mnist"], "name a file for the picture"),
-        (["--preview"], r"data --preview: it takes one value, once, such as --preview photos\.png\."),
+        (["--preview", "a.jpg"], "--preview a.jpg: PNG"),
+        (["--preview", "recipe=mnist"], "--preview recipe=mnist: PNG"),
+        (["--preview"], "data --preview: one value"),
     ],
 )
-def test_a_preview_is_a_picture(words: list[str], sentence: str) -> None:
-    with pytest.raises(RefusedError, match=sentence):
+def test_a_preview_is_a_picture(words: list[str], expected: str) -> None:
+    with refused(expected):
         data(call("data", *words))
 
 
@@ -45,7 +45,7 @@ def test_data_is_described_and_drawn(
         assert picture.size == (8 * 128, 2 * (128 + 14))  # 16 images of 64 pixels, twice as large
     assert data(call("data", *typed, "--json")) == 0
     assert json.loads(capsys.readouterr().out)["facts"]["num_classes"] == 3
-    with pytest.raises(RefusedError, match=r"sheet\.png cannot be written"):
+    with refused("sheet.png: cannot be written"):
         data(call("data", *typed, "--preview", str(tmp_path / "nowhere/sheet.png")))
 
 

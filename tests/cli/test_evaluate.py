@@ -25,6 +25,7 @@ from ddpexp.checkpoint.weights import find
 from ddpexp.cli import evaluate as verbs
 from ddpexp.errors import RefusedError
 from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, python_path
+from tests.refusals import refused as is_refused
 from tests.typed import call
 
 
@@ -97,32 +98,35 @@ def test_bare_weights_are_evaluated_with_the_overrides_of_a_recipe(
 ) -> None:
     weights = shutil.copy(trained.run / "checkpoints/step-00000010/model.safetensors", tmp_path / "weights.safetensors")
     assert metrics(evaluate(ddpexp, weights, *WORDS)) == pytest.approx(trained.result()["metrics"], rel=1e-5)
-    refused(
-        evaluate(ddpexp, weights), r"it lies in no run directory, so name its recipe, for example recipe=mnist\.\n$"
-    )
-    refused(evaluate(ddpexp, weights, *WORDS, "model=lenet"), r"holds the weights of another model: ")
-    refused(evaluate(ddpexp, weights, "recipe=mnsit"), r"Did you mean recipe=mnist\?\n$")
+    with is_refused(f"evaluate {weights}: recipe=mnist"):
+        verbs.evaluation_of(call("evaluate", str(weights)))
+    refused(evaluate(ddpexp, weights, *WORDS, "model=lenet"), r"another model")
+    with is_refused("recipe=mnsit: recipe=mnist?"):
+        verbs.evaluation_of(call("evaluate", str(weights), "recipe=mnsit"))
 
 
 def test_single_keys_of_the_run_can_be_changed_and_wrong_ones_are_refused(ddpexp: Ddpexp, trained: Done) -> None:
     fewer = metrics(evaluate(ddpexp, trained.run, "data.embedded_test=50"))
     assert fewer != pytest.approx(trained.result()["metrics"], rel=1e-5)
-    refused(evaluate(ddpexp, trained.run, "trainer.gpu=1"), r"Did you mean trainer\.gpus\?\n$")
-    refused(evaluate(ddpexp, trained.run, "model=lenet"), r"single keys can be changed")
+    for override, word in (("trainer.gpu=1", "trainer.gpus?"), ("model=lenet", "single keys")):
+        with is_refused(f"{override.partition('=')[0]}: {word}"):
+            verbs.evaluation_of(call("evaluate", str(trained.run), override))
 
 
 def test_what_is_not_there_is_refused_with_its_name(ddpexp: Ddpexp, tmp_path: Path, copied: Path) -> None:
-    refused(evaluate(ddpexp, "nowhere"), r"^ddpexp: evaluate nowhere: there is no such directory or file\.\n$")
-    refused(evaluate(ddpexp, "recipe=mnist"), r"Name the weights first, as in evaluate RUN_DIR recipe=mnist\.\n$")
-    refused(
-        evaluate(ddpexp, __file__), r"test_evaluate\.py: this is code\. Name a run directory, a checkpoint or a file "
-    )
-    (tmp_path / "empty").mkdir()
-    refused(evaluate(ddpexp, tmp_path / "empty", *WORDS), r"holds no weights")
     (tmp_path / "text.safetensors").write_text("these are no weights")
-    refused(evaluate(ddpexp, tmp_path / "text.safetensors", *WORDS), r"text\.safetensors cannot be read as safetensors")
+    refused(evaluate(ddpexp, tmp_path / "text.safetensors", *WORDS), r"text\.safetensors .*safetensors")
+    (tmp_path / "empty").mkdir()
     shutil.rmtree(copied / "checkpoints")
-    refused(evaluate(ddpexp, copied), r"holds no complete checkpoint\.\n$")
+    for words, expected in (
+        (["nowhere"], "evaluate nowhere: no such"),
+        (["recipe=mnist"], "evaluate recipe=mnist: RUN_DIR recipe=mnist"),
+        ([__file__], "test_evaluate.py: code"),
+        ([str(tmp_path / "empty"), *WORDS], "empty: no weights"),
+        ([str(copied)], "checkpoints: complete"),
+    ):
+        with is_refused(expected):
+            verbs.evaluation_of(call("evaluate", *words))
 
 
 def test_damaged_weights_are_refused_and_of_a_run_older_ones_evaluated_with_a_warning(
@@ -238,26 +242,22 @@ def test_weights_start_another_run(ddpexp: Ddpexp, trained: Done, part: str) -> 
 def test_the_sets_to_evaluate_are_typed_with_split(ddpexp: Ddpexp, trained: Done) -> None:
     done = evaluate(ddpexp, "--split=eval", trained.run)
     assert {name.partition("/")[0] for name in metrics(done)} == {"eval"}
-    refused(
-        evaluate(ddpexp, trained.run, "--split", "test"),
-        r"^ddpexp: --split test is not an evaluation set of the data\. There is eval\.\n$",
-    )
+    refused(evaluate(ddpexp, trained.run, "--split", "test"), r"^ddpexp: --split test [^\n]*\beval\.\n$")
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "expected"),
     [
-        (["--split"], "evaluate --split: it takes one value, once, such as --split test."),
-        (["--split="], "evaluate --split: it takes one value, once, such as --split test."),
-        (["--split", "--json"], "evaluate --split: it takes one value, once, such as --split test."),
-        (["--split", "a", "--split=b"], "evaluate --split: it takes one value, once, such as --split test."),
-        (["--split=a,"], "--split takes the names of evaluation sets, such as --split test or --split eval,test."),
+        (["--split"], "evaluate --split: --split test"),
+        (["--split="], "evaluate --split: --split test"),
+        (["--split", "--json"], "evaluate --split: --split test"),
+        (["--split", "a", "--split=b"], "evaluate --split: once"),
+        (["--split=a,"], "--split: --split eval,test"),
     ],
 )
-def test_a_split_without_names_is_refused(options: list[str], sentence: str) -> None:
-    with pytest.raises(RefusedError) as caught:
-        verbs.evaluate(call("evaluate", "run", *options))
-    assert str(caught.value) == sentence
+def test_a_split_without_names_is_refused(options: list[str], expected: str) -> None:
+    with is_refused(expected):
+        verbs.evaluation_of(call("evaluate", "run", *options))
 
 
 def test_a_run_without_checkpoints_starts_no_other(ddpexp: Ddpexp, copied: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddpexp.cli.generate import Options, options_of
-from ddpexp.errors import RefusedError
 from tests.conftest import Ddpexp, Done
+from tests.refusals import refused
 from tests.typed import call
 
 
@@ -34,19 +34,19 @@ def test_options_stand_anywhere_among_the_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "sentence"),
+    ("typed", "expected"),
     [
-        ("--token 3", "generate --token: no such option. Did you mean --tokens?"),
-        ("--tokens", "generate --tokens: it takes one value, once, such as --tokens 200."),
-        ("--seed 1 --seed 2", "generate --seed: it takes one value, once, such as --seed 0."),
-        ("--tokens 0", "generate --tokens 0: use 1 or more."),
-        ("--temperature -1", "generate --temperature -1.0: use 0 or more."),
-        ("--top_k x", "generate --top_k=x is not"),
-        ("--device gpu", "generate --device=gpu is not"),
+        ("--token 3", "generate --token: --tokens"),
+        ("--tokens", "generate --tokens: --tokens 200"),
+        ("--seed 1 --seed 2", "generate --seed: once"),
+        ("--tokens 0", "generate --tokens 0: 1 or more"),
+        ("--temperature -1", "generate --temperature -1.0: 0 or more"),
+        ("--top_k x", "generate --top_k=x"),
+        ("--device gpu", "generate --device=gpu"),
     ],
 )
-def test_an_option_that_means_nothing_is_refused(typed: str, sentence: str) -> None:
-    with pytest.raises(RefusedError, match=f"^{re.escape(sentence)}"):
+def test_an_option_that_means_nothing_is_refused(typed: str, expected: str) -> None:
+    with refused(expected):
         options_of(call("generate", "run", *typed.split()))
 
 
@@ -68,9 +68,9 @@ def test_a_run_writes_without_its_data(ddpexp: Ddpexp) -> None:
     written = ddpexp("generate", str(done.run), "--prompt", "abc", "--tokens", "20", "--device", "cpu")
     assert (written.code, written.err) == (0, "")
     assert re.fullmatch(r"abc[a-i \n]{20}\n", written.out)
-    refused = ddpexp("generate", str(done.run), "--prompt", "xyz")
-    assert refused.code == 2
-    assert refused.err.startswith("ddpexp: the text holds 'x', which is not among the 11 characters")
+    failed = ddpexp("generate", str(done.run), "--prompt", "xyz")
+    assert failed.code == 2
+    assert "'x'" in failed.err
 
 
 @pytest.mark.slow
@@ -81,8 +81,8 @@ def test_a_run_writes_the_same_for_a_seed_and_names_what_it_would_read_from_the_
     config = done.run / "config.yaml"
     config.write_text(config.read_text().replace(f"path: {text}", "path: ${oc.env:DATA_FOLDER}/text.txt"))
     environ = {"DATA_FOLDER": str(ddpexp.folder)}
-    refused = ddpexp(*words, environ=environ)
+    failed = ddpexp(*words, environ=environ)
     restated = "data.path=${oc.env:DATA_FOLDER}/text.txt"
-    assert (refused.code, refused.err.endswith(f" '{restated}'\n")) == (2, True), refused.err
+    assert (failed.code, failed.err.endswith(f" '{restated}'\n")) == (2, True), failed.err
     for more in (restated, "run.trust=[oc.env:DATA_FOLDER]"):
         assert ddpexp(*words, more, environ=environ).out == written.out

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import PATIENCE, SMALL, Ddpexp
+from ddpexp.cli.resume import member_of
+from tests.conftest import ROOT, SMALL, Ddpexp
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +38,11 @@ def test_both_start_methods_give_the_same_weights(ddpexp: Ddpexp) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
-def test_a_member_of_another_users_run_is_refused(ddpexp: Ddpexp) -> None:
-    done = ddpexp(*SMALL)
-    os.chown(done.run / "config.yaml", 65534, 65534)
-    command = [sys.executable, "-m", "ddpexp", "member", str(done.run)]
-    refused = subprocess.run(
-        command, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == (
-        f"ddpexp: {done.run} is another user's: its configuration says whose code runs, so it must be your own.\n"
-    )
+def test_a_member_of_another_users_run_is_refused(tmp_path: Path) -> None:
+    run = shutil.copytree(ROOT / "tests/samples/finished", tmp_path / "run")
+    os.chown(run / "config.yaml", 65534, 65534)
+    with refused(f"{run}: another user's"):
+        member_of([str(run)])
 
 
 @pytest.mark.parametrize(
@@ -60,9 +55,7 @@ def test_several_commands_that_would_each_run_alone_are_refused(
         arguments = [arguments[0], str(ddpexp(*SMALL).run)]
     before = sorted(tmp_path.rglob("*"))
     done = ddpexp(*arguments, environ={"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
-    would = "each would run the whole sweep" if "-m" in arguments else "launcher=spawn would run each alone"
-    advice = "type the command without torchrun" if "-m" in arguments else "Use launcher=torchrun-env"
     assert done.code == 2
-    assert done.err.startswith(f"ddpexp: torchrun has started 2 of these commands, and {would}")
-    assert done.err.endswith(f" {advice}.\n")
+    assert done.err.startswith("ddpexp: torchrun has started 2 of these commands")
+    assert done.err.endswith(f" {'without torchrun' if '-m' in arguments else 'launcher=torchrun-env'}.\n")
     assert sorted(tmp_path.rglob("*")) == before

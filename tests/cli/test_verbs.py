@@ -10,6 +10,7 @@ from ddpexp.cli import verbs
 from ddpexp.cli.forks import will_fork
 from ddpexp.cli.verb import Verb, load
 from ddpexp.errors import RefusedError
+from tests.refusals import refused
 from tests.typed import call
 
 
@@ -51,7 +52,7 @@ def test_options_may_stand_anywhere(words: str, operands: list[str] | None, opti
 
 
 def test_a_directory_is_no_override(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="it takes key=value, as a training does, and no directory"):
+    with refused(f"check {tmp_path}: overrides.yaml"):
         call("check", str(tmp_path))
 
 

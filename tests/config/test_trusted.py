@@ -129,8 +129,8 @@ def test_an_editable_package_is_trusted_where_its_code_is(
         ("nowhere.Net", "trust nowhere.Net: there is no installed package with a module nowhere."),
         ("helpful-kit", "trust helpful-kit: use the name of a package, or of a class in it, such as package.Class."),
         ("helpful_kit", "trust helpful_kit: there is no installed package with a module helpful_kit."),
-        ("run.trust=[helpful]", "trust run.trust=[helpful]: it takes names, such as package.Class, and no key=value."),
-        ("--force", "trust --force: no such option. Available: --remove, --help."),
+        ("run.trust=[helpful]", "trust run.trust=[helpful]: The command takes names"),
+        ("--force", "trust --force is not an option. Available: --remove, --help."),
     ],
 )
 def test_what_cannot_be_trusted_is_refused(site: Path, name: str, sentence: str) -> None:
@@ -154,7 +154,7 @@ def test_a_list_that_others_can_write_or_that_is_damaged_counts_for_nothing(site
 
 
 def test_removing_what_is_not_trusted_names_what_is(site: Path) -> None:
-    assert refused("--remove", "helpful") == "trust --remove helpful: it is not trusted. Nothing is."
+    assert refused("--remove", "helpful") == "trust --remove helpful: The name is not trusted; nothing is."
     trust(call("trust", CLASS))
-    assert refused("--remove", "helpful") == f"trust --remove helpful: it is not trusted. There is {CLASS}."
+    assert refused("--remove", "helpful") == f"trust --remove helpful: The name is not trusted; {CLASS} is."
     assert refused("--remove").startswith("trust --remove: name what")

@@ -55,7 +55,7 @@ def run_command(arguments: Sequence[str], cwd: str | Path | None, quiet: bool, c
     if not sys.platform.startswith("linux"):
         raise RefusedError(NOT_LINUX)
     if cwd is not None and not Path(cwd).is_dir():
-        raise RefusedError(f"cwd={cwd}: there is no such directory.")
+        raise RefusedError("There is no such directory", key="cwd", value=cwd)
     show = _Show(quiet, captures)
     reading, writing = os.pipe()
     with _interrupts() as interrupts:

@@ -33,7 +33,9 @@ def compose(arguments: Sequence[str]) -> Composed:
 
     words = checked(arguments, "compose")
     if any(word in MULTIRUN for word in words):
-        raise RefusedError("ddpexp.compose composes one experiment: leave -m out, and give each key one value.")
+        raise RefusedError(
+            "ddpexp.compose composes one experiment", suggestion="Leave -m out, and give each key one value."
+        )
     composed = compose_run(words)
     assert composed is not None  # there is no option that asks about the configuration
     for text in composed.warnings:

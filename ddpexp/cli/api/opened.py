@@ -46,14 +46,16 @@ def open_run(directory: str | Path, *, config_dir: str | Path | None = None, tru
     """
     path = Path(directory).expanduser()
     if not path.exists():
-        raise RefusedError(f"{path}: there is no such directory.")
+        raise RefusedError("There is no such directory", place=path)
     if SweepDir(path).is_sweep():
-        raise RefusedError(f"{path} is the directory of a sweep: use ddpexp.open_sweep.")
+        raise RefusedError("is the directory of a sweep", place=path, suggestion="Use ddpexp.open_sweep.")
     check_config_exists(RunDir(path), str(path))
     if not directories.is_ours(path):
         from ddpexp.run.stored_run import runs_below
 
-        raise RefusedError(f"{path} is no run directory.{f' {runs_below(path)}' if path.is_dir() else ''}")
+        raise RefusedError(
+            "is not a run directory", place=path, suggestion=runs_below(path).lstrip() if path.is_dir() else ""
+        )
     return Run(path.absolute(), *trusted(config_dir, trust))
 
 
@@ -108,7 +110,7 @@ class Run:
         check_config(self._files, str(self.path))
         tree = read_config(self._files)
         if tree is None:
-            raise RefusedError(f"{self.path} has no config.yaml: it was stopped before it had one.")
+            raise RefusedError("has no config.yaml: it was stopped before it had one", place=self.path)
         return tree
 
     @property
@@ -322,12 +324,14 @@ class Run:
     def _weights(self, which: Literal["best", "last"] | int, weights: Weights | None) -> tuple[Path, bool]:
         """Return the folder of a checkpoint, and whether to take the average of the weights."""
         if weights not in (None, "raw", "ema"):
-            raise RefusedError(f"weights={weights!r} is not one of 'raw', 'ema'.")
+            raise RefusedError("is not one of 'raw', 'ema'", key="weights", value=weights)
         checkpoint = self._checkpoint(which)
         if weights == "ema" and not checkpoint.has_average:
             raise RefusedError(
-                f"weights='ema': the checkpoint of step {checkpoint.step} in {self.path} holds no average of the "
-                "weights. Use weights='raw'."
+                f"The checkpoint of step {checkpoint.step} in {self.path} holds no average of the weights",
+                key="weights",
+                value=weights,
+                suggestion="Use weights='raw'.",
             )
         return checkpoint.folder, checkpoint.has_average and weights != "raw"
 

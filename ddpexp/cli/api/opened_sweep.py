@@ -28,10 +28,10 @@ def open_sweep(
     """
     path = Path(directory).expanduser()
     if not path.exists():
-        raise RefusedError(f"{path}: there is no such directory.")
+        raise RefusedError("There is no such directory", place=path)
     if not SweepDir(path).is_sweep():
-        run = " It is a run: use ddpexp.open_run." if directories.is_ours(path) else ""
-        raise RefusedError(f"{path} is not the directory of a sweep.{run}")
+        suggestion = "It is a run: use ddpexp.open_run." if directories.is_ours(path) else ""
+        raise RefusedError("is not the directory of a sweep", place=path, suggestion=suggestion)
     return Sweep(path.absolute(), *trusted(config_dir, trust))
 
 
@@ -67,10 +67,12 @@ class Sweep:
         """
         rows, goal = rows_of(self.path), goal_of(self.path)
         if goal.metric is None:
-            raise RefusedError(f"{self.path} has no objective: start the sweep with sweep.objective=eval/loss.")
+            raise RefusedError(
+                "has no objective", place=self.path, suggestion="Start the sweep with sweep.objective=eval/loss."
+            )
         best = best_of(rows, goal)
         if best is None:
-            raise RefusedError(f"{self.path}: no job has recorded {goal.metric} yet.")
+            raise RefusedError(f"has no job that has recorded {goal.metric} yet", place=self.path)
         return self._run(best.path)
 
     def _run(self, path: Path) -> Run:

@@ -44,20 +44,23 @@ def run(arguments: Sequence[str], *, cwd: str | Path | None = None, quiet: bool 
     """
     words = checked(arguments, "run")
     if (first := words[0] if words else "") != "resume" and first in verbs.NAMES:
-        raise RefusedError(f"ddpexp.run trains or resumes, and {first} does neither: {_instead(first)}.")
+        raise RefusedError(f"ddpexp.run trains or resumes, and {first} does neither", suggestion=_instead(first))
     if any(word in MULTIRUN for word in words):
-        raise RefusedError("ddpexp.run starts one run, and -m makes a sweep: use ddpexp.sweep.")
+        raise RefusedError("ddpexp.run starts one run, and -m makes a sweep", suggestion="Use ddpexp.sweep.")
     ended = run_command(words, cwd, quiet)
     found = ended.directory
     if found is not None and found.is_sweep:
         check_success(ended, sweep=Sweep(Path(found.path)))
         raise RefusedError(
-            f"This was a sweep, and it has ended: use ddpexp.sweep or ddpexp.open_sweep({found.path!r})."
+            "The command was a sweep, which has ended",
+            suggestion=f"Use ddpexp.sweep or ddpexp.open_sweep({found.path!r}).",
         )
     result = Run(Path(found.path), *trust_of(words, cwd)) if found is not None else None
     check_success(ended, run=result)
     if result is None:
-        raise RefusedError("The command started no run: use the command line for what only prints something.")
+        raise RefusedError(
+            "The command started no run", suggestion="Use the command line for what only prints something."
+        )
     return replace(result, trust=(*result.trust, *names_to_trust(RunDir(result.path))))
 
 
@@ -77,7 +80,9 @@ def sweep(arguments: Sequence[str], *, cwd: str | Path | None = None, quiet: boo
     words = checked(arguments, "sweep")
     first = words[0] if words else ""
     if first in verbs.NAMES and first != "resume":
-        raise RefusedError(f"ddpexp.sweep runs or resumes a sweep, and {first} does neither: {_instead(first)}.")
+        raise RefusedError(
+            f"ddpexp.sweep runs or resumes a sweep, and {first} does neither", suggestion=_instead(first)
+        )
     if first != "resume" and not any(word in MULTIRUN for word in words):
         words = ["-m", *words]
     ended = run_command(words, cwd, quiet)
@@ -85,7 +90,9 @@ def sweep(arguments: Sequence[str], *, cwd: str | Path | None = None, quiet: boo
     result = Sweep(Path(found.path), *trust_of(words, cwd)) if found is not None and found.is_sweep else None
     check_success(ended, sweep=result)
     if result is None:
-        raise RefusedError("The command started no sweep: name values that differ, as in optimizer.lr=0.01,0.03.")
+        raise RefusedError(
+            "The command started no sweep", suggestion="Name values that differ, as in optimizer.lr=0.01,0.03."
+        )
     names = dict.fromkeys(name for run in result.runs for name in names_to_trust(RunDir(run.path)))
     return replace(result, trust=(*result.trust, *names))
 
@@ -106,7 +113,11 @@ def checked(arguments: Sequence[str], name: str) -> list[str]:
         raise RefusedError(f'ddpexp.{name} needs arguments, as in ddpexp.{name}(["recipe=mnist", "trainer.gpus=2"]).')
     question = next((word for word in words if word.partition("=")[0] in _QUESTIONS), None)
     if question is not None:
-        raise RefusedError(f"ddpexp.{name}: {question} only prints something: use it on the command line.")
+        raise RefusedError(
+            f"The option {question} only prints something",
+            place=f"ddpexp.{name}",
+            suggestion="Use it on the command line.",
+        )
     return words
 
 
@@ -168,8 +179,8 @@ def trust_of(words: Sequence[str], cwd: str | Path | None) -> tuple[str | None, 
 
 def _instead(name: str) -> str:
     found = {
-        "evaluate": "use ddpexp.open_run(DIR).evaluate()",
-        "status": "use ddpexp.open_run(DIR).status or ddpexp.open_sweep(DIR).rows()",
-        "table": "use ddpexp.open_sweep(DIR).rows()",
+        "evaluate": "Use ddpexp.open_run(DIR).evaluate().",
+        "status": "Use ddpexp.open_run(DIR).status or ddpexp.open_sweep(DIR).rows().",
+        "table": "Use ddpexp.open_sweep(DIR).rows().",
     }
-    return found.get(name, f"use the command line, ddpexp {name}, with --json where it has that")
+    return found.get(name, f"Use the command line, ddpexp {name}, with --json where it has that.")

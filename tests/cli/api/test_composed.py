@@ -17,6 +17,7 @@ from ddpexp.distributed.rng import seed_everything
 from ddpexp.train.build import build_model
 from tests.cli.api.conftest import NOISY
 from tests.conftest import SMALL
+from tests.refusals import refused
 
 OWN = ["--config-dir", NOISY, "recipe=noisy"]
 
@@ -76,18 +77,17 @@ def test_a_model_starts_from_the_weights_that_are_named(trained: ddpexp.Run) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "expected"),
     [
-        (["recipe=mnsit"], "recipe=mnsit is not a known option. Did you mean recipe=mnist?"),
-        (["recipe=mnist", "model._target_=os.system"], "model._target_=os.system is not allowed"),
-        (["-m", "recipe=mnist"], "ddpexp.compose composes one experiment: leave -m out"),
-        (["recipe=mnist", "--help"], "--help only prints something"),
+        (["recipe=mnsit"], "recipe=mnsit: recipe=mnist?"),
+        (["recipe=mnist", "model._target_=os.system"], "model._target_=os.system"),
+        (["-m", "recipe=mnist"], "Leave -m out"),
+        (["recipe=mnist", "--help"], "ddpexp.compose: --help"),
     ],
 )
-def test_what_the_command_refuses_is_refused(arguments: list[str], sentence: str) -> None:
-    with pytest.raises(ddpexp.RefusedError) as caught:
+def test_what_the_command_refuses_is_refused(arguments: list[str], expected: str) -> None:
+    with refused(expected):
         ddpexp.compose(arguments)
-    assert sentence in str(caught.value)
 
 
 def test_a_program_that_uses_hydra_itself_keeps_it(tmp_path: Path) -> None:

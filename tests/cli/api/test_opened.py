@@ -19,6 +19,7 @@ from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.checkpoint.tensors import read_tensors
 from tests.cli.api.conftest import NOISY
 from tests.conftest import ROOT
+from tests.refusals import refused
 from tests.sweep.made import Made
 from tests.sweep.made import run as made_run
 
@@ -126,9 +127,9 @@ def test_weights_go_into_a_module_of_ones_own(trained: ddpexp.Run) -> None:
     run = ddpexp.open_run(trained.path)  # without trust: nothing of the run's code is needed
     module = run.load_into(torch.nn.Linear(5, 1), weights="raw")
     assert weights_sha256({"model": module}) == trained.result["weights_sha256"]
-    with pytest.raises(ddpexp.RefusedError, match="the weights of another model"):
+    with refused(": another model"):
         run.load_into(torch.nn.Linear(4, 1))
-    with pytest.raises(ddpexp.RefusedError, match=r"str is no torch\.nn\.Module"):
+    with refused("str: torch.nn.Module"):
         run.load_into("model")
 
 
@@ -148,25 +149,25 @@ def test_code_of_a_run_is_trusted_only_when_it_is_restated(trained: ddpexp.Run) 
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "weights", "sentence"),
+    ("checkpoint", "weights", "expected"),
     [
-        (5, None, r"checkpoint=5: there is no intact checkpoint of that step\. There are those of 8, 4\."),
-        ("newest", None, "checkpoint='newest': there is no intact checkpoint"),
-        ("last", "average", r"weights='average' is not one of 'raw', 'ema'\."),
+        (5, None, ": 8, 4"),
+        ("newest", None, ": intact"),
+        ("last", "average", "weights=average: 'raw', 'ema'"),
     ],
 )
 def test_a_checkpoint_that_there_is_not_is_refused(
-    trained: ddpexp.Run, checkpoint: int, weights: None, sentence: str
+    trained: ddpexp.Run, checkpoint: int, weights: None, expected: str
 ) -> None:
-    with pytest.raises(ddpexp.RefusedError, match=sentence):
+    with refused(expected):
         trained.model(checkpoint, weights)
 
 
 def test_a_run_without_a_best_checkpoint_or_an_average_says_so() -> None:
     run = ddpexp.open_run(SAMPLES / "mnist")
-    with pytest.raises(ddpexp.RefusedError, match="keeps no best checkpoint"):
+    with refused(": best"):
         run.model("best")
-    with pytest.raises(ddpexp.RefusedError, match=r"holds no average of the weights\. Use weights='raw'\."):
+    with refused("weights=ema: weights='raw'"):
         run.model(weights="ema")
 
 
@@ -185,16 +186,15 @@ def test_a_strangers_directory_is_refused_and_stays_as_it_is(tmp_path: Path) -> 
     (tmp_path / "other/config.yaml").write_text("a: 1")
     Made(tmp_path / "sweep").job("optimizer.lr=0.1")
     before = listing(tmp_path)
-    for name, sentence in (
-        ("nowhere", "nowhere: there is no such directory."),
-        ("empty", "empty is no run directory."),
-        ("other", "other is no run directory."),
-        ("other/config.yaml", "config.yaml is no run directory."),
-        ("sweep", "sweep is the directory of a sweep: use ddpexp.open_sweep."),
+    for name, word in (
+        ("nowhere", "no such"),
+        ("empty", "not a run"),
+        ("other", "not a run"),
+        ("other/config.yaml", "not a run"),
+        ("sweep", "ddpexp.open_sweep"),
     ):
-        with pytest.raises(ddpexp.RefusedError) as caught:
+        with refused(f"{tmp_path / name}: {word}"):
             ddpexp.open_run(tmp_path / name)
-        assert str(caught.value).endswith(sentence)
     assert listing(tmp_path) == before
 
 
@@ -202,13 +202,13 @@ def test_a_damaged_directory_is_one_sentence_each(trained: ddpexp.Run, tmp_path:
     copy = shutil.copytree(trained.path, tmp_path / "copy")
     run = ddpexp.open_run(copy, config_dir=NOISY)
     (copy / "result.json").write_text("[")
-    with pytest.raises(ddpexp.RefusedError, match=r"copy/result\.json is damaged and cannot be read: "):
+    with refused(": damaged"):
         _ = run.result
     assert run.status == "broken"
     (copy / "config.yaml").write_text("a: [")
-    with pytest.raises(ddpexp.RefusedError, match=r"config\.yaml.* Its newest checkpoint holds a copy"):
+    with refused(": newest checkpoint"):
         _ = run.config
-    with pytest.raises(ddpexp.RefusedError, match=r"config\.yaml.* Its newest checkpoint holds a copy"):
+    with refused(": newest checkpoint"):
         run.model()
     shutil.copy(trained.path / "config.yaml", copy)
     weights = copy / "checkpoints/step-00000008/model.safetensors"
@@ -216,10 +216,10 @@ def test_a_damaged_directory_is_one_sentence_each(trained: ddpexp.Run, tmp_path:
     with pytest.warns(UserWarning, match="step-00000008 is damaged and not used: .*; the weights are those of step 4"):
         model = run.model(weights="raw")
     assert torch.equal(model.weight, trained.model(4, "raw").weight)
-    with pytest.raises(ddpexp.RefusedError, match="its hash is not the one in the manifest"):
+    with refused(": hash"):
         run.model(8, "raw")
     shutil.rmtree(copy / "checkpoints")
-    with pytest.raises(ddpexp.RefusedError, match="holds no complete checkpoint"):
+    with refused(": complete"):
         run.model()
 
 
@@ -238,11 +238,9 @@ def test_a_sweep_has_rows_runs_and_the_best(tmp_path: Path) -> None:
 
 
 def test_a_sweep_without_an_objective_or_a_value_has_no_best(tmp_path: Path) -> None:
-    with pytest.raises(ddpexp.RefusedError, match="has no objective"):
+    with refused("plain: objective"):
         _ = ddpexp.open_sweep(Made(tmp_path / "plain", objective=None).path).best
-    with pytest.raises(ddpexp.RefusedError, match="no job has recorded eval/loss yet"):
+    with refused("new: eval/loss"):
         _ = ddpexp.open_sweep(Made(tmp_path / "new").path).best
-    with pytest.raises(
-        ddpexp.RefusedError, match=r"is not the directory of a sweep\. It is a run: use ddpexp.open_run"
-    ):
+    with refused("finished: ddpexp.open_run"):
         ddpexp.open_sweep(SAMPLES / "finished")

@@ -17,6 +17,7 @@ from ddpexp.errors import Failure
 from ddpexp.system.caller import Directory, End
 from tests.cli.api.conftest import NOISY, OWN
 from tests.conftest import SMALL
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -70,7 +71,7 @@ def test_a_refusal_has_the_sentence_of_the_command(tmp_path: Path) -> None:
         (tmp_path / "ddpexp/__init__.py").write_text("raise SystemExit('a stranger')")
     with pytest.raises(ddpexp.RefusedError) as caught:
         ddpexp.run(["recipe=mnsit"], cwd=tmp_path)
-    assert str(caught.value) == str(expected.value) == "recipe=mnsit is not a known option. Did you mean recipe=mnist?"
+    assert str(caught.value) == str(expected.value)
     assert [path.name for path in tmp_path.iterdir()] in (["ddpexp"], [])
 
 
@@ -83,17 +84,17 @@ def test_a_sweep_is_returned_with_its_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "expected"),
     [
-        ("recipe=mnist", "takes a list with an item for each argument"),
-        (["evaluate", "x"], r"ddpexp.run trains or resumes, and evaluate does neither: use ddpexp.open_run\(DIR\)"),
-        (["plan"], "use the command line, ddpexp plan, with --json"),
-        (["recipe=mnist", "--cfg", "job"], "--cfg only prints something"),
-        (["-m", "optimizer.lr=0.1,0.2"], "-m makes a sweep: use ddpexp.sweep"),
+        ("recipe=mnist", "takes a list"),
+        (["evaluate", "x"], "evaluate: ddpexp.open_run(DIR)"),
+        (["plan"], "ddpexp plan, with --json"),
+        (["recipe=mnist", "--cfg", "job"], "ddpexp.run: --cfg"),
+        (["-m", "optimizer.lr=0.1,0.2"], "-m: ddpexp.sweep"),
     ],
 )
-def test_what_is_no_run_is_refused_before_anything_is_started(arguments: list[str], sentence: str) -> None:
-    with pytest.raises(ddpexp.RefusedError, match=sentence):
+def test_what_is_no_run_is_refused_before_anything_is_started(arguments: list[str], expected: str) -> None:
+    with refused(expected):
         ddpexp.run(arguments)
 
 
@@ -146,7 +147,7 @@ def test_what_a_run_connects_to_and_reads_is_trusted_by_who_has_started_it(
     run = ddpexp.run([*SMALL, "trainer.gpus=1", "data.root=${oc.env:DATA_FOLDER}"], cwd=tmp_path, quiet=True)
     assert run.trust == ("oc.env:DATA_FOLDER",)
     assert run.model() is not None
-    with pytest.raises(ddpexp.RefusedError, match="counts only when it is restated"):
+    with refused(": restated"):
         ddpexp.open_run(run.path).model()
 
 
@@ -173,5 +174,5 @@ def test_an_interrupt_is_passed_on_once_the_command_handles_it_and_then_each_tim
 
 
 def test_a_current_folder_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ddpexp.RefusedError, match="cwd=nowhere: there is no such directory"):
+    with refused("cwd=nowhere"):
         ddpexp.run(["recipe=mnist"], cwd="nowhere")

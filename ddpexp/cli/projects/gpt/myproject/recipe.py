@@ -24,7 +24,9 @@ class Block(nn.Module):
         """Build it with `heads` attention heads, each `width / heads` wide."""
         super().__init__()
         if width % heads:
-            raise RefusedError(f"model.width={width} does not split over model.heads={heads}: use a multiple.")
+            raise RefusedError(
+                f"does not split over model.heads={heads}", key="model.width", value=width, suggestion="Use a multiple."
+            )
         self.heads = heads
         self.attend, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
