@@ -360,7 +360,7 @@ def training(*words: str) -> Training:
 
 
 @pytest.mark.parametrize(
-    ("words", "refused"),
+    ("words", "expected"),
     [
         (["trainer.gpus=3"], "trainer.global_batch_size=128: split"),
         (
@@ -373,11 +373,10 @@ def training(*words: str) -> Training:
         ),
     ],
 )
-def test_a_layout_that_no_machine_can_run_is_refused(words: list[str], refused: str) -> None:
+def test_a_layout_that_no_machine_can_run_is_refused(words: list[str], expected: str) -> None:
     job = training(*words)
-    with pytest.raises(RefusedError) as caught:
+    with refused(expected):
         assume(job, job.experiment.launcher)
-    assert is_about(caught.value, refused)
 
 
 @pytest.mark.parametrize(

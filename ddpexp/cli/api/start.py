@@ -129,7 +129,7 @@ def check_success(ended: Ended, run: Run | None = None, sweep: Sweep | None = No
     """
     code, end = ended.code, ended.end
     if end is not None and end.kind == "refused":
-        raise RefusedError(**_fields(end))
+        raise RefusedError.from_dict(_fields(end))
     if end is not None and end.kind == "stopped":
         raise RunInterruptedError(sanitize(end.sentence), end.signum or 0, run, sweep)
     if end is not None:
