@@ -30,9 +30,7 @@ def data(call: Call) -> int:
     file = call.options.get("--preview")
     if file is not None and not file.endswith(".png"):
         raise RefusedError(
-            "is not the name of a PNG file",
-            place=f"--preview {file}",
-            suggestion="Name one, such as --preview photos.png.",
+            "is not a PNG file", place=f"--preview {file}", suggestion="Use --preview photos.png, for example."
         )
     experiment, _ = compose_experiment(call.operands)
     with reading_again("--verify" in call.options) as verified:

@@ -35,9 +35,7 @@ def evaluation_of(call: Call) -> tuple[Launcher, Evaluation]:
     split = call.options["--split"].split(",") if "--split" in call.options else []
     if not all(split):
         raise RefusedError(
-            "takes the names of evaluation sets",
-            place="--split",
-            suggestion="Type --split test or --split eval,test, for example.",
+            "takes names of evaluation sets", place="--split", suggestion="Type --split eval,test, for example."
         )
     weights = find_weights(*call.source(), call.name, call.restate)
     return weights.run.experiment.launcher, Evaluation(weights, split, call.as_json)

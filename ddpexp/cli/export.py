@@ -61,9 +61,7 @@ def export(call: Call) -> int:
     weights = find_weights(source, overrides, call.name, call.restate)
     if not is_checkpoint(weights.path):
         raise RefusedError(
-            "is not a checkpoint",
-            place=f"export {weights.path}",
-            suggestion="Name a run directory, or one of its checkpoints.",
+            "is not a checkpoint", place=f"export {weights.path}", suggestion="Name a run, or one of its checkpoints."
         )
     answer = _answer(request_of(weights, out, kind))
     if "refused" in answer:

@@ -92,7 +92,7 @@ def answer(argv: Sequence[str], by_name: bool) -> str:
             raise RefusedError(
                 "names a group and its option",
                 place=f"help {group} {option}",
-                suggestion=f"Did you mean help {group}={option}?",
+                suggestion=f"Type help {group}={option}.",
             )
     return "\n\n".join(_part(catalogue, argument) for argument in parts) if parts else _everything(catalogue)
 

@@ -29,10 +29,8 @@ def unknown(argument: str) -> RefusedError | None:
     if not _WORD.fullmatch(argument) or argument in verbs.NAMES:
         return None
     if argument.lower() == "train":
-        suggestion = f"Leave it out, as in {_EXAMPLE}."
-        return RefusedError(
-            "is not a command, for ddpexp trains when it gets none", place=argument, suggestion=suggestion
-        )
+        reason = "is not a command, for ddpexp trains when it gets none"
+        return RefusedError(reason, place=argument, suggestion=f"Leave it out, as in {_EXAMPLE}.")
     other = next((verb.name for verb in verbs.VERBS if argument.lower() in verb.also), None)
     near = [other] if other else difflib.get_close_matches(argument.lower(), verbs.NAMES, n=1, cutoff=0.7)
     if near:
@@ -40,14 +38,17 @@ def unknown(argument: str) -> RefusedError | None:
     if os.path.isdir(argument):
         return directory
     lines = "\n".join(verbs.listed())
-    suggestion = f"To train, write key=value, as in {_EXAMPLE}. The commands are:\n{lines}"
-    return RefusedError("is not a command", place=argument, suggestion=suggestion)
+    return RefusedError(
+        "is not a command",
+        place=argument,
+        suggestion=f"To train, write key=value, as in {_EXAMPLE}. The commands are:\n{lines}",
+    )
 
 
 def misplaced(argv: Sequence[str]) -> RefusedError | None:
     """Return the error for a command behind another argument; None where there is none."""
     for before, word in pairwise(argv):
         if word in verbs.NAMES and not before.startswith("-"):
-            suggestion = f"Type python -m ddpexp {word} ... ."
-            return RefusedError("is a command and stands first", place=word, suggestion=suggestion)
+            reason = "is a command and stands first"
+            return RefusedError(reason, place=word, suggestion=f"Type python -m ddpexp {word} ... .")
     return None

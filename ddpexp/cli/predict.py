@@ -26,9 +26,7 @@ def prediction_of(call: Call) -> tuple[Launcher, Prediction]:
     source, overrides = call.source()
     if "--out" not in call.options:
         raise RefusedError(
-            "needs a file to write to",
-            place=f"predict {source}",
-            suggestion="Add --out FILE.npz, or .npy, .csv or .parquet.",
+            "needs a file to write", place=f"predict {source}", suggestion="Add --out FILE.npz, .npy, .csv or .parquet."
         )
     out = Path(call.options["--out"]).expanduser()
     check_format(out)

@@ -49,12 +49,7 @@ def resumed_run(call: Call) -> tuple[Launcher, Training]:
         raise RefusedError("forbids what the command does", key="run.resume", value="never", suggestion="Leave it out.")
     moved = next((argument for argument in arguments if argument.startswith("run.dir=")), None)
     if moved is not None:
-        raise RefusedError(
-            f"The run continues in {source} itself",
-            key="run.dir",
-            value=moved.removeprefix("run.dir="),
-            suggestion="Leave it out.",
-        )
+        raise RefusedError(f"The run continues in {source} itself", key=moved, suggestion="Leave it out.")
     stored = read_run(run, arguments, f"resume {source}", call.restate, keeps=("launcher", "logger"))
     typed = Arguments.of(arguments).overrides
     return stored.experiment.launcher, Training(

@@ -39,9 +39,7 @@ def status(call: Call) -> int:
     """
     if len(call.operands) != 1:
         raise RefusedError(
-            "takes one directory, of a run or of a sweep, and --json",
-            place="status",
-            suggestion="Type ddpexp status DIR.",
+            "takes one directory, of a run or of a sweep", place="status", suggestion="Type ddpexp status DIR."
         )
     place = Path(call.operands[0])
     paths = look(place)

@@ -37,10 +37,7 @@ def table(call: Call) -> int:
     if goal.metric is not None and metrics and all(row.objective is None for row in rows):
         suggestion = did_you_mean(goal.metric, metrics, "sweep.objective=").lstrip()
         raise RefusedError(
-            "is not a metric that any of these has recorded",
-            key="sweep.objective",
-            value=goal.metric,
-            suggestion=suggestion,
+            "is not recorded by any of these", key="sweep.objective", value=goal.metric, suggestion=suggestion
         )
     if arguments.csv:
         print_message(table_files.as_csv(rows).rstrip("\n"), sys.stdout)

@@ -158,8 +158,8 @@ class Verb:
 
         place = f"{self.name} {word}"
         if word in MULTIRUN and self.takes_overrides:
-            suggestion = f"Leave {word} out, and give each key one value."
-            return RefusedError("The command takes one run", place=place, suggestion=suggestion)
+            reason = "The command takes one run"
+            return RefusedError(reason, place=place, suggestion=f"Leave {word} out, and give each key one value.")
         name = word.partition("=")[0]
         key = name.lstrip("-").replace("-", "_")
         suggestion = self.instead.get(key, "")

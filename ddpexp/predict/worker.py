@@ -126,9 +126,8 @@ def chosen_set(splits: Splits, split: str | None) -> tuple[str, Splits]:
         raise RefusedError(f"is not a set of the data, which has {', '.join(names)}", place=f"--split {split}")
     data = splits.evals.get(split, splits.train)
     if isinstance(data, Stream):
-        raise RefusedError(
-            "The data is a stream without a length, which has no order to predict in", place=f"--split {split}"
-        )
+        reason = "The data is a stream without a length, which has no order to predict in"
+        raise RefusedError(reason, place=f"--split {split}")
     return split, replace(splits, evals={split: data})
 
 

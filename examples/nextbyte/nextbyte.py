@@ -43,10 +43,7 @@ def load(path: str | None, context: int) -> Splits:
     cut = len(text) * 9 // 10
     if len(text) - cut <= context:
         raise RefusedError(
-            f"The text has {len(text)} bytes, which are too few",
-            key="data.context",
-            value=context,
-            suggestion="Use a longer text.",
+            f"The text has only {len(text)} bytes", key="data.context", value=context, suggestion="Use a longer text."
         )
     return Splits(train=Windows(text[:cut], context), evals={"eval": Windows(text[cut:], context)})
 
