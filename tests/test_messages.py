@@ -90,7 +90,6 @@ def test_fields_have_the_value_as_it_is_typed() -> None:
         ("Type python -m ddpexp resum DIR.", False),
         ("Did you mean trainer.seed=2?", True),
         ("Did you mean trainer.seed='?", False),
-        ("Use launcher={name}.", True),
         ("Use data=images and data.root=DIR.", True),
         ("Use data=pictures.", False),
         ("Use launcher=NAME.", True),

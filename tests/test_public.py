@@ -31,14 +31,18 @@ PUBLIC = {
     "Sweep": ["best", "config_dir", "path", "rows", "runs", "trust"],
     "Composed": ["config", "data", "experiment", "model", "overrides", "task"],
     "RunFailedError": [
-        "as_dict", "exit_code", "failure", "key", "place", "quiet", "rank", "reason", "run", "suggestion", "sweep",
-        "traceback", "typed_value", "value",
+        "as_dict", "exit_code", "failure", "from_dict", "key", "place", "quiet", "rank", "reason", "run", "suggestion",
+        "sweep", "traceback", "typed_value", "value",
     ],
     "RunInterruptedError": ["run", "signum", "sweep"],
-    "DdpexpError": ["as_dict", "exit_code", "key", "place", "quiet", "reason", "suggestion", "typed_value", "value"],
-    "RefusedError": ["as_dict", "exit_code", "key", "place", "quiet", "reason", "suggestion", "typed_value", "value"],
+    "DdpexpError": [
+        "as_dict", "exit_code", "from_dict", "key", "place", "quiet", "reason", "suggestion", "typed_value", "value",
+    ],
+    "RefusedError": [
+        "as_dict", "exit_code", "from_dict", "key", "place", "quiet", "reason", "suggestion", "typed_value", "value",
+    ],
     "Callback": [
-        "communicates", "load_state_dict", "on_end", "on_evaluated", "on_gradients", "on_start", "on_step",
+        "check", "communicates", "load_state_dict", "on_end", "on_evaluated", "on_gradients", "on_start", "on_step",
         "rank_zero_only", "state_dict",
     ],
     "RunView": [

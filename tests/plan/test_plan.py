@@ -22,7 +22,6 @@ from ddpexp.cli.plan import plan
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.data.batch_plan import plan_batches
-from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.build import collect

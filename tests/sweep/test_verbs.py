@@ -122,7 +122,7 @@ def test_a_directory_that_cannot_be_written_is_reported_and_the_table_is_shown(t
     ("overrides", "said"),
     [
         (["table"], "table of what"),
-        (["table", "SWEEP", "sweep.objectve=eval/loss"], "table sweep.objectve=eval/loss: sweep.objective?"),
+        (["table", "SWEEP", "sweep.objectve=eval/loss"], "sweep.objectve=eval/loss: sweep.objective?"),
         (["table", "SWEEP", "sweep.mode=least"], "sweep.mode=least"),
         (["table", "SWEEP", "sweep.mode=maximize"], "sweep.mode=maximize: sweep.mode=max?"),
         (["table", "SWEEP", "sweep.objective=eval/los"], "sweep.objective=eval/los: sweep.objective=eval/loss?"),
@@ -160,7 +160,7 @@ def test_wrong_arguments_are_refused_with_the_right_ones(
 def test_a_refusal_is_one_line_and_exit_code_2() -> None:
     done = ddpexp("table", "nowhere")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "ddpexp: nowhere: there is no such directory.\n"
+    assert done.stderr == "ddpexp: nowhere: There is no such directory.\n"
 
 
 @pytest.mark.parametrize("verb", ["table", "status"])
