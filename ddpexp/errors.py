@@ -55,7 +55,7 @@ class DdpexpError(Exception):
         super().__init__(reason)
         if key is not None and value is ABSENT and "=" in key:
             key, _, value = key.partition("=")
-        self.reason, self.key, self.value, self.suggestion = reason, key, value, suggestion
+        self.reason, self.key, self.value, self.suggestion = reason, key, value, suggestion.strip()
         self.place = None if place is None else str(place)
 
     def __str__(self) -> str:

@@ -55,28 +55,32 @@ class Arguments:
             return cls(version=True)
         abbreviated = next((argument for argument in argv if re.match("--config(=|$)", argument)), None)
         if abbreviated is not None:
-            raise RefusedError(f"{abbreviated} is not an option. Did you mean --config-dir?")
+            raise RefusedError("is not an option", suggestion="Did you mean --config-dir?", place=abbreviated)
         typed, unknown = _parser().parse_known_intermixed_args(argv)  # options may stand anywhere
         if unknown:
-            raise RefusedError(_no_option(unknown[0]))
+            raise _no_option(unknown[0])
         if sum(argument.partition("=")[0] in ("--config-dir", "-cd") for argument in argv) > 1:
-            raise RefusedError("--config-dir is typed twice: it takes one folder.")
+            raise RefusedError("is typed twice: it takes one folder", key="--config-dir")
         folder = typed.config_dir
         if folder is not None and re.match(r"[\w./]+=", folder) and not os.path.isdir(folder):
             raise RefusedError(
-                f"--config-dir takes a folder, and {folder} is an override: write --config-dir DIR {folder}, for "
-                "example --config-dir mine/conf recipe=mine."
+                f"takes a folder, and {folder} is an override",
+                key="--config-dir",
+                suggestion=f"Write --config-dir DIR {folder}, for example --config-dir mine/conf {folder}.",
             )
         if (typed.package or typed.resolve) and not typed.cfg:
             option = "--package" if typed.package else "--resolve"
-            raise RefusedError(f"{option} goes with a question, such as --cfg job {option}.")
+            raise RefusedError(f"goes with a question, such as --cfg job {option}", key=option)
         if typed.config_path or typed.config_name or typed.experimental_rerun:
             raise RefusedError(
-                "--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME."
+                "--config-path, --config-name and --experimental-rerun do not apply",
+                suggestion="Use --config-dir DIR recipe=NAME.",
             )
         if typed.shell_completion:
             raise RefusedError(
-                '--shell-completion is Hydra\'s own: type eval "$(ddpexp completion bash)" (ddpexp help completion).'
+                "is Hydra's own",
+                key="--shell-completion",
+                suggestion='Type eval "$(ddpexp completion bash)" (ddpexp help completion).',
             )
         return cls(
             overrides=tuple(typed.overrides),
@@ -103,7 +107,7 @@ class _Parser(ArgumentParser):
     """A parser that raises its errors: argparse would print the usage of all options, and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise RefusedError(f"{message}. --help shows what can be typed.")
+        raise RefusedError(message, suggestion="--help shows what can be typed.")
 
 
 def _parser() -> ArgumentParser:
@@ -126,28 +130,37 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _no_option(argument: str) -> str:
-    """Return the message for an unknown option: the nearest option, or the key that it may stand for."""
+def _no_option(argument: str) -> RefusedError:
+    """Return the error for an unknown option: the nearest option, or the key that it may stand for."""
     name, _, value = argument.lstrip("-").partition("=")
     option = nearest(f"--{name}", _OPTIONS, 0.8) if argument.startswith("--") else None
     if option is not None:
-        return f"{argument} is not an option. Did you mean {option}?"
+        return RefusedError("is not an option", suggestion=f"Did you mean {option}?", place=argument)
     key = name.replace("-", "_")
     if key.startswith(("checkpoint", "ckpt")):
-        return (
-            f"{argument} is not an option: a checkpoint is named by its folder, as in ddpexp evaluate "
-            "RUN_DIR/checkpoints/step-00000100, and weights to start from as run.init_from=..."
+        return RefusedError(
+            "is not an option",
+            suggestion="A checkpoint is named by its folder, as in ddpexp evaluate RUN_DIR/checkpoints/step-00000100, "
+            "and weights to start from as run.init_from=... .",
+            place=argument,
         )
     if key == "resume":
-        return f"{argument} is not an option: a run is resumed with python -m ddpexp resume {value or 'RUN_DIR'}."
+        return RefusedError(
+            "is not an option",
+            suggestion=f"A run is resumed with python -m ddpexp resume {value or 'RUN_DIR'}.",
+            place=argument,
+        )
     if key in _TORCHRUN:
-        return (
-            f"{argument} is an option of torchrun, and stands before -m: torchrun {argument} --nproc-per-node 2 -m "
-            f"ddpexp ... "
-            "launcher=torchrun-env. Without torchrun, trainer.gpus=2 starts the workers."
+        return RefusedError(
+            "is an option of torchrun, which stands before -m",
+            suggestion=f"Type torchrun {argument} --nproc-per-node 2 -m ddpexp ... launcher=torchrun-env. Without "
+            "torchrun, trainer.gpus=2 starts the workers.",
+            place=argument,
         )
     advice = advice_on_key(key)
     section = section_with(key)
     if not advice and section is not None:
         advice = f" Did you mean {section}.{key}={value or '...'}?"
-    return f"{argument} is not an option: write key=value, for example trainer.gpus=2.{advice}"
+    return RefusedError(
+        "is not an option", suggestion=f"Write key=value, for example trainer.gpus=2.{advice}", place=argument
+    )

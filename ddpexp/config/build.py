@@ -64,9 +64,11 @@ def build(cls: type[T], values: Any, where: str) -> T:
     if not isinstance(values, Mapping):
         names = _names(cls)
         advice = (
-            f" Type one of them, for example {where}.{names[0]}={values}." if isinstance(values, int | float) else ""
+            f"Type one of them, for example {where}.{names[0]}={values}." if isinstance(values, int | float) else ""
         )
-        raise RefusedError(f"{where}={values} is not a section: it has the keys {_listed(names)}.{advice}")
+        raise RefusedError(
+            f"is not a section: it has the keys {_listed(names)}", key=where, value=values, suggestion=advice
+        )
     names = _names(cls)
     rest = _rest_field(cls)
     if rest is not None:
@@ -84,7 +86,9 @@ def build(cls: type[T], values: Any, where: str) -> T:
         if value is not MISSING:
             built[field.name] = convert(value, hints[field.name], key)
         elif not has_default:
-            raise RefusedError(f"{key} is missing: give it a value, for example in the recipe or as {key}=... .")
+            raise RefusedError(
+                "is missing", key=key, suggestion=f"Give it a value, for example in the recipe or as {key}=... ."
+            )
     return cls(**built)
 
 
@@ -94,7 +98,7 @@ def _in_range(value: Any, declared: Key, hint: Any, key: str) -> Any:
         return value
     text = shown(value)
     advice = next((f" {one}" for pattern, one in declared.advice.items() if re.fullmatch(pattern, text)), "")
-    raise RefusedError(f"{key}={text}: use {declared.usage(hint)}.{advice}")
+    raise RefusedError(key=key, value=text, suggestion=f"Use {declared.usage(hint)}.{advice}")
 
 
 def node_of(values: Any, where: str) -> Node:
@@ -104,9 +108,11 @@ def node_of(values: Any, where: str) -> Node:
         RefusedError: it is not a section, or names nothing to call.
     """
     if not isinstance(values, Mapping):
-        raise RefusedError(f"{where}={shown(values)}: name a function or class, {where}={{_target_: mine.function}}.")
+        raise RefusedError(
+            key=where, value=values, suggestion=f"Name a function or class, {where}={{_target_: mine.function}}."
+        )
     if "_target_" not in values:
-        raise RefusedError(f"{where}._target_ is missing: it names the class or function to call.")
+        raise RefusedError("is missing: it names the class or function to call", key=f"{where}._target_")
     rest = {key: _frozen(value) for key, value in values.items() if key != "_target_"}
     return Node(full_name(where, values["_target_"]), types.MappingProxyType(rest))
 
@@ -151,11 +157,14 @@ def unknown_key(
     known, keys = [name for name in known if not name.startswith("_")], list(keys)
     typed = f"{where}.{key}" if where else key
     if where.startswith(("trainer.", "run.")) and not known:
-        return RefusedError(f"{where} is null and has no keys: set it as a whole, as in '{where}={{{key}:...}}'.")
+        return RefusedError(
+            "is null and has no keys", key=where, suggestion=f"Set it as a whole, as in '{where}={{{key}:...}}'."
+        )
     if not where and _VARIABLE.fullmatch(key):
         return RefusedError(
-            f"{key} is a variable of the environment, not a key: type it before the command, as in {key}=... python -m "
-            "ddpexp ... ."
+            "is a variable of the environment, not a key",
+            key=key,
+            suggestion=f"Type it before the command, as in {key}=... python -m ddpexp ... .",
         )
     head, _, rest = key.partition(".")
     last = key.rpartition(".")[2]
@@ -171,7 +180,7 @@ def unknown_key(
             advice = f" Did you mean {named[0]}?"
         else:
             advice = did_you_mean(head, known, f"{where}." if where else "", f".{rest}" if rest else "")
-    return RefusedError(f"{typed} is not a known {kind}.{advice}")
+    return RefusedError(f"is not a known {kind}", key=typed, suggestion=advice)
 
 
 def _names(cls: Any) -> list[str]:
@@ -260,14 +269,19 @@ def _holds_sections(value: Any, hint: Any) -> bool:
 def _wrong(value: Any, hint: Any, key: str) -> RefusedError:
     parts = [hint, *typing.get_args(hint)]
     if isinstance(value, str) and _NUMBER.fullmatch(value) and {int, float} & set(parts):
-        return RefusedError(f"{key}='{value}' is a text, and the key takes {spoken(hint)}: leave out the quotes.")
+        return RefusedError(
+            f"is a text, and the key takes {spoken(hint)}",
+            key=key,
+            value=f"'{value}'",
+            suggestion="Leave out the quotes.",
+        )
     if advice := advice_on_value(key, shown(value).lower()):
-        return RefusedError(f"{key}={shown(value)} is not {spoken(hint)}.{advice}")
+        return RefusedError(f"is not {spoken(hint)}", key=key, value=value, suggestion=advice)
     near = _meant(value, hint, parts, key)
-    meant = f" Did you mean {key}={near}?" if near else ""
+    meant = f"Did you mean {key}={near}?" if near else ""
     if key == "trainer.gpus" and not near:
-        meant = " It is a number of GPUs; CUDA_VISIBLE_DEVICES=0,1 chooses which."
-    return RefusedError(f"{key}={shown(value)} is not {spoken(hint)}.{meant}")
+        meant = "It is a number of GPUs; CUDA_VISIBLE_DEVICES=0,1 chooses which."
+    return RefusedError(f"is not {spoken(hint)}", key=key, value=value, suggestion=meant)
 
 
 def _meant(value: Any, hint: Any, parts: Sequence[Any], key: str) -> str | None:

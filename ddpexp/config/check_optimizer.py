@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ddpexp.config.build import nearest, shown, unknown_key
+from ddpexp.config.build import nearest, unknown_key
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Experiment
@@ -30,11 +30,12 @@ def check_optimizer(optimizer: Node) -> None:
     rate = optimizer.kwargs.get("lr")
     if rate is None:
         raise RefusedError(
-            "optimizer.lr is missing: schedules multiply it, so every optimizer needs one. Type it, for example "
-            "optimizer.lr=0.01."
+            "is missing: schedules multiply it, so every optimizer needs one",
+            key="optimizer.lr",
+            suggestion="Type it, for example optimizer.lr=0.01.",
         )
     if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < math.inf:
-        raise RefusedError(f"optimizer.lr={shown(rate)}: use a number from 0, such as 0.05.")
+        raise RefusedError(key="optimizer.lr", value=rate, suggestion="Use a number from 0, such as 0.05.")
 
 
 def _check_optimizer_keys(optimizer: Node) -> None:
@@ -43,7 +44,9 @@ def _check_optimizer_keys(optimizer: Node) -> None:
         return
     for key in optimizer.kwargs:
         if key in ("beta1", "beta2"):
-            raise RefusedError(f"optimizer.{key} is not a known key. Did you mean optimizer.betas=[0.9,0.999]?")
+            raise RefusedError(
+                "is not a known key", key=f"optimizer.{key}", suggestion="Did you mean optimizer.betas=[0.9,0.999]?"
+            )
         misspelt = key not in ARGUMENTS and nearest(key, ARGUMENTS, 0.8) is not None
         if misspelt or (key not in ARGUMENTS and advice_on_key(key)):
             raise unknown_key(key, ARGUMENTS, "optimizer")
@@ -58,12 +61,14 @@ def check_has_average(experiment: Experiment) -> None:
     target = experiment.optimizer.target  # others may average the weights themselves, which the workers see
     ours = target.startswith("torch.optim.") or key_of("optimizer", target) is not None
     if experiment.trainer.average_batch_norm is not None and not experiment.trainer.averages and ours:
-        raise RefusedError(no_average(experiment.trainer))
+        raise no_average(experiment.trainer)
 
 
-def no_average(trainer: Trainer) -> str:
-    """Return why trainer.average_batch_norm is refused where there are no averaged weights."""
-    return (
-        f"trainer.average_batch_norm={trainer.average_batch_norm} is for averaged weights, and there are none: set "
-        "trainer.ema_decay or trainer.swa_start, too."
+def no_average(trainer: Trainer) -> RefusedError:
+    """Return the error for trainer.average_batch_norm without averaged weights."""
+    return RefusedError(
+        "is for averaged weights, and there are none",
+        key="trainer.average_batch_norm",
+        value=trainer.average_batch_norm,
+        suggestion="Set trainer.ema_decay or trainer.swa_start, too.",
     )

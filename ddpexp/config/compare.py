@@ -113,21 +113,25 @@ def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) ->
         key, old, new = change.key, change.old, change.new
         if key == "recipe.name":
             raise RefusedError(
-                f"{run} holds a run of the recipe {shown(old)}, and this is {shown(new)}: another recipe is "
-                "another experiment. Start it with the recipe it has, or a new run with another run.dir."
+                f"holds a run of the recipe {shown(old)}, and this is {shown(new)}: another recipe is another "
+                "experiment",
+                suggestion="Start it with the recipe it has, or a new run with another run.dir.",
+                place=run,
             )
         if change.kind == "fixed":
             raise RefusedError(
-                f"{run} was started with {_assigned(key, old)}, and {_here(change, edited)}: {change.because}. "
-                f"{_keep(key, old)}, {_or_allow(change)}or start a new run with another run.dir."
+                f"was started with {_assigned(key, old)}, and {_here(change, edited)}: {change.because}",
+                suggestion=f"{_keep(key, old)}, {_or_allow(change)}or start a new run with another run.dir.",
+                place=run,
             )
     for change in changes:
         if change.kind == "untyped":
             key, old, new = change.key, change.old, change.new
             to_change, to_keep = change.overrides or (_override_for(key, new, old), _override_for(key, old, new))
             raise RefusedError(
-                f"{run} was started with {_assigned(key, old)}, and {_here(change, edited)}, which is not typed: "
-                f"type {to_change} to change it, or {to_keep} to keep it."
+                f"was started with {_assigned(key, old)}, and {_here(change, edited)}, which is not typed",
+                suggestion=f"Type {to_change} to change it, or {to_keep} to keep it.",
+                place=run,
             )
 
 

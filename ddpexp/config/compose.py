@@ -49,7 +49,11 @@ def _compose(arguments: Arguments) -> Composed | None:
         print(f"ddpexp {__version__}")
         return None
     if arguments.multirun and arguments.cfg:
-        raise RefusedError(f"--cfg {arguments.cfg} shows one run: leave -m out, and give each key one value.")
+        raise RefusedError(
+            "shows one run",
+            suggestion="Leave -m out, and give each key one value.",
+            place=f"--cfg {arguments.cfg}",
+        )
     check_overrides(arguments.overrides, arguments.question)
     if arguments.question:
         ask_hydra(arguments)

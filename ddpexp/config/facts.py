@@ -51,17 +51,24 @@ def check(values: Mapping[str, Any]) -> None:
     for key, text in referring(values):
         section = key.partition(".")[0]
         if section == "data":
-            raise RefusedError(f"{key}={text}: the facts come from the data's preparation. Write the value itself.")
+            raise RefusedError(
+                "The facts come from the data's preparation", key=key, value=text, suggestion="Write the value itself."
+            )
         if section not in SECTIONS:
             raise RefusedError(
-                f"{key}={text}: {section} is checked before the data is prepared, so it cannot refer to facts of the "
-                f"data, as {', '.join(SECTIONS[:-1])} and {SECTIONS[-1]} can. Write the value itself."
+                f"The section {section} is checked before the data is prepared, so it cannot refer to facts of the "
+                f"data, as {', '.join(SECTIONS[:-1])} and {SECTIONS[-1]} can",
+                key=key,
+                value=text,
+                suggestion="Write the value itself.",
             )
         if not prepares:
             raise RefusedError(
-                f"{key}={text}: the facts of the data come from its preparation, and data.prepare is not set. Name a "
-                "function that returns them, for example {'name': 'pets', 'facts': {'num_classes': 37}}, or write the "
-                "value itself."
+                "The facts of the data come from its preparation, and data.prepare is not set",
+                key=key,
+                value=text,
+                suggestion="Name a function that returns them, for example {'name': 'pets', 'facts': "
+                "{'num_classes': 37}}, or write the value itself.",
             )
 
 
@@ -78,7 +85,9 @@ def used(values: Mapping[str, Any], facts: Mapping[str, Any], where: str) -> dic
             if name not in facts:
                 near = did_you_mean(name, facts, "${facts:", "}") if facts else ""
                 known = f"the facts {', '.join(sorted(facts))}" if facts else "no facts"
-                raise RefusedError(f"{key}={text}: {where} returns {known}, and no {name}.{near}")
+                raise RefusedError(
+                    f"There is no fact {name}: {where} returns {known}", key=key, value=text, suggestion=near
+                )
             _value(facts, reference[1], f"{key}={text}")
             found[name] = facts[name]
     return found
@@ -96,8 +105,10 @@ def check_model(values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         if isinstance(room, int) and isinstance(needed, int) and room < needed:
             other = f"data.block_size={room}" if key == "block_size" else "another data.tokenizer"
             raise RefusedError(
-                f"model.{key}={room} is too small, as the data has {needed:,} {what}: use model.{key}={needed} or "
-                f"more, or {other}."
+                f"is too small, as the data has {needed:,} {what}",
+                key=f"model.{key}",
+                value=room,
+                suggestion=f"Use model.{key}={needed} or more, or {other}.",
             )
 
 
@@ -113,7 +124,11 @@ def resolve(values: Any, facts: Mapping[str, Any]) -> Any:
         return _value(facts, whole[1], values) if whole[1].partition(".")[0] in facts else values
     joined = _REFERENCE.sub(lambda found: str(resolve(found[0], facts)), values)
     if "${" in without_references(joined):
-        raise RefusedError(f"{values}: a fact of the data cannot be part of another reference. Write the value itself.")
+        raise RefusedError(
+            "A fact of the data cannot be part of another reference",
+            suggestion="Write the value itself.",
+            place=values,
+        )
     return joined
 
 
@@ -125,9 +140,9 @@ def _value(facts: Mapping[str, Any], path: str, where: str) -> Any:
         try:
             value = value[int(item)] if isinstance(value, list | tuple) else value[item]
         except (LookupError, TypeError, ValueError):
-            raise RefusedError(f"{where}: the fact {name} is {facts[name]!r}, which has no {item}.") from None
+            raise RefusedError(f"The fact {name} is {facts[name]!r}, which has no {item}", key=where) from None
     if "${" in str(value):  # it would be resolved with the configuration
-        raise RefusedError(f"{where}: the fact {name} is {value!r}, and a fact cannot hold a reference.")
+        raise RefusedError(f"The fact {name} is {value!r}, and a fact cannot hold a reference", key=where)
     return value
 
 

@@ -20,7 +20,7 @@ def conf_folder() -> Path:
     for place in ddpexp.__path__:
         if (Path(place) / "conf" / "config.yaml").is_file():
             return Path(place) / "conf"
-    raise RefusedError("ddpexp's own configs (ddpexp/conf) are not installed: reinstall ddpexp.")
+    raise RefusedError("ddpexp's own configs (ddpexp/conf) are not installed", suggestion="Reinstall ddpexp.")
 
 
 @cache
@@ -49,14 +49,14 @@ def added_folder(typed: str | None) -> Path | None:
         return None
     if not typed:
         raise RefusedError(
-            "--config-dir is empty: it takes the folder of your configs, such as --config-dir mine/conf."
+            "is empty: it takes the folder of your configs, such as --config-dir mine/conf", key="--config-dir"
         )
-    folder = Path(typed).resolve()
+    folder, option = Path(typed).resolve(), f"--config-dir {typed}"
     if not folder.is_dir():
-        raise RefusedError(f"--config-dir {typed} is not a directory.{_not_a_folder(folder, typed)}")
+        raise RefusedError("is not a directory", suggestion=_not_a_folder(folder, typed), place=option)
     if not is_utf8(str(folder)):
         raise RefusedError(
-            f"--config-dir {typed}: the path {folder} is not UTF-8, and Hydra reads no other: rename it."
+            f"The path {folder} is not UTF-8, and Hydra reads no other", suggestion="Rename it.", place=option
         )
     ours = our_options()
     if any(options(group, [folder]) for group in ours):
@@ -65,12 +65,15 @@ def added_folder(typed: str | None) -> Path | None:
     if suggestion is not None:
         shown = Path(typed, suggestion.relative_to(folder)) if suggestion.is_relative_to(folder) else Path(typed).parent
         raise RefusedError(
-            f"--config-dir {typed} has no folder of options such as recipe, but {shown} has: type --config-dir {shown}."
+            f"has no folder of options such as recipe, but {shown} has",
+            suggestion=f"Type --config-dir {shown}.",
+            place=option,
         )
     if not groups([folder]) and not any(folder.glob("hydra/*/*.yaml")):
         raise RefusedError(
-            f"--config-dir {typed} adds nothing{_instead(folder, typed, ours)}. Options are files such as "
-            f"{Path(typed) / 'recipe' / 'mine.yaml'}, which recipe=mine chooses."
+            f"adds nothing: {_instead(folder, typed, ours)}",
+            suggestion=f"Options are files such as {Path(typed, 'recipe/NAME.yaml')}, which recipe=NAME chooses.",
+            place=option,
         )
     return folder  # only groups of the user's own, such as experiment
 
@@ -79,16 +82,12 @@ def _not_a_folder(folder: Path, typed: str) -> str:
     """Say what may be meant by something else than a folder."""
     if folder.is_file() and folder.suffix == ".yaml" and folder.parent.name in our_options():
         return (
-            f" Type the folder of its group's folder: --config-dir {Path(typed).parent.parent} "
+            f"Type the folder of its group's folder: --config-dir {Path(typed).parent.parent} "
             f"{folder.parent.name}={folder.stem}."
         )
     if typed != typed.strip() and Path(typed.strip()).is_dir():
-        return f" It has a space at its end: type --config-dir {typed.strip()}."
-    return (
-        " The shell makes a folder of ~ only where it begins a word: --config-dir ~/..."
-        if typed.startswith("~")
-        else ""
-    )
+        return f"It has a space at its end: type --config-dir {typed.strip()}."
+    return "The shell makes a folder of ~ only where it begins a word: --config-dir ~/..." if typed[:1] == "~" else ""
 
 
 def _suggestions(folder: Path, ours: Collection[str]) -> Iterator[Path]:
@@ -104,10 +103,10 @@ def _instead(folder: Path, typed: str, ours: Collection[str]) -> str:
     """Say what there is in a folder without options."""
     for path in folder.glob("*.y*ml"):
         if path.suffix in (".yaml", ".yml"):
-            return f": {path.name} lies in no folder of a group, so Hydra does not read it"
+            return f"{path.name} lies in no folder of a group, so Hydra does not read it"
     for group in ours:
         for path in (folder / group).glob("*.yml"):
-            return f": of {Path(typed, group, path.name)} the name must end in .yaml"
+            return f"the name of {Path(typed, group, path.name)} must end in .yaml"
     if any(folder.glob("*.py")):
-        return ": it has Python files, but no YAML of a group"
-    return ": it is empty" if not any(folder.iterdir()) else ": no YAML in it belongs to a group"
+        return "it has Python files, but no YAML of a group"
+    return "it is empty" if not any(folder.iterdir()) else "no YAML in it belongs to a group"

@@ -33,7 +33,7 @@ def for_target(optimizer: Node) -> Node:
     if optimizer.target not in _FUSED:
         return without_auto(optimizer)
     if value is not None and value != AUTO and not isinstance(value, bool):
-        raise RefusedError(f"{KEY}={value}: use auto, true, false or null.")
+        raise RefusedError(key=KEY, value=value, suggestion="Use auto, true, false or null.")
     return optimizer
 
 

@@ -67,7 +67,7 @@ def check_has_effect(override: str) -> None:
     """
     key = _key(override)
     if re.match(r"hydra([./]|$)", key) and not (_OF_A_RUN.match(key) or _OF_SWEEPS.match(key) or key == "hydra.mode"):
-        raise RefusedError(no_effect(override, key))
+        raise no_effect(override, key)
 
 
 def check_of_one_run(overrides: Sequence[str]) -> None:
@@ -78,20 +78,20 @@ def check_of_one_run(overrides: Sequence[str]) -> None:
     """
     for override in overrides:
         if _OF_SWEEPS.match(_key(override)) or _key(override).startswith("sweep."):
-            raise RefusedError(f"{override} is for sweeps: add -m, or leave it out.")
+            raise RefusedError("is for sweeps", suggestion="Add -m, or leave it out.", place=override)
 
 
 def _key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
-def no_effect(setting: str, key: str) -> str:
-    """Return the sentence for what sets a key of Hydra's section that has no effect."""
+def no_effect(setting: str, key: str) -> RefusedError:
+    """Return the error for what sets a key of Hydra's section that has no effect."""
     name = key[len("hydra.") :].replace("/", ".")
     advice = next(
         (advice for start, advice in _ADVICE if name.startswith(start)), "Use run.dir=... and --config-dir DIR."
     )
-    return f"{setting}: Hydra's own settings have no effect here. {advice}"
+    return RefusedError("Hydra's own settings have no effect here", suggestion=advice, place=setting)
 
 
 def check_nothing_ignored(
@@ -118,7 +118,7 @@ def check_nothing_ignored(
     last = changed.rpartition(".")[2]
     file = next((path for path in reversed(files) if all(text in path.read_text() for text in ("hydra", last))), None)
     where = f"{file} sets {setting}" if file is not None else f"a config file sets {setting}"
-    raise RefusedError(no_effect(where, changed))
+    raise no_effect(where, changed)
 
 
 def check_no_ignored_options(files: Sequence[Path]) -> None:
@@ -140,7 +140,7 @@ def check_no_ignored_options(files: Sequence[Path]) -> None:
                     and not _OBEYED.match(group)
                     and option not in (None, "none", "default", "basic")
                 ):
-                    raise RefusedError(no_effect(f"{path} chooses {group}={option}", group))
+                    raise no_effect(f"{path} chooses {group}={option}", group)
 
 
 def check_code_of_sweeper(sweeper: Any, offered: Collection[str], trust: Trust) -> None:
@@ -157,9 +157,10 @@ def check_code_of_sweeper(sweeper: Any, offered: Collection[str], trust: Trust) 
         )  # Hydra sees that it is a sweeper
         if not (itself or target in offered or trust.allows(str(target), key.removesuffix("._target_"))):
             raise RefusedError(
-                f"{key}={target} is not allowed: a configuration may name what an installed plugin of Hydra's offers "
-                "for sweeps, "
-                f"modules beside a typed --config-dir and prefixes typed as run.trust=[...]."
+                "is not allowed: a configuration may name what an installed plugin of Hydra's offers for "
+                "sweeps, modules beside a typed --config-dir and prefixes typed as run.trust=[...]",
+                key=key,
+                value=target,
             )
 
 

@@ -125,20 +125,27 @@ def check_target(target: Any, trust: Trust, key: str) -> None:
         RefusedError: it is outside the allowlist, or it is one of ours that does not exist.
     """
     if target == "torch.optim.LBFGS":
-        raise RefusedError(f"{key}={target}: {NO_LBFGS}")
+        raise RefusedError("is not supported", key=key, value=target, suggestion=NO_LBFGS)
     if not isinstance(target, str) or not trust.allows(target, key.removesuffix("._target_")):
         raise RefusedError(
-            f"{key}={target} is not allowed: a configuration may name ddpexp's recipes, a closed set of torch classes, "
-            f"modules beside a typed --config-dir and prefixes typed as "
-            f"run.trust=[...].{_advice(str(target), trust, key)}"
+            "is not allowed: a configuration may name ddpexp's recipes, a closed set of torch classes, "
+            "modules beside a typed --config-dir and prefixes typed as run.trust=[...]",
+            key=key,
+            value=target,
+            suggestion=_advice(str(target), trust, key),
         )
     module, _, name = target.rpartition(".")
     if target.startswith(RECIPES):
         names = _public_names(module)
         if names is None:
-            raise RefusedError(f"{key}={target}: there is no module {module}.")
+            raise RefusedError(f"There is no module {module}", key=key, value=target)
         if name not in names:
-            raise RefusedError(f"{key}={target}: {module} defines no {name}.{did_you_mean(name, names, module + '.')}")
+            raise RefusedError(
+                f"The module {module} defines no {name}",
+                key=key,
+                value=target,
+                suggestion=did_you_mean(name, names, f"{module}."),
+            )
 
 
 def _advice(target: str, trust: Trust, key: str) -> str:
@@ -176,7 +183,7 @@ def _advice(target: str, trust: Trust, key: str) -> str:
     near = difflib.get_close_matches(root, beside, n=1, cutoff=0.6)
     if near and _may_define(near[0], rest, trust):
         return f" Did you mean {near[0]}.{rest}?"
-    if root in sys.stdlib_module_names:
+    if root in sys.stdlib_module_names or not root.isidentifier():
         return ""
     return f" If this code is yours, add run.trust=[{root}].{trusted.advice(target)}"
 
@@ -242,7 +249,9 @@ def _bind(function: Any, node: Node, where: str, args: Sequence[Any], arguments:
         inspect.signature(function).bind(*args, **arguments)
     except TypeError as error:
         advice = _on_unexpected(str(error), function, node, where, len(args))
-        raise RefusedError(f"{where}: {node.target} cannot be called with these keys: {error}.{advice}") from None
+        raise RefusedError(
+            f"cannot be called with these keys: {error}", key=where, suggestion=advice, place=node.target
+        ) from None
     except ValueError:
         pass  # a builtin without a signature: the call itself will tell
 
@@ -280,15 +289,20 @@ def locate(target: str, trust: Trust, where: str) -> Any:
         try:
             found = getattr(found, name)
         except AttributeError:
-            raise RefusedError(f"{key}={target}: {module.__name__} has no {name}.{did_you_mean(name, known)}") from None
+            raise RefusedError(
+                f"The module {module.__name__} has no {name}",
+                key=key,
+                value=target,
+                suggestion=did_you_mean(name, known),
+            ) from None
         if isinstance(found, types.ModuleType):
-            raise RefusedError(f"{key}={target} reaches the module {found.__name__} through another one.")
+            raise RefusedError(f"reaches the module {found.__name__} through another one", key=key, value=target)
     home = f"{getattr(found, '__module__', '')}.{getattr(found, '__name__', 'x')}"
     is_named = (
         own is not None or target in TORCH or target in trust.prefixes or _is_offered(target, where)
     )  # itself, wherever it is defined
     if not callable(found) or not (is_named or trust.allows(home, where)):
-        raise RefusedError(f"{key}={target} is not a class or function of an allowed module.")
+        raise RefusedError("is not a class or function of an allowed module", key=key, value=target)
     return found
 
 
@@ -299,9 +313,9 @@ def _check_no_namesake(module: types.ModuleType, target: str, trust: Trust, wher
     file = Path(module.__file__ or "")
     if not (file.is_relative_to(trust.code) or file.resolve().is_relative_to(trust.code)):
         raise RefusedError(
-            f"{where}._target_: the module {module.__name__} is {module.__file__ or 'built in'}, not the one in "
-            f"{trust.code}: "
-            f"give yours another name."
+            f"The module {module.__name__} is {module.__file__ or 'built in'}, not the one in {trust.code}",
+            key=f"{where}._target_",
+            suggestion="Give yours another name.",
         )
 
 
@@ -314,7 +328,7 @@ def _import_longest(target: str, where: str) -> tuple[types.ModuleType, Sequence
         except ModuleNotFoundError as error:
             if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
                 raise  # the module is there, something that it imports is not
-    raise RefusedError(f"{where}._target_={target}: there is no module {parts[0]}.")
+    raise RefusedError(f"There is no module {parts[0]}", key=f"{where}._target_", value=target)
 
 
 def _resolve(value: Any, trust: Trust, where: str) -> Any:

@@ -62,10 +62,10 @@ def bounded_interpolations() -> Iterator[None]:
             yield
     except (_Excess, RecursionError):
         raise RefusedError(
-            f"The configuration refers to itself with ${{...}} so often, or so deeply, that this may have no end: more "
-            "than "
-            f"{_RESOLVED:,} times, for a text of more than {_LONGEST:,} characters, or for more than {_SECONDS:g} s. "
-            f"Write the values themselves."
+            "The configuration refers to itself with ${...} so often, or so deeply, that this may have no "
+            f"end: more than {_RESOLVED:,} times, for a text of more than {_LONGEST:,} characters, or for "
+            f"more than {_SECONDS:g} s",
+            suggestion="Write the values themselves.",
         ) from None
 
 
@@ -109,5 +109,5 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
         try:
             value = OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True)
         except OmegaConfBaseException as error:
-            raise RefusedError(f"config.yaml cannot be resolved: {str(error).splitlines()[0]}.") from None
+            raise RefusedError(f"cannot be resolved: {str(error).splitlines()[0]}", place="config.yaml") from None
     return cast(dict[str, Any], value)

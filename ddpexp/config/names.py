@@ -60,20 +60,25 @@ def _check_present(key: str, target: str, trust: Trust) -> None:
     if not names or not file.is_file():
         if not names or file.name != "__init__.py" or any(path.glob(f"{names[0]}.*")):
             return
-        raise RefusedError(f"{key}={target}: there is no module {module}.{names[0]}.")
+        raise RefusedError(f"There is no module {module}.{names[0]}", key=key, value=target)
     known, imported = _defined(file)
     if names[0] == "py" and len(names) > 1 and known is not None and names[1] in known:
-        raise RefusedError(f"{key}={target}: a module is named without .py. Did you mean {module}.{names[1]}?")
+        raise RefusedError(
+            "A module is named without .py", key=key, value=target, suggestion=f"Did you mean {module}.{names[1]}?"
+        )
     if known is not None and names[0] not in known and names[0] not in imported:
         beside = file.with_name(f"{names[0]}.py")
         if len(names) > 1 and beside.is_file() and file.name != "__init__.py":
             suggestion = ".".join([*module.split(".")[:-1], *names])
             raise RefusedError(
-                f"{key}={target}: {beside} is a module beside {file}, not in it. Did you mean {suggestion}?"
+                f"The module {beside} is beside {file}, not in it",
+                key=key,
+                value=target,
+                suggestion=f"Did you mean {suggestion}?",
             )
         alike = nearest(names[0], [*known, *imported])
-        suggestion = f" Did you mean {alike}?" if alike else did_you_mean(names[0], known or imported)
-        raise RefusedError(f"{key}={target}: {file} defines no {names[0]}.{suggestion}")
+        suggestion = f"Did you mean {alike}?" if alike else did_you_mean(names[0], known or imported)
+        raise RefusedError(f"The file {file} defines no {names[0]}", key=key, value=target, suggestion=suggestion)
 
 
 def _homes(root: str) -> list[Path]:

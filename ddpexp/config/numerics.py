@@ -15,8 +15,10 @@ def check_param_dtype(trainer: Trainer) -> None:
     if trainer.param_dtype == "fp32":
         if not trainer.master_weights:
             raise RefusedError(
-                "trainer.master_weights=false stores weights in the numbers of trainer.param_dtype, which are fp32 "
-                "already: type trainer.param_dtype=bf16, too, or leave it true."
+                "stores weights in the numbers of trainer.param_dtype, which are fp32 already",
+                key="trainer.master_weights",
+                value=False,
+                suggestion="Type trainer.param_dtype=bf16, too, or leave it true.",
             )
         return
     for clashes, key, instead in (
@@ -26,8 +28,10 @@ def check_param_dtype(trainer: Trainer) -> None:
     ):
         if clashes:
             raise RefusedError(
-                f"trainer.param_dtype=bf16 computes everything in bf16, which is incompatible with {key}. Use "
-                f"{instead}, or trainer.param_dtype=fp32."
+                f"computes everything in bf16, which is incompatible with {key}",
+                key="trainer.param_dtype",
+                value="bf16",
+                suggestion=f"Use {instead}, or trainer.param_dtype=fp32.",
             )
 
 
@@ -39,15 +43,18 @@ def check_speed(trainer: Trainer) -> None:
     """
     if trainer.compile_blocks is not None and not trainer.compile:
         raise RefusedError(
-            f"trainer.compile_blocks={trainer.compile_blocks} names what is compiled, and trainer.compile=false "
-            "compiles nothing: type trainer.compile=true, or trainer.compile_blocks=null."
+            "names what is compiled, and trainer.compile=false compiles nothing",
+            key="trainer.compile_blocks",
+            value=trainer.compile_blocks,
+            suggestion="Type trainer.compile=true, or trainer.compile_blocks=null.",
         )
     if trainer.activation_checkpointing and trainer.compile:
-        names = ",".join(trainer.activation_checkpointing)
         raise RefusedError(
-            f"trainer.activation_checkpointing=[{names}] is incompatible with trainer.compile="
-            f"{str(trainer.compile).lower()}: torch does not compile blocks that are computed again. Leave one of them "
-            "out."
+            f"is incompatible with trainer.compile={str(trainer.compile).lower()}: torch does not compile "
+            "blocks that are computed again",
+            key="trainer.activation_checkpointing",
+            value=f"[{','.join(trainer.activation_checkpointing)}]",
+            suggestion="Leave one of them out.",
         )
     exact = trainer.reduction == "exact"
     promise = "trainer.reduction=exact" if exact else "trainer.deterministic=true"
@@ -55,11 +62,17 @@ def check_speed(trainer: Trainer) -> None:
         return
     if trainer.cudnn_benchmark:
         raise RefusedError(
-            f"trainer.cudnn_benchmark=true is incompatible with {promise}: cuDNN chooses algorithms by the time that "
-            "they take, so another start may choose others, with other bits. Use trainer.cudnn_benchmark=false."
+            f"is incompatible with {promise}: cuDNN chooses algorithms by the time that they take, so another "
+            "start may choose others, with other bits",
+            key="trainer.cudnn_benchmark",
+            value=True,
+            suggestion="Use trainer.cudnn_benchmark=false.",
         )
     if str(trainer.compile).startswith("max-autotune"):
         raise RefusedError(
-            f"trainer.compile={trainer.compile} is incompatible with {promise}: kernels are chosen by the time that "
-            "they take, so another start may choose others, with other bits. Use trainer.compile=true."
+            f"is incompatible with {promise}: kernels are chosen by the time that they take, so another start "
+            "may choose others, with other bits",
+            key="trainer.compile",
+            value=trainer.compile,
+            suggestion="Use trainer.compile=true.",
         )

@@ -46,6 +46,8 @@ def check_arguments(optimizer: Node) -> None:
     for key in optimizer.kwargs:
         if key in _ALL and key not in accepted:
             raise RefusedError(
-                f"optimizer.{key} is not an argument of {optimizer.target}. If the recipe sets it for "
-                f"another optimizer, remove it with ~optimizer.{key}. Arguments: {', '.join(sorted(accepted))}."
+                f"is not an argument of {optimizer.target}",
+                key=f"optimizer.{key}",
+                suggestion=f"If the recipe sets it for another optimizer, remove it with ~optimizer.{key}. "
+                f"Arguments: {', '.join(sorted(accepted))}.",
             )

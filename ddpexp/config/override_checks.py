@@ -31,7 +31,11 @@ def check_overrides(overrides: Sequence[str], question: bool = False, in_sweep: 
         key, _, value = argument.lstrip("+~").partition("=")
         if key == "sweep.dir":
             of_run = "" if in_sweep else f" or, for one run, run.dir={value}"
-            raise RefusedError(f"sweep.dir is not a known key. Did you mean hydra.sweep.dir={value} (with -m){of_run}?")
+            raise RefusedError(
+                "is not a known key",
+                key="sweep.dir",
+                suggestion=f"Did you mean hydra.sweep.dir={value} (with -m){of_run}?",
+            )
         if not question:
             check_has_effect(argument)
         if key in our_options():
@@ -46,20 +50,22 @@ def _check_choice(argument: str, group: str, value: str) -> None:
     available = f"Available: {', '.join(our_options()[group])}."
     if group in LISTED:
         if is_none:
-            what = {"logger": "to record nothing beside metrics.jsonl", "callbacks": "for a run without callbacks"}
-            raise RefusedError(f"{argument}: {what[group]}, write {group}=none.")
+            what = {"logger": "To record nothing beside metrics.jsonl", "callbacks": "For a run without callbacks"}
+            raise RefusedError(suggestion=f"{what[group]}, write {group}=none.", place=argument)
         if group == "callbacks":
             check_chosen_once(value)
         value = value.strip("[]")
     elif several := re.fullmatch(r"\[(.*,.*)\]", value):
         raise RefusedError(
-            f"{argument} chooses several options, and a run has one: -m {group}={several[1]} makes a run with each."
+            "chooses several options, and a run has one",
+            suggestion=f"For a run with each, type -m {group}={several[1]}.",
+            place=argument,
         )
     if is_none:
-        raise RefusedError(f"{argument}: every run needs one. {available}")
+        raise RefusedError("Every run needs an option of this group", suggestion=available, place=argument)
     number = next((option for option in value.split(",") if _NO_NAME.fullmatch(option.strip())), None)
     if number is not None:
-        raise RefusedError(f"{group}={number} is not a known option. {available}")
+        raise RefusedError("is not a known option", key=group, value=number, suggestion=available)
 
 
 def check_chosen_once(value: str) -> None:
@@ -71,9 +77,13 @@ def check_chosen_once(value: str) -> None:
     names = [name.strip() for name in value.strip("[]").split(",")]
     others = [name for name in dict.fromkeys(names) if name != "none"]
     if value.startswith("[") and len(others) < len(names) > 1:
-        fault = "chooses none and others" if "none" in names and others else "chooses the same twice"
         meant = f"[{','.join(others)}]" if len(others) > 1 else "".join(others) or "none"
-        raise RefusedError(f"callbacks={value} {fault}: write callbacks={meant}.")
+        raise RefusedError(
+            "chooses none and others" if "none" in names and others else "chooses the same twice",
+            key="callbacks",
+            value=value,
+            suggestion=f"Write callbacks={meant}.",
+        )
 
 
 def _check_no_deletion(argument: str, key: str) -> None:
@@ -81,8 +91,8 @@ def _check_no_deletion(argument: str, key: str) -> None:
     if key not in declared() or key.startswith("data."):  # those of data have a default without a line in the tree
         return
     _, hint = declared()[key]
-    instead = f"{key}=null switches it off" if type(None) in get_args(hint) else f"write {key}=... to change it"
-    raise RefusedError(f"{argument}: every run has this key, so it cannot be removed: {instead}.")
+    instead = f"Type {key}=null to switch it off." if type(None) in get_args(hint) else f"Type {key}=... to change it."
+    raise RefusedError("Every run has this key, so it cannot be removed", suggestion=instead, place=argument)
 
 
 def check_override_of_sweep(argument: str) -> None:
@@ -94,17 +104,21 @@ def check_override_of_sweep(argument: str) -> None:
     key, _, value = argument.lstrip("+~").partition("=")
     if key in ("sweep", "hydra.sweeper"):
         example = {"sweep": "sweep.slots=2", "hydra.sweeper": "hydra.sweeper.n_trials=20"}[key]
-        raise RefusedError(f"{argument}: {key} is a section: set its keys, such as {example}.")
+        raise RefusedError("names a section", suggestion=f"Set its keys, such as {example}.", place=argument)
     if key == "hydra/sweeper" and (value == "null" or _NO_NAME.fullmatch(value)):
         raise RefusedError(
-            f"{argument}: every sweep needs one, such as hydra/sweeper=basic, which is there when nothing is typed."
+            "Every sweep needs a sweeper",
+            suggestion="Leave it out for the default, hydra/sweeper=basic.",
+            place=argument,
         )
     if key == "run.dir":
         raise RefusedError(
-            f"{argument}: every job of a sweep has a run directory of its own, right below hydra.sweep.dir=... ."
+            "Every job of a sweep has a run directory of its own",
+            suggestion="Type hydra.sweep.dir=... for the folder that holds them.",
+            place=argument,
         )
     if ONE_RUN.match(argument):
-        raise RefusedError(f"{argument} is one run, and -m a sweep: leave one of them out.")
+        raise RefusedError("is one run, and -m a sweep", suggestion="Leave one of them out.", place=argument)
 
 
 def check_single_values(overrides: Sequence[str]) -> None:
@@ -120,7 +134,9 @@ def check_single_values(overrides: Sequence[str]) -> None:
         meant = several(value)
         if meant is not None and meant != value.strip() and not re.fullmatch(r"[^\[\](){}]*,[^\[\](){}]*", value):
             suggestion = shlex.quote(f"{key}={meant}") if "(" in meant else f"{key}={meant}"
-            raise RefusedError(f"{argument} is one value, and {key} takes a number. Did you mean {suggestion}?")
+            raise RefusedError(
+                f"is one value, and {key} takes a number", suggestion=f"Did you mean {suggestion}?", place=argument
+            )
 
 
 def check_typed_once(overrides: Sequence[str]) -> None:
@@ -141,5 +157,7 @@ def check_typed_once(overrides: Sequence[str]) -> None:
         if len(set(typed)) < 2 or (sweeps[-1] and not any(sweeps[:-1])):
             continue
         if any(sweeps):
-            raise RefusedError(f"{key} is typed twice: leave {key}={typed[0]} or {key}={typed[-1]} out.")
-        raise RefusedError(f"{key} is typed twice: write {key}={','.join(dict.fromkeys(typed))}.")
+            raise RefusedError(
+                "is typed twice", key=key, suggestion=f"Leave {key}={typed[0]} or {key}={typed[-1]} out."
+            )
+        raise RefusedError("is typed twice", key=key, suggestion=f"Write {key}={','.join(dict.fromkeys(typed))}.")

@@ -30,7 +30,7 @@ _CASTS = ("int", "float", "str", "bool", "json_str", "extend_list")  # functions
 _UNITS = r"[kmgt]i?b?|seconds?|s|minutes?|mins?|m|hours?|h|days?|d|%"
 _BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
 _ASCII = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-"))  # dashes and the minus of formatted texts
-_EXAMPLE = "write key=value, for example trainer.gpus=2"
+_EXAMPLE = "Write key=value, for example trainer.gpus=2."
 
 
 def check_syntax(overrides: Sequence[str]) -> None:
@@ -47,12 +47,17 @@ def check_syntax(overrides: Sequence[str]) -> None:
         if "=" in override.strip("=") or override.startswith("~") or empty:
             if not is_utf8(override):
                 raise RefusedError(
-                    f"{override} is not UTF-8, as the files that record it are: rename the file or folder that it "
-                    "names, or make a symbolic link to it."
+                    "is not UTF-8, as the files that record it are",
+                    suggestion="Rename the file or folder that it names, or make a symbolic link to it.",
+                    place=override,
                 )
             continue
         if index and (joined := _joined(overrides, index)) is not None:
-            raise RefusedError(f"{overrides[index - 1]} {override} has a space, at which the shell cuts it: {joined}.")
+            raise RefusedError(
+                "has a space, at which the shell splits it",
+                suggestion=joined,
+                place=f"{overrides[index - 1]} {override}",
+            )
         open_before = next(
             (other for other in overrides[:index] if any(other.count(a) > other.count(b) for a, b in _BRACKETS)), None
         )
@@ -60,11 +65,9 @@ def check_syntax(overrides: Sequence[str]) -> None:
             whole = " ".join(overrides[overrides.index(open_before) : index + 1])
             parts = re.sub(r",?\s+", ",", whole)
             raise RefusedError(
-                f"{whole} has spaces, at which the shell cuts it into words: write {shlex.quote(parts)}."
+                "has spaces, at which the shell splits it", suggestion=f"Write {shlex.quote(parts)}.", place=whole
             )
-        raise RefusedError(
-            _no_override(override, overrides[index - 1] if index else "", [*overrides[index + 1 :], "", ""])
-        )
+        raise _no_override(override, overrides[index - 1] if index else "", [*overrides[index + 1 :], "", ""])
 
 
 def _joined(overrides: Sequence[str], index: int) -> str | None:
@@ -81,100 +84,142 @@ def _joined(overrides: Sequence[str], index: int) -> str | None:
     if _NUMBER.fullmatch(overrides[index]) and _NUMBER.fullmatch(value) and takes_number(key):
         while last + 1 < len(overrides) and _NUMBER.fullmatch(overrides[last + 1]):
             last += 1
-        return f"with -m, several values are written {key}={','.join([value, *overrides[index : last + 1]])}"
+        return f"With -m, several values are written {key}={','.join([value, *overrides[index : last + 1]])}."
     if before.endswith(","):
         while overrides[last].endswith(",") and last + 1 < len(overrides):
             last += 1
     elif not (re.search(r"\d$", before) and re.fullmatch(_UNITS, overrides[index], re.IGNORECASE)):
         return None
-    return f"leave out the space: {''.join(overrides[index - 1 : last + 1])}"
+    return f"Leave out the space: {''.join(overrides[index - 1 : last + 1])}."
 
 
-def _no_override(override: str, before: str, after: Sequence[str]) -> str:
+def _no_override(override: str, before: str, after: Sequence[str]) -> RefusedError:
     known = our_options()
     if override[:1] and override[0] in _DASHES:
-        return f"{override} begins with a dash from a formatted text: type --{override.lstrip(_DASHES)}."
+        return RefusedError(
+            "begins with a dash from a formatted text", suggestion=f"Type --{override.lstrip(_DASHES)}.", place=override
+        )
     apart = re.fullmatch(
         r"([A-Za-z_][\w./]*) *([=:]) *(\S*)", f"{override} {after[0]} {after[1]}".strip().replace("= =", "=")
     )
     if override.startswith("=") and _KEY.fullmatch(before):
         apart = re.fullmatch(r"([A-Za-z_][\w./]*) *(=) *(\S*)", f"{before} = {override.lstrip('=') or after[0]}")
     if apart is not None:
-        return f"{override} is not an override: write {apart[1]}={apart[3] or '...'}, without spaces."
+        return RefusedError(
+            "is not an override", suggestion=f"Write {apart[1]}={apart[3] or '...'}, without spaces.", place=override
+        )
     value = after[0] if after[0] and not re.search(r"[=~]", after[0]) else "..."
     if override.partition(".")[0] in known:
         options_of = f" Available: {', '.join(known[override])}." if override in known else ""
-        return f"{override} has no value: write {override}={value}{' ' if value == '...' else ''}.{options_of}"
+        return RefusedError(
+            "has no value",
+            suggestion=f"Write {override}={value}{' ' if value == '...' else ''}.{options_of}",
+            place=override,
+        )
     group = next((group for group in ("recipe", *known) if override in known[group]), None)
     if group is not None:
-        return f"{override} is not an override: write {group}={override}."
+        return RefusedError("is not an override", suggestion=f"Write {group}={override}.", place=override)
     if re.search(r"\.(py|ya?ml)$", override):
-        return (
-            f"{override} is not an override: ddpexp takes no files. A recipe is chosen by name: --config-dir DIR "
-            "recipe=NAME."
+        return RefusedError(
+            "is not an override: ddpexp takes no files",
+            suggestion="A recipe is chosen by name: --config-dir DIR recipe=NAME.",
+            place=override,
         )
     if (Path(override) / "config.yaml").is_file():
-        return f"{override} is not an override: a run is resumed with python -m ddpexp resume {shlex.quote(override)}."
+        return RefusedError(
+            "is not an override",
+            suggestion=f"A run is resumed with python -m ddpexp resume {shlex.quote(override)}.",
+            place=override,
+        )
     if override in _TRAINS:
-        return (
-            f"{override} is not an override: a training needs no command, as in python -m ddpexp recipe=mnist "
-            "trainer.gpus=2."
+        return RefusedError(
+            "is not an override",
+            suggestion="A training needs no command, as in python -m ddpexp recipe=mnist trainer.gpus=2.",
+            place=override,
         )
     if not re.search(r"\w", override) or override.startswith("="):
-        return f"{override} is not an override: {_EXAMPLE}."
-    return f"{override} is neither an override (key=value, for example trainer.gpus=2) nor a command."
+        return RefusedError("is not an override", suggestion=_EXAMPLE, place=override)
+    return RefusedError("is neither an override (key=value, for example trainer.gpus=2) nor a command", place=override)
 
 
-def unread(override: str, is_read: Callable[[str], bool]) -> str:  # noqa: C901, PLR0912  (a list of mistakes)
-    """Return the message for an override that Hydra's grammar rejects: why, and what to type instead.
+def unread(override: str, is_read: Callable[[str], bool]) -> RefusedError:  # noqa: C901, PLR0912  (a list of mistakes)
+    """Return the error for an override that Hydra's grammar rejects: why, and what to type instead.
 
     `is_read` says whether the grammar reads another one, which is suggested then.
     """
     key, _, value = override.partition("=")
     if "=" not in override or not _KEY.fullmatch(key) or ".." in key:
-        return f"{override} is not an override: {_EXAMPLE}."
+        return RefusedError("is not an override", suggestion=_EXAMPLE, place=override)
     if value.startswith("="):
-        return f"{override} has = twice: write {key}={value.lstrip('=')}."
+        return RefusedError("has = twice", suggestion=f"Write {key}={value.lstrip('=')}.", place=override)
     if value.endswith(",") and is_read(f"{key}={value.rstrip(',')}"):
-        return f"{override} ends with a comma: words are separated by spaces. Write {key}={value.rstrip(',')}."
+        return RefusedError(
+            "ends with a comma: overrides are separated by spaces",
+            suggestion=f"Write {key}={value.rstrip(',')}.",
+            place=override,
+        )
     if (quote := re.search(f"[{_QUOTES}]", value)) is not None:
-        return f"{override} has the quote {quote[0]} of a formatted text: write ' or \", or leave the quotes out."
+        return RefusedError(
+            f"has the quote {quote[0]} of a formatted text",
+            suggestion="Write ' or \", or leave the quotes out.",
+            place=override,
+        )
     plain = unicodedata.normalize("NFKC", value).translate(_ASCII).rstrip(",;")
     if not value.isascii() and plain.isascii() and is_read(f"{key}={plain}"):
         character = next(letter for letter in value if not letter.isascii())
-        return f"{override} has the character {character}, which only looks like a plain one: write {key}={plain}."
+        return RefusedError(
+            f"has the character {character}, which only looks like a plain one",
+            suggestion=f"Write {key}={plain}.",
+            place=override,
+        )
     if (more := re.search(r"[;,&]\+?[a-z_]+([./][\w.]+)?=", value)) is not None:
-        return f"{override} is not read: words are separated by spaces, not by {more[0][0]}."
+        return RefusedError(
+            "is not read", suggestion=f"Overrides are separated by spaces, not by {more[0][0]}.", place=override
+        )
     if (more := re.search(r"\s(\+{0,2}[A-Za-z_][\w./]*=.*)", value)) is not None:
         first = f"{key}={value[: more.start()]}"
         text = f", or a text that holds both: {_quoted(key, value)}" if takes_text(key) and "." in key else ""
-        return (
-            f"{override} has two overrides inside one pair of quotes: write {first} {more[1]}, each on its own{text}."
+        return RefusedError(
+            "has two overrides inside one pair of quotes",
+            suggestion=f"Write {first} {more[1]}, each on its own{text}.",
+            place=override,
         )
-    if (advice := _no_function(override, key, value, is_read)) is not None:
-        return advice
+    if (error := _no_function(override, key, value, is_read)) is not None:
+        return error
     inner = re.fullmatch(r"(\w[\w-]*)\.([\w.]+=.*)", value)
     if inner is not None and key in our_options():
-        return f"{override} is not read: an option and its key are two overrides: {key}={inner[1]} {key}.{inner[2]}."
+        return RefusedError(
+            "is not read: an option and its key are two overrides",
+            suggestion=f"Write {key}={inner[1]} {key}.{inner[2]}.",
+            place=override,
+        )
     if value.startswith("~"):
-        return (
-            f"{override} is not read: neither the shell nor Hydra makes a folder of ~ there. Write "
-            f"{key}=$HOME{value[1:]}."
+        return RefusedError(
+            "is not read: neither the shell nor Hydra makes a folder of ~ there",
+            suggestion=f"Write {key}=$HOME{value[1:]}.",
+            place=override,
         )
     if value[:1] == "(" and value[-1:] == ")" and is_read(f"{key}=[{value[1:-1]}]"):
-        return f"{override} is not read: a list is written in brackets, {shlex.quote(f'{key}=[{value[1:-1]}]')}."
+        return RefusedError(
+            "is not read",
+            suggestion=f"A list is written in brackets, {shlex.quote(f'{key}=[{value[1:-1]}]')}.",
+            place=override,
+        )
     for opening, closing in _BRACKETS:
         if value.count(opening) != value.count(closing):
-            return (
-                f"{override} has a bracket without its other half. A value with spaces is quoted for the shell: "
-                f"{shlex.quote(f'{key}=[a, b]')}."
+            return RefusedError(
+                "has a bracket without its other half",
+                suggestion=f"A value with spaces is quoted for the shell: {shlex.quote(f'{key}=[...]')}.",
+                place=override,
             )
     quoted = _quoted(key, value)
     if is_read(shlex.split(quoted)[0]):
-        return (
-            f"{override} is not read: its value has characters that mean something to Hydra. Quote it twice: {quoted}."
+        return RefusedError(
+            "is not read: its value has characters that mean something to Hydra",
+            suggestion=f"Quote it twice: {quoted}.",
+            place=override,
         )
-    return f"{override} is not an override: {_EXAMPLE}."
+    return RefusedError("is not an override", suggestion=_EXAMPLE, place=override)
 
 
 def _quoted(key: str, value: str) -> str:
@@ -182,23 +227,29 @@ def _quoted(key: str, value: str) -> str:
     return shlex.quote('{}="{}"'.format(key, value.replace("\\", "\\\\").replace('"', '\\"')))
 
 
-def _no_function(override: str, key: str, value: str, is_read: Callable[[str], bool]) -> str | None:
-    """Return the message for an unknown or misspelt function of sweeps; None where the value is no function."""
+def _no_function(override: str, key: str, value: str, is_read: Callable[[str], bool]) -> RefusedError | None:
+    """Return the error for an unknown or misspelt function of sweeps; None where the value is no function."""
     called = re.match(r"(\w+)([(\[])", value)
     if called is not None and called[1] in _FUNCTIONS:
         suggestion = f"{key}={_FUNCTIONS[called[1]]}"
         if called[2] == "[" and value.endswith("]") and is_read(f"{key}={called[1]}({value[len(called[0]) : -1]})"):
             suggestion = f"{key}={called[1]}({value[len(called[0]) : -1]})"
-        return f"{override} is not read: {called[1]} is written as in {shlex.quote(suggestion)}."
+        return RefusedError(
+            "is not read",
+            suggestion=f"The function {called[1]} is written as in {shlex.quote(suggestion)}.",
+            place=override,
+        )
     braces = value[:1] + value[-1:] == "{}" and several(value)
     if braces:
-        return f"{override} is not read: several values are written {key}={braces}, with -m."
+        return RefusedError(
+            "is not read", suggestion=f"Several values are written {key}={braces}, with -m.", place=override
+        )
     if called is not None and called[1] not in _CASTS and (called[2] == "(" or takes_number(key)):
         known = ", ".join(_FUNCTIONS[name] for name in ("choice", "range", "interval"))
         text = f" As a text: {_quoted(key, value)}." if takes_text(key) else ""
-        return (
-            f"{override} is not read: there is no function {called[1]}. With -m there are {known}, and several "
-            f"values as "
-            f"0.1,0.01.{text}"
+        return RefusedError(
+            f"is not read: there is no function {called[1]}",
+            suggestion=f"With -m there are {known}, and several values as 0.1,0.01.{text}",
+            place=override,
         )
     return None

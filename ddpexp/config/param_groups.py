@@ -34,15 +34,22 @@ def check_param_groups(entries: Sequence[ParamGroup], arguments: Sequence[str] |
         _check_settings(entry, where, arguments)
         if not (entry.patterns or entry.dimensions or entry.types):
             raise RefusedError(
-                f"{where} does not say which parameters it is for: give it match=[...] with patterns of names, "
-                "ndim=[...] or type=[...] with classes of layers."
+                "does not say which parameters it is for",
+                key=where,
+                suggestion="Give it match=[...] with patterns of names, ndim=[...] or type=[...] with classes of "
+                "layers.",
             )
         for dimensions in entry.dimensions:
             if dimensions < 0:
-                raise RefusedError(f"{where}.ndim={dimensions}: use a number of dimensions from 0.")
+                raise RefusedError(
+                    key=f"{where}.ndim", value=dimensions, suggestion="Use a number of dimensions from 0."
+                )
         if entry.name is not None and not re.fullmatch(r"[\w.-]+", entry.name):
             raise RefusedError(
-                f"{where}.name={entry.name} is a part of the names of metrics: use letters, digits, '_', '-' and '.'."
+                "is a part of the names of metrics",
+                key=f"{where}.name",
+                value=entry.name,
+                suggestion="Use letters, digits, '_', '-' and '.'.",
             )
 
 
@@ -57,18 +64,21 @@ def _check_settings(entry: ParamGroup, where: str, arguments: Sequence[str] | No
             _check_number(value, f"{where}.{key}")
     if entry.lr_scale is not None and "lr" in entry.settings:
         raise RefusedError(
-            f"{where}.lr={shown(entry.settings['lr'])} {where}.lr_scale={entry.lr_scale} both set the learning rate: "
-            "leave one of them out."
+            f"sets the learning rate twice, by lr={shown(entry.settings['lr'])} and lr_scale={entry.lr_scale}",
+            key=where,
+            suggestion="Leave one of them out.",
         )
     if entry.lr_scale is None and not entry.settings:
         raise RefusedError(
-            f"{where} changes nothing: give it lr_scale, lr, weight_decay or another setting of the optimizer."
+            "changes nothing",
+            key=where,
+            suggestion="Give it lr_scale, lr, weight_decay or another setting of the optimizer.",
         )
 
 
 def _check_number(value: Any, key: str) -> None:
     if isinstance(value, bool) or not isinstance(value, float | int) or not 0 <= value < math.inf:
-        raise RefusedError(f"{key}={shown(value)}: use a number from 0.")
+        raise RefusedError(key=key, value=value, suggestion="Use a number from 0.")
 
 
 def check_layers_and_late_starts(trainer: Trainer) -> None:
@@ -78,7 +88,14 @@ def check_layers_and_late_starts(trainer: Trainer) -> None:
         RefusedError: one names none.
     """
     if trainer.layer_decay is not None and not as_tuple(trainer.layer_decay.layers):
-        raise RefusedError(f"trainer.layer_decay.layers=[] names no layers, as in {LAYER_DECAY_EXAMPLE}.")
+        raise RefusedError(
+            "names no layers",
+            key="trainer.layer_decay.layers",
+            value=[],
+            suggestion=f"Name some, as in {LAYER_DECAY_EXAMPLE}.",
+        )
     for where, entry in late_starts(trainer.freeze_until):
         if not entry.patterns:
-            raise RefusedError(f"{where}.match=[] names no parameters: give it patterns such as backbone.*.")
+            raise RefusedError(
+                "names no parameters", key=f"{where}.match", value=[], suggestion="Give it patterns such as backbone.*."
+            )

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ddpexp.config import facts, fused, registry, strategies
-from ddpexp.config.build import build, convert, did_you_mean, nearest, node_of, shown, unknown_key
+from ddpexp.config.build import build, convert, did_you_mean, nearest, node_of, unknown_key
 from ddpexp.config.declared import declared
 from ddpexp.config.defaults import default_of
 from ddpexp.config.folders import LISTED, conf_folder, options
@@ -44,9 +44,9 @@ def load(text: str) -> Experiment:
     try:
         values = load_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise RefusedError(f"config.yaml cannot be read: {error}.") from None
+        raise RefusedError(f"cannot be read: {error}", place="config.yaml") from None
     if not isinstance(values, Mapping):
-        raise RefusedError("config.yaml is not the configuration of a run.")
+        raise RefusedError("is not the configuration of a run", place="config.yaml")
     if "${" in text:  # secrets stay references in the file; the library is only loaded where there are some
         from ddpexp.config.interpolations import resolved
 
@@ -71,9 +71,14 @@ def parse(values: Mapping[str, Any]) -> Experiment:
             continue  # below, when what is there is known to be right
         if values.get(name) is None:
             own = f"as {name}: {{_target_: mine.Name}}, or" if name == "task" else "for example"
-            raise RefusedError(f"{name} is missing: a recipe gives it, {own} recipe=mnist.")
+            raise RefusedError("is missing", key=name, suggestion=f"A recipe gives it, {own} recipe=mnist.")
         if not isinstance(values[name], Mapping):
-            raise RefusedError(f"{name}={values[name]} is not a section with keys.{_as_section(name, values[name])}")
+            raise RefusedError(
+                "is not a section with keys",
+                key=name,
+                value=values[name],
+                suggestion=_as_section(name, values[name]),
+            )
     run = build(Run, values["run"], "run")
     trust = Trust(run.trust, Path(run.code) if run.code else None)
     check_trusted(values, trust)
@@ -81,7 +86,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     trainer = build(Trainer, values["trainer"], "trainer")
     for name in ("model", "data"):
         if not _is_chosen(name, values.get(name)):
-            raise RefusedError(_not_chosen(name, values))
+            raise _not_chosen(name, values)
     experiment = Experiment(
         recipe=build(Recipe, values["recipe"], "recipe"),
         task=node_of(values["task"], "task"),
@@ -107,44 +112,55 @@ def _is_chosen(name: str, section: Mapping[str, Any] | None) -> bool:
     return section is not None and (name != "data" or not set(section) <= set(DATA_KEYS))
 
 
-def _not_chosen(name: str, values: Mapping[str, Any]) -> str:
+def _not_chosen(name: str, values: Mapping[str, Any]) -> RefusedError:
     recipe = values.get("recipe")
     title = f"recipe={recipe.get('name')}" if isinstance(recipe, Mapping) else "the recipe"
     example = {"model": "mine.Net", "data": "mine.load"}[name]
     known = " or ".join(f"{name}={option}" for option in options(name, [conf_folder()]))
-    return (
-        f"{name} is missing: {title} names none. Write {name}: {{_target_: {example}}} in the recipe, or choose an "
-        f"option: {known}."
+    return RefusedError(
+        f"is missing: {title} names none",
+        key=name,
+        suggestion=f"Write {name}: {{_target_: {example}}} in the recipe, or choose an option: {known}.",
     )
 
 
 def _as_section(name: str, value: object) -> str:
     """Return how a name in the place of a section is written as a section."""
     found = re.fullmatch(r"(?:_target_ *)?([A-Za-z_]\w*(?:\.\w+)+)", value) if isinstance(value, str) else None
-    return f" Write {name}: {{_target_: {found[1]}}}." if found is not None else ""
+    return f"Write {name}: {{_target_: {found[1]}}}." if found is not None else ""
 
 
 def _listed(values: Mapping[str, Any], section: str, called: str) -> Mapping[str, Node]:
     """Return the loggers or callbacks by the keys below their section; null switches one off."""
     if "_target_" in values:
         raise RefusedError(
-            f"{section}._target_={values['_target_']}: several {called}s may be chosen, so each stands below a key of "
-            "its own. Write, in the option's file, name: {_target_: ...} with a name in place of _target_ at the top."
+            f"Several {called}s may be chosen, so each stands below a key of its own",
+            key=f"{section}._target_",
+            value=values["_target_"],
+            suggestion="Write, in the option's file, name: {_target_: ...} with a name in place of _target_ "
+            "at the top.",
         )
     for name, value in values.items():
         if not isinstance(value, Mapping | None):
             known = ("none", *registry.keys_of(section))
             meant = did_you_mean(str(value if name == "kind" else name), known, f"{section}=")
             raise RefusedError(
-                f"{section}.{name}={shown(value)} is not a {called}, which is a section with a _target_.{meant}"
+                f"is not a {called}, which is a section with a _target_",
+                key=f"{section}.{name}",
+                value=value,
+                suggestion=meant,
             )
         if value is not None and "_target_" not in value:
             known = (*registry.keys_of(section), *installed(section))
             near = nearest(str(name), {*known, *(other for other in values if other != name)} - {name})
             if name in known:
-                raise RefusedError(f"{section}.{name} has keys and is not chosen: choose it as {section}={name}.")
+                raise RefusedError(
+                    "has keys and is not chosen", key=f"{section}.{name}", suggestion=f"Choose it as {section}={name}."
+                )
             if near is not None:
-                raise RefusedError(f"{section}.{name} is not a known {called}. Did you mean {section}.{near}?")
+                raise RefusedError(
+                    f"is not a known {called}", key=f"{section}.{name}", suggestion=f"Did you mean {section}.{near}?"
+                )
     return types.MappingProxyType(
         {str(name): node_of(value, f"{section}.{name}") for name, value in values.items() if value is not None}
     )
@@ -180,10 +196,13 @@ def _strategy(values: Mapping[str, Any]) -> Options:
     kind = convert(values.get("kind", "ddp"), str, "strategy.kind")
     options_class = strategies.options_of(kind)
     if options_class is None:
+        meant = did_you_mean(kind, strategies.kinds(), "strategy=")
         raise RefusedError(
-            f"strategy.kind={kind} names no strategy.{did_you_mean(kind, strategies.kinds(), 'strategy=')} A strategy "
-            "of your own is an installed package with an entry point in the group ddpexp.strategies "
-            "(docs/strategies.md)."
+            "names no strategy",
+            key="strategy.kind",
+            value=kind,
+            suggestion=f"{meant} A strategy of your own is an installed package with an entry point in the group "
+            "ddpexp.strategies (docs/strategies.md).",
         )
     return build(options_class, values, "strategy")
 
@@ -210,11 +229,11 @@ def _sources(mixture: Node, trust: Trust, where: str) -> Mapping[str, Data]:
     for name, section in sources.items():
         here = f"{where}.sources.{name}"
         if not isinstance(section, Mapping):
-            raise RefusedError(f"{here}={section} is no section with the keys of a kind of data.")
+            raise RefusedError("is not a section with the keys of a kind of data", key=here, value=section)
         if key := next((key for key in DATA_KEYS if key in section and key != "prepare"), None):
-            raise RefusedError(f"{here}.{key} belongs to the whole mixture: use {where}.{key}.")
+            raise RefusedError("belongs to the whole mixture", key=f"{here}.{key}", suggestion=f"Use {where}.{key}.")
         if registry.is_mixture(section.get("_target_")):
-            raise RefusedError(f"{here} is a mixture itself: list its sources in {where}.sources.")
+            raise RefusedError("is a mixture itself", key=here, suggestion=f"List its sources in {where}.sources.")
     return types.MappingProxyType(
         {name: _data(section, trust, f"{where}.sources.{name}") for name, section in sources.items()}
     )
@@ -241,13 +260,16 @@ def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
         raise
     except Exception as error:
         raise RefusedError(
-            f"{where}._target_={node.target} cannot be imported: {type(error).__name__}: {error}. Is its package "
-            "complete?"
+            f"cannot be imported: {type(error).__name__}: {error}",
+            key=f"{where}._target_",
+            value=node.target,
+            suggestion="Is its package complete?",
         ) from error
     if not (dataclasses.is_dataclass(found) and isinstance(found, type) and issubclass(found, contract)):
         raise RefusedError(
-            f"{where}._target_={node.target} is not a {where}: it must be a dataclass that derives from "
-            f"{contract.__module__}.{contract.__name__}."
+            f"is not a {where}: it must be a dataclass that derives from {contract.__module__}.{contract.__name__}",
+            key=f"{where}._target_",
+            value=node.target,
         )
     return build(found, node.kwargs, where)
 
@@ -271,6 +293,8 @@ def _typed_arguments(
     missing = [name for name, one in parameters.items() if one.default is one.empty and name not in kwargs]
     if missing:
         raise RefusedError(
-            f"{where}.{missing[0]} is missing: give it a value, for example as {where}.{missing[0]}=... ."
+            "is missing",
+            suggestion=f"Give it a value, for example as {where}.{missing[0]}=... .",
+            place=f"{where}.{missing[0]}",
         )
     return {key: convert(value, hints[key], f"{where}.{key}") for key, value in kwargs.items()}

@@ -122,9 +122,10 @@ def _name(where: str) -> str:
 
 def _no_effect(typed: str, section: str, path: Path, target: object) -> RefusedError:
     return RefusedError(
-        f"{typed} has no effect: {path} itself sets {section}.{_name(section)} to {target}. Leave {typed} out, or move "
-        f"that section into an option, {section}/{path.stem}.yaml, which the file chooses under defaults as "
-        f"- override /{section}: {path.stem}."
+        f"has no effect: {path} itself sets {section}.{_name(section)} to {target}",
+        suggestion=f"Leave {typed} out, or move that section into an option, {section}/{path.stem}.yaml, "
+        f"which the file chooses under defaults as - override /{section}: {path.stem}.",
+        place=typed,
     )
 
 

@@ -170,8 +170,10 @@ def checked_setting(name: str, where: str) -> str:
     if is_setting(name):
         return name
     raise RefusedError(
-        f"{where}: {name} is not an address such as https://data.example.org, a host with its port, hub:NAME (a name "
-        "on a hub) or oc.env:NAME (a variable of the environment)."
+        "is not an address such as https://data.example.org, a host with its port, hub:NAME (a name on a hub) or "
+        "oc.env:NAME (a variable of the environment)",
+        key=where,
+        place=name,
     )
 
 

@@ -19,7 +19,12 @@ def check_sampling(data: Data) -> None:
         RefusedError: a value that means nothing, or two that contradict each other.
     """
     if data.folds is None and data.fold is not None:
-        raise RefusedError(f"data.fold={data.fold} is one of how many? Type data.folds, too, for example data.folds=5.")
+        raise RefusedError(
+            "is one of an unknown number of folds",
+            key="data.fold",
+            value=data.fold,
+            suggestion="Type data.folds, too, for example data.folds=5.",
+        )
     if data.folds is not None:
         _check_folds(data, data.folds)
     divides = data.folds is not None or data.validation_fraction > 0
@@ -27,18 +32,24 @@ def check_sampling(data: Data) -> None:
         value = getattr(data, name)
         if value and not divides:
             raise RefusedError(
-                f"data.{name}={str(value).lower() if value is True else value} is about the held-out samples, and none "
-                "are held out: type data.validation_fraction=0.1, or data.fold=0 data.folds=5."
+                "is about the held-out samples, and none are held out",
+                key=f"data.{name}",
+                value=value,
+                suggestion="Type data.validation_fraction=0.1, or data.fold=0 data.folds=5.",
             )
     if isinstance(data.weights, str) and data.weights != "balanced" and not data.weights.endswith(_FILES):
         raise RefusedError(
-            f"data.weights={data.weights}: use balanced, a file (.npy, .txt or .csv) with a weight for each training "
-            "sample, or a function, {_target_: mine.weights}."
+            key="data.weights",
+            value=data.weights,
+            suggestion="Use balanced, a file (.npy, .txt or .csv) with a weight for each training sample, or "
+            "a function, {_target_: mine.weights}.",
         )
     if data.on_device is True and (data.transform or data.eval_transform or data.collate):
         raise RefusedError(
-            "data.on_device=true: data.transform, data.eval_transform and data.collate run on the host, sample by "
-            "sample. Use data.on_device=false."
+            "is incompatible with data.transform, data.eval_transform and data.collate, which run on the host",
+            key="data.on_device",
+            value=True,
+            suggestion="Use data.on_device=false.",
         )
     if data.batch_tokens is not None:
         _check_batch_tokens(data, data.batch_tokens)
@@ -74,23 +85,31 @@ def check_epoch(data: Data, global_batch_size: int) -> None:
     """
     if data.samples_per_epoch is not None and data.samples_per_epoch < global_batch_size:
         raise RefusedError(
-            f"data.samples_per_epoch={data.samples_per_epoch} is fewer than trainer.global_batch_size="
-            f"{global_batch_size}, the samples of a step. Use data.samples_per_epoch={global_batch_size} or more."
+            f"is fewer than trainer.global_batch_size={global_batch_size}, the samples of a step",
+            key="data.samples_per_epoch",
+            value=data.samples_per_epoch,
+            suggestion=f"Use data.samples_per_epoch={global_batch_size} or more.",
         )
 
 
 def _check_folds(data: Data, folds: int) -> None:
     if data.fold is None:
         raise RefusedError(
-            f"data.folds={folds}: which fold is held out? Type data.fold=0, or sweep over all of them: "
-            f"-m 'data.fold=range({folds})'."
+            "does not say which fold is held out",
+            key="data.folds",
+            value=folds,
+            suggestion=f"Type data.fold=0, or sweep over all of them: -m 'data.fold=range({folds})'.",
         )
     if not 0 <= data.fold < folds:
-        raise RefusedError(f"data.fold={data.fold} is none of data.folds={folds}: use 0 to {folds - 1}.")
+        raise RefusedError(
+            f"is not one of data.folds={folds}", key="data.fold", value=data.fold, suggestion=f"Use 0 to {folds - 1}."
+        )
     if data.validation_fraction > 0:
         raise RefusedError(
-            f"data.validation_fraction={data.validation_fraction} data.folds={folds}: both hold out samples. Use "
-            "data.validation_fraction=0."
+            f"is incompatible with data.folds={folds}: both hold out samples",
+            key="data.validation_fraction",
+            value=data.validation_fraction,
+            suggestion="Use data.validation_fraction=0.",
         )
 
 
@@ -98,11 +117,14 @@ def _check_batch_tokens(data: Data, batch_tokens: int) -> None:
     key = f"data.batch_tokens={batch_tokens}"
     if data.lengths is None:
         raise RefusedError(
-            f"{key} needs the length of each sample: set data.lengths as well, to a column of the data or a file."
+            "needs the length of each sample",
+            key=key,
+            suggestion="Set data.lengths as well, to a column of the data or a file.",
         )
     for name, value in {"weights": data.weights, "samples_per_epoch": data.samples_per_epoch}.items():
         if value is not None:
             raise RefusedError(
-                f"{key} divides all samples into batches, and data.{name} chooses others in each epoch: use "
-                f"data.{name}=null, or data.batch_tokens=null for batches of equally many samples."
+                f"divides all samples into batches, and data.{name} chooses others in each epoch",
+                key=key,
+                suggestion=f"Use data.{name}=null, or data.batch_tokens=null for batches of equally many samples.",
             )

@@ -1,4 +1,4 @@
-"""The sentences for the errors of Hydra, OmegaConf and PyYAML, with what to type or write."""
+"""Errors of Hydra, OmegaConf and PyYAML as RefusedError, with what to type or write."""
 
 from __future__ import annotations
 
@@ -51,58 +51,66 @@ def one_sentence() -> Iterator[None]:
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         if os.environ.get(FULL_ERROR):
             raise
-        raise RefusedError(sentence(error)) from None
+        raise refusal(error) from None
 
 
-def sentence(error: Exception) -> str:
-    """Return an error of OmegaConf or PyYAML as one sentence."""
+def refusal(error: Exception) -> RefusedError:
+    """Convert an error of OmegaConf or PyYAML."""
     if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key} is missing: give it a value, for example as {error.full_key}=... ."
+        return RefusedError(
+            "is missing", key=str(error.full_key), suggestion=f"Give it a value, for example as {error.full_key}=... ."
+        )
     unset = re.search(r"Environment variable '(\w+)' not found", str(error))
     if unset and isinstance(error, OmegaConfBaseException):
-        return (
-            f"{error.full_key} is read from the environment, and {unset[1]} is not set there: export {unset[1]}=... "
-            "first."
+        return RefusedError(
+            f"is read from the environment, and {unset[1]} is not set there",
+            key=str(error.full_key),
+            suggestion=f"Export {unset[1]}=... first.",
         )
     if isinstance(error, OmegaConfBaseException) and error.full_key:
-        return f"{error.full_key}: {first_line(error)}{_interpolated(error)}"
+        return RefusedError(
+            f"is invalid: {first_line(error)}", key=str(error.full_key), suggestion=_interpolated(error)
+        )
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         advice = next((advice for start, advice in _YAML.items() if str(error.problem).startswith(start)), "")
-        return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}{advice}."
+        place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1}"
+        return RefusedError(f"is not valid YAML: {error.problem}{advice}", place=place)
     if isinstance(error, UnicodeDecodeError):
-        return f"A config file is not UTF-8 text: {error}."
-    return first_line(error)
+        return RefusedError(f"A config file is not UTF-8 text: {error}.")
+    return RefusedError(first_line(error))
 
 
 def _interpolated(error: OmegaConfBaseException) -> str:
     """Return what an interpolation that does not resolve may stand for."""
     key = re.match(r"Interpolation key '([^']+)' not found", str(error))
     if key is not None and key[1].isupper():
-        return f". A variable of the environment is written ${{oc.env:{key[1]}}}."
+        return f"A variable of the environment is written ${{oc.env:{key[1]}}}."
     if key is not None and error.parent_node is not None:
         near = nearest(key[1], _keys(root_of(error.parent_node)))
-        return f". Did you mean ${{{near}}}?" if near else "."
+        return f"Did you mean ${{{near}}}?" if near else ""
     kind = re.match(r"Unsupported interpolation type (\S+)", str(error))
     if kind is not None:
-        return f".{did_you_mean(kind[1], _RESOLVERS, '${', ':...}')}"
+        return did_you_mean(kind[1], _RESOLVERS, "${", ":...}")
     return ""
 
 
-def unknown_option(file: str, known: Sequence[str] | None, message: str) -> str:
-    """Return the message for an option that is not there: Hydra's `message` names the folders that it searched."""
+def unknown_option(file: str, known: Sequence[str] | None, message: str) -> RefusedError:
+    """Return the error for an option that is not there: Hydra's `message` names the folders that it searched."""
     searched = [Path(folder) for folder in re.findall(r"path=file://(.+)", message)]
     # Of an option in a list, such as logger=[a,b], Hydra gives none.
     known = [name for name in known or options(file.rpartition("/")[0], searched) if name]
     added = any(folder not in (conf_folder(), *plugin_folders()) for folder in searched)
     group, _, option = file.rpartition("/")
     if not group:
-        return f"There is no config {option}."
+        return RefusedError(f"There is no config {option}.")
     ours = our_options()
     head, _, inner = group.partition("/")
     if head == "recipe" and inner in ours:
-        return (
-            f"{inner}={option} in a recipe's defaults is looked for in the folder recipe: write - override "
-            f"/{inner}: {option}."
+        return RefusedError(
+            "in a recipe's defaults is looked for in the folder recipe",
+            key=inner,
+            value=option,
+            suggestion=f"Write - override /{inner}: {option}.",
         )
     if head in ours and inner:  # a path
         name = option.removesuffix(".yaml")
@@ -111,81 +119,91 @@ def unknown_option(file: str, known: Sequence[str] | None, message: str) -> str:
             if Path(inner).is_dir() and head not in options(head, [])
             else ""
         )
-        return (
-            f"{head}={inner}/{option} is a path, and options are named: {'' if name in known else others}{head}={name}."
+        return RefusedError(
+            "is a path, and options are named",
+            key=head,
+            value=f"{inner}/{option}",
+            suggestion=f"Type {'' if name in known else others}{head}={name}.",
         )
     if group.startswith("hydra/") and group.partition("/")[2].partition("/")[0] != "sweeper":
         return no_effect(f"{group}={option}", group)
     known = known or options(group, [conf_folder(), *plugin_folders()])
     elsewhere = option.lower().replace("-", "_")
     if (here := value_here(group, elsewhere)) is not None:
-        known = [here]
-        option_here = f" Did you mean {group}={here}?"
-        return f"{group}={option} is not a known option.{option_here}"
+        return RefusedError(
+            "is not a known option", key=group, value=option, suggestion=f"Did you mean {group}={here}?"
+        )
     if advice := advice_on_value(group, elsewhere):
-        return f"{group}={option} is not a known option.{advice}"
+        return RefusedError("is not a known option", key=group, value=option, suggestion=advice)
     meant = did_you_mean(option, known, f"{group}=") if known else f" There is no group {group}."
     if group == "recipe" and option and not added and "Did you mean" not in meant:
         meant += " Recipes of your own are in the folder that --config-dir names."
-    return f"{group}={option} is not a known option.{meant}"
+    return RefusedError("is not a known option", key=group, value=option, suggestion=meant)
 
 
-def composition(message: str, cause: BaseException | None) -> str:  # noqa: C901, PLR0912  (a list of messages)
-    """Return the sentence for Hydra's message about what it cannot compose."""
+def composition(message: str, cause: BaseException | None) -> RefusedError:  # noqa: C901, PLR0912  (a list of messages)
+    """Return the error for Hydra's message about what it cannot compose."""
     several = re.match(r"Ambiguous value for argument '([^']+)'", message)
     if several:
         return _several_values(several[1])
     sweeps = re.match(r"Sweep parameters '(.+)' requires --multirun", message)
     if sweeps:
-        return f"{sweeps[1]} gives several values: add -m for a run with each."
+        return RefusedError("gives several values", key=sweeps[1], suggestion="Add -m for a run with each.")
     unchosen = re.match(r"Could not override '([^']+)'\. No match in the defaults list", message)
     if unchosen:
         added = re.search(r"use (\+\S+)", message)
-        return (
-            f"Of {unchosen[1]} no option is chosen by default, so one is added: "
-            f"{added[1] if added else '+' + unchosen[1]}."
+        return RefusedError(
+            "No option of this group is chosen by default",
+            key=unchosen[1],
+            suggestion=f"Add one: {added[1] if added else '+' + unchosen[1]}.",
         )
     unknown = re.match(r"Could not override '([^']+)'", message)
     if unknown and isinstance(cause, OmegaConfBaseException):
-        return str(unknown_key_of(unknown[1], cause))
+        return unknown_key_of(unknown[1], cause)
     there = re.match(r"Could not append to config\. An item is already at '([^']+)'", message)
     if there:
-        return f"{there[1]} is a key already: leave the + out."
+        return RefusedError("is a key already", key=there[1], suggestion="Leave the + out.")
     twice = re.match(r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: (.+)'", message)
     if twice:
         name = twice[1]
-        return (
-            f"{name} is chosen already: leave the + out, {name}={twice[2]}; in a config's defaults write override "
-            f"/{name}."
+        return RefusedError(
+            "is chosen already",
+            key=name,
+            suggestion=f"Leave the + out, {name}={twice[2]}; in a config's defaults write override /{name}.",
         )
     again = re.match(r"([\w/]+) appears more than once in the final defaults list", message)
     if again:
-        return f"{again[1]} is chosen already: leave the + out."
+        return RefusedError("is chosen already", key=again[1], suggestion="Leave the + out.")
     unmatched = re.match(r"In '([^']+)': Could not override '(?:[\w/]+/)?(\w+)(?:@[\w.]+)?'\.", message)
     if unmatched:
         group = unmatched[2]
         way = f"override /{group}" if group in our_options() else f"/{group}, without override"
-        return (
-            f"{unmatched[1]}.yaml overrides {group}, which is not chosen before it under that name: write - {way}: "
-            "... ."
+        return RefusedError(
+            f"overrides {group}, which is not chosen before it under that name",
+            suggestion=f"Write - {way}: ... .",
+            place=f"{unmatched[1]}.yaml",
         )
     in_file = re.match(r"In '([^']+)': \w+ raised while composing config:\n(.*)\n.*?full_key: (\S+)", message, re.S)
     if in_file:
         if in_file[3].startswith("hydra."):
             return no_effect(f"{in_file[1]}.yaml sets {in_file[3]}", in_file[3])
-        return f"{in_file[1]}.yaml, {in_file[3]}: {in_file[2].splitlines()[0]}."
+        return RefusedError(f"is invalid: {in_file[2].splitlines()[0]}", place=f"{in_file[1]}.yaml, {in_file[3]}")
     if listed := re.match(r"In '([^']+)': ConfigTypeError .*\n.*Cannot merge DictConfig with ListConfig", message):
-        return f"{listed[1]}.yaml is a list, and a config holds keys: a line that begins with - stands below a key."
+        return RefusedError(
+            "is a list, and a config holds keys",
+            suggestion="A line that begins with - stands below a key.",
+            place=f"{listed[1]}.yaml",
+        )
     unmerged = re.match(r"Error merging override (.+)", message)
     if unmerged and "Cannot merge DictConfig with ListConfig" in str(cause):
         return _of_two_kinds(unmerged[1])
     if unmerged and isinstance(cause, OmegaConfBaseException):
-        return f"{unmerged[1]}: {first_line(cause)}."
-    return sentence(cause) if not message and isinstance(cause, Exception) else first_line(message)
+        return RefusedError(f"cannot be merged: {first_line(cause)}", key=unmerged[1])
+    return refusal(cause) if not message and isinstance(cause, Exception) else RefusedError(first_line(message))
 
 
-def _several_values(override: str) -> str:
-    """Return the sentence for several values of one run, which may be meant as a list or as one number."""
+def _several_values(override: str) -> RefusedError:
+    """Return the error for several values of one run, which may be meant as a list or as one number."""
     key, _, value = override.partition("=")
     or_list = f", or write a list as {key}=[{value}]" if key in LISTED or takes_list(key) else ""
     if key == "callbacks" and "none" in value.split(","):
@@ -194,32 +212,38 @@ def _several_values(override: str) -> str:
         or_list = f", or {key}={value.replace(',', '')}"
     elif takes_number(key) and re.fullmatch(r"\d+,\d+", value):  # a decimal comma
         or_list = f", or {key}={value.replace(',', '.')}" if takes_fraction(key) else or_list
-    return f"{override} gives several values: add -m for a run with each{or_list}."
+    return RefusedError("gives several values", suggestion=f"Add -m for a run with each{or_list}.", place=override)
 
 
-def _of_two_kinds(override: str) -> str:
-    """Return the sentence for a list in place of a section in a file, or the other way round."""
+def _of_two_kinds(override: str) -> RefusedError:
+    """Return the error for a list in place of a section in a file, or the other way round."""
     key, _, value = override.partition("=")
     if value.lstrip().startswith("{"):
-        return (
-            f"{override} is a section, and {key} is a list in a file: write {key}=[{{...}}], or {key}=null before it."
+        return RefusedError(
+            f"is a section, and {key} is a list in a file",
+            suggestion=f"Write {key}=[{{...}}], or {key}=null before it.",
+            place=override,
         )
-    return f"{override} is a list, and {key} is a section in a file: type {key}=null before it."
+    return RefusedError(
+        f"is a list, and {key} is a section in a file", suggestion=f"Type {key}=null before it.", place=override
+    )
 
 
 def unknown_key_of(typed: str, cause: OmegaConfBaseException) -> RefusedError:
     """Return the error of an unknown key: the nearest key at the level where it leaves the tree, or elsewhere."""
     parent, key, full_key = cause.parent_node, str(cause.key), str(cause.full_key)
     if not isinstance(parent, DictConfig) or not full_key.endswith(key):
-        return RefusedError(f"{typed} is not a known key.")
+        return RefusedError("is not a known key", key=typed)
     names = [str(name) for name in parent if name != "hydra"]
     where = full_key[: -len(key)].rstrip(".")
     if not where and key in our_options():
         listed = ", ".join(f"{key}={option}" for option in our_options()[key])
-        return RefusedError(f"{typed}: no {key} is chosen, by the recipe or by {key}=... . Available: {listed}.")
+        return RefusedError(
+            f"No {key} is chosen, by the recipe or by {key}=...", key=typed, suggestion=f"Available: {listed}."
+        )
     others = _options_with(where, key) if not advice_on_key(key) else []
     if others and nearest(key, names) is None:
-        return RefusedError(f"{typed} is not a known key: it is one of {', '.join(others)}.")
+        return RefusedError(f"is not a known key: it is a key of {', '.join(others)}", key=typed)
     return unknown_key(key + typed[len(full_key) :], names, where, _keys(root_of(parent)))
 
 

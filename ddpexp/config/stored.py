@@ -26,7 +26,7 @@ from ddpexp.config.replaced_targets import counts_unlisted, is_in, keys_of_targe
 from ddpexp.config.resolve import offered_by_packages, text_of, trust_of
 from ddpexp.config.restated import Place, Reader, UnrestatedError, leaves, unrestated
 from ddpexp.config.schema import Experiment
-from ddpexp.config.sentences import first_line, sentence, unknown_key_of
+from ddpexp.config.sentences import first_line, refusal, unknown_key_of
 from ddpexp.config.validate import ALERT_URL
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import check_yaml, shortest
@@ -66,7 +66,7 @@ def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> t
             _override_all(cfg, others)
         values, read = _resolved(cfg, reader)
     except OmegaConfBaseException as error:
-        raise RefusedError(f"{path}: {sentence(error)}") from None
+        raise RefusedError(f"cannot be resolved: {refusal(error)}", place=path) from None
     written: Any = OmegaConf.to_container(cfg, resolve=False)
     if settings := unrestated(values, written, read, reader):
         raise UnrestatedError(shortest(path.parent), settings)
@@ -113,15 +113,17 @@ def _loaded(path: Path) -> tuple[DictConfig, dict[str, Any]]:
         load_yaml(path.read_text())  # refuses tags, which OmegaConf's own loader takes
         cfg = OmegaConf.load(path)
     except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise RefusedError(f"{path} cannot be read: {first_line(error)}.") from None
+        raise RefusedError(f"cannot be read: {first_line(error)}", place=path) from None
     stored: Any = OmegaConf.to_container(cfg, resolve=False)
     if not isinstance(cfg, DictConfig) or not isinstance(stored.get("run"), dict):
-        raise RefusedError(f"{path} is not the configuration of a run.")
+        raise RefusedError("is not the configuration of a run", place=path)
     for name, section in stored.items():
         if name in Experiment.__dataclass_fields__ and not isinstance(section, dict | None):
-            raise RefusedError(f"{path}: {name} is not a section with keys.")
+            raise RefusedError(f"The key {name} is not a section with keys", place=path)
     if place := next((place for place, value in leaves(stored) if isinstance(value, bytes)), None):
-        raise RefusedError(f"{path}: {'.'.join(map(str, place))} is binary: write a text.")
+        raise RefusedError(
+            f"The value of {'.'.join(map(str, place))} is binary", suggestion="Write a text.", place=path
+        )
     return cfg, stored
 
 
@@ -160,17 +162,26 @@ def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
     folders = [conf_folder(), *([added] if added is not None else []), *plugin_folders()]
     available = options(group, folders)
     if name not in available:
-        raise RefusedError(f"{group}={name} is not a known option.{did_you_mean(name, available, f'{group}=')}")
+        suggestion = did_you_mean(name, available, f"{group}=")
+        raise RefusedError("is not a known option", key=group, value=name, suggestion=suggestion)
     option = OmegaConf.load(
         next(folder / group / f"{name}.yaml" for folder in folders if (folder / group / f"{name}.yaml").is_file())
     )
     assert isinstance(option, DictConfig)
     if group == "recipe":
         raise RefusedError(
-            f"recipe={name}: a run keeps its recipe. Leave it out, or start a new run with another run.dir."
+            "A run keeps its recipe",
+            key="recipe",
+            value=name,
+            suggestion="Leave it out, or start a new run with another run.dir.",
         )
     if "defaults" in option:
-        raise RefusedError(f"{group}={name} is made of several files: type the whole command again, with run.dir=... .")
+        raise RefusedError(
+            "is made of several files",
+            key=group,
+            value=name,
+            suggestion="Type the whole command again, with run.dir=... .",
+        )
     return option
 
 
@@ -207,15 +218,19 @@ def _is_field(override: str) -> bool:
 def _override(cfg: DictConfig, override: str, adds: bool = False) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise RefusedError(f"{override} is not an override: write key=value, for example trainer.gpus=2.")
+        raise RefusedError(
+            "is not an override", suggestion="Write key=value, for example trainer.gpus=2.", place=override
+        )
     try:
         value = yaml.load(_IN_LIST.sub(r'"\1"', text), Loader=get_yaml_loader())
         if isinstance(OmegaConf.select(cfg, key), DictConfig):
             raise RefusedError(
-                f"{override}: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2."
+                "replaces a section, and a run keeps its sections",
+                suggestion="Change single keys, such as trainer.gpus=2.",
+                place=override,
             )
         OmegaConf.update(cfg, key, value, force_add=adds)
     except yaml.YAMLError:
-        raise RefusedError(f"{override} is not an override: its value is no YAML.") from None
+        raise RefusedError("is not an override: its value is not YAML", place=override) from None
     except (ConfigKeyError, ConfigAttributeError) as error:
         raise unknown_key_of(key, error) from None

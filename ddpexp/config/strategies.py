@@ -32,11 +32,16 @@ def options_of(kind: str) -> type[Options] | None:
         return None
     options = _imported(kind, path)
     if not (isinstance(options, type) and issubclass(options, Options) and dataclasses.is_dataclass(options)):
-        raise RefusedError(f"strategy={kind}: {path} is not a dataclass derived from ddpexp.strategy.options.Options.")
+        raise RefusedError(
+            "is not a dataclass derived from ddpexp.strategy.options.Options", key="strategy", value=kind, place=path
+        )
     if not options.builder:
         raise RefusedError(
-            f"strategy={kind}: {path} names no function that builds the strategy: set its class attribute builder, for "
-            'example builder = "package.strategy:build".'
+            "names no function that builds the strategy",
+            key="strategy",
+            value=kind,
+            suggestion='Set its class attribute builder, for example builder = "package.strategy:build".',
+            place=path,
         )
     return options
 
@@ -76,5 +81,9 @@ def _imported(kind: str, path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except Exception as error:
         raise RefusedError(
-            f"strategy={kind}: {path} cannot be imported: {type(error).__name__}: {error}. Is its package complete?"
+            f"cannot be imported: {type(error).__name__}: {error}",
+            key="strategy",
+            value=kind,
+            suggestion="Is its package complete?",
+            place=path,
         ) from error

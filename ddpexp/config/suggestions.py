@@ -22,7 +22,7 @@ _OVERRIDE = re.compile(
     r"(?<![\w./$+~-])[+~]{0,2}(?P<key>[a-z_]\w*(?:\.\w+)*)=(?P<value>\[[^\]]*\]|\{[^}]*\}|'[^']*'|\"[^\"]*\"|[^\s,;)`]*)"
 )
 _COMMAND = re.compile(r"python -m ddpexp ([a-z]+)\b(?![=./])|`ddpexp ([a-z]+)\b(?![=./])")
-_PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*|.*\.\.\.|.*[{<$].*")  # stands for a value of the user's
+_PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*|.*\.\.\.|.*[{<$].*|\w+\(.*")  # stands for a value of the user's, or a sweep
 _OPEN = ("data", "launcher", "strategy")  # sections whose keys depend on the chosen option
 
 
@@ -62,11 +62,14 @@ def _typed_refusals(key: str, value: str) -> Iterator[str]:
             convert(yaml.safe_load(value), hint, key)
         except (RefusedError, yaml.YAMLError) as error:
             yield str(error)
+        except yaml.YAMLError:
+            yield f"{key}={value} is not an override"
 
 
 def _shipped_refusals(section: str, rest: str, value: str) -> Iterator[str]:
-    if not rest and section in groups([conf_folder()]) and value and not _is_placeholder(value):
-        if not set(value.strip("[]").split(",")) <= set(options(section, [conf_folder()])):
+    if not rest:
+        known = section in groups([conf_folder()]) and value and not _is_placeholder(value)
+        if known and not set(value.strip("[]").split(",")) <= set(options(section, [conf_folder()])):
             yield f"{section} has no option {value}"
     elif rest and section in _OPEN and rest.rpartition(".")[2] not in _shipped_keys(section):
         yield f"no {section} has the key {rest}"

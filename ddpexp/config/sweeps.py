@@ -77,7 +77,7 @@ def compose_sweep(arguments: Arguments) -> Swept:
     composed = compose_sweep_tree(typed, added)
     for key in composed.swept:
         if re.match(r"\+*(sweep\.|hydra)", key):
-            raise RefusedError(f"{key} is a setting of the sweep itself: give it one value.")
+            raise RefusedError("is a setting of the sweep itself", key=key, suggestion="Give it one value.")
     tree = composed.tree
     keys = ("hydra.sweeper", "sweep", "hydra.sweep.dir", "trainer.eval_every")
     sweeper, settings, directory, eval_every = resolved_at(tree, *keys)
@@ -85,7 +85,9 @@ def compose_sweep(arguments: Arguments) -> Swept:
     objective = settings.get("objective")
     needs_evaluations = re.match(r"(eval|validation)/", str(objective)) is not None
     if needs_evaluations and eval_every == 0 and "trainer.eval_every" not in composed.swept:
-        raise RefusedError(f"sweep.objective={objective} needs evaluations, and trainer.eval_every=0 makes none.")
+        raise RefusedError(
+            "needs evaluations, and trainer.eval_every=0 makes none", key="sweep.objective", value=objective
+        )
     return Swept(
         composed=composed,
         settings=settings,
@@ -123,8 +125,9 @@ class JobComposer:
         """
         if not is_utf8(str(run)):
             raise RefusedError(
-                f"the path {run.parent} of the sweep is not UTF-8, as the configurations of its jobs, which record it, "
-                "are: rename its folder, or type another hydra.sweep.dir=... ."
+                "is not UTF-8, as the configurations of the sweep's jobs, which record it, are",
+                suggestion="Rename the folder, or type another hydra.sweep.dir=... .",
+                place=f"the path {run.parent}",
             )
         nodes = typed_targets(overrides)
         values = [override for override in overrides if self._is_value(override) and not is_in(override, nodes)]

@@ -198,17 +198,17 @@ def one_sentence() -> Iterator[None]:
     except HydraException as error:
         if os.environ.get(sentences.FULL_ERROR):
             raise
-        raise RefusedError(_sentence(error)) from None
+        raise _refusal(error) from None
 
 
-def _sentence(error: HydraException) -> str:
+def _refusal(error: HydraException) -> RefusedError:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return sentences.unknown_option(error.missing_cfg_file, error.options, str(error))
     if isinstance(error, OverrideParseException):
         return unread(str(error.override), _is_read)
     if isinstance(error, ConfigCompositionException):
         return sentences.composition(str(error), error.__cause__)
-    return sentences.first_line(error)
+    return RefusedError(sentences.first_line(error))
 
 
 def _is_read(override: str) -> bool:
@@ -221,7 +221,7 @@ def _is_read(override: str) -> bool:
 
 def _sweep_in_file() -> SweepInFileError:
     return SweepInFileError(
-        "A config file sets hydra.mode=MULTIRUN, which makes this a sweep: add hydra.mode=RUN for one run."
+        "A config file sets hydra.mode=MULTIRUN, which makes this a sweep", suggestion="Add hydra.mode=RUN for one run."
     )
 
 
@@ -297,9 +297,13 @@ def _search(folders: Sequence[Path]) -> list[str]:
     """Return the override that adds folders to Hydra's search path."""
     for folder in folders:
         if not is_utf8(str(folder)):
-            raise RefusedError(f"the path {folder} of an installed package is not UTF-8, and Hydra reads no other.")
+            raise RefusedError("is not UTF-8, and Hydra reads no other path", place=f"the package folder {folder}")
         if "${" in str(folder):
-            raise RefusedError(f"the path {folder} has ${{, which stands for a reference in configurations: rename it.")
+            raise RefusedError(
+                "has ${, which stands for a reference in configurations",
+                suggestion="Rename it.",
+                place=f"the path {folder}",
+            )
     return [f"hydra.searchpath=[{','.join(_literal(f'file://{folder}') for folder in folders)}]"] if folders else []
 
 
@@ -331,7 +335,9 @@ def _nothing_to_delete(files: _Files, key: str, overrides: Sequence[str]) -> Ref
     parent, _, name = key.rpartition(".")
     section = OmegaConf.select(cfg, parent) if parent else cfg
     if isinstance(section, DictConfig) and name in section:
-        return RefusedError(f"~{key}: its value is null, and there is nothing to remove: leave ~{key} out.")
+        return RefusedError(
+            "Its value is null, and there is nothing to remove", suggestion=f"Leave ~{key} out.", place=f"~{key}"
+        )
     names = [str(child) for child in section if child != "hydra"] if isinstance(section, DictConfig) else []
     return unknown_key(name, names, parent)
 

@@ -57,13 +57,17 @@ def read() -> list[Trusted]:
         return []
     if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
         raise RefusedError(
-            f"{path} decides whose code runs, and others can write it: make it yours alone (chmod 600), or remove it."
+            "decides whose code runs, and others can write it",
+            suggestion="Make it yours alone (chmod 600), or remove it.",
+            place=path,
         )
     try:
         entries: list[dict[str, Any]] = files.read_json(path)["trusted"]
         return [Trusted(**{key: str(entry[key]) for key in Trusted.__dataclass_fields__}) for entry in entries]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RefusedError(f"{path} cannot be read ({type(error).__name__}: {error}): remove it.") from None
+        raise RefusedError(
+            f"cannot be read ({type(error).__name__}: {error})", suggestion="Remove it.", place=path
+        ) from None
 
 
 def settings() -> list[str]:
@@ -79,7 +83,7 @@ def write(entries: Iterable[Trusted]) -> None:
         text = json.dumps({"trusted": [asdict(entry) for entry in entries]}, indent=2)
         files.write_data(path, text.encode(), 0o600)  # as it is: its paths are compared, and it is the user's alone
     except OSError as error:
-        raise RefusedError(f"{path} cannot be written: {error.strerror}.") from None
+        raise RefusedError(f"cannot be written: {error.strerror}", place=path) from None
 
 
 def find(name: str) -> Trusted:
@@ -88,30 +92,36 @@ def find(name: str) -> Trusted:
     Raises:
         RefusedError: it is not of an installed package, or its package is too wide to be trusted as a whole.
     """
-    root = name.partition(".")[0]
+    root, typed = name.partition(".")[0], f"trust {name}"
     if not all(part.isidentifier() for part in name.split(".")):
-        raise RefusedError(f"trust {name}: use the name of a package, or of a class in it, such as package.Class.")
-    if root in sys.stdlib_module_names:
-        raise RefusedError(f"trust {name}: Python's own modules can run any program, so they are never trusted.")
-    if name in _TOO_WIDE or root == "ddpexp":
         raise RefusedError(
-            f"trust {name}: functions of it can load files that run code. Name the class that you need, in full."
-            if root != "ddpexp"
-            else f"trust {name}: ddpexp's own parts need no trust."
+            suggestion="Use the name of a package, or of a class in it, such as package.Class.", place=typed
+        )
+    if root in sys.stdlib_module_names:
+        raise RefusedError("Python's own modules can run any program, so they are never trusted", place=typed)
+    if root == "ddpexp":
+        raise RefusedError("Classes and functions of ddpexp need no trust", place=typed)
+    if name in _TOO_WIDE:
+        raise RefusedError(
+            "Functions of it can load files that run code",
+            suggestion="Name the class that you need, in full.",
+            place=typed,
         )
     distributions = metadata.packages_distributions().get(root, [])
     place = place_of(root)
     if not distributions or place is None:
         hint = _imports_of(name)
         raise RefusedError(
-            f"trust {name}: there is no installed package with a module {root}.{hint} Code of your own is trusted by "
-            "--config-dir DIR, or for a command by run.trust=[...]."
+            f"There is no installed package with a module {root}",
+            suggestion=f"{hint} Code of your own is trusted by --config-dir DIR, or for a command by run.trust=[...].",
+            place=typed,
         )
     distribution = metadata.distribution(distributions[0])
     if not _is_installed_at(distribution, root, place):
         raise RefusedError(
-            f"trust {name}: {root} is found at {place}, which is not where the package {distributions[0]} is "
-            "installed. Run the command in another folder, or rename that module."
+            f"The module is found at {place}, which is not where the package {distributions[0]} is installed",
+            suggestion="Run the command in another folder, or rename that module.",
+            place=typed,
         )
     return Trusted(name, distributions[0], distribution.version, place)
 

@@ -61,7 +61,7 @@ def _check_file(path: Path, group: str) -> list[tuple[str, str]]:
     if not isinstance(values, dict):
         return []
     if is_global and "default" in values:
-        raise RefusedError(f"{path}: default is not a known key. Did you mean defaults?")
+        raise RefusedError("has the unknown key default", suggestion="Did you mean defaults?", place=path)
     chosen = [*_check_defaults(path, values.get("defaults"))]
     sections = {key: value for key, value in values.items() if key != "defaults"}
     for key, value in sections.items() if is_global else ():
@@ -73,19 +73,23 @@ def _check_file(path: Path, group: str) -> list[tuple[str, str]]:
 def _check_header(path: Path, text: str, is_recipe: bool) -> bool:
     """Check the line `# @package` and return whether the file's keys count for the whole run."""
     if text.startswith("\ufeff"):
-        raise RefusedError(f"{path} begins with a byte order mark, which Hydra does not read: save it as plain UTF-8.")
+        raise RefusedError(
+            "begins with a byte order mark, which Hydra does not read", suggestion="Save it as plain UTF-8.", place=path
+        )
     header = _HEADER.match(text)
     if header is None:
         if is_recipe:
             raise RefusedError(
-                f"{path} does not begin with the line # @package _global_, by which its keys count for the whole run."
+                "does not begin with the line # @package _global_, by which its keys count for the whole run",
+                place=path,
             )
         return False
     package = header[1]
     if package != "_global_" and (is_recipe or nearest(package.strip("_"), ["global"]) is not None):
         raise RefusedError(
-            f"{path} begins with # @package {package}: write # @package _global_, by which its keys count for the "
-            "whole run."
+            f"begins with # @package {package}",
+            suggestion="Write # @package _global_, by which its keys count for the whole run.",
+            place=path,
         )
     return package == "_global_"
 
@@ -112,7 +116,8 @@ def _check_spaces(path: Path, values: Any) -> None:
 
 
 def _no_space(where: str, text: str) -> RefusedError:
-    return RefusedError(f"{where}: {text} needs a space after the colon: write {re.sub(':', ': ', text, count=1)}.")
+    suggestion = f"Write {re.sub(':', ': ', text, count=1)}."
+    return RefusedError(f"The line {text} needs a space after the colon", suggestion=suggestion, place=where)
 
 
 def _check_defaults(path: Path, defaults: Any) -> Iterator[tuple[str, str]]:
@@ -120,11 +125,17 @@ def _check_defaults(path: Path, defaults: Any) -> Iterator[tuple[str, str]]:
     if defaults is None:
         return
     if not isinstance(defaults, list):
-        raise RefusedError(f"{path}: defaults is a list: write each entry after a dash, as in - override /model: net.")
+        raise RefusedError(
+            "has no list under defaults",
+            suggestion="Write each entry after a dash, as in - override /model: net.",
+            place=path,
+        )
     for entry in defaults:
         if isinstance(entry, str) and (match := _ENTRY.fullmatch(entry)) is not None:
             missing = "a space after the colon" if match[2] == ":" else "a colon in place of ="
-            raise RefusedError(f"{path}: - {entry} needs {missing}: - {match[1]}: {match[3]}.")
+            raise RefusedError(
+                f"The entry - {entry} needs {missing}", suggestion=f"Write - {match[1]}: {match[3]}.", place=path
+            )
         for key, option in entry.items() if isinstance(entry, dict) else ():
             yield from _check_entry(path, str(key), option)
 
@@ -136,12 +147,16 @@ def _check_entry(path: Path, key: str, option: Any) -> Iterator[tuple[str, str]]
     group, ours = typed[3], our_options()
     if group in ours and isinstance(option, list) and group not in LISTED:
         raise RefusedError(
-            f"{path}: - {key}: [{', '.join(map(str, option))}] chooses several options, and a run has one: write one "
-            f"of them, and -m {group}={','.join(map(str, option))} on the command line for a run with each."
+            f"The entry - {key}: [{', '.join(map(str, option))}] chooses several options, and a run has one",
+            suggestion=f"Write one of them, and -m {group}={','.join(map(str, option))} on the command line "
+            "for a run with each.",
+            place=path,
         )
     near = nearest(group, ours, 0.8)
     if near is not None and near != group and not (path.parent.parent / group).is_dir():
-        raise RefusedError(f"{path}: there is no group {group}. Did you mean - {typed[1] or ''}/{near}: {option}?")
+        raise RefusedError(
+            f"There is no group {group}", suggestion=f"Did you mean - {typed[1] or ''}/{near}: {option}?", place=path
+        )
     for name in option if isinstance(option, list) else [option]:
         if isinstance(name, str) and (typed[2] or typed[1]):
             yield group, name
@@ -153,7 +168,9 @@ def _check_section(path: Path, key: str, value: Any) -> None:
         return
     if value is None:
         raise RefusedError(
-            f"{path} sets {key} to nothing: write its keys below it, indented, or leave the line {key}: out."
+            f"sets {key} to nothing",
+            suggestion=f"Write its keys below it, indented, or leave the line {key}: out.",
+            place=path,
         )
     if not isinstance(value, str):
         return
@@ -161,8 +178,9 @@ def _check_section(path: Path, key: str, value: Any) -> None:
         raise _no_space(str(path), value)
     if key in our_options() and re.fullmatch(r"[\w-]+", value):
         raise RefusedError(
-            f"{path}: {key}: {value} stands in the place of the section {key}. An option is chosen under defaults, as "
-            f"- override /{key}: {value}."
+            f"has {key}: {value} in place of the section {key}",
+            suggestion=f"Choose an option under defaults, as - override /{key}: {value}.",
+            place=path,
         )
 
 
@@ -174,4 +192,6 @@ def _check_folder_name(added: Path, group: str, option: str) -> None:
     for path in sorted(added.glob(f"*/{option.removesuffix('.yaml')}.yaml")):
         folder = path.parent
         if group in ours and folder.name not in ours and nearest(folder.name, ours, 0.8) == group:
-            raise RefusedError(f"{folder} is not the folder of {group}={option}: rename it to {added / group}.")
+            raise RefusedError(
+                f"is not the folder of {group}={option}", suggestion=f"Rename it to {added / group}.", place=folder
+            )

@@ -31,12 +31,17 @@ def check_layout(experiment: Experiment, layout: Layout) -> None:
     batch = training_plan(experiment, data_size)
     if trainer.reduction == "exact" and layout.device == "cuda" and not trainer.deterministic:
         raise RefusedError(
-            "trainer.reduction=exact on GPUs needs trainer.deterministic=true: else a GPU's own sums differ each time."
+            "on GPUs needs deterministic kernels: else a GPU's own sums differ each time",
+            key="trainer.reduction",
+            value="exact",
+            suggestion="Use trainer.deterministic=true.",
         )
     if trainer.compile == "reduce-overhead" and layout.device == "cpu":
         raise RefusedError(
-            "trainer.compile=reduce-overhead records CUDA graphs, and the workers have no GPU. Use "
-            "trainer.compile=true."
+            "records CUDA graphs, and the workers have no GPU",
+            key="trainer.compile",
+            value="reduce-overhead",
+            suggestion="Use trainer.compile=true.",
         )
     experiment.strategy.check_layout(experiment, layout, batch.gradient_accumulation_steps)
 
@@ -81,12 +86,19 @@ def check(experiment: Experiment) -> None:
 def _check_trainer(trainer: Trainer) -> None:
     """Check keys of the trainer against each other."""
     if trainer.epochs is None and trainer.max_steps is None:
-        raise RefusedError("trainer.epochs=null trainer.max_steps=null: the run would never end. Give one of them.")
+        raise RefusedError(
+            "and trainer.max_steps=null make a run that never ends",
+            key="trainer.epochs",
+            value=None,
+            suggestion="Set one of them.",
+        )
     samples, size = trainer.limit_train_samples, trainer.global_batch_size
     if samples is not None and samples < size:
         raise RefusedError(
-            f"trainer.limit_train_samples={samples} is fewer than trainer.global_batch_size={size}, the samples of a "
-            f"step. Use trainer.limit_train_samples={size}, or trainer.global_batch_size={samples}."
+            f"is fewer than trainer.global_batch_size={size}, the samples of a step",
+            key="trainer.limit_train_samples",
+            value=samples,
+            suggestion=f"Use trainer.limit_train_samples={size}, or trainer.global_batch_size={samples}.",
         )
     _check_keep_best(trainer)
     _check_average(trainer)
@@ -94,24 +106,32 @@ def _check_trainer(trainer: Trainer) -> None:
     check_speed(trainer)
     if trainer.lora is not None and trainer.freeze:
         raise RefusedError(
-            "trainer.freeze is incompatible with trainer.lora, which freezes everything but its adapters and what "
-            "trainer.lora.train names. Leave out trainer.freeze."
+            "is incompatible with trainer.lora, which freezes everything but its adapters and what "
+            "trainer.lora.train names",
+            key="trainer.freeze",
+            suggestion="Leave out trainer.freeze.",
         )
     if trainer.lora is not None and not trainer.lora.patterns:
-        raise RefusedError("trainer.lora.match=[] names no layers: give it patterns such as blocks.*.")
+        raise RefusedError(
+            "names no layers", key="trainer.lora.match", value=[], suggestion="Give it patterns such as blocks.*."
+        )
 
 
 def _check_average(trainer: Trainer) -> None:
     """Check the keys of averaged weights against each other."""
     if trainer.swa_start is not None and trainer.ema_decay is not None:
         raise RefusedError(
-            f"trainer.swa_start={trainer.swa_start} trainer.ema_decay={trainer.ema_decay}: a run has one average of "
-            "its weights. Set one of them to null."
+            f"is incompatible with trainer.ema_decay={trainer.ema_decay}: a run has one average of its weights",
+            key="trainer.swa_start",
+            value=trainer.swa_start,
+            suggestion="Set one of them to null.",
         )
     if trainer.swa_every != "epoch" and trainer.swa_start is None:
         raise RefusedError(
-            f"trainer.swa_every={trainer.swa_every} is for the mean of the weights (SWA), and there is none: set "
-            "trainer.swa_start, too."
+            "is for the mean of the weights (SWA), and there is none",
+            key="trainer.swa_every",
+            value=trainer.swa_every,
+            suggestion="Set trainer.swa_start, too.",
         )
 
 
@@ -119,8 +139,10 @@ def _check_keep_best(trainer: Trainer) -> None:
     if trainer.keep_best is None:
         if trainer.keep_best_k > 1:
             raise RefusedError(
-                f"trainer.keep_best_k={trainer.keep_best_k} needs a metric: type it as well, for example "
-                "trainer.keep_best=max:eval/accuracy."
+                "needs a metric",
+                key="trainer.keep_best_k",
+                value=trainer.keep_best_k,
+                suggestion="Type it as well, for example trainer.keep_best=max:eval/accuracy.",
             )
         return
     check_not_test("trainer.keep_best", trainer.keep_best, trainer.keep_best.partition(":")[2])
@@ -129,10 +151,12 @@ def _check_keep_best(trainer: Trainer) -> None:
 
 def _check_run(run: Run) -> None:
     if run.dir == "":
-        raise RefusedError("run.dir= is empty: give it a folder, or null for one under outputs.")
+        raise RefusedError(
+            "is empty", key="run.dir", value="", suggestion="Give it a folder, or null for one under outputs."
+        )
     if re.search(r"[\x00-\x1f\x7f]", run.dir or ""):
         raise RefusedError(
-            f"run.dir has a line break or another control character, which no line can show: {run.dir!r}."
+            f"has a line break or another control character, which no line can show: {run.dir!r}", key="run.dir"
         )
     _check_init(run)
 
@@ -147,7 +171,10 @@ def _check_init(run: Run) -> None:
         if value != default and value:
             text = f"[{','.join(value)}]" if isinstance(value, tuple) else "..." if name == "init_rename" else value
             raise RefusedError(
-                f"run.{name}={text} is for the weights of run.init_from, and there are none: type it, too."
+                "is for the weights of run.init_from, and there are none",
+                key=f"run.{name}",
+                value=text,
+                suggestion="Type it, too.",
             )
 
 
@@ -172,6 +199,7 @@ def check_alert_url(url: object) -> None:
     """
     if url is not None and not (isinstance(url, str) and re.fullmatch(r"https?://[^\s/]+\S*", url)):
         raise RefusedError(
-            f"logger.{ALERT_URL} is not an address that begins with https:// or http://. Name the variable that holds "
-            f"it: logger.{ALERT_URL}='${{oc.env:SLACK_WEBHOOK}}'."
+            "is not an address that begins with https:// or http://",
+            key=f"logger.{ALERT_URL}",
+            suggestion=f"Name the variable that holds it: logger.{ALERT_URL}='${{oc.env:SLACK_WEBHOOK}}'.",
         )

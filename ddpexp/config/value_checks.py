@@ -65,8 +65,10 @@ def _check_chosen_is_used(added: Path, choices: Mapping[str, str], values: Mappi
         several = values.get(group) if group not in choices else None  # the loggers of a list, by their names
         if choices.get(group) == option or (isinstance(several, Mapping) and option in several):
             raise RefusedError(
-                f"{group}={option} is chosen, and two files have that name: {path}, which is hidden, and ddpexp's own "
-                f"{ours}. Give yours another name, such as {group}/my_{option}.yaml for {group}=my_{option}."
+                f"is chosen, and two files have that name: {path}, which is hidden, and ddpexp's own {ours}",
+                key=group,
+                value=option,
+                suggestion=f"Give yours another name, such as {group}/my_{option}.yaml for {group}=my_{option}.",
             )
 
 
@@ -81,18 +83,24 @@ def _hidden(added: Path) -> Iterator[tuple[Path, Path]]:
 def _check_trust_is_typed(values: Mapping[str, Any], typed: Sequence[str]) -> None:
     run = values.get("run")
     if not isinstance(run, Mapping):
-        raise RefusedError(f"run={run} is not a section: set its keys, such as run.dir=... .")
+        raise RefusedError("is not a section", key="run", value=run, suggestion="Set its keys, such as run.dir=... .")
     if run.get("trust") and not any(override.lstrip("+").startswith("run.trust=") for override in typed):
-        raise RefusedError(f"run.trust={run['trust']} is set in a file, and counts only on the command line.")
+        raise RefusedError("is set in a file, and counts only on the command line", key="run.trust", value=run["trust"])
     if run.get("allow_changes") and not any(
         override.lstrip("+").startswith("run.allow_changes=") for override in typed
     ):
         raise RefusedError(
-            f"run.allow_changes={run['allow_changes']} is set in a file: it is for one start, so it counts only on the "
-            "command line."
+            "is set in a file: it is for one start, so it counts only on the command line",
+            key="run.allow_changes",
+            value=run["allow_changes"],
         )
     if run.get("code"):
-        raise RefusedError(f"run.code={run['code']} cannot be set: type --config-dir DIR to use the code beside DIR.")
+        raise RefusedError(
+            "cannot be set",
+            key="run.code",
+            value=run["code"],
+            suggestion="Type --config-dir DIR to use the code beside DIR.",
+        )
 
 
 def _check_types(values: Mapping[str, Any], tree: Tree) -> None:
@@ -132,8 +140,8 @@ def _compare(default: Any, value: Any, key: str) -> None:
         return
     if isinstance(default, list):
         if not isinstance(value, list | tuple):
-            one = "" if isinstance(value, Mapping) else f": type {key}=[{shown(value)}] for a list of one"
-            raise RefusedError(f"{key}={shown(value)} is not a list (its default is {default}){one}.")
+            suggestion = "" if isinstance(value, Mapping) else f"Type {key}=[{shown(value)}] for a list of one."
+            raise RefusedError(f"is not a list (its default is {default})", key=key, value=value, suggestion=suggestion)
         if len({type(item) for item in default}) == 1:
             for index, item in enumerate(value):
                 _compare(default[0], item, f"{key}[{index}]")
@@ -145,4 +153,4 @@ def _compare(default: Any, value: Any, key: str) -> None:
     else:
         kind = "a whole number" if isinstance(default, int) and isinstance(value, float) else None
     if kind:
-        raise RefusedError(f"{key}={shown(value)} is not {kind} (its default is {shown(default)}).")
+        raise RefusedError(f"is not {kind} (its default is {shown(default)})", key=key, value=value)

@@ -96,7 +96,7 @@ def average_of(
     """
     switching = {name: one for name, one in optimizers.items() if isinstance(inner_of(one), HasModes)}
     if average is None and not switching and trainer.average_batch_norm is not None:
-        raise RefusedError(no_average(trainer))
+        raise no_average(trainer)
     if not switching:
         return average
     if average is not None:

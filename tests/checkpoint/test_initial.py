@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refusal(tmp_path: Path) -> None:
         ("run.init_rename={a:1}", r"run\.init_rename=.* is not keys, each with a text or null\."),
         ("run.init_checkpoint=newest", r"run\.init_checkpoint=newest is not one of best, last or a whole number\."),
         ("trainer.lora=8", r"trainer\.lora=8 is not a section with the keys match, rank, alpha,"),
-        ("trainer.lora.match=[a]", r"trainer\.lora is null and has no keys: set it as a whole, as in "),
+        ("trainer.lora.match=[a]", r"trainer\.lora is null and has no keys\. Set it as a whole, as in "),
         ("trainer.lora={match:[],rank:8}", r"trainer\.lora\.match=\[\] names no layers"),
         ("trainer.lora={match:[a],rank:0}", r"trainer\.lora\.rank=0: use "),
         ("trainer.lora={match:[a],dropout:1}", r"trainer\.lora\.dropout=1.0: use "),

@@ -79,7 +79,7 @@ def test_a_whole_number_may_stand_for_a_float_but_not_the_other_way_round() -> N
         ("flag", 1, "part.flag=1 is not true or false. Did you mean part.flag=true?"),
         ("flag", "yes", "part.flag=yes is not true or false. Did you mean part.flag=true?"),
         ("flag", "maybe", "part.flag=maybe is not true or false."),
-        ("count", "3", "part.count='3' is a text, and the key takes a whole number: leave out the quotes."),
+        ("count", "3", "part.count='3' is a text, and the key takes a whole number. Leave out the quotes."),
         ("word", 5, "part.word=5 is not a text."),
         ("choice", "gpu", "part.choice=gpu is not one of auto, cpu, cuda. Did you mean part.choice=cpu?"),
         ("choice", "CPU", "part.choice=CPU is not one of auto, cpu, cuda. Did you mean part.choice=cpu?"),
@@ -123,7 +123,7 @@ def test_a_key_of_another_section_is_suggested_with_its_section() -> None:
 
 
 def test_a_missing_key_is_named() -> None:
-    with pytest.raises(RefusedError, match=r"^part.count is missing: give it a value"):
+    with pytest.raises(RefusedError, match=r"^part.count is missing. Give it a value"):
         build(Section, {key: value for key, value in GOOD.items() if key != "count"}, "part")
 
 

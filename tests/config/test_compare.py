@@ -152,8 +152,8 @@ def test_the_rest_changes_only_by_an_override(stored: dict[str, Any], key: str, 
     section, _, last = key.rpartition(".")
     old = {None: "null"}.get(stored[section][last], stored[section][last])
     assert refused(stored, new, "trainer.gpus=2", f"{key}_other=1") == (
-        f"run.dir=x was started with {key}={old}, and this is {key}={value}, which is not typed: "
-        f"type {key}={value} to change it, or {key}={old} to keep it."
+        f"run.dir=x was started with {key}={old}, and this is {key}={value}, which is not typed. "
+        f"Type {key}={value} to change it, or {key}={old} to keep it."
     )
 
 
@@ -173,9 +173,9 @@ def test_a_recipe_whose_file_has_changed_does_not_count_as_given(stored: dict[st
 def test_an_override_that_is_left_out_is_named_with_both_ways(stored: dict[str, Any]) -> None:
     said = refused(tree("+model.dropout=0.5"), stored)
     assert said.startswith(
-        "run.dir=x was started with model.dropout=0.5, and this is no model.dropout, which is not typed: "
+        "run.dir=x was started with model.dropout=0.5, and this is no model.dropout, which is not typed. "
     )
-    assert said.endswith("type ~model.dropout to change it, or +model.dropout=0.5 to keep it.")
+    assert said.endswith("Type ~model.dropout to change it, or +model.dropout=0.5 to keep it.")
     assert changes(tree("+model.dropout=0.5"), stored, "~model.dropout") == {"model.dropout": "typed"}
 
 
@@ -195,7 +195,7 @@ def test_a_new_key_of_the_users_own_code_must_be_given(stored: dict[str, Any]) -
     for key, kind in {"model.dropout": "untyped", "data.crop": "fixed"}.items():
         assert changes(old, changed(old, key, 0.5)) == {key: kind}
     assert "was started with no data.crop, and this is data.crop=0.5" in refused(old, changed(old, "data.crop", 0.5))
-    assert "type +model.dropout=0.5 to change it, or ~model.dropout to keep it" in refused(
+    assert "Type +model.dropout=0.5 to change it, or ~model.dropout to keep it" in refused(
         old, changed(old, "model.dropout", 0.5)
     )
 
@@ -276,7 +276,7 @@ def test_other_callbacks_are_refused_with_overrides_that_are_accepted(stored: di
     one = ["callbacks=early_stopping", "callbacks.early_stopping.patience=2"]
     assert refused(tree(*one), stored, before=one) == (
         "run.dir=x was started with callbacks.early_stopping, and this is no callbacks.early_stopping, which is not "
-        "typed: type callbacks=none to change it, or callbacks=early_stopping callbacks.early_stopping.patience=2 to "
+        "typed. Type callbacks=none to change it, or callbacks=early_stopping callbacks.early_stopping.patience=2 to "
         "keep it."
     )
     assert list_changes(compare(tree(*one), stored, ["callbacks=none"], one)) == [
@@ -285,11 +285,11 @@ def test_other_callbacks_are_refused_with_overrides_that_are_accepted(stored: di
     several = tree("callbacks=[early_stopping,lr_monitor]")  # chosen by the recipe's file, which was edited since
     said = refused(several, tree(one[0]))
     names = "callbacks=[early_stopping,lr_monitor]"
-    assert said.endswith(f"type callbacks=early_stopping to change it, or {names} to keep it.")
-    assert refused(stored, several).endswith(f"type {names} to change it, or callbacks=none to keep it.")
+    assert said.endswith(f"Type callbacks=early_stopping to change it, or {names} to keep it.")
+    assert refused(stored, several).endswith(f"Type {names} to change it, or callbacks=none to keep it.")
     mine = changed(stored, "callbacks", {"mine": {"_target_": "mine.Mine"}})
     assert refused(mine, stored, before=["+callbacks.mine._target_=mine.Mine"]).endswith(
-        "type callbacks=none to change it, or +callbacks.mine._target_=mine.Mine to keep it."
+        "Type callbacks=none to change it, or +callbacks.mine._target_=mine.Mine to keep it."
     )
     refuse(compare(tree(*one), stored, ["callbacks=none"], one), "x")
     refuse(compare(tree(*one), tree(*one), one, one), "x")

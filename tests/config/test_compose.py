@@ -119,7 +119,7 @@ def test_a_recipe_that_names_no_model_or_no_data_is_refused(mine: Path) -> None:
         "data=mnist or data=tar_shards or data=text."
     )
     assert refusal(*typed, "model.hidden=3") == (
-        "model.hidden: no model is chosen, by the recipe or by model=... . Available: "
+        "model.hidden: No model is chosen, by the recipe or by model=... Available: "
         f"{', '.join(f'model={name}' for name in options('model'))}."
     )
     made = experiment(*typed, "model=linear", "data._target_=mine.load", "data.samples=64")
@@ -152,7 +152,7 @@ def test_what_a_recipe_sets_of_callbacks_and_loggers_that_are_not_chosen_is_left
     assert yaml.safe_load(none.text)["callbacks"] == {}
     assert list(experiment(*typed, "callbacks=lr_monitor").callbacks) == ["lr_monitor"]
     assert refusal(*typed, "callbacks=none", "callbacks.early_stopping.patience=3") == (
-        "callbacks.early_stopping has keys and is not chosen: choose it as callbacks=early_stopping."
+        "callbacks.early_stopping has keys and is not chosen. Choose it as callbacks=early_stopping."
     )
     write(mine / "recipe/ends.yaml", MINE + keys.replace("early_stopping", "early_stoping"))
     assert refusal(*typed) == (
@@ -413,27 +413,27 @@ MODELS = ", ".join(options("model"))
         ),
         (
             "model=null",
-            f"model=null: every run needs one. Available: {MODELS}.",
+            f"model=null: Every run needs an option of this group. Available: {MODELS}.",
         ),
         ("+trainr.gpus=2", "trainr is not a known section. Did you mean trainer?"),
         ("+zzz=2", "zzz is not a known section. Available: recipe, task, model, data, optimizer,"),
         ("+trainer.gpu=2", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
         ("+strategy.static=true", "strategy.static is not a known key. Did you mean strategy.static_graph?"),
         ("+data.rot=x", "data.rot is not a known key. Did you mean data.root?"),
-        ("~model", f"~model: every run needs one. Available: {MODELS}."),
-        ("trainer.gpus", "trainer.gpus has no value: write trainer.gpus=... ."),
+        ("~model", f"~model: Every run needs an option of this group. Available: {MODELS}."),
+        ("trainer.gpus", "trainer.gpus has no value. Write trainer.gpus=... ."),
         ("trainer.gpus=[", "trainer.gpus=[ has a bracket without its other half."),
-        ("=1", "=1 is not an override: write key=value, for example trainer.gpus=2."),
+        ("=1", "=1 is not an override. Write key=value, for example trainer.gpus=2."),
         (
             "trainer.gpus=1,2",
-            "trainer.gpus=1,2 gives several values: add -m for a run with each.",
+            "trainer.gpus=1,2 gives several values. Add -m for a run with each.",
         ),
         ("optimizer.lr=fast", "optimizer.lr=fast is not a number (its default is "),
         ("optimizer.nesterov=1", "optimizer.nesterov=1 is not true or false (its default is true)."),
         ("optimizer.lr=true", "optimizer.lr=true is not a number (its default is "),
         ("model.hidden=1.5", "model.hidden=1.5 is not a whole number (its default is 128)."),
         ("model.hidden=[1]", "model.hidden=[1] is not a number (its default is 128)."),
-        ("model.width=16", "model.width=16 is not a list (its default is [16, 32]): type model.width=[16] for"),
+        ("model.width=16", "model.width=16 is not a list (its default is [16, 32]). Type model.width=[16] for"),
         ("model.width=[16,wide]", "model.width[1]=wide is not a number (its default is 16)."),
         ("task.label_smoothing=much", "task.label_smoothing=much is not a number (its default is 0.0)."),
         ("data=images data.flip=maybe", "data.flip=maybe is not true or false (its default is false)."),
@@ -444,8 +444,8 @@ MODELS = ", ".join(options("model"))
             "ambiguous option: --conf could match --config-path, --config-name, --config-dir. --help shows what "
             "can be typed.",
         ),
-        ("-m --cfg job", "--cfg job shows one run: leave -m out, and give each key one value."),
-        ("sweep.slots=2", "sweep.slots=2 is for sweeps: add -m, or leave it out."),
+        ("-m --cfg job", "--cfg job shows one run. Leave -m out, and give each key one value."),
+        ("sweep.slots=2", "sweep.slots=2 is for sweeps. Add -m, or leave it out."),
         ("model=1", f"model=1 is not a known option. Available: {MODELS}."),
         ("optimizer=adamw,true", "optimizer=true is not a known option. Available: adadelta,"),
         (
@@ -456,17 +456,17 @@ MODELS = ", ".join(options("model"))
         ("hydra/launcher=joblib", "hydra/launcher=joblib: Hydra's own settings have no effect here."),
         (
             "--config-name=x",
-            "--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME.",
+            "--config-path, --config-name and --experimental-rerun do not apply. Use --config-dir DIR recipe=NAME.",
         ),
         ("--config-dir=/not/there", "--config-dir /not/there is not a directory."),
         ("--config-dir", "argument --config-dir/-cd: expected one argument."),
-        ("--gpus=2", "--gpus=2 is not an option: write key=value, for example trainer.gpus=2."),
-        ("run.code=/", "run.code=/ cannot be set: type --config-dir DIR to use the code beside DIR."),
-        ("run=null", "run=None is not a section: set its keys, such as run.dir=... ."),
-        ("optimizer.lr=${nope}", "optimizer.lr: Interpolation key 'nope' not found"),
+        ("--gpus=2", "--gpus=2 is not an option. Write key=value, for example trainer.gpus=2."),
+        ("run.code=/", "run.code=/ cannot be set. Type --config-dir DIR to use the code beside DIR."),
+        ("run=null", "run=null is not a section. Set its keys, such as run.dir=... ."),
+        ("optimizer.lr=${nope}", "optimizer.lr is invalid: Interpolation key 'nope' not found"),
         (
             "optimizer.lr=${oc.env:DDPEXP_NOT_SET}",
-            "optimizer.lr is read from the environment, and DDPEXP_NOT_SET is not set there: export DDPEXP_NOT_SET=... "
+            "optimizer.lr is read from the environment, and DDPEXP_NOT_SET is not set there. Export DDPEXP_NOT_SET=... "
             "first.",
         ),
         ("task._target_=os.system", "task._target_=os.system is not allowed: a configuration may name"),
@@ -500,16 +500,19 @@ def test_for_a_wrong_argument_one_sentence_suggests_the_right_one(overrides: str
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('a: 1\nb: "2\n', "bad.yaml, line 3: found unexpected end of stream (a quote is not closed)."),
-        ("_target_: mine.Net\na: 1\na: 2\n", "bad.yaml, line 3: found duplicate key a."),
+        (
+            'a: 1\nb: "2\n',
+            "bad.yaml, line 3 is not valid YAML: found unexpected end of stream (a quote is not closed).",
+        ),
+        ("_target_: mine.Net\na: 1\na: 2\n", "bad.yaml, line 3 is not valid YAML: found duplicate key a."),
         (
             '_target_: mine.Net\na: !!python/object/apply:os.system ["x"]\n',
-            "bad.yaml, line 2: could not determine a constructor",
+            "bad.yaml, line 2 is not valid YAML: could not determine a constructor",
         ),
         ("- a\n- b\n", "model=['a', 'b'] is not a section with keys."),
         ("", "model._target_ is missing: it names the class or function to call."),
-        ("_target_: mine.Net\na: ???\n", "model.a is missing: give it a value, for example as model.a=... ."),
-        ("_target_: mine.Net\na: ${model.a}\n", "model.a: Recursive interpolation detected"),
+        ("_target_: mine.Net\na: ???\n", "model.a is missing. Give it a value, for example as model.a=... ."),
+        ("_target_: mine.Net\na: ${model.a}\n", "model.a is invalid: Recursive interpolation detected"),
     ],
 )
 def test_a_broken_config_file_is_refused_with_its_place(mine: Path, text: str, sentence: str) -> None:
@@ -761,15 +764,15 @@ def test_another_target_over_a_run_directorys_file_inherits_nothing(written: Pat
     [
         ("trainer.gpu=1", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
         ("trainr.gpus=1", "trainr.gpus is not a known key. Did you mean trainer.gpus?"),
-        ("trainer.gpus", "trainer.gpus has no value: write trainer.gpus=... ."),
-        ("trainer.gpus=[", "trainer.gpus=[ is not an override: its value is no YAML."),
+        ("trainer.gpus", "trainer.gpus has no value. Write trainer.gpus=... ."),
+        ("trainer.gpus=[", "trainer.gpus=[ is not an override: its value is not YAML."),
         (
             "model=lenet",
-            "model=lenet: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2.",
+            "model=lenet replaces a section, and a run keeps its sections. Change single keys, such as trainer.gpus=2.",
         ),
         (
             "--gpus",
-            "--gpus is not an option: write key=value, for example trainer.gpus=2. Did you mean trainer.gpus=...?",
+            "--gpus is not an option. Write key=value, for example trainer.gpus=2. Did you mean trainer.gpus=...?",
         ),
     ],
 )

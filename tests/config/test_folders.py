@@ -40,43 +40,43 @@ def test_a_folder_with_an_option_of_a_group_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "typed", "sentence"),
+    ("names", "typed", "text"),
     [
         (
             ["own/conf/recipe/mine.yaml", "own/mine.py"],
             "own",
-            "own has no folder of options such as recipe, but own/conf has: type ",
+            "Type --config-dir own/conf.",
         ),
         (
             ["own/conf/config.yaml", "own/conf/model/a.yaml"],
             "own",
-            "own has no folder of options such as recipe, but own/conf has",
+            "Type --config-dir own/conf.",
         ),
         (
             ["own/recipe/mine.yaml"],
             "own/recipe",
-            "own/recipe has no folder of options such as recipe, but own has: type ",
+            "Type --config-dir own.",
         ),
         (
             ["own/"],
             "own",
-            "own adds nothing: it is empty. Options are files such as own/recipe/mine.yaml, which recipe=mine chooses.",
+            "it is empty. Options are files such as own/recipe/NAME.yaml",
         ),
-        (["own/mine.py"], "own", "own adds nothing: it has Python files, but no YAML of a group."),
+        (["own/mine.py"], "own", "has Python files"),
         (
             ["own/mine.yaml"],
             "own",
-            "own adds nothing: mine.yaml lies in no folder of a group, so Hydra does not read it.",
+            "mine.yaml lies in no folder",
         ),
-        (["own/recipe/mine.yml"], "own", "own adds nothing: of own/recipe/mine.yml the name must end in .yaml."),
-        (["own/data/x.csv"], "own", "own adds nothing: no YAML in it belongs to a group."),
+        (["own/recipe/mine.yml"], "own", "must end in .yaml"),
+        (["own/data/x.csv"], "own", "no YAML in it"),
     ],
 )
 def test_one_without_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], typed: str, sentence: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], typed: str, text: str
 ) -> None:
     monkeypatch.chdir(made(tmp_path, *names))
-    assert refusal(typed).startswith(f"--config-dir {sentence}")
+    assert text in refusal(typed)
 
 
 def test_no_folder_at_all_is_refused(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_sweep_params_in_a_file_make_the_sweep_that_the_overrides_make_with_m(tm
     assert sweep([*overrides, "trainer.gpus=1,2", "sweep.slots=2"]).settings["slots"] == 2
     assert sweep([*overrides, "hydra.sweep.dir=mine"]).directory == "mine"
     assert refusal([*recipe(tmp_path, "", "plain"), "hydra.sweep.dir=mine"]) == (
-        "hydra.sweep.dir=mine is for sweeps: add -m, or leave it out."
+        "hydra.sweep.dir=mine is for sweeps. Add -m, or leave it out."
     )
     typed = sweep(["-m", *overrides, "trainer.epochs=1"])
     assert (typed.keys, typed.overrides) == (found.keys, found.overrides)
@@ -153,11 +153,9 @@ def test_a_run_given_on_the_command_line_is_one_run_whatever_the_file_says(tmp_p
     assert made.overrides == (overrides[-1],)
     assert (
         refusal([*overrides, "hydra.mode=RUN", "-m"])
-        == "hydra.mode=RUN is one run, and -m a sweep: leave one of them out."
+        == "hydra.mode=RUN is one run, and -m a sweep. Leave one of them out."
     )
-    with pytest.raises(
-        SweepInFileError, match=r"A config file sets hydra\.mode=MULTIRUN, .*: add hydra\.mode=RUN for one run\."
-    ):
+    with pytest.raises(SweepInFileError, match=r"Add hydra\.mode=RUN for one run\."):
         compose(overrides)  # `ddpexp plan`, for one
 
 
@@ -253,7 +251,7 @@ def test_beside_a_secret_the_resolved_value_is_recorded_and_the_secret_stays_a_r
 )
 def test_what_cannot_be_answered_is_refused_with_its_key(tmp_path: Path, path: str, sentence: str) -> None:
     said = refusal(recipe(tmp_path, f"model: {{x: '${{hydra:{path}}}'}}\n"))
-    assert said.startswith("model.x: ")
+    assert said.startswith("model.x is invalid: ")
     assert sentence in said
 
 
@@ -279,5 +277,5 @@ def test_an_override_for_a_run_directory_may_refer_to_the_current_folder(tmp_pat
     written = write(tmp_path / "config.yaml", one(["recipe=mnist"]).text)
     values, _ = override_file(written, ["data.root=${hydra:runtime.cwd}/d"])
     assert values["data"]["root"] == f"{os.getcwd()}/d"
-    with pytest.raises(RefusedError, match=r"data\.root: \$\{hydra:runtime\.choices\.model\} has no value here"):
+    with pytest.raises(RefusedError, match=r"data\.root is invalid: \$\{hydra:runtime\.choices\.model\} has no value"):
         override_file(written, ["data.root=${hydra:runtime.choices.model}"])

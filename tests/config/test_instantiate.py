@@ -151,7 +151,7 @@ def test_a_namesake_from_elsewhere_is_not_taken_for_the_users_module(tmp_path: P
     (tmp_path / "os.py").write_text("")
     (tmp_path / "torch").mkdir()
     for target in ("os.system", "torch.load"):
-        with pytest.raises(RefusedError, match=r"not the one in .*: give yours another name\.$"):
+        with pytest.raises(RefusedError, match="Give yours another name"):
             locate(target, Trust(code=tmp_path), "model")
 
 
@@ -230,10 +230,10 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path, mo
     (tmp_path / "hollow").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     trust = Trust(code=tmp_path)
-    with pytest.raises(
-        RefusedError, match=r"^model\._target_=shelf\.Netwrk: shelf has no Netwrk\. Did you mean Network\?$"
-    ):
+    with pytest.raises(RefusedError) as caught:
         locate("shelf.Netwrk", trust, "model")
+    error = caught.value
+    assert (error.key, error.value, error.suggestion) == ("model._target_", "shelf.Netwrk", "Did you mean Network?")
     with pytest.raises(RefusedError):
         locate("hollow.nothing.Net", trust, "model")
     with pytest.raises(ModuleNotFoundError, match="a_library_that_is_missing"):

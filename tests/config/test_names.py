@@ -55,15 +55,12 @@ THERE = (
     "made.Net", "broken.Net",
 )  # fmt: skip
 ABSENT = [
-    ("mine.Nett", "mine.py defines no Nett. Did you mean Net?"),
-    (
-        "mine.method",
-        "mine.py defines no method. Available: Layer, build, Net, Other, Pair, Third, Rest, Typed, Outer.",
-    ),
-    ("mine.Inner", "mine.py defines no Inner."),
-    ("shapes.nets.Nets", "shapes/nets.py defines no Nets. Did you mean Net?"),
-    ("shapes.net.Net", "shapes/__init__.py defines no net. Did you mean Net?"),
-    ("shapes.deep.net.Net", "there is no module shapes.deep.net."),
+    ("mine.Nett", "Did you mean Net?"),
+    ("mine.method", "Available: Layer, build, Net, Other, Pair, Third, Rest, Typed, Outer."),
+    ("mine.Inner", "Available: "),
+    ("shapes.nets.Nets", "Did you mean Net?"),
+    ("shapes.net.Net", "Did you mean Net?"),
+    ("shapes.deep.net.Net", ""),
 ]
 
 
@@ -74,11 +71,12 @@ def test_what_is_there_passes(code: Path, target: str, where: str) -> None:
     check_present({"data": {}, section: {key or "_target_": target, "inner": [{"_target_": target}]}}, Trust(code=code))
 
 
-@pytest.mark.parametrize(("target", "sentence"), ABSENT)
-def test_what_is_not_there_is_refused_with_the_nearest(code: Path, target: str, sentence: str) -> None:
+@pytest.mark.parametrize(("target", "suggestion"), ABSENT)
+def test_what_is_not_there_is_refused_with_the_nearest(code: Path, target: str, suggestion: str) -> None:
     with pytest.raises(RefusedError) as caught:
         check_present({"model": {"inner": [{"_target_": target}]}}, Trust(code=code))
-    assert str(caught.value).replace(f"{code}/", "").startswith(f"model.inner[0]._target_={target}: {sentence}")
+    assert (caught.value.key, caught.value.value) == ("model.inner[0]._target_", target)
+    assert caught.value.suggestion.startswith(suggestion)
     with pytest.raises(RefusedError, match=f"data.prepare={target}: "):
         check_present({"data": {"prepare": target}}, Trust(code=code))
 

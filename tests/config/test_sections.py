@@ -88,7 +88,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
             "trainer.compile=reduce-overhead records CUDA graphs, and the workers have no GPU."
         )),
         ({"trainer__compile_blocks": "Block"}, (
-            "trainer.compile_blocks=Block names what is compiled, and trainer.compile=false compiles nothing: type "
+            "trainer.compile_blocks=Block names what is compiled, and trainer.compile=false compiles nothing. Type "
             "trainer.compile=true"
         )),
         ({"trainer__compile": True, "trainer__compile_blocks": "zoo.Block"}, (
@@ -111,12 +111,12 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__seed": 2**63}, f"trainer.seed={2**63}: use a whole number from 0 to 2**63 - 1."),
         ({"trainer__seed": 1.0}, "trainer.seed=1.0 is not a whole number."),
         ({"trainer__epochs": 0}, "trainer.epochs=0: use a whole number from 1 or null."),
-        ({"trainer__epochs": None}, "trainer.epochs=null trainer.max_steps=null: the run would never end."),
+        ({"trainer__epochs": None}, "trainer.epochs=null and trainer.max_steps=null make a run that never ends."),
         ({"trainer__eval_every": -1}, "trainer.eval_every=-1: use epoch, a number of steps, or 0 for never."),
         ({"trainer__eval_every": "epochs"}, "trainer.eval_every=epochs is not epoch or a whole number. Did you mean"),
         ({"trainer__clip_grad_norm": 0}, "trainer.clip_grad_norm=0.0: use a number above 0 or null."),
         ({"trainer__keep_best_k": 2}, (
-            "trainer.keep_best_k=2 needs a metric: type it as well, for example trainer.keep_best=max:eval/accuracy."
+            "trainer.keep_best_k=2 needs a metric. Type it as well, for example trainer.keep_best=max:eval/accuracy."
         )),
         ({"trainer__limit_train_samples": 64, "trainer__global_batch_size": 128}, (
             "trainer.limit_train_samples=64 is fewer than trainer.global_batch_size=128, the samples of a step. Use "
@@ -126,7 +126,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__nonfinite": "ignore"}, "trainer.nonfinite=ignore is not one of stop, skip."),
         ({"trainer__extra": 1}, "trainer.extra is not a known key."),
         ({"trainer": 3}, "trainer=3 is not a section with keys."),
-        ({"trainer": None}, "trainer is missing: a recipe gives it, for example recipe=mnist."),
+        ({"trainer": None}, "trainer is missing. A recipe gives it, for example recipe=mnist."),
         ({"trainr": {}}, "trainr is not a known section. Did you mean trainer?"),
         ({"optimizer__lr": None}, "optimizer.lr is missing: schedules multiply it, so every optimizer needs one."),
         ({"optimizer__lr": "fast"}, "optimizer.lr=fast: use a number from 0, such as 0.05."),
@@ -180,7 +180,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         )),
         ({"recipe__name": 5}, "recipe.name=5 is not a text."),
         ({"run__dir": 5}, "run.dir=5 is not a text or null."),
-        ({"run__dir": ""}, "run.dir= is empty: give it a folder, or null for one under outputs."),
+        ({"run__dir": ""}, "run.dir= is empty. Give it a folder, or null for one under outputs."),
         ({"run__trust": "os"}, "run.trust=os is not a list, each item a text."),
         ({"task__inner": {"_target_": "os.system"}}, "task.inner._target_=os.system is not allowed"),
     ],

@@ -49,41 +49,41 @@ tune is neither an override (key=value, for example trainer.gpus=2) nor a comman
 > evalute x
 evalute is neither an override (key=value, for example trainer.gpus=2) nor a command.
 > fit recipe=mnist
-fit is not an override: a training needs no command, as in python -m ddpexp recipe=mnist trainer.gpus=2.
+fit is not an override. A training needs no command, as in python -m ddpexp recipe=mnist trainer.gpus=2.
 > mnist
-mnist is not an override: write recipe=mnist.
+mnist is not an override. Write recipe=mnist.
 > adamw
-adamw is not an override: write optimizer=adamw.
+adamw is not an override. Write optimizer=adamw.
 > optimizer adamw
-optimizer has no value: write optimizer=adamw. Available: adadelta, adafactor, adagrad, adam, adamax, adamw, asgd
+optimizer has no value. Write optimizer=adamw. Available: adadelta, adafactor, adagrad, adam, adamax, adamw, asgd
 > trainer.gpus 2
-trainer.gpus has no value: write trainer.gpus=2.
+trainer.gpus has no value. Write trainer.gpus=2.
 > trainer.gpus = 2
-trainer.gpus is not an override: write trainer.gpus=2, without spaces.
+trainer.gpus is not an override. Write trainer.gpus=2, without spaces.
 > trainer.gpus =2
-trainer.gpus is not an override: write trainer.gpus=2, without spaces.
+trainer.gpus is not an override. Write trainer.gpus=2, without spaces.
 > trainer.gpus= 2
-trainer.gpus= is not an override: write trainer.gpus=2, without spaces.
+trainer.gpus= is not an override. Write trainer.gpus=2, without spaces.
 > trainer.gpus: 2
-trainer.gpus: is not an override: write trainer.gpus=2, without spaces.
+trainer.gpus: is not an override. Write trainer.gpus=2, without spaces.
 > recipe:mnist
-recipe:mnist is not an override: write recipe=mnist, without spaces.
+recipe:mnist is not an override. Write recipe=mnist, without spaces.
 > optimizer.betas=[0.9, 0.99]
-optimizer.betas=[0.9, 0.99] has spaces, at which the shell cuts it into words: write 'optimizer.bet
+optimizer.betas=[0.9, 0.99] has spaces, at which the shell splits it. Write 'optimizer.betas=[0.9,0
 > train.py recipe=mnist
 train.py is not an override: ddpexp takes no files. A recipe is chosen by name: --config-dir DIR recipe=NAME.
 > –config-dir mine/conf
-–config-dir begins with a dash from a formatted text: type --config-dir.
+–config-dir begins with a dash from a formatted text. Type --config-dir.
 > @args.txt
 @args.txt is neither an override
 """
 SEVERAL = """\
 > logger=tensorboard,none
-logger=tensorboard,none gives several values: add -m for a run with each, or write a list as logger=[tensorboard,none].
+logger=tensorboard,none gives several values. Add -m for a run with each, or write a list as logger=[tensorboard,none].
 > callbacks=early_stopping,none
-callbacks=early_stopping,none gives several values: add -m for a run with each.
+callbacks=early_stopping,none gives several values. Add -m for a run with each.
 > -m optimizer.lr=0.1 0.2 1e-3 trainer.seed=1
-optimizer.lr=0.1 0.2 has a space, at which the shell cuts it: with -m, several values are written optimizer.lr=0.1,0.2,1
+optimizer.lr=0.1 0.2 has a space, at which the shell splits it. With -m, several values are written optimizer.lr=0.1,0.2
 > -m optimizer.lr=[0.1,0.01]
 optimizer.lr=[0.1,0.01] is one value, and optimizer.lr takes a number. Did you mean optimizer.lr=0.1,0.01?
 > -m optimizer.lr={0.1,0.01}
@@ -95,17 +95,17 @@ trainer.seed=0..3 is one value, and trainer.seed takes a number. Did you mean 't
 > -m trainer.seed=1-3
 trainer.seed=1-3 is one value, and trainer.seed takes a number. Did you mean 'trainer.seed=range(1,4)'?
 > -m optimizer.lr=0.1, 0.01, 0.001 trainer.seed=1
-optimizer.lr=0.1, 0.01, has a space, at which the shell cuts it: leave out the space: optimizer.lr=0.1,0.01,0.001.
+optimizer.lr=0.1, 0.01, has a space, at which the shell splits it. Leave out the space: optimizer.lr=0.1,0.01,0.00
 > launcher=slurm launcher.mem=64 gb
-launcher.mem=64 gb has a space, at which the shell cuts it: leave out the space: launcher.mem=64gb.
+launcher.mem=64 gb has a space, at which the shell splits it. Leave out the space: launcher.mem=64gb.
 > optimizer.lr=0,1
-optimizer.lr=0,1 gives several values: add -m for a run with each, or optimizer.lr=0.1.
+optimizer.lr=0,1 gives several values. Add -m for a run with each, or optimizer.lr=0.1.
 > trainer.max_steps=10,000
-trainer.max_steps=10,000 gives several values: add -m for a run with each, or trainer.max_steps=10000.
+trainer.max_steps=10,000 gives several values. Add -m for a run with each, or trainer.max_steps=10000.
 > run.trust=a,b
-run.trust=a,b gives several values: add -m for a run with each, or write a list as run.trust=[a,b].
+run.trust=a,b gives several values. Add -m for a run with each, or write a list as run.trust=[a,b].
 > run.dir=a,b
-run.dir=a,b gives several values: add -m for a run with each.
+run.dir=a,b gives several values. Add -m for a run with each.
 > sweep.dir=sw
 sweep.dir is not a known key. Did you mean hydra.sweep.dir=sw (with -m) or, for one run, run.dir=sw?
 > -m sweep.dir=sw trainer.seed=1,2
@@ -115,37 +115,37 @@ sweep.objective=eval/loss needs evaluations, and trainer.eval_every=0 makes none
 > optimizer.lr=logspace(-3,-1,3)
 optimizer.lr=logspace(-3,-1,3) is not read: there is no function logspace. With -m there are choice(1,2,3), range(0,1
 > optimizer.lr=choice[0.1,0.2]
-optimizer.lr=choice[0.1,0.2] is not read: choice is written as in 'optimizer.lr=choice(0.1,0.2)'.
+optimizer.lr=choice[0.1,0.2] is not read. The function choice is written as in 'optimizer.lr=choice(0.1,0.2)'.
 > optimizer.lr={0.1,0.01}
-optimizer.lr={0.1,0.01} is not read: several values are written optimizer.lr=0.1,0.01, with -m.
+optimizer.lr={0.1,0.01} is not read. Several values are written optimizer.lr=0.1,0.01, with -m.
 """
 UNREAD = """\
 > strategy=ddp.bucket_cap_mb=5
-strategy=ddp.bucket_cap_mb=5 is not read: an option and its key are two overrides: strategy=ddp strategy.bucket_cap_mb=5
+strategy=ddp.bucket_cap_mb=5 is not read: an option and its key are two overrides. Write strategy=ddp strategy.bucket_ca
 > -m trainer.seed=1 trainer.seed=2
-trainer.seed is typed twice: write trainer.seed=1,2.
+trainer.seed is typed twice. Write trainer.seed=1,2.
 > -m trainer.seed=1,2 trainer.seed=3
-trainer.seed is typed twice: leave trainer.seed=1,2 or trainer.seed=3 out.
+trainer.seed is typed twice. Leave trainer.seed=1,2 or trainer.seed=3 out.
 > trainer.gpus=１
-trainer.gpus=１ has the character １, which only looks like a plain one: write trainer.gpus=1.
+trainer.gpus=１ has the character １, which only looks like a plain one. Write trainer.gpus=1.
 > optimizer.lr=1e−3
-optimizer.lr=1e−3 has the character −, which only looks like a plain one: write optimizer.lr=1e-3.
+optimizer.lr=1e−3 has the character −, which only looks like a plain one. Write optimizer.lr=1e-3.
 > -m optimizer.lr=0.1，0.2
-optimizer.lr=0.1，0.2 has the character ，, which only looks like a plain one: write optimizer.lr=0.1,0.2.
+optimizer.lr=0.1，0.2 has the character ，, which only looks like a plain one. Write optimizer.lr=0.1,0.2.
 > trainer.epochs=3；
-trainer.epochs=3； has the character ；, which only looks like a plain one: write trainer.epochs=3.
+trainer.epochs=3； has the character ；, which only looks like a plain one. Write trainer.epochs=3.
 > trainer.gpus==2
-trainer.gpus==2 has = twice: write trainer.gpus=2.
+trainer.gpus==2 has = twice. Write trainer.gpus=2.
 > optimizer.lr=1e-3, trainer.gpus=2
-optimizer.lr=1e-3, ends with a comma: words are separated by spaces. Write optimizer.lr=1e-3.
+optimizer.lr=1e-3, ends with a comma: overrides are separated by spaces. Write optimizer.lr=1e-3.
 > recipe=mnist;trainer.gpus=2
-recipe=mnist;trainer.gpus=2 is not read: words are separated by spaces, not by ;.
+recipe=mnist;trainer.gpus=2 is not read. Overrides are separated by spaces, not by ;.
 > optimizer.lr=“0.1”
-optimizer.lr=“0.1” has the quote “ of a formatted text: write ' or ", or leave the quotes out.
+optimizer.lr=“0.1” has the quote “ of a formatted text. Write ' or ", or leave the quotes out.
 > run.dir=~/x
 run.dir=~/x is not read: neither the shell nor Hydra makes a folder of ~ there. Write run.dir=$HOME/x.
 > optimizer.betas=(0.9,0.99)
-optimizer.betas=(0.9,0.99) is not read: a list is written in brackets, 'optimizer.betas=[0.9,0.99]'.
+optimizer.betas=(0.9,0.99) is not read. A list is written in brackets, 'optimizer.betas=[0.9,0.99]'.
 > model.width=[16,32
 model.width=[16,32 has a bracket without its other half.
 > run.dir=a=b
@@ -153,9 +153,9 @@ run.dir=a=b is not read: its value has characters that mean something to Hydra. 
 > launcher=elastic launcher.rdzv_conf=last_call_timeout=5
 launcher.rdzv_conf=last_call_timeout=5 is not read: its value has characters that mean something to Hydra. Quote it tw
 > -m trainer.seed=range(1,)
-trainer.seed=range(1,) is not read: range is written as in 'trainer.seed=range(0,10,2)'.
+trainer.seed=range(1,) is not read. The function range is written as in 'trainer.seed=range(0,10,2)'.
 > trainer..gpus=2
-trainer..gpus=2 is not an override: write key=value, for example trainer.gpus=2.
+trainer..gpus=2 is not an override. Write key=value, for example trainer.gpus=2.
 """
 KEYS = """\
 > TRAINER.GPUS=2
@@ -167,27 +167,27 @@ epochs is not a known key. Did you mean trainer.epochs?
 > trainer.timeout.step=5
 trainer.timeout.step is not a known key. Did you mean trainer.timeout.step_seconds?
 > launcher.partition=gpu
-launcher.partition is not a known key: it is one of launcher=slurm.
+launcher.partition is not a known key: it is a key of launcher=slurm.
 > optimizer=adamw optimizer.momentum=0.9
-optimizer.momentum is not a known key: it is one of optimizer=cifar10_sgd,
+optimizer.momentum is not a known key: it is a key of optimizer=cifar10_sg
 > trainer.foo=3
 trainer.foo is not a known key. Available: nodes, gpus, device, backend, threads,
 > +trainer.epochs=3
-trainer.epochs is a key already: leave the + out.
+trainer.epochs is a key already. Leave the + out.
 > +strategy=ddp
-strategy is chosen already: leave the + out.
+strategy is chosen already. Leave the + out.
 > +model=linear
-model is chosen already: leave the + out, model=linear; in a config's defaults write override /model.
+model is chosen already. Leave the + out, model=linear; in a config's defaults write override /model.
 > ~trainer.clip_grad_norm
-~trainer.clip_grad_norm: every run has this key, so it cannot be removed: trainer.clip_grad_norm=null switches it off.
+~trainer.clip_grad_norm: Every run has this key, so it cannot be removed. Type trainer.clip_grad_norm=null to switch i
 > ~trainer.seed
-~trainer.seed: every run has this key, so it cannot be removed: write trainer.seed=... to change it.
+~trainer.seed: Every run has this key, so it cannot be removed. Type trainer.seed=... to change it.
 > ~data.root
-~data.root: its value is null, and there is nothing to remove: leave ~data.root out.
+~data.root: Its value is null, and there is nothing to remove. Leave ~data.root out.
 > ~data.rot
 data.rot is not a known key. Did you mean data.root?
 > model=[lenet,linear]
-model=[lenet,linear] chooses several options, and a run has one: -m model=lenet,linear makes a run with each.
+model=[lenet,linear] chooses several options, and a run has one. For a run with each, type -m model=lenet,lin
 > logger=[tensorboard,neptune]
 logger=neptune is not a known option. Available: csv, mlflow, none, tensorboard, wandb.
 > logger=[tensorboard,3]
@@ -203,33 +203,33 @@ callbacks=early_stoping is not a known option. Did you mean callbacks=early_stop
 > callbacks=[early_stopping,detect_anomaly]
 callbacks=detect_anomaly is not a known option. Did you mean callbacks=find_nonfinite?
 > callbacks=[none,histograms]
-callbacks=[none,histograms] chooses none and others: write callbacks=histograms.
+callbacks=[none,histograms] chooses none and others. Write callbacks=histograms.
 > callbacks=[early_stopping,lr_monitor,early_stopping]
-callbacks=[early_stopping,lr_monitor,early_stopping] chooses the same twice: write callbacks=[early_stopping,lr_monitor]
+callbacks=[early_stopping,lr_monitor,early_stopping] chooses the same twice. Write callbacks=[early_stopping,lr_monitor]
 > trainer.swa_every=3
-trainer.swa_every=3 is for the mean of the weights (SWA), and there is none: set trainer.swa_start, too.
+trainer.swa_every=3 is for the mean of the weights (SWA), and there is none. Set trainer.swa_start, too.
 > callbacks._target_=mine.Ends
 callbacks._target_ is not a known key. Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/call
 > recipe=mine
 recipe=mine is not a known option. Available: autoencoder, cifar10, distill, finetune, gan, gpt, imagenet, imagenet_16,
 > recipe=a,b
-recipe=a,b gives several values: add -m for a run with each.
+recipe=a,b gives several values. Add -m for a run with each.
 > trainer.seed=range(3)
-trainer.seed=range(3) gives several values: add -m for a run with each.
+trainer.seed=range(3) gives several values. Add -m for a run with each.
 > recipe=conf/recipe/mnist.yaml
-recipe=conf/recipe/mnist.yaml is a path, and options are named: recipe=mnist.
+recipe=conf/recipe/mnist.yaml is a path, and options are named. Type recipe=mnist.
 > recipe=mine/conf/recipe/mine
-recipe=mine/conf/recipe/mine is a path, and options are named: --config-dir mine/conf recipe=mine.
+recipe=mine/conf/recipe/mine is a path, and options are named. Type --config-dir mine/conf recipe=mine.
 > --config-dir mine/conf experiment=big
-Of experiment no option is chosen by default, so one is added: +experiment=big.
+experiment: No option of this group is chosen by default. Add one: +experiment=big.
 > hydra.sweep.dir=x
-hydra.sweep.dir=x is for sweeps: add -m, or leave it out.
+hydra.sweep.dir=x is for sweeps. Add -m, or leave it out.
 > hydra/launcher=joblib
 hydra/launcher=joblib: Hydra's own settings have no effect here. ddpexp starts the jobs of a sweep itself.
 > -m hydra.mode=RUN
-hydra.mode=RUN is one run, and -m a sweep: leave one of them out.
+hydra.mode=RUN is one run, and -m a sweep. Leave one of them out.
 > CUDA_VISIBLE_DEVICES=0 trainer.gpus=1
-CUDA_VISIBLE_DEVICES is a variable of the environment, not a key: type it before the command, as in CUDA_VISIBLE_DEVICE
+CUDA_VISIBLE_DEVICES is a variable of the environment, not a key. Type it before the command, as in CUDA_VISIBLE_DEVICE
 > scheduler.max_lr=0.1
 scheduler.max_lr is not a known key. Did you mean optimizer.lr?
 > trainer.lr_scheduler=cosine
@@ -287,19 +287,19 @@ trainer.expert_parallel_size is not a known key. There is no expert parallelism:
 > launcher=accelerate
 launcher=accelerate is not a known option. Did you mean launcher=spawn?
 > trainer.seed=${SEED}
-trainer.seed: Interpolation key 'SEED' not found. A variable of the environment is written ${oc.env:SEED}.
+trainer.seed is invalid: Interpolation key 'SEED' not found. A variable of the environment is written ${oc
 > model.hidden=${model.hiden}
-model.hidden: Interpolation key 'model.hiden' not found. Did you mean ${model.hidden}?
+model.hidden is invalid: Interpolation key 'model.hiden' not found. Did you mean ${model.hidden}?
 > trainer.seed=${oc.enf:SEED}
-trainer.seed: Unsupported interpolation type oc.enf. Did you mean ${oc.env:...}?
+trainer.seed is invalid: Unsupported interpolation type oc.enf. Did you mean ${oc.env:...}?
 """
 VALUES = """\
 > strategy.kind=zero
 strategy.kind=zero names no strategy. Available: ddp, fsdp, local_sgd, diloco, pipeline. A strategy of your own is an
 > --config-dir mine/conf task._target_=mine.extra.Task
-task._target_=mine.extra.Task: {project}/mine/extra.py is a module beside {project}/mine/mine.py, not in
+task._target_=mine.extra.Task: The module {project}/mine/extra.py is beside {project}/mine/mine.py, not
 > --config-dir mine/conf task._target_=mine.Regress
-task._target_=mine.Regress: {project}/mine/mine.py defines no Regress. Available: Task, Net.
+task._target_=mine.Regress: The file {project}/mine/mine.py defines no Regress. Available: Task, Net.
 > trainer.checkpoint_every_seconds=10min
 trainer.checkpoint_every_seconds=10min is not a number or null. Did you mean trainer.checkpoint_every_seconds=600?
 > strategy.bucket_cap_mb=25MB
@@ -325,7 +325,7 @@ data._target_=train-net.load is not allowed: a configuration may name ddpexp's r
 > trainer.gpus=2.0
 trainer.gpus=2.0 is not auto or a whole number. Did you mean trainer.gpus=2?
 > trainer.gpus='2'
-trainer.gpus='2' is a text, and the key takes auto or a whole number: leave out the quotes.
+trainer.gpus='2' is a text, and the key takes auto or a whole number. Leave out the quotes.
 > trainer.gpus=[0,1]
 trainer.gpus=[0, 1] is not auto or a whole number. It is a number of GPUs; CUDA_VISIBLE_DEVICES=0,1 chooses which.
 > trainer.gpus=cpu
@@ -375,29 +375,29 @@ model._target_=resnet18 is not allowed: a configuration may name ddpexp's recipe
 > optimizer._target_=torch.optim.Lion
 optimizer._target_=torch.optim.Lion is not allowed: a configuration may name ddpexp's recipes, a closed set of torch c
 > --config-dir mine/conf model=net model._target_=mine.py.Net
-model._target_=mine.py.Net: a module is named without .py. Did you
+model._target_=mine.py.Net: A module is named without .py. Did you
 """
 OPTION_WORDS = """\
 > --epochs 3
---epochs is not an option: write key=value, for example trainer.gpus=2. Did you mean trainer.epochs=...?
+--epochs is not an option. Write key=value, for example trainer.gpus=2. Did you mean trainer.epochs=...?
 > --checkpoint best
---checkpoint is not an option: a checkpoint is named by its folder, as in ddpexp evaluate RUN_DIR/checkpoints/step-0000
+--checkpoint is not an option. A checkpoint is named by its folder, as in ddpexp evaluate RUN_DIR/checkpoints/step-0000
 > strategy._target_=mine.Sharded
 strategy._target_ is not a known key. An installed package brings your own strategy, as strategy=NAME: see docs/st
 > logger._target_=mine.Rows
 logger._target_ is not a known key. Each logger has a name, as in +logger.mine._target_=mine.Logger: see docs/loggers.md
 > --lr=0.1
---lr=0.1 is not an option: write key=value, for example trainer.gpus=2. Did you mean optimizer.lr?
+--lr=0.1 is not an option. Write key=value, for example trainer.gpus=2. Did you mean optimizer.lr?
 > --resume=outputs/first
---resume=outputs/first is not an option: a run is resumed with python -m ddpexp resume outputs/first.
+--resume=outputs/first is not an option. A run is resumed with python -m ddpexp resume outputs/first.
 > --standalone recipe=mnist
---standalone is an option of torchrun, and stands before -m: torchrun --standalone --nproc-per-node 2 -m ddpexp ... laun
+--standalone is an option of torchrun, which stands before -m. Type torchrun --standalone --nproc-per-node 2 -m ddpexp .
 > --multi-run
 --multi-run is not an option. Did you mean --multirun?
 > --resolve
 --resolve goes with a question, such as --cfg job --resolve.
 > --config-dir recipe=mine mine/conf
---config-dir takes a folder, and recipe=mine is an override: write --config-dir DIR recipe=mine, for example --config-d
+--config-dir takes a folder, and recipe=mine is an override. Write --config-dir DIR recipe=mine, for example --config-d
 > --config-dir mine/conf --config-dir conf
 --config-dir is typed twice: it takes one folder.
 > --config-dir mine/conf/recipe/mine.yaml
@@ -426,7 +426,7 @@ def test_a_sweep_may_override_the_single_value_of_a_script_and_repeat_one() -> N
 
 def test_several_overrides_inside_one_pair_of_quotes_are_recognized() -> None:
     assert refusal("optimizer.lr=0.1 trainer.seed=3") == (
-        "optimizer.lr=0.1 trainer.seed=3 has two overrides inside one pair of quotes: write optimizer.lr=0.1 "
+        "optimizer.lr=0.1 trainer.seed=3 has two overrides inside one pair of quotes. Write optimizer.lr=0.1 "
         "trainer.seed=3, each on its own."
     )
     assert refusal("run.dir=a b c=d").endswith("each on its own, or a text that holds both: 'run.dir=\"a b c=d\"'.")
@@ -537,31 +537,32 @@ FILES = [
     ),
     (
         "\ufeff# @package _global_\ntask: {_target_: mine.Task}\n",
-        "begins with a byte order mark, which Hydra does not read: save it as",
+        "begins with a byte order mark, which Hydra does not read. Save it as",
     ),
-    ("# @package _globals_\n", "begins with # @package _globals_: write # @package _global_, by which its keys"),
-    ("# @package recipe\n", "begins with # @package recipe: write # @package _global_, by which its keys"),
+    ("# @package _globals_\n", "begins with # @package _globals_. Write # @package _global_, by which its keys"),
+    ("# @package recipe\n", "begins with # @package recipe. Write # @package _global_, by which its keys"),
 ]
 TEXTS = [
     ('task:\n\t_target_: mine.Task\n',
-     "bad.yaml, line 3: found character '\\t' that cannot start any token (a tab: indent with spaces)."),
+     "bad.yaml, line 3 is not valid YAML: found character '\\t' that cannot start any token (a tab: indent with "
+     'spaces).'),
     ('task: {_target_: "mine.Task}\n',
-     'bad.yaml, line 3: found unexpected end of stream (a quote is not closed).'),
+     'bad.yaml, line 3 is not valid YAML: found unexpected end of stream (a quote is not closed).'),
     ('task: {_target_: mine.Task, path: ???}\n',
-     "bad.yaml, line 2: expected the node content, but found '?' (inside braces a required value has quotes: "
-     '"???").'),
+     "bad.yaml, line 2 is not valid YAML: expected the node content, but found '?' (inside braces a required "
+     'value has quotes: "???").'),
     ('task:\n  _target_: mine.Task\n   weight: 3\n',
-     'bad.yaml, line 4: mapping values are not allowed here (a line is indented too far,'),
+     'bad.yaml, line 4 is not valid YAML: mapping values are not allowed here (a line is indented too far,'),
     ('- task\n',
-     'recipe/bad.yaml is a list, and a config holds keys: a line that begins with - stands below a key.'),
+     'recipe/bad.yaml is a list, and a config holds keys. A line that begins with - stands below a key.'),
     ('defaults:\n  - model: net\n',
-     "model=net in a recipe's defaults is looked for in the folder recipe: write - override /model: net."),
+     "model=net in a recipe's defaults is looked for in the folder recipe. Write - override /model: net."),
     ('defaults:\n  - override model: net\n',
-     'recipe/bad.yaml overrides model, which is not chosen before it under that name: write - override /model: '),
+     'recipe/bad.yaml overrides model, which is not chosen before it under that name. Write - override /model: '),
     ('defaults:\n  - override /backbone: net\n',
-     'recipe/bad.yaml overrides backbone, which is not chosen before it under that name: write - /backbone'),
+     'recipe/bad.yaml overrides backbone, which is not chosen before it under that name. Write - /backbone'),
     ('trainer: {epochs: 1}\n',
-     'task is missing: a recipe gives it, as task: {_target_: mine.Name}, or recipe=mnist.'),
+     'task is missing. A recipe gives it, as task: {_target_: mine.Name}, or recipe=mnist.'),
     ('task: mine.Task\n',
      'task=mine.Task is not a section with keys. Write task: {_target_: mine.Task}.'),
     ('task:\n  _target_ mine.Task\n',
@@ -571,28 +572,28 @@ TEXTS = [
     ('task: {_target_: mine.Task}\ntrainer: {max_epochs: 3}\n',
      'trainer.max_epochs is not a known key. Did you mean trainer.epochs?'),
     ('defaults:\n  - override /model: [net, lenet]\n',
-     'bad.yaml: - override /model: [net, lenet] chooses several options, and a run has one: write one of them'),
+     'bad.yaml: The entry - override /model: [net, lenet] chooses several options, and a run has one. Write one'),
     ('defaults:\n  - override /optimiser: adamw\n',
-     'bad.yaml: there is no group optimiser. Did you mean - override /optimizer: adamw?'),
+     'bad.yaml: There is no group optimiser. Did you mean - override /optimizer: adamw?'),
     ('defaults:\n  - override /model:net\n',
-     'bad.yaml: - override /model:net needs a space after the colon: - override /model: net.'),
+     'bad.yaml: The entry - override /model:net needs a space after the colon. Write - override /model: net.'),
     ('defaults:\n  - override /model = net\n',
-     'bad.yaml: - override /model = net needs a colon in place of =: - override /model: net.'),
+     'bad.yaml: The entry - override /model = net needs a colon in place of =. Write - override /model: net.'),
     ('defaults:\n  override /model: net\n',
-     'bad.yaml: defaults is a list: write each entry after a dash, as in - override /model: net.'),
+     'bad.yaml has no list under defaults. Write each entry after a dash, as in - override /model: net.'),
     ('default:\n  - override /model: net\ntask: {_target_: mine.Task}\n',
-     'bad.yaml: default is not a known key. Did you mean defaults?'),
+     'bad.yaml has the unknown key default. Did you mean defaults?'),
     ('optimizer: adamw\ntask: {_target_: mine.Task}\n',
-     'bad.yaml: optimizer: adamw stands in the place of the section optimizer. An option is chosen under defaults, as '
+     'bad.yaml has optimizer: adamw in place of the section optimizer. Choose an option under defaults, as '
      '- override /optimizer: adamw.'),
     ('trainer:\ntask: {_target_: mine.Task}\n',
-     'bad.yaml sets trainer to nothing: write its keys below it, indented, or leave the line trainer: out.'),
+     'bad.yaml sets trainer to nothing. Write its keys below it, indented, or leave the line trainer: out.'),
     ('model: {hidden:16}\ntask: {_target_: mine.Task}\n',
-     'bad.yaml: hidden:16 needs a space after the colon: write hidden: 16.'),
+     'bad.yaml: The line hidden:16 needs a space after the colon. Write hidden: 16.'),
     ('trainer:\n  epochs:3\ntask: {_target_: mine.Task}\n',
-     'bad.yaml: epochs:3 needs a space after the colon: write epochs: 3.'),
+     'bad.yaml: The line epochs:3 needs a space after the colon. Write epochs: 3.'),
     ('trainer:\n  epochs: 3\n  seed:3\ntask: {_target_: mine.Task}\n',
-     'bad.yaml, line 4: seed:3 needs a space after the colon: write seed: 3.'),
+     'bad.yaml, line 4: The line seed:3 needs a space after the colon. Write seed: 3.'),
     ('task: {_target_: mine.Tusk}\n',
      'task._target_=mine.Tusk: '),
 ]  # fmt: skip
@@ -618,7 +619,7 @@ def test_for_a_wrong_recipe_the_error_says_what_to_write(project: Path, text: st
 def test_a_mistake_in_a_file_that_a_recipe_chooses_is_found_too(project: Path) -> None:
     (project / "mine/conf/recipe/bad.yaml").write_text("# @package _global_\ndefaults:\n  - override /model: big\n")
     (project / "mine/conf/model/big.yaml").write_text("_target_: mine.Net\ninner: {hidden:16}\n")
-    said = f"{project}/mine/conf/model/big.yaml: hidden:16 needs a space after the colon: write hidden: 16."
+    said = f"{project}/mine/conf/model/big.yaml: The line hidden:16 needs a space after the colon. Write hidden: 16."
     assert refusal("--config-dir", "mine/conf", "recipe=bad") == said
     assert refusal("--config-dir", "mine/conf", "-m", "recipe=mine,bad") == said
 
@@ -647,7 +648,7 @@ def test_a_folder_named_almost_like_a_group_is_named(project: Path) -> None:
     (project / "mine/conf/model/net.yaml").rename(project / "mine/conf/models/net.yaml")
     folder = project / "mine/conf"
     assert refusal("--config-dir", "mine/conf", "model=net") == (
-        f"{folder}/models is not the folder of model=net: rename it to {folder}/model."
+        f"{folder}/models is not the folder of model=net. Rename it to {folder}/model."
     )
 
 

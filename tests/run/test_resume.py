@@ -538,7 +538,7 @@ def test_what_is_no_run_is_refused_with_its_name(ddpexp: Ddpexp, run: Path) -> N
         (
             "run",
             "recipe=mnist",
-        ): r"recipe=mnist: a run keeps its recipe\. Leave it out, or start a new run with another run\.dir\.\n$",
+        ): r"recipe=mnist: A run keeps its recipe\. Leave it out, or start a new run with another run\.dir\.\n$",
         (
             "run",
             "optimizer=adamw",

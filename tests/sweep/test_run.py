@@ -280,9 +280,9 @@ BAD = [
         ("trainer.seed=0,1", "hydra.sweeper.max_batch_size=0"),
         r"^ddpexp: hydra/sweeper=basic does not take one of: .*hydra\.sweeper\.max_batch_size=0",
     ),
-    (("trainer.seed=0,1", "sweep=null"), "^ddpexp: sweep=null: sweep is a section"),
-    (("trainer.seed=0,1", "hydra.sweeper=null"), r"^ddpexp: hydra\.sweeper=null: hydra\.sweeper is a section"),
-    (("trainer.seed=0,1", "hydra/sweeper=null"), r"^ddpexp: hydra/sweeper=null: every sweep needs one"),
+    (("trainer.seed=0,1", "sweep=null"), r"^ddpexp: sweep=null names a section. Set its keys"),
+    (("trainer.seed=0,1", "hydra.sweeper=null"), r"^ddpexp: hydra\.sweeper=null names a section"),
+    (("trainer.seed=0,1", "hydra/sweeper=null"), r"^ddpexp: hydra/sweeper=null: Every sweep needs a sweeper"),
     (
         ("trainer.seed=0,1", "hydra.sweep.dir=${oc.env:NOT_SET}"),
         r"^ddpexp: hydra\.sweep\.dir is read from the environment",

@@ -288,20 +288,19 @@ def test_a_layer_without_a_shape_is_chosen_by_name_only() -> None:
         ),
         (
             "param_groups=[{lr: 1}]",
-            "param_groups[0] does not say which parameters it is for: give it match=[...] with patterns of names, "
+            "param_groups[0] does not say which parameters it is for. Give it match=[...] with patterns of names, "
             "ndim=[...] or type=[...] with classes of layers.",
         ),
         (
             "param_groups=[{match: [a], name: b}]",
-            "param_groups[0] changes nothing: give it lr_scale, lr, weight_decay or another setting of the optimizer.",
+            "param_groups[0] changes nothing. Give it lr_scale, lr, weight_decay or another setting of the optimizer.",
         ),
         (
             "param_groups=[{match: [a], lr: 1, lr_scale: 2}]",
-            "param_groups[0].lr=1 trainer.param_groups[0].lr_scale=2.0 both set the learning rate: leave one of them "
-            "out.",
+            "param_groups[0] sets the learning rate twice, by lr=1 and lr_scale=2.0. Leave one of them out.",
         ),
         ("layer_decay={decay: 1, layers: [a]}", "layer_decay.decay=1.0: use a number between 0 and 1."),
-        ("layer_decay={decay: 0.5}", "layer_decay.layers is missing: give it a value, for example in the recipe or as "
+        ("layer_decay={decay: 0.5}", "layer_decay.layers is missing. Give it a value, for example in the recipe or as "
             "trainer.layer_decay.layers=... ."),
         ("freeze_until={steps: 5, match: [a]}", "freeze_until.steps is not a known key. Did you mean "
             "trainer.freeze_until.step?"),
