@@ -60,7 +60,7 @@ def _typed_refusals(key: str, value: str) -> Iterator[str]:
     elif value and not _is_placeholder(value):
         try:
             convert(yaml.safe_load(value), hint, key)
-        except (RefusedError, yaml.YAMLError) as error:
+        except RefusedError as error:
             yield str(error)
         except yaml.YAMLError:
             yield f"{key}={value} is not an override"
