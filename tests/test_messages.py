@@ -15,8 +15,6 @@ from tests import write_messages
 from tests.conftest import Ddpexp
 
 MESSAGES = list(write_messages.messages())
-WHOLE_TEXTS = {"strategy"}
-"""The rooms whose errors are not divided into fields yet."""
 OVERRIDE = re.compile(r"(trainer|data|run|launcher|strategy|optimizer|sweep)\.\w+[=:]? (?!and )")
 ADVICE = re.compile(r"[:.] (use|set|leave|name|give|choose|remove|add|type|put|install|start) ", re.IGNORECASE)
 
@@ -42,8 +40,7 @@ def test_a_key_and_a_suggestion_are_fields_and_not_in_the_reason() -> None:
     wrong = [
         f"{message.path}:{message.line}: {reason}"
         for message in MESSAGES
-        if room(message) not in WHOLE_TEXTS
-        and ((reason := message.fields.get("reason", "")) or "suggestion" not in message.fields)
+        if ((reason := message.fields.get("reason", "")) or "suggestion" not in message.fields)
         and (not reason or OVERRIDE.match(reason) or ADVICE.search(reason))
     ]
     assert not wrong

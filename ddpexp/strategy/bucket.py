@@ -64,7 +64,8 @@ class Bucket:
         if self.last is None and self.training:
             raise DdpexpError(
                 "the task's train_step runs backward outside of `with update.micro_batch(last):`, at whose end the "
-                "workers sum their gradients: these would stay each worker's own. Enclose it."
+                "workers sum their gradients: these would stay each worker's own",
+                suggestion="Enclose it.",
             )
 
 

@@ -256,7 +256,7 @@ def _register_hook(module: DistributedDataParallel, options: DDPOptions) -> None
                 None, matrix_approximation_rank=options.powersgd_rank, start_powerSGD_iter=2
             )
         except ValueError as error:
-            raise RefusedError(f"strategy.comm_hook=powersgd: {error}.") from None
+            raise RefusedError(f"cannot be set up: {error}", key="strategy.comm_hook", value="powersgd") from None
         module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[options.comm_hook]

@@ -48,45 +48,60 @@ class DDPOptions(Options):
         trainer = experiment.trainer
         if self.reduce_through == "shared_memory" and self.comm_hook != "none":
             raise RefusedError(
-                f"strategy.reduce_through=shared_memory leaves nothing to compress, so it is incompatible with "
-                f"strategy.comm_hook={self.comm_hook}. Use strategy.reduce_through=auto or strategy.comm_hook=none."
+                f"leaves nothing to compress, so it is incompatible with strategy.comm_hook={self.comm_hook}",
+                key="strategy.reduce_through",
+                value="shared_memory",
+                suggestion="Use strategy.reduce_through=auto or strategy.comm_hook=none.",
             )
         if self.static_graph and self.find_unused_parameters:
             raise RefusedError(
-                "strategy.static_graph=true finds unused parameters by itself in the first step: "
-                "leave strategy.find_unused_parameters=false."
+                "finds unused parameters by itself in the first step",
+                key="strategy.static_graph",
+                value=True,
+                suggestion="Leave strategy.find_unused_parameters=false.",
             )
         if trainer.reduction == "exact":
             self._check_exact()
         scaled = trainer.precision == "fp16" or trainer.nonfinite == "skip"
         if self.comm_hook == "powersgd" and scaled:
             raise RefusedError(
-                f"strategy.comm_hook=powersgd remembers every gradient, also one that is left out because it is not "
-                f"finite. Use trainer.precision=fp32 or bf16 and trainer.nonfinite=stop, not {trainer.precision} and "
-                f"{trainer.nonfinite}."
+                "remembers every gradient, also one that is left out because it is not finite",
+                key="strategy.comm_hook",
+                value="powersgd",
+                suggestion="Use trainer.precision=fp32 or bf16 and trainer.nonfinite=stop, not "
+                f"{trainer.precision} and {trainer.nonfinite}.",
             )
 
     def _check_exact(self) -> None:
         """Refuse what would make the numbers depend on the number of workers although `trainer.reduction=exact`."""
-        why = "trainer.reduction=exact"
         if self.comm_hook != "none":
             raise RefusedError(
-                f"{why} is incompatible with strategy.comm_hook={self.comm_hook}, which rounds each worker's sum. "
-                "Use none."
+                f"is incompatible with strategy.comm_hook={self.comm_hook}, which rounds each worker's sum",
+                key="trainer.reduction",
+                value="exact",
+                suggestion="Use strategy.comm_hook=none.",
             )
         if self.sync_batchnorm:
             raise RefusedError(
-                f"{why} is incompatible with strategy.sync_batchnorm=true: its statistics are those of all workers' "
-                "micro-batches of a pass, which another number of workers cuts in another way. Use "
-                "strategy.sync_batchnorm=false."
+                "is incompatible with strategy.sync_batchnorm=true: its statistics are those of all "
+                "workers' micro-batches of a pass, which another number of workers divides in another way",
+                key="trainer.reduction",
+                value="exact",
+                suggestion="Use strategy.sync_batchnorm=false.",
             )
         if self.static_graph:
             raise RefusedError(
-                f"{why} does without DDP, whose option strategy.static_graph=true is. Use strategy.static_graph=false."
+                "does not use DDP, whose option strategy.static_graph=true is",
+                key="trainer.reduction",
+                value="exact",
+                suggestion="Use strategy.static_graph=false.",
             )
         if not self.broadcast_buffers:
             raise RefusedError(
-                f"{why} combines the buffers of all micro-batches, so strategy.broadcast_buffers must stay true."
+                "combines the buffers of all micro-batches",
+                key="trainer.reduction",
+                value="exact",
+                suggestion="Use strategy.broadcast_buffers=true.",
             )
 
     def check_layout(self, experiment: ExperimentSettings, layout: Layout, gradient_accumulation_steps: int) -> None:
@@ -95,30 +110,41 @@ class DDPOptions(Options):
         trainer = experiment.trainer
         if self.static_graph and gradient_accumulation_steps > 1:
             raise RefusedError(
-                f"strategy.static_graph=true is incompatible with {gradient_accumulation_steps} accumulated passes a "
-                "step: torch would reduce other passes than it planned. Use strategy.static_graph=false or a larger "
-                "trainer.micro_batch_size."
+                f"is incompatible with {gradient_accumulation_steps} accumulated passes a step: torch would "
+                "reduce other passes than it planned",
+                key="strategy.static_graph",
+                value=True,
+                suggestion="Use strategy.static_graph=false or a larger trainer.micro_batch_size.",
             )
         if trainer.compile and trainer.reduction == "fast" and layout.world_size > 1 and self.bucket_cap_mb < 1:
             raise RefusedError(
-                f"strategy.bucket_cap_mb={self.bucket_cap_mb} is incompatible with trainer.compile="
-                f"{str(trainer.compile).lower()}, which cuts the graph where buckets end, to reduce them during "
-                "backward, and the first of them at 1 MiB: use strategy.bucket_cap_mb=1 or more."
+                f"is incompatible with trainer.compile={str(trainer.compile).lower()}, which cuts the graph "
+                "where buckets end, to reduce them during backward, and the first of them at 1 MiB",
+                key="strategy.bucket_cap_mb",
+                value=self.bucket_cap_mb,
+                suggestion="Use strategy.bucket_cap_mb=1 or more.",
             )
         if self.comm_hook == "bf16" and layout.backend == "gloo":
             raise RefusedError(
-                "strategy.comm_hook=bf16 needs trainer.backend=nccl: gloo cannot add bf16 numbers. Use fp16 or none."
+                "needs trainer.backend=nccl: gloo cannot add bf16 numbers",
+                key="strategy.comm_hook",
+                value="bf16",
+                suggestion="Use fp16 or none.",
             )
         if self.sync_batchnorm and layout.device == "cpu":
             raise RefusedError(
-                "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised batch normalisation on CPU. "
-                "Use strategy.sync_batchnorm=false."
+                "needs GPUs: torch has no synchronised batch normalisation on CPU",
+                key="strategy.sync_batchnorm",
+                value=True,
+                suggestion="Use strategy.sync_batchnorm=false.",
             )
         if self.reduce_through == "shared_memory" and (layout.device == "cuda" or layout.nodes > 1):
             where = "workers have GPUs" if layout.device == "cuda" else f"workers are on {layout.nodes} nodes"
             raise RefusedError(
-                f"strategy.reduce_through=shared_memory is for CPU workers of one host, and these {where}. "
-                f"Use strategy.reduce_through=auto."
+                f"is for CPU workers of one host, and these {where}",
+                key="strategy.reduce_through",
+                value="shared_memory",
+                suggestion="Use strategy.reduce_through=auto.",
             )
 
     @property

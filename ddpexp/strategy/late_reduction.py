@@ -34,8 +34,10 @@ class LateDDP(DistributedDataParallel):
         """
         if last and not overlaps and self.static_graph:
             raise DdpexpError(
-                "strategy.static_graph=true is incompatible with a task's train_step, which may run several backward "
-                "passes in a micro-batch. Leave it false."
+                "is incompatible with a task's train_step, which may run several backward passes in a micro-batch",
+                key="strategy.static_graph",
+                value=True,
+                suggestion="Leave it false.",
             )
         self._last, self._prepared = last, False
 
@@ -76,9 +78,11 @@ class LateDDP(DistributedDataParallel):
         """Let DDP reduce the gradients as they are, by a backward pass that adds zero to each."""
         if self.static_graph:
             raise DdpexpError(
-                "strategy.static_graph=true is incompatible with a task that calls a method of the model, or the "
-                "module inside of its wrapper: DDP reduces gradients only if the model itself is called. Leave it "
-                "false."
+                "is incompatible with a task that calls a method of the model, or the module inside of its "
+                "wrapper: DDP reduces gradients only if the model itself is called",
+                key="strategy.static_graph",
+                value=True,
+                suggestion="Leave it false.",
             )
         parameters = [p for p in self.module.parameters() if p.grad is not None and p.requires_grad]
         with torch.enable_grad():

@@ -23,5 +23,5 @@ def check_classes(models: Mapping[str, nn.Module], names: Iterable[str], overrid
         if name not in counts:
             several = [f"{other} ({count})" for other, count in counts.most_common()]
             raise RefusedError(
-                f"{override.format(name)}: the model has no module of that class. It has {first_few(several)}."
+                f"The model has no module of that class. It has {first_few(several)}", key=override.format(name)
             )

@@ -33,7 +33,7 @@ def check_optimizer(target: str, refused: Mapping[str, str], addition: str, inst
     """
     if target in refused:
         raise RefusedError(
-            f"{refused[target]}{addition}",
+            f"is incompatible with this strategy: it {refused[target]}{addition}",
             key="optimizer._target_",
             value=target,
             suggestion=f"Use another optimizer, or {instead}.",

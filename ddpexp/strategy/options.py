@@ -77,8 +77,10 @@ class Options:
         trainer = experiment.trainer
         if trainer.reduction == "exact" and not self.supports_exact:
             raise RefusedError(
-                f"trainer.reduction=exact is incompatible with strategy={self.kind}, whose sums depend on the number "
-                "of workers. Use trainer.reduction=fast or strategy=ddp."
+                f"is incompatible with strategy={self.kind}, whose sums depend on the number of workers",
+                key="trainer.reduction",
+                value="exact",
+                suggestion="Use trainer.reduction=fast or strategy=ddp.",
             )
 
     def makes_copies(self, world_size: int) -> bool:

@@ -290,8 +290,9 @@ def check_same_models(models: Models, world: World) -> None:
     digest = torch.tensor(list(sha256(repr(description).encode()).digest()), dtype=torch.uint8, device=world.device)
     if not torch.equal(world.broadcast(digest.clone()), digest):
         raise DdpexpError(
-            f"rank {world.rank} has built a different model than rank zero: its parameters or buffers have other "
-            "names, shapes or dtypes. Let model._target_ build the same one on every rank."
+            f"rank {world.rank} has built a different model than rank zero: its parameters or buffers have "
+            "other names, shapes or dtypes",
+            suggestion="Let model._target_ build the same one on every rank.",
         )
 
 
@@ -337,6 +338,6 @@ class Gradients:
 def unused(names: Sequence[str], remedy: str = "strategy.find_unused_parameters=true") -> DdpexpError:
     """Return the error for parameters that got no gradient while others did; `remedy` allows that."""
     return DdpexpError(
-        f"{first_few(names)} got no gradient in a micro-batch, because its loss does not depend on it. If that is "
-        f"intended, use {remedy}."
+        f"{first_few(names)} got no gradient in a micro-batch, because its loss does not depend on it",
+        suggestion=f"If that is intended, use {remedy}.",
     )

@@ -179,7 +179,7 @@ class ShardedOptimizer(Optimizer):
         """
         if closure is not None:
             raise DdpexpError(
-                "strategy.shard_optimizer=true updates with the gradients of one pass: without a closure."
+                "updates with the gradients of one pass: without a closure", key="strategy.shard_optimizer", value=True
             )
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in group.items() if key != "params"})
@@ -274,8 +274,9 @@ class ShardedOptimizer(Optimizer):
             return None
         if whole.grad.layout is not torch.strided:
             raise DdpexpError(
-                "a gradient is sparse, and strategy.shard_optimizer=true divides the rows of dense ones among the "
-                "workers. Build the layer with sparse=False, or use strategy.shard_optimizer=false."
+                "a gradient is sparse, and strategy.shard_optimizer=true divides the rows of dense ones "
+                "among the workers",
+                suggestion="Build the layer with sparse=False, or use strategy.shard_optimizer=false.",
             )
         return whole.grad[rows.first : rows.first + rows.count]
 

@@ -32,7 +32,7 @@ def test_ranks_train_to_the_weights_of_a_loop_by_hand(case: str, tmp_path: Path,
     [
         (OPTIONS, {"reduction": "exact"}, "trainer.reduction=exact is incompatible with strategy=local_sgd"),
         (OPTIONS, {"precision": "fp16"}, "incompatible with trainer.precision=fp16, which skips a step"),
-        (OUTER, {"nonfinite": "skip"}, "strategy=diloco, whose workers have weights of their own between two averages"),
+        (OUTER, {"nonfinite": "skip"}, "strategy=diloco is incompatible with trainer.nonfinite=skip"),
         (OPTIONS, {"ema_decay": 0.9}, "incompatible with trainer.ema_decay and trainer.swa_start"),
         (OPTIONS, {"param_dtype": "bf16"}, "incompatible with trainer.param_dtype=bf16"),
     ],

@@ -89,8 +89,10 @@ def common_memory(num_bytes: int, reduce_through: str, world: World) -> SharedMe
         return shared
     if reduce_through == "shared_memory":
         raise RefusedError(
-            f"strategy.reduce_through=shared_memory, but the workers cannot share memory ({shared}). Use "
-            "strategy.reduce_through=auto."
+            f"needs shared memory, and the workers have none ({shared})",
+            key="strategy.reduce_through",
+            value="shared_memory",
+            suggestion="Use strategy.reduce_through=auto.",
         )
     if world.is_rank_zero:
         text = "gradients are reduced through the backend, because the workers cannot share memory (%s)"

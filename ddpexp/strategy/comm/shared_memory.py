@@ -103,8 +103,8 @@ class SharedMemory:
             if peer_bytes != num_bytes:
                 raise DdpexpError(
                     f"rank {rank} brought {peer_bytes} bytes of gradients where rank {self._rank} brought "
-                    f"{num_bytes}: the sum would be of different parameters. Let the task train the same models on "
-                    "every rank, in the same order."
+                    f"{num_bytes}: the sum would be of different parameters",
+                    suggestion="Let the task train the same models on every rank, in the same order.",
                 )
 
     def sum(self, tensor: Tensor) -> None:
@@ -156,16 +156,17 @@ class SharedMemory:
         if exited:
             gone = _listed({rank: peer for rank, peer in self._peers.items() if peer.descriptor in exited})
             raise PeerError(
-                f"{gone} ended in the middle of the training, so there is no sum over all ranks: see its log."
+                f"{gone} ended in the middle of the training, so there is no sum over all ranks",
+                suggestion="See its log.",
             )
         if waited_seconds > self._timeout:
             late = _listed(
                 {rank: peer for rank, peer in self._peers.items() if self._words[rank * _WORDS] < self._barriers}
             )
             raise PeerError(
-                f"{late} did not come to where ranks add up within {self._timeout:g} s, for which rank {self._rank} "
-                "waited: it is stopped or busy with something else. See where it is, for example with py-spy dump "
-                "--pid PROCESS."
+                f"{late} did not come to where ranks add up within {self._timeout:g} s, for which rank "
+                f"{self._rank} waited: it is stopped or busy with something else",
+                suggestion="See where it is, for example with py-spy dump --pid PROCESS.",
             )
 
 

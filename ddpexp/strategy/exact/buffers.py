@@ -43,9 +43,9 @@ class BufferSlot:
         if now is None or now.shape != self.start.shape or now.dtype != self.start.dtype:
             found = "nothing" if now is None else f"{tuple(now.shape)} of {now.dtype}"
             raise DdpexpError(
-                f"the buffer {self.name} was {tuple(self.start.shape)} of {self.start.dtype} and is {found} after a "
-                "micro-batch, so there is no mean over the micro-batches for trainer.reduction=exact. Keep its "
-                "shape, or make it a plain attribute of the module if it can be computed again."
+                f"the buffer {self.name} was {tuple(self.start.shape)} of {self.start.dtype} and is {found} "
+                "after a micro-batch, so there is no mean over the micro-batches for trainer.reduction=exact",
+                suggestion="Keep its shape, or make it a plain attribute of the module if it can be computed again.",
             )
         return now
 
@@ -83,8 +83,9 @@ class Buffers:
         if count != len(self.slots):
             raise DdpexpError(
                 f"there were {len(self.slots)} buffers, and there are {count} after a forward pass: "
-                "trainer.reduction=exact must know all of them before training to keep them the same on all workers. "
-                "Register them in the module's __init__."
+                "trainer.reduction=exact must know all of them before training to keep them the same on all "
+                "workers",
+                suggestion="Register them in the module's __init__.",
             )
 
     def restore(self, slots: Sequence[BufferSlot]) -> None:
@@ -159,9 +160,10 @@ class BufferDelta:
         for slot, part in zip(self.slots[self._num_floats :], parts, strict=True):
             if bool(part.any()):
                 raise DdpexpError(
-                    f"the buffer {slot.name} holds whole numbers, and the {self._num_leaves} micro-batches of a step "
-                    "have changed it in different ways, so their mean, which trainer.reduction=exact keeps, is none. "
-                    "Let it count the same in each, or make it a buffer of torch.float32."
+                    f"the buffer {slot.name} holds whole numbers, and the {self._num_leaves} micro-batches of "
+                    "a step have changed it in different ways, so their mean, which trainer.reduction=exact "
+                    "keeps, is none",
+                    suggestion="Let it count the same in each, or make it a buffer of torch.float32.",
                 )
 
     def _saved_integers(self) -> list[Tensor]:

@@ -123,8 +123,8 @@ class Round:
         if self.done != self.micro_batches_per_rank and (last or self.done > self.micro_batches_per_rank):
             raise DdpexpError(
                 f"the task's train_step went through {self.done} micro-batches{' up to last=True' if last else ''}, "
-                f"where trainer.reduction=exact sums over {self.micro_batches_per_rank} on each worker: go through "
-                "all batches once, and pass last=True with the last of them."
+                f"where trainer.reduction=exact sums over {self.micro_batches_per_rank} on each worker",
+                suggestion="Go through all batches once, and pass last=True with the last of them.",
             )
 
     def _take_gradients(self, views: Sequence[Tensor]) -> set[int]:
@@ -139,8 +139,9 @@ class Round:
                 continue
             if p.grad.layout is not torch.strided:
                 raise DdpexpError(
-                    f"the gradient of {name} is sparse, and trainer.reduction=exact sums dense ones, of one size in "
-                    "every micro-batch. Build the layer with sparse=False, or use trainer.reduction=fast."
+                    f"the gradient of {name} is sparse, and trainer.reduction=exact sums dense ones, of one "
+                    "size in every micro-batch",
+                    suggestion="Build the layer with sparse=False, or use trainer.reduction=fast.",
                 )
             gradients.append(p.grad)
             targets.append(view)
@@ -163,8 +164,9 @@ class Round:
         for name, p in self._frozen:
             if p.grad is not None:
                 raise DdpexpError(
-                    f"{name} has a gradient, but was frozen when the model was built, so trainer.reduction=exact does "
-                    "not sum it. Build it with requires_grad=True, and freeze it afterwards."
+                    f"{name} has a gradient, but was frozen when the model was built, so "
+                    "trainer.reduction=exact does not sum it",
+                    suggestion="Build it with requires_grad=True, and freeze it afterwards.",
                 )
 
     def _take_buffers(self, views: Sequence[Tensor]) -> None:
@@ -221,8 +223,8 @@ class Round:
         partly = [name for name, count in zip(self._units, used, strict=True) if 0 < count < self._num_leaves]
         if partly and not self._finds_unused:
             raise DdpexpError(
-                f"{first_few(partly)} got gradients in some micro-batches of the step and none in others. If that is "
-                "meant, use strategy.find_unused_parameters=true."
+                f"{first_few(partly)} got gradients in some micro-batches of the step and none in others",
+                suggestion="If that is meant, use strategy.find_unused_parameters=true.",
             )
         for (_, _, p), view, unit in zip(self._trained, views, self._unit_of, strict=False):
             previous = self._previous_gradients.get(p)
@@ -274,12 +276,13 @@ def trained_parameters(models: Models) -> list[TrainedParameter]:
     for name, model, p in named_parameters(models):
         if is_lazy(p):
             raise RefusedError(
-                f"{name} has no shape before the first forward pass. Give the layer its sizes for "
-                "trainer.reduction=exact."
+                f"{name} has no shape before the first forward pass",
+                suggestion="Give the layer its sizes for trainer.reduction=exact.",
             )
         if p.is_complex():
             raise RefusedError(
-                f"{name} is complex, which trainer.reduction=exact does not sum. Use trainer.reduction=fast."
+                f"{name} is complex, which trainer.reduction=exact does not sum",
+                suggestion="Use trainer.reduction=fast.",
             )
         if p.requires_grad:
             by_id.setdefault(id(p), (name, model, p))

@@ -151,8 +151,9 @@ class TreeReduceScatter(_Allocates, ReduceScatter):
             return
         if self._done or self._total is not None:
             raise DdpexpError(
-                "the backward passes of a step reach different parameters of a block, which trainer.reduction=exact "
-                "cannot sum with strategy=fsdp. Let each pass use the whole model, or use strategy=ddp."
+                "the backward passes of a step reach different parameters of a block, which "
+                "trainer.reduction=exact cannot sum with strategy=fsdp",
+                suggestion="Let each pass use the whole model, or use strategy=ddp.",
             )
         self._shape, (length, device) = shape, shape
         make = lambda: torch.zeros(length, dtype=self._dtype, device=device)  # noqa: E731

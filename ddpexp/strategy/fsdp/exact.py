@@ -96,9 +96,9 @@ class ExactFSDP(FSDP):
         partly = [name for name, count in self._uses.items() if 0 < count < self.round.micro_batches_per_rank]
         if partly and self._cut:
             raise DdpexpError(
-                f"{', '.join(partly)} got gradients in some micro-batches of the step and none in others, which "
-                "trainer.reduction=exact cannot sum with strategy=fsdp. If that is meant, use strategy=ddp "
-                "strategy.find_unused_parameters=true."
+                f"{', '.join(partly)} got gradients in some micro-batches of the step and none in others, "
+                "which trainer.reduction=exact cannot sum with strategy=fsdp",
+                suggestion="If that is meant, use strategy=ddp strategy.find_unused_parameters=true.",
             )
 
     @torch.no_grad()

@@ -63,28 +63,36 @@ class FSDPOptions(Options):
         if self.tp_size > 1:
             self._check_tensor_parallel(trainer)
         elif self.tp_plan is not None:
-            raise RefusedError("strategy.tp_plan has no effect without strategy.tp_size=2 or more.")
+            raise RefusedError("has no effect without strategy.tp_size=2 or more", key="strategy.tp_plan")
         elif self.sequence_parallel:
             raise RefusedError(
-                "strategy.sequence_parallel=true divides tokens among the workers of a tensor group, and there is "
-                "none: use strategy.tp_size=2 or more."
+                "divides tokens among the workers of a tensor group, and there is none",
+                key="strategy.sequence_parallel",
+                value=True,
+                suggestion="Use strategy.tp_size=2 or more.",
             )
         if trainer.reduction == "exact" and not self.broadcast_buffers:
             raise RefusedError(
-                "trainer.reduction=exact combines the buffers of all micro-batches, so strategy.broadcast_buffers must "
-                "stay true."
+                "combines the buffers of all micro-batches",
+                key="trainer.reduction",
+                value="exact",
+                suggestion="Use strategy.broadcast_buffers=true.",
             )
         if self.offload:
             self._check_offload(trainer)
         if self.init != "whole" and trainer.param_dtype == "bf16" and not trainer.master_weights:
             raise RefusedError(
-                f"strategy.init={self.init} builds weights in fp32, and trainer.master_weights=false keeps none. Use "
-                "trainer.master_weights=true or strategy.init=whole."
+                "builds weights in fp32, and trainer.master_weights=false keeps none",
+                key="strategy.init",
+                value=self.init,
+                suggestion="Use trainer.master_weights=true or strategy.init=whole.",
             )
         if trainer.compile:
             raise RefusedError(
-                f"trainer.compile={str(trainer.compile).lower()} is incompatible with strategy=fsdp, whose parameters "
-                "are gathered by hooks between the modules. Use trainer.compile=false or strategy=ddp."
+                "is incompatible with strategy=fsdp, whose parameters are gathered by hooks between the modules",
+                key="trainer.compile",
+                value=trainer.compile,
+                suggestion="Use trainer.compile=false or strategy=ddp.",
             )
 
     def _check_tensor_parallel(self, trainer: Trainer) -> None:
@@ -107,8 +115,10 @@ class FSDPOptions(Options):
         ):  # fmt: skip
             if clashes:
                 raise RefusedError(
-                    f"strategy.tp_size={self.tp_size} is incompatible with {other}, {why}. Use {instead} or "
-                    "strategy.tp_size=1."
+                    f"is incompatible with {other}, {why}",
+                    key="strategy.tp_size",
+                    value=self.tp_size,
+                    suggestion=f"Use {instead} or strategy.tp_size=1.",
                 )
 
     def _check_offload(self, trainer: Trainer) -> None:
@@ -121,8 +131,10 @@ class FSDPOptions(Options):
         ):
             if clashes:
                 raise RefusedError(
-                    f"strategy.offload=true is incompatible with {other}, which works on the GPU with what is in the "
-                    f"memory of the CPU then. Use {instead} or strategy.offload=false."
+                    f"is incompatible with {other}, which works on the GPU with what is in the memory of the CPU then",
+                    key="strategy.offload",
+                    value=True,
+                    suggestion=f"Use {instead} or strategy.offload=false.",
                 )
 
     def makes_copies(self, world_size: int) -> bool:
@@ -138,30 +150,40 @@ class FSDPOptions(Options):
             instead = "strategy=ddp" if self.tp_size == 1 else "strategy.dp_replicate_size=1"
             each = "worker" if self.tp_size == 1 else "tensor group"
             raise RefusedError(
-                f"strategy.dp_replicate_size={replicas} leaves one {each} to each replica, so nothing is sharded: use "
-                f"{instead}."
+                f"leaves one {each} to each replica, so nothing is sharded",
+                key="strategy.dp_replicate_size",
+                value=replicas,
+                suggestion=f"Use {instead}.",
             )
         if layout.device == "cuda" and layout.backend == "gloo" and size > 1:
             raise RefusedError(
-                "strategy=fsdp needs NCCL between GPU workers, and these use gloo, as MIG instances and "
-                "trainer.backend=gloo do: torch would set up NCCL beside it. Use whole GPUs with trainer.backend=auto, "
-                "or strategy=ddp."
+                "needs NCCL between GPU workers, and these use gloo, as MIG instances and "
+                "trainer.backend=gloo do: torch would set up NCCL beside it",
+                key="strategy",
+                value="fsdp",
+                suggestion="Use whole GPUs with trainer.backend=auto, or strategy=ddp.",
             )
         if self.offload and layout.device == "cpu":
             raise RefusedError(
-                "strategy.offload=true keeps what a GPU does not need at the moment in the memory of the CPU, and "
-                "these are CPU workers: use strategy.offload=false."
+                "keeps what a GPU does not need at the moment in the memory of the CPU, and these are CPU workers",
+                key="strategy.offload",
+                value=True,
+                suggestion="Use strategy.offload=false.",
             )
         if self.offload and size == 1:
             raise RefusedError(
-                "strategy.offload=true is for two or more workers: one alone has nothing to gather. Use "
-                "strategy.offload=false."
+                "is for two or more workers: one alone has nothing to gather",
+                key="strategy.offload",
+                value=True,
+                suggestion="Use strategy.offload=false.",
             )
         if self.reduce_through == "shared_memory" and (layout.device == "cuda" or layout.nodes > 1):
             where = "workers have GPUs" if layout.device == "cuda" else f"workers are on {layout.nodes} nodes"
             raise RefusedError(
-                f"strategy.reduce_through=shared_memory is for CPU workers of one host, and these {where}. "
-                "Use strategy.reduce_through=auto."
+                f"is for CPU workers of one host, and these {where}",
+                key="strategy.reduce_through",
+                value="shared_memory",
+                suggestion="Use strategy.reduce_through=auto.",
             )
 
     def mesh(self, world_size: int) -> Mesh:
@@ -174,14 +196,19 @@ class FSDPOptions(Options):
         workers = f"{world_size} worker{'s' * (world_size > 1)}"
         if world_size % self.tp_size:
             raise RefusedError(
-                f"strategy.tp_size={self.tp_size} does not divide {workers}: use {sizes_that_divide(world_size)}."
+                f"does not divide {workers}",
+                key="strategy.tp_size",
+                value=self.tp_size,
+                suggestion=f"Use {sizes_that_divide(world_size)}.",
             )
         groups = world_size // self.tp_size
         if groups % self.dp_replicate_size:
             of = f"the {groups} groups of strategy.tp_size={self.tp_size} of " if self.tp_size > 1 else ""
             raise RefusedError(
-                f"strategy.dp_replicate_size={self.dp_replicate_size} does not divide {of}{workers}: use "
-                f"{sizes_that_divide(groups, most=groups - 1) or 1}."
+                f"does not divide {of}{workers}",
+                key="strategy.dp_replicate_size",
+                value=self.dp_replicate_size,
+                suggestion=f"Use {sizes_that_divide(groups, most=groups - 1) or 1}.",
             )
 
     def to_be_loaded(self) -> FSDPOptions:

@@ -160,12 +160,16 @@ class Sharding:
         for name in self._options.whole:
             if name not in models:
                 raise RefusedError(
-                    f"strategy.whole=[{name}] names no model of the recipe, which has {', '.join(models)}."
+                    f"names no model of the recipe, which has {', '.join(models)}",
+                    key="strategy.whole",
+                    value=f"[{name}]",
                 )
             if any(parameter.requires_grad for parameter in models[name].parameters()):
                 raise RefusedError(
-                    f"strategy.whole=[{name}]: that model is trained, and only frozen ones are held whole. Call "
-                    "requires_grad_(False) on it where it is built, or leave it out."
+                    "is trained, and only frozen models are held whole",
+                    key="strategy.whole",
+                    value=f"[{name}]",
+                    suggestion="Call requires_grad_(False) on it where it is built, or leave it out.",
                 )
         return {name: module for name, module in models.items() if name not in self._options.whole}
 
@@ -193,11 +197,12 @@ def _check_can_be_cut(models: Models) -> None:
         for name, parameter in module.named_parameters():
             if parameter.dim() == 0:
                 raise RefusedError(
-                    f"{model}.{name} is a single number, and strategy=fsdp gives each worker some rows of a parameter. "
-                    f"Build it with one dimension, as in torch.nn.Parameter(torch.ones(1)), or use strategy=ddp."
+                    f"{model}.{name} is a single number, and strategy=fsdp gives each worker some rows of a parameter",
+                    suggestion="Build it with one dimension, as in torch.nn.Parameter(torch.ones(1)), or use "
+                    "strategy=ddp.",
                 )
             if not parameter.is_contiguous():
                 raise RefusedError(
-                    f"{model}.{name} is not contiguous, and strategy=fsdp gives each worker some rows of a parameter. "
-                    "Build it with .contiguous(), or use strategy=ddp."
+                    f"{model}.{name} is not contiguous, and strategy=fsdp gives each worker some rows of a parameter",
+                    suggestion="Build it with .contiguous(), or use strategy=ddp.",
                 )

@@ -37,8 +37,9 @@ def build_empty(factory: Callable[[], Model], override: str) -> Model:
             raise
         first_line = str(error).partition("\n")[0]
         raise RefusedError(
-            f"{override}: the construction of the model depends on values of parameters ({first_line}), which have "
-            "none yet. Use strategy.init=whole."
+            f"The construction of the model depends on values of parameters ({first_line}), which have none yet",
+            key=override,
+            suggestion="Use strategy.init=whole.",
         ) from None
 
 
@@ -61,9 +62,11 @@ class Resets:
             if reset_of(module) is None:
                 parameter = next(name for name, _ in module.named_parameters(recurse=False))
                 raise RefusedError(
-                    f"strategy.init=reset_parameters: {name}.{parameter} is a parameter of {type(module).__name__}, "
-                    "which has no method reset_parameters. Write one that gives its parameters their first values, or "
-                    "use strategy.init=replay."
+                    f"is a parameter of {type(module).__name__}, which has no method reset_parameters",
+                    key="strategy.init",
+                    value="reset_parameters",
+                    suggestion="Write one that gives its parameters their first values, or use strategy.init=replay.",
+                    place=f"{name}.{parameter}",
                 )
 
     def draw(self, take: Callable[[str, Tensor], None]) -> None:

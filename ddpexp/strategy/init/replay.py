@@ -312,9 +312,12 @@ def record(factory: Callable[[], Model]) -> tuple[Model, Recording]:
             raise
         first_line = str(error).partition("\n")[0]
         raise RefusedError(
-            f"strategy.init=replay: the construction of the model depends on values of tensors ({first_line}), and "
-            "nothing has values before the replay. Use strategy.init=whole or strategy.init=reset_parameters, or start "
-            "from weights with run.init_from."
+            f"The construction of the model depends on values of tensors ({first_line}), and nothing has "
+            "values before the replay",
+            key="strategy.init",
+            value="replay",
+            suggestion="Use strategy.init=whole or strategy.init=reset_parameters, or start from weights "
+            "with run.init_from.",
         ) from None
     for module in [built] if isinstance(built, nn.Module) else built.values():
         _put_on_meta(module)

@@ -56,8 +56,10 @@ class LocalOptions(Options):
         ):
             if clashes:
                 raise RefusedError(
-                    f"strategy={self.kind}, whose workers have weights of their own between two averages, is "
-                    f"incompatible with {other}, {why}. Use {instead}, or strategy=ddp."
+                    f"is incompatible with {other}, {why}: its workers have weights of their own between two averages",
+                    key="strategy",
+                    value=self.kind,
+                    suggestion=f"Use {instead}, or strategy=ddp.",
                 )
 
     def other_bits(self, trainer: Trainer, gradient_accumulation_steps: int) -> str:

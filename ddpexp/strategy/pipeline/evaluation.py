@@ -81,9 +81,10 @@ def _refusal(name: str, stage: int) -> Any:
 
     def refuse(*_: Any) -> None:
         raise DdpexpError(
-            f"the evaluation calls {name} of the model by itself, which is in stage {stage} of the pipeline and on no "
-            "other worker: with strategy.gather_in_evaluation=false a task may call the model as a whole. Use "
-            "strategy.gather_in_evaluation=true."
+            f"the evaluation calls {name} of the model by itself, which is in stage {stage} of the pipeline "
+            "and on no other worker: with strategy.gather_in_evaluation=false a task may call the model as a "
+            "whole",
+            suggestion="Use strategy.gather_in_evaluation=true.",
         )
 
     return refuse

@@ -59,8 +59,8 @@ class Links:
         elif known != kind:
             raise DdpexpError(
                 f"stage {stage} of the pipeline returned {_text(kind)}, and {_text(known)} for a batch of the "
-                "same shapes before: the next stage cannot know which it is sent. Make the shapes of what a layer "
-                "returns depend on those of the batch alone."
+                "same shapes before: the next stage cannot know which it is sent",
+                suggestion="Make the shapes of what a layer returns depend on those of the batch alone.",
             )
         self._send(output.detach(), 1)
 
@@ -142,8 +142,8 @@ def kind_of_output(stage: int, output: Tensor) -> Kind:
     if kind.dtype not in _DTYPES or len(kind.shape) > _MAX_DIMS:
         raise DdpexpError(
             f"stage {stage} of the pipeline returned {_text(kind)}, and stages can send each other tensors of "
-            f"up to {_MAX_DIMS} dimensions in fp32, bf16, fp16 and fp64: let strategy.split_before name another "
-            "layer."
+            f"up to {_MAX_DIMS} dimensions in fp32, bf16, fp16 and fp64",
+            suggestion="Let strategy.split_before name another layer.",
         )
     return kind
 

@@ -58,8 +58,8 @@ class PipelineOptions(Options):
             size = getattr(self, name)
             if left % size:
                 instead = sizes_that_divide(left, least)
-                instead = f"use {instead}" if instead else f"use trainer.gpus={self.pp_size}, or strategy=ddp"
-                raise RefusedError(f"strategy.{name}={size} does not divide {of}: {instead}.")
+                instead = f"Use {instead}." if instead else f"Use trainer.gpus={self.pp_size}, or strategy=ddp."
+                raise RefusedError(f"does not divide {of}", key=f"strategy.{name}", value=size, suggestion=instead)
             left //= size
             of = f"the {left} worker{'s' * (left > 1)} that strategy.{name}={size} leaves of {of.removeprefix('the ')}"
         return Mesh(self.pp_size, left, self.dp_shard_size, self.tp_size)
@@ -79,7 +79,7 @@ class PipelineOptions(Options):
         check_optimizer(experiment.optimizer.target, {**WHOLE_MATRICES, **WHOLE_ROWS}, stage, "strategy=ddp")
         self._check_stages()
         if self.tp_size == 1 and self.tp_plan is not None:
-            raise RefusedError("strategy.tp_plan has no effect without strategy.tp_size=2 or more.")
+            raise RefusedError("has no effect without strategy.tp_size=2 or more", key="strategy.tp_plan")
         for number, entry in enumerate(self.tp_plan or ()):
             entry.check(f"strategy.tp_plan[{number}]")
         for clashes, other, why, instead in (
@@ -98,26 +98,37 @@ class PipelineOptions(Options):
             ),
         ):  # fmt: skip
             if clashes:
-                raise RefusedError(f"strategy=pipeline is incompatible with {other}, {why}. Use {instead}.")
+                raise RefusedError(
+                    f"is incompatible with {other}, {why}",
+                    key="strategy",
+                    value="pipeline",
+                    suggestion=f"Use {instead}.",
+                )
 
     def _check_stages(self) -> None:
         """Check the schedule, and the names of the layers with which stages begin."""
         stages, each = self.pipe.num_stages, self.stages_per_worker
         if self.schedule == "interleaved" and each == 1:
             raise RefusedError(
-                "strategy.schedule=interleaved gives each worker several stages: use strategy.stages_per_worker=2 or "
-                "more, or strategy.schedule=1f1b."
+                "gives each worker several stages",
+                key="strategy.schedule",
+                value="interleaved",
+                suggestion="Use strategy.stages_per_worker=2 or more, or strategy.schedule=1f1b.",
             )
         if self.schedule != "interleaved" and each > 1:
             raise RefusedError(
-                f"strategy.stages_per_worker={each} is for strategy.schedule=interleaved, and this is "
-                f"{self.schedule}: use that schedule, or one stage."
+                f"is for strategy.schedule=interleaved, and this is {self.schedule}",
+                key="strategy.stages_per_worker",
+                value=each,
+                suggestion="Use that schedule, or one stage.",
             )
         if self.split_before is not None and len(self.split_before) != stages - 1:
             of = f" x strategy.stages_per_worker={each}" if each > 1 else ""
             raise RefusedError(
-                f"strategy.split_before names the layers with which {len(self.split_before)} stages begin, and of "
-                f"strategy.pp_size={self.pp_size}{of} stages all but the first begin with one: name {stages - 1}."
+                f"names the layers with which {len(self.split_before)} stages begin, and of "
+                f"strategy.pp_size={self.pp_size}{of} stages all but the first begin with one",
+                key="strategy.split_before",
+                suggestion=f"Name {stages - 1}.",
             )
 
     def check_layout(self, experiment: ExperimentSettings, layout: Layout, gradient_accumulation_steps: int) -> None:
@@ -126,16 +137,21 @@ class PipelineOptions(Options):
         mesh, num_passes = self.mesh(layout.world_size), gradient_accumulation_steps
         if num_passes < self.pp_size:
             raise RefusedError(
-                f"strategy.pp_size={self.pp_size} keeps its stages busy with {self.pp_size} micro-batches a step or "
-                f"more, and there {'is' if num_passes == 1 else 'are'} {num_passes}: "
-                "use a smaller trainer.micro_batch_size, at most trainer.global_batch_size / "
-                f"{self.pp_size * mesh.data_size}."
+                f"keeps its stages busy with {self.pp_size} micro-batches a step or more, and there "
+                f"{'is' if num_passes == 1 else 'are'} {num_passes}",
+                key="strategy.pp_size",
+                value=self.pp_size,
+                suggestion="Use a smaller trainer.micro_batch_size, at most trainer.global_batch_size / "
+                f"{self.pp_size * mesh.data_size}.",
             )
         if self.schedule == "interleaved" and num_passes % self.pp_size:
             raise RefusedError(
-                f"strategy.schedule=interleaved passes strategy.pp_size={self.pp_size} micro-batches through each "
-                f"stage in turn, and {self.pp_size} does not divide the {num_passes} of a step: change "
-                "trainer.micro_batch_size or trainer.global_batch_size, or use strategy.schedule=1f1b."
+                f"passes strategy.pp_size={self.pp_size} micro-batches through each stage in turn, and "
+                f"{self.pp_size} does not divide the {num_passes} of a step",
+                key="strategy.schedule",
+                value="interleaved",
+                suggestion="Change trainer.micro_batch_size or trainer.global_batch_size, or use "
+                "strategy.schedule=1f1b.",
             )
 
     def to_be_loaded(self) -> PipelineOptions:

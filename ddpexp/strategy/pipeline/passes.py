@@ -78,8 +78,9 @@ class Passes:
             return _InProgress(received, output)
         if self.model.output is None:
             raise DdpexpError(
-                "the task's step returned without calling the model, and strategy=pipeline passes batches from stage "
-                "to stage where it does: call model(...) once, or use strategy=ddp."
+                "the task's step returned without calling the model, and strategy=pipeline passes batches "
+                "from stage to stage where it does",
+                suggestion="Call model(...) once, or use strategy=ddp.",
             )
         return _InProgress(received, sums=sums)
 
@@ -123,7 +124,8 @@ class Passes:
         elif names is not None and self._names["metrics"].keys() != names["metrics"].keys():
             raise DdpexpError(
                 f"the task's step returned the metrics {', '.join(names['metrics']) or 'none'}, and "
-                f"{', '.join(self._names['metrics']) or 'none'} before: return the same in every step."
+                f"{', '.join(self._names['metrics']) or 'none'} before",
+                suggestion="Return the same in every step.",
             )
 
     def _zeros(self) -> Sums:
@@ -162,8 +164,9 @@ class StageModel:
         """
         if self.output is not None:
             raise DdpexpError(
-                "the task's step calls the model twice in a micro-batch, and strategy=pipeline passes each micro-batch "
-                "through its stages once. Call it once, or use strategy=ddp."
+                "the task's step calls the model twice in a micro-batch, and strategy=pipeline passes each "
+                "micro-batch through its stages once",
+                suggestion="Call it once, or use strategy=ddp.",
             )
         if self._received is not None:
             x = self._received
@@ -179,8 +182,8 @@ def tensor_of(stage: int, output: Any) -> Tensor:
     """Return what a stage has returned. Raises: DdpexpError, if it is no tensor."""
     if not isinstance(output, Tensor):
         raise DdpexpError(
-            f"stage {stage} of the pipeline returned a {type(output).__name__}, and stages pass on one tensor: let "
-            "strategy.split_before name another layer."
+            f"stage {stage} of the pipeline returned a {type(output).__name__}, and stages pass on one tensor",
+            suggestion="Let strategy.split_before name another layer.",
         )
     return output
 

@@ -88,18 +88,21 @@ def divide(models: Mapping[str, nn.Module], pipe: Pipe, split_before: Sequence[s
     """
     if len(models) > 1:
         raise RefusedError(
-            f"strategy=pipeline divides the layers of one model, and the model section builds {first_few(list(models))}"
-            ": use strategy=fsdp."
+            f"divides the layers of one model, and the model section builds {first_few(list(models))}",
+            key="strategy",
+            value="pipeline",
+            suggestion="Use strategy=fsdp.",
         )
     model = next(iter(models.values()))
     layers, forward = _layers_of(model)
     size, each = pipe.num_stages, pipe.stages_per_worker
     if len(layers) < size:
-        of = f" x strategy.stages_per_worker={each}" if each > 1 else ""
         fewer = f"strategy.pp_size={len(layers) // each}" if len(layers) >= 2 * each else "fewer stages"
         raise RefusedError(
-            f"strategy.pp_size={pipe.size}{of} is more than the {len(layers)} layers of {type(model).__name__}: use "
-            f"{fewer} or less."
+            f"needs {size} layers or more, and {type(model).__name__} has {len(layers)}",
+            key="strategy.pp_size",
+            value=pipe.size,
+            suggestion=f"Use {fewer} or less.",
         )
     if split_before is None:
         bounds = [number * len(layers) // size for number in range(size + 1)]
@@ -107,8 +110,10 @@ def divide(models: Mapping[str, nn.Module], pipe: Pipe, split_before: Sequence[s
         bounds = [0, *(_layer_named(name, layers) for name in split_before), len(layers)]
         if any(first >= second for first, second in pairwise(bounds)):
             raise RefusedError(
-                f"{_SPLIT}=[{','.join(split_before)}] leaves a stage without layers: name later layers one after the "
-                f"other, of {_names(layers)}."
+                "leaves a stage without layers",
+                key=_SPLIT,
+                value=f"[{','.join(split_before)}]",
+                suggestion=f"Name later layers one after the other, of {_names(layers)}.",
             )
     division = Division(layers, bounds, forward, pipe)
     _check_parameters(model, division)
@@ -128,8 +133,11 @@ def _layers_of(model: nn.Module) -> tuple[Sequence[Sequence[str]], Callable[...,
 
         return [(name,) for name, _ in model.named_children()], forward
     raise RefusedError(
-        f"strategy=pipeline cannot tell the layers of {type(model).__name__}: make it an nn.Sequential, or give it "
-        "pipeline_layers and forward_layers (see docs/strategies.md), or use strategy=fsdp."
+        f"cannot tell the layers of {type(model).__name__}",
+        key="strategy",
+        value="pipeline",
+        suggestion="Make it an nn.Sequential, or give it pipeline_layers and forward_layers (see "
+        "docs/strategies.md), or use strategy=fsdp.",
     )
 
 
@@ -137,7 +145,7 @@ def _layer_named(name: str, layers: Sequence[Sequence[str]]) -> int:
     for number, layer in enumerate(layers):
         if name in layer:
             return number
-    raise RefusedError(f"{_SPLIT}: {name} is no layer of the model. There is {_names(layers)}.")
+    raise RefusedError(f"is not a layer of the model, which has {_names(layers)}", key=_SPLIT, place=name)
 
 
 def _check_parameters(model: nn.Module, division: Division) -> None:
@@ -146,19 +154,24 @@ def _check_parameters(model: nn.Module, division: Division) -> None:
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     for name in (name for layer in division.layers for name in layer):
         if name not in names:
-            raise RefusedError(f"{kind}.pipeline_layers names {name}, which is no module or parameter of it.")
+            raise RefusedError(
+                f"names {name}, which is not a module or parameter of it", place=f"{kind}.pipeline_layers"
+            )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise RefusedError(
-                f"{name} has no shape before the first batch, and strategy=pipeline divides the model before: use a "
-                "layer that is not lazy, or strategy=ddp."
+                f"{name} has no shape before the first batch, and strategy=pipeline divides the model before",
+                suggestion="Use a layer that is not lazy, or strategy=ddp.",
             )
         if not division.stages_of(name):
-            raise RefusedError(f"{kind}.pipeline_layers leaves out {name}: add it to the layer that uses it.")
+            raise RefusedError(
+                f"leaves out {name}", suggestion="Add it to the layer that uses it.", place=f"{kind}.pipeline_layers"
+            )
         if parameter.dim() == 0:
             raise RefusedError(
-                f"{name} is a parameter without dimensions, of which strategy=pipeline cannot leave a part to other "
-                "workers: give it the shape (1,), or use strategy=ddp."
+                f"{name} is a parameter without dimensions, of which strategy=pipeline cannot leave a part to "
+                "other workers",
+                suggestion="Give it the shape (1,), or use strategy=ddp.",
             )
 
 

@@ -61,8 +61,9 @@ def _cuts(models: Mapping[str, nn.Module], layers: list[Layer]) -> dict[str, Cut
             other, name = by_parameter.setdefault(id(getattr(layer.module, key)), (cut, layer.name))
             if other != cut:
                 raise RefusedError(
-                    f"{name} and {layer.name} have the same {key}, and the plan of tensor parallelism divides it in "
-                    "two ways. Leave both out of the plan, or build the model with separate ones."
+                    f"{name} and {layer.name} have the same {key}, and the plan of tensor parallelism divides "
+                    "it in two ways",
+                    suggestion="Leave both out of the plan, or build the model with separate ones.",
                 )
     divided = {id(layer.module) for layer in layers}
     cuts = {}
@@ -74,8 +75,9 @@ def _cuts(models: Mapping[str, nn.Module], layers: list[Layer]) -> dict[str, Cut
                 cut, name = by_parameter[id(parameter)]
                 if id(module) not in divided:
                     raise RefusedError(
-                        f"{name} and {path} have the same {key}, and the plan of tensor parallelism divides only "
-                        "that of the first. Leave it out of the plan, or build the model with separate ones."
+                        f"{name} and {path} have the same {key}, and the plan of tensor parallelism divides "
+                        "only that of the first",
+                        suggestion="Leave it out of the plan, or build the model with separate ones.",
                     )
                 cuts[".".join(part for part in (model, path, key) if part)] = cut
     return cuts

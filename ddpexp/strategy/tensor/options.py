@@ -51,9 +51,11 @@ class DividedLayers:
             RefusedError: a value means nothing.
         """
         if not self.patterns:
-            raise RefusedError(f"{where}.match is empty: name at least one module.")
+            raise RefusedError("is empty", key=f"{where}.match", suggestion="Name at least one module.")
         if self.style not in _STYLES:
-            raise RefusedError(f"{where}.style={self.style}: use {', '.join(_STYLES[:-1])} or {_STYLES[-1]}.")
+            raise RefusedError(
+                key=f"{where}.style", value=self.style, suggestion=f"Use {', '.join(_STYLES[:-1])} or {_STYLES[-1]}."
+            )
         lengths = [*(self.parts or ()), *([self.multiple_of] if self.multiple_of is not None else [])]
         if any(length < 1 for length in lengths):
-            raise RefusedError(f"{where}: parts and multiple_of are numbers above 0.")
+            raise RefusedError("has parts or multiple_of that are not above 0", key=where)

@@ -100,9 +100,11 @@ def _check_sequence(plan: Sequence[DividedLayers], kind: str) -> None:
     styles = {entry.style for entry in plan}
     if SEQUENCE_BEGIN not in styles or SEQUENCE_END not in styles:
         raise RefusedError(
-            f"strategy.sequence_parallel=true needs a plan that says between which modules the tokens of a batch are "
-            f"divided, with the styles {SEQUENCE_BEGIN} and {SEQUENCE_END}, and that of {kind} does not: add them to "
-            "strategy.tp_plan, or use strategy.sequence_parallel=false."
+            "needs a plan that says between which modules the tokens of a batch are divided, with the styles "
+            f"{SEQUENCE_BEGIN} and {SEQUENCE_END}, and that of {kind} does not",
+            key="strategy.sequence_parallel",
+            value=True,
+            suggestion="Add them to strategy.tp_plan, or use strategy.sequence_parallel=false.",
         )
 
 
@@ -119,8 +121,10 @@ def _own_plan(root: nn.Module, size: int) -> tuple[Sequence[DividedLayers], str]
     if all(any(fnmatchcase(name, f"*.{last}") for name in names) for last in ("q_proj", "o_proj", "down_proj")):
         return _USUAL, ""
     raise RefusedError(
-        f"strategy.tp_size={size} divides the layers that a plan names, and {kind} has none: give it an attribute "
-        f"tensor_plan, or use {_EXAMPLE}."
+        f"divides the layers that a plan names, and {kind} has none",
+        key="strategy.tp_size",
+        value=size,
+        suggestion=f"Give it an attribute tensor_plan, or use {_EXAMPLE}.",
     )
 
 
@@ -130,8 +134,9 @@ def _check_used(plan: Sequence[DividedLayers], used: set[str], where: str, model
         for pattern in entry.patterns:
             if pattern not in used:
                 raise RefusedError(
-                    f"{where}[{number}]: {pattern} matches no module. The linear layers and embeddings are "
-                    f"{first_few(list(_linears(models)), 8)}."
+                    f"matches no module. The linear layers and embeddings are {first_few(list(_linears(models)), 8)}",
+                    key=f"{where}[{number}]",
+                    place=pattern,
                 )
 
 
@@ -147,29 +152,38 @@ def _layer(name: str, module: nn.Module, entry: DividedLayers, around: nn.Module
     )
     if not right or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
         raise RefusedError(
-            f"strategy.tp_size={size}: {name} is a {type(module).__name__}, and {entry.style} is for {wanted}."
+            f"is a {type(module).__name__}, and {entry.style} is for {wanted}",
+            key="strategy.tp_size",
+            value=size,
+            place=name,
         )
     if type(module).forward not in (nn.Linear.forward, nn.Embedding.forward) and not transposed:
         raise RefusedError(
-            f"strategy.tp_size={size}: {name} is a {type(module).__name__}, whose own forward method tensor "
-            "parallelism cannot divide. Leave it out of the plan."
+            f"is a {type(module).__name__}, whose own forward method tensor parallelism cannot divide",
+            key="strategy.tp_size",
+            value=size,
+            suggestion="Leave it out of the plan.",
+            place=name,
         )
     if isinstance(module, nn.Embedding) and _has_options(module):
         raise RefusedError(
-            f"strategy.tp_size={size}: {name} has max_norm, scale_grad_by_freq or sparse gradients, with which an "
-            "embedding cannot be divided. Leave it out of the plan."
+            "has max_norm, scale_grad_by_freq or sparse gradients, with which an embedding cannot be divided",
+            key="strategy.tp_size",
+            value=size,
+            suggestion="Leave it out of the plan.",
+            place=name,
         )
     dim = 1 if (entry.style == ROWWISE) != transposed else 0
     length = weight.shape[dim]
     parts = entry.parts or (length,)
     if sum(parts) != length:
         raise RefusedError(
-            f"{name} has {length} {_rows(entry)}, and its parts in the plan {' + '.join(map(str, parts))}."
+            f"has {length} {_rows(entry)}, and its parts in the plan {' + '.join(map(str, parts))}", place=name
         )
     multiple = entry.multiple_of or _head_width(around, length) or 1
     for part in parts:
         if part % (size * multiple):
-            raise RefusedError(_does_not_divide(name, entry, part, multiple, size))
+            raise _does_not_divide(name, entry, part, multiple, size)
     cuts = {"weight": Cut(tuple(weight.shape), dim, parts, size)}
     bias = getattr(module, "bias", None)
     if bias is not None and entry.style != ROWWISE:
@@ -177,13 +191,15 @@ def _layer(name: str, module: nn.Module, entry: DividedLayers, around: nn.Module
     return Layer(name, module, entry.style, cuts)
 
 
-def _does_not_divide(name: str, entry: DividedLayers, length: int, multiple: int, size: int) -> str:
-    """Return why a layer does not divide, and which numbers of ranks do."""
+def _does_not_divide(name: str, entry: DividedLayers, length: int, multiple: int, size: int) -> RefusedError:
+    """Return the error for a layer that does not divide, with the numbers of ranks that do."""
     heads = length // multiple
     what = f"{heads} heads of {multiple}" if multiple > 1 else f"{length} {_rows(entry)}"
     sizes = [str(number) for number in range(2, min(heads, 64) + 1) if not length % (number * multiple)]
-    instead = f"Use strategy.tp_size={' or '.join(sizes[:6])}" if sizes else "Leave it out of the plan"
-    return f"strategy.tp_size={size} does not divide {name}, which has {what}. {instead}."
+    instead = f"Use strategy.tp_size={' or '.join(sizes[:6])}." if sizes else "Leave it out of the plan."
+    return RefusedError(
+        f"does not divide {name}, which has {what}", key="strategy.tp_size", value=size, suggestion=instead
+    )
 
 
 def _has_options(module: nn.Embedding) -> bool:

@@ -129,9 +129,12 @@ def _check_divides(x: Tensor, size: int) -> None:
     """
     if x.dim() < 3 or x.shape[_TOKENS] % size:
         raise DdpexpError(
-            f"strategy.sequence_parallel=true divides the tokens of a batch among strategy.tp_size={size} workers, and "
-            f"a batch has the shape {list(x.shape)} where that begins: (samples, tokens, width) with a multiple of "
-            f"{size} tokens is needed. Change the length of the batches, or use strategy.sequence_parallel=false."
+            f"divides the tokens of a batch among strategy.tp_size={size} workers, and a batch has the shape "
+            f"{list(x.shape)} where that begins: (samples, tokens, width) with a multiple of {size} tokens is "
+            "needed",
+            key="strategy.sequence_parallel",
+            value=True,
+            suggestion="Change the length of the batches, or use strategy.sequence_parallel=false.",
         )
 
 

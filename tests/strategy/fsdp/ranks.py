@@ -225,7 +225,7 @@ def teacher(world: World) -> None:
         with found.micro_batch(last=True):
             rows = torch.randn(4, 9, generator=torch.Generator().manual_seed(world.rank))
             (found.train_model["student"](rows) - found.train_model["teacher"](rows)).square().sum().backward()
-    refused(world, lambda: FSDP(replace(OPTIONS, whole=("student",)), world, seeded(pair)), "that model is trained")
+    refused(world, lambda: FSDP(replace(OPTIONS, whole=("student",)), world, seeded(pair)), "is trained")
     refused(
         world, lambda: FSDP(replace(OPTIONS, whole=("tutor",)), world, seeded(pair)), "names no model of the recipe"
     )
@@ -249,7 +249,7 @@ def cannot(world: World) -> None:
     columns.weight = nn.Parameter(torch.randn(9, 7).t())
     refused(world, lambda: FSDP(OPTIONS, world, lambda: columns), "model.weight is not contiguous")
     refused(
-        world, lambda: FSDP(replace(OPTIONS, blocks=("Blok",)), world, Net), "strategy.blocks=[Blok]: the model has no"
+        world, lambda: FSDP(replace(OPTIONS, blocks=("Blok",)), world, Net), "strategy.blocks=[Blok]: The model has no"
     )
     strategy = FSDP(OPTIONS, world, seeded(Unused))
     refused(world, lambda: train(world, strategy, CUT["sgd"]), "got no gradient in a micro-batch")

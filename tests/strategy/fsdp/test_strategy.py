@@ -58,14 +58,14 @@ def test_blocks_are_the_smallest_modules_of_a_size_or_those_of_a_class() -> None
 
 
 def test_one_worker_refuses_a_class_that_the_model_lacks_too() -> None:
-    with pytest.raises(RefusedError, match=r"^strategy\.blocks=\[Blok\]: the model has no module of that class\."):
+    with pytest.raises(RefusedError, match=r"^strategy\.blocks=\[Blok\]: The model has no module of that class\."):
         FSDP(replace(OPTIONS, blocks=("Blok",)), ALONE, Net)
     FSDP(replace(OPTIONS, blocks=("Block",)), ALONE, Net)
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("tutor", "names no model of the recipe, which has model"), ("model", "that model is trained")],
+    [("tutor", "names no model of the recipe, which has model"), ("model", "is trained")],
 )
 def test_one_worker_refuses_what_cannot_be_held_whole_too(name: str, sentence: str) -> None:
     with pytest.raises(RefusedError, match=rf"^strategy\.whole=\[{name}\]:? {sentence}"):
@@ -76,7 +76,7 @@ def test_one_worker_refuses_what_cannot_be_held_whole_too(name: str, sentence: s
     ("options", "trainer", "sentence"),
     [
         ({}, {"compile": True}, "trainer.compile=true is incompatible with strategy=fsdp"),
-        ({"broadcast_buffers": False}, {"reduction": "exact"}, "so strategy.broadcast_buffers must stay true."),
+        ({"broadcast_buffers": False}, {"reduction": "exact"}, "Use strategy.broadcast_buffers=true."),
         ({"offload": True}, {"precision": "fp16"}, "strategy.offload=true is incompatible with trainer.precision=fp16"),
         ({"offload": True}, {"nonfinite": "skip"}, "Use trainer.nonfinite=stop or strategy.offload=false."),
         ({"offload": True, "init": "replay"}, {}, "strategy.offload=true is incompatible with strategy.init=replay"),
@@ -92,8 +92,8 @@ def test_what_the_trainer_cannot_combine_with_it_is_refused(
 
 def test_replicas_must_divide_the_workers() -> None:
     for size, sentence in (
-        (3, "strategy.dp_replicate_size=3 does not divide 4 workers: use 1 or 2."),
-        (4, "strategy.dp_replicate_size=4 leaves one worker to each replica, so nothing is sharded: use strategy=ddp."),
+        (3, "strategy.dp_replicate_size=3 does not divide 4 workers. Use 1 or 2."),
+        (4, "strategy.dp_replicate_size=4 leaves one worker to each replica, so nothing is sharded. Use strategy=ddp."),
     ):
         with pytest.raises(RefusedError) as caught:
             replace(OPTIONS, dp_replicate_size=size).check_layout(asked(), Layout(1, 4, "cpu", "gloo", 1), 1)

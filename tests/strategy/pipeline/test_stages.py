@@ -58,8 +58,7 @@ def test_a_worker_has_every_second_stage_of_an_interleaved_pipeline() -> None:
     assert division.stages_of("wte.weight") == [0, 3]
     assert division.places_of("wte.weight") == [0, 1]
     assert [division.places_of(f"h.{layer}.ln_1.weight") for layer in range(4)] == [[1], [1], [0], [1]]
-    sentence = "strategy.pp_size=4 x strategy.stages_per_worker=2 is more than the 6 layers of GPT: use strategy.pp_si"
-    with pytest.raises(RefusedError, match=re.escape(f"{sentence}ze=3 or less.")):
+    with pytest.raises(RefusedError, match=r"Use strategy\.pp_size=3 or less\."):
         divide({"model": gpt()}, Pipe(4, 2), None)
 
 
@@ -76,13 +75,18 @@ def test_the_stages_together_compute_what_the_model_does() -> None:
 @pytest.mark.parametrize(
     ("model", "size", "split", "sentence"),
     [
-        (gpt(), 7, None, "strategy.pp_size=7 is more than the 6 layers of GPT: use strategy.pp_size=6 or less."),
-        (gpt(), 2, ("h.9",), "strategy.split_before: h.9 is no layer of the model. There is wte, h.0, h.1, h.2, h.3"),
+        (gpt(), 7, None, "strategy.pp_size=7 needs 7 layers or more, and GPT has 6. Use strategy.pp_size=6 or less."),
+        (
+            gpt(),
+            2,
+            ("h.9",),
+            "strategy.split_before: h.9 is not a layer of the model, which has wte, h.0, h.1, h.2, h.3",
+        ),
         (gpt(), 3, ("h.2", "h.1"), "strategy.split_before=[h.2,h.1] leaves a stage without layers"),
         (gpt(), 2, ("wte",), "leaves a stage without layers"),
-        (nn.Linear(2, 2), 2, None, "strategy=pipeline cannot tell the layers of Linear: make it an nn.Sequential"),
-        (Chain([["a"], ["c"]]), 2, None, "Chain.pipeline_layers names c, which is no module or parameter of it."),
-        (Chain([["a"], ["a"]]), 2, None, "Chain.pipeline_layers leaves out b.weight: add it to the layer"),
+        (nn.Linear(2, 2), 2, None, "strategy=pipeline cannot tell the layers of Linear. Make it an nn.Sequential"),
+        (Chain([["a"], ["c"]]), 2, None, "Chain.pipeline_layers names c, which is not a module or parameter"),
+        (Chain([["a"], ["a"]]), 2, None, "Chain.pipeline_layers leaves out b.weight. Add it to the layer"),
         (Chain([["a"], ["b", "s"]], s=nn.Parameter(torch.ones(()))), 2, None, "s is a parameter without dimensions"),
         (nn.Sequential(nn.LazyLinear(2), nn.Tanh()), 2, None, "0.weight has no shape before the first batch"),
     ],

@@ -58,8 +58,8 @@ def test_the_dimensions_of_parallelism_have_neighbours_in_order() -> None:
 @pytest.mark.parametrize(
     ("options", "trainer", "sentence"),
     [
-        ({"split_before": ("a", "b")}, {}, "strategy.pp_size=2 stages all but the first begin with one: name 1."),
-        ({"schedule": "interleaved"}, {}, "use strategy.stages_per_worker=2 or more, or strategy.schedule=1f1b."),
+        ({"split_before": ("a", "b")}, {}, "strategy.pp_size=2 stages all but the first begin with one. Name 1."),
+        ({"schedule": "interleaved"}, {}, "Use strategy.stages_per_worker=2 or more, or strategy.schedule=1f1b."),
         ({"stages_per_worker": 2}, {}, "strategy.stages_per_worker=2 is for strategy.schedule=interleaved"),
         ({"tp_plan": (DividedLayers("a", "colwise"),)}, {}, "strategy.tp_plan has no effect without"),
         ({"tp_size": 2, "tp_plan": (DividedLayers((), "colwise"),)}, {}, "strategy.tp_plan[0].match is empty"),
@@ -79,10 +79,10 @@ def test_what_a_stage_does_not_support_is_refused(
 @pytest.mark.parametrize(
     ("size", "world_size", "micro_batches", "sentence"),
     [
-        (2, 3, 4, "strategy.pp_size=2 does not divide 3 workers: use 3."),
-        (4, 6, 4, "strategy.pp_size=4 does not divide 6 workers: use 2 or 3 or 6."),
-        (2, 1, 4, "does not divide 1 worker: use trainer.gpus=2, or strategy=ddp."),
-        (2, 4, 1, "there is 1: use a smaller trainer.micro_batch_size, at most trainer.global_batch_size / 4."),
+        (2, 3, 4, "strategy.pp_size=2 does not divide 3 workers. Use 3."),
+        (4, 6, 4, "strategy.pp_size=4 does not divide 6 workers. Use 2 or 3 or 6."),
+        (2, 1, 4, "does not divide 1 worker. Use trainer.gpus=2, or strategy=ddp."),
+        (2, 4, 1, "there is 1. Use a smaller trainer.micro_batch_size, at most trainer.global_batch_size / 4."),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(size: int, world_size: int, micro_batches: int, sentence: str) -> None:
@@ -96,8 +96,8 @@ def test_sizes_that_do_not_divide_are_refused(size: int, world_size: int, micro_
     [
         ({"tp_size": 2}, 6, 4, "strategy.tp_size=2 does not divide the 3 workers that strategy.pp_size=2 leaves of 6 "),
         ({"tp_size": 3, "dp_shard_size": 2}, 6, 4, "strategy.dp_shard_size=2 does not divide the 1 worker that strategy"),
-        ({"dp_shard_size": 3}, 8, 4, "strategy.pp_size=2 leaves of 8 workers: use 1 or 2 or 4."),
-        ({"schedule": "interleaved", "stages_per_worker": 2}, 2, 5, "and 2 does not divide the 5 of a step: change"),
+        ({"dp_shard_size": 3}, 8, 4, "strategy.pp_size=2 leaves of 8 workers. Use 1 or 2 or 4."),
+        ({"schedule": "interleaved", "stages_per_worker": 2}, 2, 5, "and 2 does not divide the 5 of a step. Change"),
     ],
 )  # fmt: skip
 def test_sizes_of_several_dimensions_that_do_not_divide_are_refused(

@@ -118,7 +118,7 @@ def test_decoders_of_transformers_need_no_plan() -> None:
         (gpt(), 3, None, "does not divide h.0.attn.c_attn, which has 4 heads of 4. Use strategy.tp_size=2 or 4."),
         (gpt(num_kv_heads=2), 4, None, "does not divide h.0.attn.c_attn, which has 2 heads of 4. Use strategy.tp_size"),
         (gpt(tied=False), 2, None, "does not divide wte, which has 11 rows. Use strategy.tp_size=11."),
-        (nn.Linear(2, 2), 2, None, "and Linear has none: give it an attribute tensor_plan, or use 'strategy.tp_plan="),
+        (nn.Linear(2, 2), 2, None, "and Linear has none. Give it an attribute tensor_plan, or use 'strategy.tp_plan="),
         (gpt(), 2, DividedLayers("h.*.foo", "colwise"), "strategy.tp_plan[0]: h.*.foo matches no module."),
         (gpt(), 2, DividedLayers("h.*.ln_1", "colwise"), "h.0.ln_1 is a LayerNorm, and colwise is for an nn.Linear."),
         (gpt(), 2, DividedLayers("wte", "colwise"), "wte is a Embedding, and colwise is for an nn.Linear."),
@@ -138,7 +138,7 @@ def test_a_plan_that_does_not_fit_is_refused(
         ({"tp_size": 1, "tp_plan": (DividedLayers("a", "colwise"),)}, {}, "strategy.tp_plan has no effect without"),
         ({"tp_size": 1, "sequence_parallel": True}, {}, "strategy.sequence_parallel=true divides tokens among the wor"),
         ({"tp_plan": (DividedLayers((), "colwise"),)}, {}, "strategy.tp_plan[0].match is empty"),
-        ({"tp_plan": (DividedLayers("a", "colwise", (0,)),)}, {}, "parts and multiple_of are numbers above 0."),
+        ({"tp_plan": (DividedLayers("a", "colwise", (0,)),)}, {}, "has parts or multiple_of that are not above 0."),
         ({}, {"reduction": "exact"}, "strategy.tp_size=2 is incompatible with trainer.reduction=exact"),
         ({"offload": True}, {}, "strategy.tp_size=2 is incompatible with strategy.offload=true"),
         ({"reduce_through": "shared_memory"}, {}, "is incompatible with strategy.reduce_through=shared_memory"),
@@ -152,9 +152,9 @@ def test_what_cannot_be_combined_is_refused(options: dict[str, Any], trainer: di
 @pytest.mark.parametrize(
     ("options", "size", "sentence"),
     [
-        ({}, 3, "strategy.tp_size=2 does not divide 3 workers: use 1 or 3."),
+        ({}, 3, "strategy.tp_size=2 does not divide 3 workers. Use 1 or 3."),
         ({"dp_replicate_size": 2}, 4, "strategy.dp_replicate_size=2 leaves one tensor group to each replica, so noth"),
-        ({"dp_replicate_size": 4}, 4, "does not divide the 2 groups of strategy.tp_size=2 of 4 workers: use 1."),
+        ({"dp_replicate_size": 4}, 4, "does not divide the 2 groups of strategy.tp_size=2 of 4 workers. Use 1."),
     ],
 )
 def test_the_sizes_must_divide_the_workers(options: dict[str, Any], size: int, sentence: str) -> None:
