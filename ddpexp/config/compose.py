@@ -50,9 +50,7 @@ def _compose(arguments: Arguments) -> Composed | None:
         return None
     if arguments.multirun and arguments.cfg:
         raise RefusedError(
-            "shows one run",
-            suggestion="Leave -m out, and give each key one value.",
-            place=f"--cfg {arguments.cfg}",
+            "shows one run", suggestion="Leave -m out, and give each key one value.", place=f"--cfg {arguments.cfg}"
         )
     check_overrides(arguments.overrides, arguments.question)
     if arguments.question:

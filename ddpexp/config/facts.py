@@ -125,9 +125,7 @@ def resolve(values: Any, facts: Mapping[str, Any]) -> Any:
     joined = _REFERENCE.sub(lambda found: str(resolve(found[0], facts)), values)
     if "${" in without_references(joined):
         raise RefusedError(
-            "A fact of the data cannot be part of another reference",
-            suggestion="Write the value itself.",
-            place=values,
+            "A fact of the data cannot be part of another reference", suggestion="Write the value itself.", place=values
         )
     return joined
 

@@ -74,10 +74,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
             raise RefusedError("is missing", key=name, suggestion=f"A recipe gives it, {own} recipe=mnist.")
         if not isinstance(values[name], Mapping):
             raise RefusedError(
-                "is not a section with keys",
-                key=name,
-                value=values[name],
-                suggestion=_as_section(name, values[name]),
+                "is not a section with keys", key=name, value=values[name], suggestion=_as_section(name, values[name])
             )
     run = build(Run, values["run"], "run")
     trust = Trust(run.trust, Path(run.code) if run.code else None)

@@ -147,7 +147,7 @@ def test_it_states_its_own_rules_and_keeps_those_of_every_launcher(recipe: Recip
 @pytest.mark.parametrize(
     ("value", "code", "sentence"),
     [
-        ("toy:Tiy", LAUNCHER, r"launcher\._target_=toy\.Tiy: toy has no Tiy\. Did you mean Toy\?"),
+        ("toy:Tiy", LAUNCHER, r"launcher\._target_=toy\.Tiy: The module toy has no Tiy\. Did you mean Toy\?"),
         ("toy.inner:Toy", LAUNCHER, r"launcher\._target_=toy\.inner\.Toy: toy has no inner\..*"),
         ("toy:Toy", "class Toy:\n    pass\n", r"launcher\._target_=toy\.Toy is not a launcher: it must .* from ddpexp\.launch\.launchers\.base\.Launcher\."),
         ("toy:Toy", "class Toy:\n    def launch(self, job, server=None): ...\n",

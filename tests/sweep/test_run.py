@@ -263,7 +263,7 @@ BAD = [
     (("trainer.gpus=1,16",), r"trainer\.gpus=16 takes 16 slots at once, and there are 2 slots .*Use sweep\.slots=16"),
     (("trainer.global_batch_size=24,25", "trainer.gpus=2"), r"trainer\.global_batch_size=25 .*\(job 0001_"),
     (("run.init_from=null,/no/weights",), r"run\.init_from=/no/weights: There is no such file\. \(job 0001_"),
-    (("trainer.seed=0,1", "run.dir=here"), r"run\.dir=here: every job of a sweep has a run directory of its own"),
+    (("trainer.seed=0,1", "run.dir=here"), r"run\.dir=here: Every job of a sweep has a run directory of its own"),
     (
         ("trainer.seed=0,1", "hydra/launcher=joblib"),
         r"hydra/launcher=joblib: .* ddpexp starts the jobs of a sweep itself",
@@ -274,7 +274,7 @@ BAD = [
     (("trainer.seed=0,1", "sweep.slots=0"), r"sweep\.slots=0: use"),
     (
         ("trainer.seed=0,1", "hydra.sweeper.max_batch_size=x"),
-        r"^ddpexp: hydra\.sweeper\.max_batch_size=x: Value 'x' .*to Integer\.$",
+        r"^ddpexp: hydra\.sweeper\.max_batch_size=x cannot be merged: Value 'x' .*to Integer\.$",
     ),
     (
         ("trainer.seed=0,1", "hydra.sweeper.max_batch_size=0"),
@@ -324,7 +324,7 @@ def test_data_that_cannot_be_had_is_refused_and_leaves_nothing(sweeps: Sweeps) -
 
 def test_settings_of_sweeps_without_a_sweep_are_refused(sweeps: Sweeps) -> None:
     done = sweeps.recipe("sweep.slots=2")
-    assert (done.code, done.err) == (2, "ddpexp: sweep.slots=2 is for sweeps: add -m, or leave it out.\n")
+    assert (done.code, done.err) == (2, "ddpexp: sweep.slots=2 is for sweeps. Add -m, or leave it out.\n")
 
 
 def test_two_sweeps_in_one_directory_are_refused_and_the_first_continues(sweeps: Sweeps) -> None:
