@@ -173,7 +173,7 @@ def in_first(bases: Sequence[Path], act: Callable[[Path], T], space: str = "abou
         except OSError as error:
             problems.append(f"{base}: {reason_with_limit(error, base)}")
     raise RefusedError(
-        f"the data could not be written ({'; '.join(problems)}), and training reads it from there",
+        f"the prepared data, which training reads, could not be written ({'; '.join(problems)})",
         suggestion=f"Free {space}, or set XDG_CACHE_HOME to a folder that can be written.",
     )
 
@@ -349,7 +349,9 @@ def _caches_folder(base: Path) -> Path:
         os.mkdir(caches)
     if not stat.S_ISDIR(os.lstat(caches).st_mode):
         raise RefusedError(
-            "is a link or a file, and writing there could change something else", suggestion="Remove it.", place=caches
+            "is a link or a file, not a folder: writing there could change other data",
+            suggestion="Remove it.",
+            place=caches,
         )
     for entry in os.scandir(caches):
         with contextlib.suppress(OSError):

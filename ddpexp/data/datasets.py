@@ -91,7 +91,7 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
         size, (free, _) = device_bytes(splits), torch.cuda.mem_get_info(device)
         if size > free:
             raise RefusedError(
-                f"The samples take {size / 1e9:,.1f} GB, and of GPU {device.index} {free / 1e9:,.1f} GB are free",
+                f"The samples take {size / 1e9:,.1f} GB, but GPU {device.index} has only {free / 1e9:,.1f} GB free",
                 key="data.on_device",
                 value=True,
                 suggestion="Leave data.on_device=false.",
@@ -166,7 +166,7 @@ def select(data: IndexData, order: Order, offset: int, length: int, key: str) ->
     selected = data.select(order(np.arange(offset, offset + length)))
     if selected is None:
         raise RefusedError(
-            f"`train` is a {kind_of(data)} with a training order of its own, of which no part can be taken",
+            f"`train` is a {kind_of(data)} with a training order of its own, so a subset of it cannot be selected",
             key=key,
             suggestion="Leave the key out, or give the set a method select(indices) (ddpexp.data.base.IndexData).",
         )

@@ -101,7 +101,7 @@ def checked_lengths(values: Any, num_samples: int | None, key: str) -> NDArray[A
         raise RefusedError(
             f"gives {len(lengths):,} lengths for {num_samples:,} training samples",
             key=key,
-            suggestion="Give one for each, also for those that are held out.",
+            suggestion="Give one for each sample, including held-out samples.",
         )
     wrong = np.flatnonzero(~(lengths >= 0) | np.isinf(lengths))
     if wrong.size:

@@ -110,11 +110,13 @@ def _grouped(groups: NDArray[Any], folds: int, labels: NDArray[Any] | None) -> N
     names, number = np.unique(groups, return_inverse=True)
     if len(names) == 1:
         raise RefusedError(
-            "gives one group, which is not divided", key="data.group_by", suggestion="Group by something that differs."
+            "gives all samples the same group, and a group is never split",
+            key="data.group_by",
+            suggestion="Group by values that differ.",
         )
     if len(names) < folds:
         raise RefusedError(
-            f"is more than the {len(names)} groups of data.group_by, and a group is not divided",
+            f"is more than the {len(names)} groups of data.group_by, and a group is never split",
             key="data.folds",
             value=folds,
             suggestion=f"Use data.folds={len(names)} or fewer.",

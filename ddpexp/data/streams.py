@@ -240,7 +240,7 @@ class StreamBatches:
             return DdpexpError(
                 f"shard {shard.index} of {shard.count} of the stream `train` has no samples: there is a shard "
                 "for each micro-batch of the global batch",
-                suggestion="Use a larger trainer.micro_batch_size, or data in more parts.",
+                suggestion="Use a larger trainer.micro_batch_size, or split the data into more parts.",
             )
         whole = f"Use trainer.max_steps={step}, or start its shards over" if step else "Start its shards over"
         return DdpexpError(
@@ -265,7 +265,7 @@ class StreamBatches:
         if not self.is_restorable:
             raise RefusedError(
                 f"cannot be resumed from: the stream `train` cannot restore its position ({self._kind()} has "
-                "no state_dict and load_state_dict), and would begin again with its first samples",
+                "no state_dict and load_state_dict), and would begin again with its first sample",
                 suggestion="Start a new run with another run.dir.",
                 place=where,
             )

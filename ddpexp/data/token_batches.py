@@ -151,7 +151,7 @@ def by_tokens(lengths: NDArray[np.float64], most_tokens: int) -> ByTokens:
             f"is less than the {lengths[longest]:g} tokens of training sample {longest}, which no batch could hold",
             key="data.batch_tokens",
             value=most_tokens,
-            suggestion=f"Use data.batch_tokens={int(np.ceil(lengths[longest]))} or more, or cut it.",
+            suggestion=f"Use data.batch_tokens={int(np.ceil(lengths[longest]))} or more, or shorten the sample.",
         )
     return ByTokens(lengths, most_tokens)
 

@@ -199,7 +199,7 @@ def checked_weights(values: Any, num_samples: int | None, key: str) -> NDArray[n
             f"gives {len(weights) if weights.ndim == 1 else f'an array of shape {weights.shape}'} "
             f"{'weights ' if weights.ndim == 1 else ''}for {num_samples:,} training samples",
             key=key,
-            suggestion="Give one for each, also for those that are held out.",
+            suggestion="Give one for each sample, including held-out samples.",
         )
     wrong = np.flatnonzero(~(weights >= 0) | np.isinf(weights))
     if wrong.size:

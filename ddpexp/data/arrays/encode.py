@@ -110,12 +110,12 @@ def _declared(part: Part, table: Table, options: Options) -> tuple[Field, ...]:
             "leaves out a column that data.inputs or data.targets names",
             key=f"data.columns.{both}",
             value="drop",
-            suggestion="Choose one.",
+            suggestion="Remove the column from one of the two keys.",
         )
     if (wrong := next((name for name in options.missing if name not in table.inputs), None)) is not None:
         raise RefusedError(
-            f"names {wrong}, but this column is not an input: missing targets are not filled, since a model "
-            "would learn what was put there",
+            f"names {wrong}, but this column is not an input: missing targets are not filled, since a model would "
+            "learn the filled values",
             key="data.missing",
             suggestion="Leave the rows out.",
         )

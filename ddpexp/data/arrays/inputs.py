@@ -119,7 +119,7 @@ class Reader:
         found = sorted({*names, *([str(self.column.missing)] if self.column.missing is not None else [])})
         if len(found) > _MOST_CATEGORIES:
             raise RefusedError(
-                f"holds {len(found):,} different names, and each would be a category, of at most {_MOST_CATEGORIES:,}",
+                f"holds {len(found):,} different names, but a column may have at most {_MOST_CATEGORIES:,} categories",
                 suggestion=f"Leave the column out{_key(self.column.name, 'drop')}.",
                 place=self.where,
             )
@@ -140,7 +140,9 @@ def field_of(name: str, kind: Kind, missing: Mapping[str, str | float], dtype: s
     if rule in STATISTICS:
         if dtype == "int64":
             raise RefusedError(
-                f"A {rule} may be no whole number, which data.dtype=int64 needs", key=key, suggestion="Use a number."
+                f"A {rule} may be a fraction, but data.dtype=int64 needs whole numbers",
+                key=key,
+                suggestion="Use a number.",
             )
         return Field(name, kind, missing=str(rule))
     if kind == "date" and isinstance(rule, str):

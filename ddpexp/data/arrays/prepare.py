@@ -191,7 +191,7 @@ def part_of(name: str, path: str, inputs: str | Names | None, targets: str | Nam
     if source.kind not in ARRAYS + TABLES:
         table = "A table of texts separated by tabs is read with the ending .csv." if source.kind == ".tsv" else ""
         raise RefusedError(
-            f"Files of {', '.join(ARRAYS + TABLES)} are read, by the ending of their names",
+            f"is not a file of a known type ({', '.join(ARRAYS + TABLES)})",
             key=source.key,
             value=source.path,
             suggestion=table,
@@ -210,10 +210,11 @@ def part_of(name: str, path: str, inputs: str | Names | None, targets: str | Nam
         return Part(name, source, None, None, None)
     if not wanted or len(wanted) > 1 or not wanted[0].lower().endswith(".npy"):
         raise RefusedError(
-            f"The targets of {source} are in a file of their own",
+            f"The targets of {source} are not in the same file",
             key=f"{prefix}targets",
             value=wanted[0] if wanted else "null",
-            suggestion=f"Name it, such as {prefix}targets=labels.npy, or use data.target_type=none if there are none.",
+            suggestion=f"Name their file, such as {prefix}targets=labels.npy, or use data.target_type=none for data "
+            "without targets.",
         )
     return Part(name, source, None, None, source_of(f"{prefix}targets", wanted[0]))
 

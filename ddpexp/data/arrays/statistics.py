@@ -77,10 +77,10 @@ def _fills(inputs: Any, trained: Any, schema: Schema) -> list[float | None]:
         values = values[~np.isnan(values)]
         if not len(values):
             raise RefusedError(
-                f"Column {one.name} has no value in the samples that are trained on",
+                f"Column {one.name} has no value in the training samples",
                 key=f"data.missing.{one.name}",
                 value=one.missing,
-                suggestion="Leave it out, or give a number.",
+                suggestion="Leave the column out, or give a number to fill in.",
             )
         fills.append(float(values.mean() if one.missing == "mean" else np.median(values)))
     return fills

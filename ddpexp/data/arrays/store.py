@@ -94,9 +94,9 @@ class Reading:
         """Check that a part has samples of the shape of the schema. Raises: RefusedError."""
         if self.schema is not None and tuple(shape) != self.schema.shape:
             raise RefusedError(
-                f"a sample of {where} has the shape {list(shape)}, and one of the training part "
+                f"a sample of {where} has the shape {list(shape)}, but a training sample has the shape "
                 f"{list(self.schema.shape)}",
-                suggestion="Make them the same.",
+                suggestion="Make the shapes equal.",
             )
 
     def _part(self, part: Part) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Reading:
             if len(raw) != len(inputs):
                 raise RefusedError(
                     f"{label} has {len(raw):,} targets, and {where} {len(inputs):,} samples",
-                    suggestion="Store one target for each.",
+                    suggestion="Store one target for each sample.",
                 )
             columns.append(TargetColumn(None, _texts_or_numbers(raw), label))
         targets = self.targets(columns, f"{part.key}targets")
@@ -169,7 +169,7 @@ class Reading:
                     paths.append(path)
         except (zipfile.BadZipFile, zipfile.zlib.error, EOFError, KeyError, NotImplementedError) as error:  # type: ignore[attr-defined]
             raise RefusedError(
-                f"is damaged or no .npz file ({error})",
+                f"is damaged or is not a .npz file ({error})",
                 suggestion="Store it again with numpy.savez.",
                 key=part.source.key,
                 value=part.source.path,
@@ -194,7 +194,7 @@ class Reading:
                 "is not set",
                 key=f"{part.key}targets",
                 suggestion=f"Name the array of {part.source} with the targets ({listed}), or use "
-                "data.target_type=none if there are none.",
+                "data.target_type=none for data without targets.",
             )
         others = [name for name in names if name not in (part.targets or ())]
         if not part.inputs and len(others) != 1:
@@ -260,7 +260,7 @@ def _with_inputs(part: Part, schema: Schema) -> Part:
             f"names {len(part.inputs)} columns of {part.source}, and the model was trained on {len(names)}, "
             f"{first_few(names, 10)}",
             key=f"{part.key}inputs",
-            suggestion="Choose as many.",
+            suggestion="Choose as many columns.",
         )
     return part if part.inputs is not None else replace(part, inputs=names)
 
@@ -284,4 +284,4 @@ def check_unchanged(sources: Sequence[Mapping[str, Any]]) -> None:
             raise RefusedError(reason, key=source["key"], value=path) from None
         if (status.st_size, status.st_mtime_ns) != (source["size"], source["modified"]):
             reason = "has changed while the run was starting"
-            raise RefusedError(reason, key=source["key"], value=path, suggestion="Start again.")
+            raise RefusedError(reason, key=source["key"], value=path, suggestion="Start the command again.")

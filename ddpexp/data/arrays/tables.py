@@ -74,14 +74,14 @@ def open_table(
             "is not set",
             key=f"{part.key}targets",
             suggestion=f"Name the column of {part.source} with the targets (it has {first_few(names, 10)}), "
-            "or use data.target_type=none if there are none.",
+            "or use data.target_type=none for data without targets.",
         )
     targets = part.targets or ()
     of_targets = frozenset(targets)
     both = next((name for name in part.inputs or () if name in of_targets), None)
     if both is not None:
         raise RefusedError(
-            f"and {part.key}targets both name {both}: a model would only copy it", key=f"{part.key}inputs"
+            f"and {part.key}targets both name {both}: a model would only copy that column", key=f"{part.key}inputs"
         )
     unused = of_targets | frozenset(dropped) | {group_by}
     inputs = part.inputs or tuple(name for name in names if name not in unused)
@@ -109,7 +109,10 @@ class _Csv:
         self.names: list[str] = next(self._rows(), [])
         if not any(self.names):
             raise RefusedError(
-                "does not begin with a row of names", suggestion="Add one.", key=source.key, value=source.path
+                "does not begin with a row of column names",
+                suggestion="Add such a row.",
+                key=source.key,
+                value=source.path,
             )
 
     def blocks(self, names: Sequence[str]) -> Iterator[Sequence[Values]]:
@@ -128,8 +131,8 @@ class _Csv:
     def _refuse_uneven(self, lines: Sequence[Sequence[str]], first: int) -> None:
         row, count = next((row, len(line)) for row, line in enumerate(lines, first) if len(line) != len(self.names))
         raise RefusedError(
-            f"Row {row} has {count} values, and there are {len(self.names)} columns: the file may have been cut off",
-            suggestion="Write it again.",
+            f"Row {row} has {count} values, but the header has {len(self.names)} columns: the file may be cut off",
+            suggestion="Write the file again.",
             key=self.source.key,
             value=self.source.path,
         )
@@ -157,7 +160,7 @@ class _Csv:
         except UnicodeDecodeError as error:
             raise RefusedError(
                 f"is not text in UTF-8 (at byte {error.start:,})",
-                suggestion="Convert it.",
+                suggestion="Convert it to UTF-8.",
                 key=self.source.key,
                 value=self.source.path,
             ) from None
@@ -186,7 +189,7 @@ class _Parquet:
             self.file = parquet.ParquetFile(source.path, memory_map=True)
         except (pyarrow.ArrowException, OSError) as error:
             raise RefusedError(
-                f"is damaged or no .parquet file: {_first_line(error)}", key=source.key, value=source.path
+                f"is damaged or is not a .parquet file: {_first_line(error)}", key=source.key, value=source.path
             ) from None
         kinds = {one.name: one.type for one in self.file.schema_arrow}
         self.names: list[str] = list(self.file.schema_arrow.names)

@@ -69,8 +69,8 @@ class TargetColumn:
             guesses = [*guesses, *more]
         if len(field.categories or ()) < 2:
             raise RefusedError(
-                f"holds one class, {(field.categories or ('',))[0]}, so there is nothing to tell apart",
-                suggestion="Add samples of another, or use data.target_type=number.",
+                f"holds one class, {(field.categories or ('',))[0]}, but a classifier needs at least two",
+                suggestion="Add samples of another class, or use data.target_type=number.",
                 place=self.where,
             )
         return field, guesses
@@ -160,7 +160,8 @@ class TargetColumn:
             raise RefusedError(
                 f"holds the class {wrong} in row {row_of(wrong):,}: classes are numbers from 0 to "
                 f"{_MOST_CLASSES - 1:,}",
-                suggestion=f"List others by name, data.classes={_typed(listed)}, or use data.target_type=number.",
+                suggestion=f"List other classes by name, data.classes={_typed(listed)}, or use "
+                "data.target_type=number.",
                 place=self.where,
             )
         names = tuple(map(str, range(int(listed[-1]) + 1)))
@@ -211,7 +212,7 @@ def encoded(columns: Sequence[TargetColumn], fields: Sequence[Field], key: str, 
         raise RefusedError(
             f"names {len(columns)} columns, and the model was trained on {len(fields)}",
             key=key,
-            suggestion="Choose as many.",
+            suggestion="Choose as many columns.",
         )
     if fields[0].categories is not None:
         listed = "data.classes" if options.classes is not None else "the training part"
@@ -228,7 +229,7 @@ def _numbers(column: TargetColumn, one: Field, dtype: str) -> NDArray[Any]:
     elif isinstance(values, np.ndarray):
         if values.dtype.kind not in "biuf":
             raise RefusedError(
-                f"holds {values.dtype}, and targets must be numbers",
+                f"holds {values.dtype}, but targets must be numbers",
                 suggestion="Use data.target_type=class.",
                 place=where,
             )
@@ -245,7 +246,7 @@ def _numbers(column: TargetColumn, one: Field, dtype: str) -> NDArray[Any]:
         row = int(np.abs(found - found.astype(np.float32)).argmax())
         raise RefusedError(
             f"holds {found[row]:.17g} in row {row + 1:,}, which float32 rounds to "
-            f"{np.float32(found[row]):.17g}, a change that counts beside the standard deviation of the "
+            f"{np.float32(found[row]):.17g}, an error that is not small relative to the standard deviation of the "
             "column",
             suggestion="Subtract a constant from it, or use data.dtype=float64.",
             place=where,
@@ -283,14 +284,14 @@ def names_of(values: Values, where: str) -> tuple[Mapping[str, int], Any]:
         return Counter(values), lambda name: values.index(name) + 1
     if values.ndim != 1:
         raise RefusedError(
-            f"has the shape {list(values.shape)}, and classes are one number or name for each sample", place=where
+            f"has the shape {list(values.shape)}, but classes need one number or name for each sample", place=where
         )
     if values.dtype.kind == "f":
         check_finite(values, where)
         wrong = np.flatnonzero(values != np.floor(values))
         if len(wrong):
             raise RefusedError(
-                f"holds {values[wrong[0]]:g} in row {wrong[0] + 1}, and a class is a whole number",
+                f"holds {values[wrong[0]]:g} in row {wrong[0] + 1}, but a class must be a whole number",
                 suggestion="Use data.target_type=number.",
                 place=where,
             )

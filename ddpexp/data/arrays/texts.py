@@ -140,13 +140,13 @@ def not_a_number(where: str, value: Any, row: int, fill: str = "", use: str = ""
     if is_decimal_comma(str(value)):
         point = str(value).replace(",", ".")
         return RefusedError(f"{holds}, with a decimal comma", suggestion=f"Write {point}{use}.", place=where)
-    return RefusedError(f"{holds}, and that is not a number", suggestion=f"Correct it{use}.", place=where)
+    return RefusedError(f"{holds}, which is not a number", suggestion=f"Correct it{use}.", place=where)
 
 
 def not_a_date(where: str, value: Any, row: int) -> RefusedError:
     """Return the error for a value among dates."""
     return RefusedError(
-        f"{spoken(value)} in row {row:,}, and that is not a date",
+        f"{spoken(value)} in row {row:,}, which is not a date",
         suggestion="Write 2026-01-31 or 2026-01-31 12:30:00.",
         place=where,
     )

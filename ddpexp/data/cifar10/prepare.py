@@ -139,11 +139,11 @@ def _find(bases: Sequence[Path]) -> Path | None:
             continue
         except OSError as error:
             raise RefusedError(
-                f"cannot be looked at ({error.strerror})", suggestion="Give access or move it.", place=path
+                f"cannot be accessed ({error.strerror})", suggestion="Make it readable or move it away.", place=path
             ) from None
         if not stat.S_ISREG(status.st_mode):
             raise RefusedError(
-                "is not a regular file, though it has the name of one", suggestion="Move it away.", place=path
+                "has the name of a data file, but is not a regular file", suggestion="Move it away.", place=path
             )
         return path
     return None
@@ -158,7 +158,7 @@ def _load(path: Path) -> tuple[bytes, Stamp]:
     except WrongError as error:
         raise RefusedError(
             f"{error}, and training on it would not be training on CIFAR-10",
-            suggestion=f"Replace it by the true {archives.ARCHIVE.remote_name}, or delete it and set "
+            suggestion=f"Replace it with the original {archives.ARCHIVE.remote_name}, or delete it and set "
             "data.source=download.",
             place=path,
         ) from None
@@ -190,7 +190,7 @@ def _decoded(root: Path, source: str, way: str, content: bytes, stamp: Stamp) ->
     try:
         train, test = archives.unpack(archives.ARCHIVE, content)
     except WrongError as error:
-        suggestion = f"Replace it by the true {archives.ARCHIVE.remote_name}."
+        suggestion = f"Replace it with the original {archives.ARCHIVE.remote_name}."
         raise RefusedError(str(error), suggestion=suggestion, place=stamp.path) from None
     return _cifar10_identity(
         in_first(bases, lambda base: _write(base, _cache_name(), train, test, record), _SPACE), source

@@ -155,7 +155,7 @@ class _Conversion:
                 "leaves out a column that data.inputs names",
                 key=f"data.columns.{name}",
                 value="drop",
-                suggestion="Choose one.",
+                suggestion="Remove the column from one of the two keys.",
             )
         if kind == "number" and feature.dtype in ("string", "large_string"):
             raise RefusedError(
@@ -177,7 +177,7 @@ class _Conversion:
                 f"is a column of {_spoken(data.features[name])}, which are not numbers of one shape",
                 key="data.inputs",
                 value=name,
-                suggestion="Use another column, or make them the same length.",
+                suggestion="Use another column, or make all its values the same length.",
             )
         check_finite(values, f"data.inputs={name}", self.options.dtype)
         return values
@@ -231,8 +231,8 @@ class _Conversion:
                 for number, one in enumerate(pixels):
                     if one.shape != first.shape:
                         raise RefusedError(
-                            f"The image of row {begin + number + 1:,} has {one.shape[0]} x {one.shape[1]} "
-                            f"pixels, and that of row 1 {height} x {width}",
+                            f"The image of row {begin + number + 1:,} has {one.shape[0]} x {one.shape[1]} pixels, but "
+                            f"the image of row 1 has {height} x {width}",
                             key="data.inputs",
                             value=name,
                             suggestion=f"Set data.image_size, such as data.image_size={min(size or 224, 224)}.",
@@ -288,7 +288,7 @@ def _checked(values: Sequence[Any], name: str, begin: int) -> Sequence[Any]:
     missing = next((row for row, value in enumerate(values) if value is None), None)
     if missing is not None:
         raise RefusedError(
-            f"Column {name} has no value in row {begin + missing + 1:,}: a model cannot learn from that",
+            f"Column {name} has no value in row {begin + missing + 1:,}: a model cannot learn from a missing value",
             key="data.path",
             suggestion="Leave the row out or put a value there.",
         )

@@ -198,7 +198,7 @@ def _status(name: str, key: str, path: str) -> os.stat_result:
 def _identity(tokenizer: str) -> list[str]:
     if tokenizer == "char":
         raise RefusedError(
-            "makes its table from a text",
+            "builds its vocabulary from a text file, which data=hf does not read",
             key="data.tokenizer",
             value="char",
             suggestion="Use bytes, or a tokenizer's file or name.",
@@ -228,7 +228,7 @@ def _converted(folder: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
             f"could not be converted (exit code {status})",
             key="data.path",
             value=request["path"],
-            suggestion="See above.",
+            suggestion="See its output above.",
         )
     answer: dict[str, Any] = json.loads(text)
     if "refused" in answer:

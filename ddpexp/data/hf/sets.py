@@ -87,7 +87,9 @@ def _opened(path: str, key: str, request: Mapping[str, Any]) -> Mapping[str, Any
             files = [full] if os.path.exists(full) else sorted(glob.glob(full, recursive=True))
             ending = os.path.splitext(files[0])[1].lower()
             if ending not in _KINDS:
-                raise RefusedError(f"Files of {', '.join(_KINDS)} are read, and folders", key=key, value=path)
+                raise RefusedError(
+                    f"is not a folder or a file of a known type ({', '.join(_KINDS)})", key=key, value=path
+                )
             more: dict[str, Any] = {"delimiter": "\t"} if ending == ".tsv" else {}
             if _KINDS[ending] == "csv":
                 more["converters"] = dict.fromkeys(_texts(request), str)
@@ -100,5 +102,7 @@ def _opened(path: str, key: str, request: Mapping[str, Any]) -> Mapping[str, Any
         if is_local:
             raise RefusedError(f"cannot be read by the library datasets: {reason}", key=key, value=path) from None
         raise RefusedError(
-            f"is neither a file nor a folder here, and the hub could not give it: {reason}", key=key, value=path
+            f"is neither a file nor a folder here, and could not be downloaded from the hub: {reason}",
+            key=key,
+            value=path,
         ) from None

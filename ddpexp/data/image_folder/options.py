@@ -52,7 +52,7 @@ class Options:
         eval_size = math.ceil(self.size * _MARGIN) if self.eval_size == "auto" else self.eval_size
         if not self.size <= eval_size <= MOST_PIXELS:
             raise RefusedError(
-                f"is below data.size={self.size}, which is cut out of it",
+                f"is smaller than data.size={self.size}, the size of the crop",
                 key="data.eval_size",
                 value=eval_size,
                 suggestion=f"Use {self.size} to {MOST_PIXELS} pixels.",
@@ -78,8 +78,8 @@ class Options:
                 raise RefusedError(
                     f"holds {list(pair)}",
                     key="data.size_from_epoch",
-                    suggestion=f"Use pairs of an epoch, from 0, and of a size up to data.size={self.size}, "
-                    f"which is that of evaluations, such as [[0, {self.size // 2}]].",
+                    suggestion=f"Use pairs of an epoch, from 0, and an image size, at most data.size={self.size} as "
+                    f"in evaluations, such as [[0, {self.size // 2}]].",
                 )
 
     def size_in(self, epoch: int) -> int:

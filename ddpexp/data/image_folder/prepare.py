@@ -110,7 +110,7 @@ def check(data: CommonData) -> None:
             "keeps samples in the memory of the device, and images of many sizes stay on the host",
             key="data.on_device",
             value=True,
-            suggestion="Use data.on_device=false; data.augment_on=device computes their changes there.",
+            suggestion="Use data.on_device=false; data.augment_on=device augments images on the device.",
         )
 
 

@@ -143,7 +143,7 @@ def _classes(
                 suggestion="Name two classes or more, each of them once.",
             )
         raise RefusedError(
-            f"holds one class, {classes[0]}{beside}, so there is nothing to tell apart",
+            f"holds one class, {classes[0]}{beside}, but a classifier needs at least two",
             suggestion="Add a folder for each further class.",
             place=_named(folder, place),
         )
@@ -151,13 +151,13 @@ def _classes(
         unseen = sorted(set(own) - set(classes))
         if unseen and given is None:
             raise RefusedError(
-                f"{parts[part]} holds classes that {place} does not ({first_few(unseen, _LISTED)}), and a "
-                "model cannot learn those",
+                f"{parts[part]} holds classes that {place} does not ({first_few(unseen, _LISTED)}), which a model "
+                "cannot learn",
                 suggestion="Make the folders of classes the same.",
             )
         if unseen:
             raise RefusedError(
-                f"{parts[part]} holds folders that are none of the classes ({first_few(unseen, _LISTED)}): "
+                f"{parts[part]} holds folders that are not classes ({first_few(unseen, _LISTED)}): "
                 f"the classes are {first_few(classes, 10)}",
                 suggestion="Rename or remove the folders.",
             )

@@ -121,14 +121,14 @@ def _check_no_images(folder: Path, part: str, images: _Array, labels: _Array) ->
     if images.kind != "|u1" or len(images.shape) not in (3, 4) or 0 in images.shape:
         raise RefusedError(
             f"holds {images.kind} of shape {_spoken(images.shape)}",
-            suggestion="Store bytes (uint8) of shape samples x channels x height x width, or without the "
-            "channels where there is one.",
+            suggestion="Store bytes (uint8) of shape samples x channels x height x width, or samples x height x width "
+            "for one channel.",
             place=f"{folder}/{part}-images.npy",
         )
     if labels.kind not in _LABELS or labels.shape != images.shape[:1]:
         raise RefusedError(
             f"holds {labels.kind} of shape {_spoken(labels.shape)}, and there are {images.shape[0]:,} images",
-            suggestion="Store one whole number for each.",
+            suggestion="Store one whole number for each image.",
             place=f"{folder}/{part}-labels.npy",
         )
 
@@ -140,17 +140,17 @@ def _check_options(
     for key, values in (("data.mean", mean), ("data.std", std)):
         if len(values) not in (1, channels):
             raise RefusedError(
-                f"has {len(values)} numbers, and the images {channels} channels",
+                f"has {len(values)} numbers, but the images have {channels} channels",
                 key=key,
                 value=list(values),
-                suggestion="Use one for each.",
+                suggestion="Use one number for each channel.",
             )
     if len(mean) != len(std):
         raise RefusedError(
             f"and data.std={list(std)} differ in length",
             key="data.mean",
             value=list(mean),
-            suggestion="Use one for each channel.",
+            suggestion="Use one number for each channel in both.",
         )
     if not all(value > 0 for value in std):
         raise RefusedError("divides the images", key="data.std", value=list(std), suggestion="Use numbers above 0.")
@@ -163,7 +163,7 @@ def _check_options(
         )
     if reflect and crop >= min(shape[-2:]):
         raise RefusedError(
-            f"has only {min(shape[-2:]) - 1} pixels to pad images of {_spoken(shape[1:])} with",
+            f"can pad images of {_spoken(shape[1:])} with at most {min(shape[-2:]) - 1} pixels",
             key="data.reflect",
             value=True,
             suggestion=f"Use data.crop={min(shape[-2:]) - 1} or less.",
@@ -193,7 +193,7 @@ def _read(path: Path) -> _Array:
         ) from None
     if size != expected:
         raise RefusedError(
-            f"has {size:,} bytes, and its header says {expected:,}: it is damaged",
+            f"has {size:,} bytes, but its header says {expected:,}: it is damaged",
             suggestion="Store it again.",
             place=path,
         )

@@ -155,7 +155,7 @@ def _selected(mixture: _Mixture, indices: NDArray[np.int64]) -> dict[str, Any]:
         own = indices[(indices >= first) & (indices < first + len(part))] - first
         if not len(own):
             raise RefusedError(
-                "has no sample left to train on", key=f"data.sources.{name}", suggestion="Keep more samples."
+                "has no training samples left", key=f"data.sources.{name}", suggestion="Hold out fewer samples."
             )
         kept = select(part, Listed(own), 0, len(own), "a part of the mixture")
         parts.append(kept)

@@ -31,7 +31,7 @@ def check_mixture(sources: Mapping[str, Any], source_weights: Any = None) -> Non
     """
     if not sources:
         raise RefusedError(
-            "A mixture needs sources, each a kind of data below a name of its own, such as "
+            "A mixture needs sources, each a data option under a name of its own, such as "
             "+data@data.sources.digits=mnist, or in a recipe: docs/data.md",
             key="data.sources",
             value="{}",
@@ -66,7 +66,7 @@ def stages(weights: Mapping[Any, Any] | None, names: Sequence[str]) -> list[Stag
         raise RefusedError(
             f"begins at step {min(weights)}, and no step before has any",
             key="data.source_weights",
-            suggestion="Give those from step 0.",
+            suggestion="Add weights from step 0.",
         )
     return [Stage(step, _checked(weights[step], names, f"data.source_weights.{step}")) for step in sorted(weights)]
 
@@ -77,14 +77,14 @@ def _checked(weights: Mapping[Any, Any], names: Sequence[str], key: str) -> tupl
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)
             raise RefusedError(
-                "is the weight of no source in data.sources",
+                "does not name a source of data.sources",
                 key=f"{key}.{name}",
                 suggestion=f"Did you mean {near[0]}?" if near else f"The sources are {listed}.",
             )
     for name in names:
         if name not in weights:
             raise RefusedError(
-                f"has no weight for the source {name}", key=key, suggestion=f"Give one to each of {listed}."
+                f"has no weight for the source {name}", key=key, suggestion=f"Give a weight to each of {listed}."
             )
         value = weights[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -96,7 +96,7 @@ def _checked(weights: Mapping[Any, Any], names: Sequence[str], key: str) -> tupl
     for name, value in zip(names, values, strict=True):
         if 0 < value / total * _LONGEST < 1:
             raise RefusedError(
-                f"is less than a millionth of the whole ({total:g})",
+                f"is less than a millionth of the total weight ({total:g})",
                 key=f"{key}.{name}",
                 value=value,
                 suggestion="Use a larger weight, or 0.",

@@ -107,11 +107,11 @@ def find(bases: Sequence[Path]) -> dict[str, Path]:
                 continue
             except OSError as error:
                 raise RefusedError(
-                    f"cannot be looked at ({error.strerror})", suggestion="Give access or move it.", place=path
+                    f"cannot be accessed ({error.strerror})", suggestion="Make it readable or move it away.", place=path
                 ) from None
             if not stat.S_ISREG(status.st_mode):
                 raise RefusedError(
-                    "is not a regular file, though it has the name of one", suggestion="Move it away.", place=path
+                    "has the name of a data file, but is not a regular file", suggestion="Move it away.", place=path
                 )
             found[file.name] = path
             break
@@ -127,7 +127,7 @@ def load(path: Path, file: IdxFile) -> tuple[Content, Stamp]:
     except WrongError as error:
         raise RefusedError(
             f"{error}, and training on it would not be training on MNIST",
-            suggestion=f"Replace it by the true {file.name}, or delete it and set data.source=download.",
+            suggestion=f"Replace it with the original {file.name}, or delete it and set data.source=download.",
             place=path,
         ) from None
     except OSError as error:

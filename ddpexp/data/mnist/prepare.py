@@ -107,7 +107,7 @@ def _check_not_images(folder: Path) -> None:
     """Check that a folder without MNIST does not hold images of the user's own."""
     if not idx.find([folder]) and not _caches([folder]) and (images := found_images(folder)) is not None:
         raise RefusedError(
-            f"holds {images}, and none of the four MNIST files that data=mnist reads there",
+            f"holds {images}, but none of the four MNIST files that data=mnist reads there",
             key="data.root",
             value=folder,
             suggestion="For images of your own see data=images, or a recipe of your own; for MNIST leave data.root out "

@@ -61,11 +61,11 @@ class TarShards(IndexData):
                 found = os.stat(path).st_size
             except OSError as error:
                 raise RefusedError(
-                    f"cannot be read ({error.strerror}), and the index has samples of it", place=path
+                    f"cannot be read ({error.strerror}), but the index refers to its samples", place=path
                 ) from None
             if found != size:
                 raise RefusedError(
-                    f"has {found:,} bytes here and {size:,} in the index: it is another shard, or cut off", place=path
+                    f"has {found:,} bytes, but {size:,} in the index: it is another shard, or it is cut off", place=path
                 )
         return cls(facts["shards"], np.load(facts["index"], mmap_mode="r"), files, image_size, remote)
 
@@ -94,7 +94,7 @@ class TarShards(IndexData):
                 raise DdpexpError(
                     f"Sample {position:,} has a .{extension} at byte {offset:,} that cannot be decoded "
                     f"({error or type(error).__name__})",
-                    suggestion="Replace it, or leave the sample out of the shard.",
+                    suggestion="Replace the file, or leave the sample out of the shard.",
                     place=self.shards[shard],
                 ) from None
         return tuple(sample)

@@ -90,9 +90,9 @@ def _check_files(files: Sequence[str]) -> None:
     for name in files:
         if unknown := [one for one in name.split(";") if one.rpartition(".")[2] not in DECODED]:
             raise RefusedError(
-                f"names {unknown[0]}, which is not decoded",
+                f"names {unknown[0]}, a file type that cannot be decoded",
                 key="data.files",
-                suggestion=f"Use {', '.join(DECODED)}, behind a prefix where there is one, such as left.jpg.",
+                suggestion=f"Use {', '.join(DECODED)}, after a prefix if files have one, such as left.jpg.",
             )
     if not files:
         raise RefusedError(
@@ -117,7 +117,7 @@ def _check_fits(decided: Schema, known: Schema, files: Sequence[str]) -> None:
     if ours != theirs:
         names = [str(one.name) for one in (*known.inputs, *known.targets)]
         raise RefusedError(
-            "makes samples of other kinds than those that were trained on",
+            "makes samples of other kinds than the model was trained on",
             key="data.files",
             value=f"[{','.join(files)}]",
             suggestion=f"Use data.files=[{','.join(names)}], or files of the same kinds.",
@@ -125,7 +125,7 @@ def _check_fits(decided: Schema, known: Schema, files: Sequence[str]) -> None:
     if decided.shape != known.shape:
         size = known.shape[-1] if known.shape else "null"
         raise RefusedError(
-            "makes images of another size than those that were trained on",
+            "makes images of another size than the model was trained on",
             key="data.image_size",
             suggestion=f"Use data.image_size={size}.",
         )
@@ -150,7 +150,10 @@ def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[s
         bases = [Path(paths[0]).parent, user_cache()] if paths else []
     if not paths:
         raise RefusedError(
-            "names no file", key=key, value=pattern, suggestion="Give a pattern of tar files, such as data/train-*.tar."
+            "matches no file",
+            key=key,
+            value=pattern,
+            suggestion="Give a pattern of tar files, such as data/train-*.tar.",
         )
     identity = [[path.rpartition("/")[2], size] for path, size in zip(paths, sizes, strict=True)]
     name = cache_name("tar_shards", [_VERSION, identity, made, list(files)])
@@ -228,7 +231,9 @@ def read_index(file: BinaryIO | remote.RemoteFile, path: str, number: int, files
             end = archive.offset
     except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
         raise RefusedError(
-            f"cannot be read as a tar file: {error}", suggestion="Is it cut off, or compressed?", place=path
+            f"cannot be read as a tar file: {error}",
+            suggestion="Check that it is complete and not compressed.",
+            place=path,
         ) from None
     _check_end(file, path, end)
     return rows
@@ -239,14 +244,14 @@ def _check_end(file: BinaryIO | remote.RemoteFile, path: str, end: int) -> None:
     file.seek(max(0, end - len(_END)))
     if _END not in (file.read(len(_END)), file.read(len(_END))):
         raise RefusedError(
-            "is cut off or damaged: it does not end as a tar file does", suggestion="Copy it again.", place=path
+            "is cut off or damaged: it has no end of a tar file", suggestion="Copy it again.", place=path
         )
     while block := file.read(_BLOCK):
         if any(block):
             raise RefusedError(
-                "holds more behind the end of its archive, which would not be read, as if several archives "
-                "were joined by cat",
-                suggestion="Name them one by one, or join them with tar --concatenate.",
+                "has data after the end of its archive, which would not be read: several archives may have been "
+                "joined by cat",
+                suggestion="Name the archives one by one, or join them with tar --concatenate.",
                 place=path,
             )
 

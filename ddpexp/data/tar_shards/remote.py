@@ -123,8 +123,8 @@ class RemoteShard:
             except Exception as error:  # fsspec's file systems raise errors of their own libraries
                 if _is_missing(error):
                     raise DdpexpError(
-                        "is no longer there, and the index has samples of it",
-                        suggestion="Put it back, and start the same command again.",
+                        "no longer exists, but the index refers to its samples",
+                        suggestion="Restore it, and start the same command again.",
                         place=self.url,
                     ) from None
                 problem = _text(error)
@@ -208,7 +208,9 @@ def find(key: str, urls: list[str], limit: int) -> list[RemoteShard]:
             address = system.unstrip_protocol(one)
             if not info.get("size"):
                 raise RefusedError(
-                    f"The server does not say how long {address} is", key=key, suggestion="Download it instead."
+                    f"The server does not report the size of {address}",
+                    key=key,
+                    suggestion="Download the file, and name the copy.",
                 )
             marks = [address, info["size"], *(str(info.get(name)) for name in _VERSION_KEYS)]
             version = hashlib.sha256("\n".join(map(str, marks)).encode()).hexdigest()[:24]

@@ -66,7 +66,7 @@ def prepare(
     """
     if end_token is not None and documents is None:
         raise RefusedError(
-            "ends each document, and data.documents=null has none",
+            "ends each document, but data.documents=null does not divide the text into documents",
             key="data.end_token",
             value=end_token,
             suggestion="Use data.documents=file or data.documents=line.",
@@ -148,10 +148,10 @@ def check(data: CommonData) -> None:
     """
     if data.validation_fraction:
         raise RefusedError(
-            "holds out single samples, and windows of a text begin elsewhere in each epoch",
+            "holds out single samples, but the windows of a text begin elsewhere in each epoch",
             key="data.validation_fraction",
             value=data.validation_fraction,
-            suggestion="Use data.eval_fraction, which keeps the end of the text.",
+            suggestion="Use data.eval_fraction, which holds out the end of the text.",
         )
 
 
@@ -323,9 +323,9 @@ def _check_characters(sources: Sequence[_Source], table: str) -> None:
                 place = min(text.index(character) for character in unknown)
                 number = line + text.count("\n", 0, place)
                 raise RefusedError(
-                    f"holds {text[place]!r} in line {number:,}, and the {len(table):,} characters that the "
-                    "model was trained on lack it",
-                    suggestion="Leave it out, or train with data.tokenizer=bytes, which knows all.",
+                    f"holds {text[place]!r} in line {number:,}, which is not among the {len(table):,} characters that "
+                    "the model was trained on",
+                    suggestion="Leave it out, or train with data.tokenizer=bytes, which encodes every character.",
                     place=source.path,
                 )
             line += text.count("\n")

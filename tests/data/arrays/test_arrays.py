@@ -176,7 +176,7 @@ def test_a_file_that_changes_between_preparation_and_loading_is_noticed() -> Non
         (FLOWERS + "1,nan,lily\n", {}, "column b: needed"),
         (FLOWERS + "1,two,lily\n", {}, "column b: number"),
         ("a,a\n1,2\n", {}, "data.path: columns"),
-        ("a,kind\n1,iris\n2,iris\n", {}, "column kind: apart"),
+        ("a,kind\n1,iris\n2,iris\n", {}, "column kind: one class"),
         ("a,kind\n1,0\n2,-1\n", {}, "column kind: numbers"),
         ("a,kind\n1,0\n2,3\n", {"classes": ("x", "y")}, "column kind: class"),
         (b"a,kind\n\xff,2\n", {}, "data.path: text"),
@@ -388,7 +388,7 @@ def test_columns_of_parquet_files_are_read_with_pyarrow() -> None:
         with pytest.raises(RefusedError, match=sentence):
             prepare("n.parquet", inputs=column, targets="k")
     written("n.parquet", Path("n.parquet").read_bytes()[:-30])
-    with pytest.raises(RefusedError, match=r"n\.parquet is damaged or no \.parquet file: [^\n]+\.$"):
+    with pytest.raises(RefusedError, match=r"n\.parquet is damaged or is not a \.parquet file: [^\n]+\.$"):
         prepare("n.parquet", targets="k")
 
 

@@ -16,6 +16,7 @@ from ddpexp.data.arrays.dataset import load
 from ddpexp.data.hf.convert import convert
 from ddpexp.data.hf.prepare import prepare, prepare_by
 from ddpexp.errors import RefusedError
+from tests.refusals import refused
 
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.slow
@@ -98,7 +99,7 @@ def test_images_are_pixels_from_0_to_1_of_one_size() -> None:
     assert torch.equal(images[0], torch.full((3, 8, 8), 20.0) / 255)
     assert labels.tolist() == [0, 1]
     assert (found["facts"]["shape"], found["facts"]["classes"]) == ([3, 8, 8], ["dog", "cat"])
-    with pytest.raises(RefusedError, match=r"row 2 has 12 x 8 pixels, and that of row 1 8 x 12: set data\.image_size"):
+    with refused("data.inputs=image: row 2 has 12 x 8 pixels, but the image of row 1 has 8 x 12"):
         prepare("d", inputs="image", targets="label")
 
 

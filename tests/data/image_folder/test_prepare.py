@@ -78,7 +78,7 @@ def test_cache_of_other_files_is_not_used(change: str, photos: Path) -> None:
         ([], "is empty"),
         (["a.jpg"], "holds no folders, only a.jpg"),
         (["cat/a.jpg"], "holds one class, cat, so"),
-        (["cat/a.jpg", "a.jpg", "b.png"], "holds one class, cat (and 2 images beside it, in no class), so"),
+        (["cat/a.jpg", "a.jpg", "b.png"], "holds one class, cat (and 2 images beside it, in no class), but"),
         (["cat/a.txt", "dog/a.jpg"], "no images of cat"),
         (["cat/.hidden.jpg", "dog/.hidden.jpg"], "holds no images (names ending in .jpg"),
         (["val/cat/a.jpg"], "holds val/ but no train/"),
@@ -107,7 +107,7 @@ def test_image_that_is_a_broken_link_is_named(photos: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eval_size": 20, "size": 32}, "data.eval_size=20 is below data.size=32"),
+        ({"eval_size": 20, "size": 32}, "data.eval_size=20 is smaller than data.size=32"),
         ({"scale": (0.5, 0.1)}, "data.scale=[0.5, 0.1]"),
         ({"color_jitter": (0.4,)}, "data.color_jitter=[0.4]"),
         ({"mean": (0.5, 0.5)}, "data.mean=[0.5, 0.5]"),

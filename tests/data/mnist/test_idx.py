@@ -103,4 +103,4 @@ def test_unreadable_file_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch)
     path = root / f"{TRAIN_IMAGES}.gz"
     path.unlink()
     path.symlink_to(path.name)  # a link to itself: unreadable for root too
-    assert f"{path} cannot be looked at (Too many levels of symbolic links)" in refusal(root, "files")
+    assert f"{path} cannot be accessed (Too many levels of symbolic links)" in refusal(root, "files")

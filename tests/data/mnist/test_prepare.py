@@ -139,7 +139,7 @@ def test_a_given_folder_of_other_images_is_refused_and_mnist_does_not_replace_it
     (tmp_path / "mine/train/cat/a.png").touch()
     text = refusal(tmp_path / "mine", source)
     assert text.startswith(
-        f"data.root={tmp_path / 'mine'} holds folders of images such as train/cat/a.png, and none of the four MNIST"
+        f"data.root={tmp_path / 'mine'} holds folders of images such as train/cat/a.png, but none of the four MNIST"
     )
     (root / "a.png").touch()
     assert prepare(root, "files")["name"] == "mnist"

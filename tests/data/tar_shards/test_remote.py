@@ -129,7 +129,7 @@ def test_a_server_that_fails_for_good_is_named_with_the_place(server: Any, tmp_p
     server.broken = 0
     assert train[0] == EXPECTED[0]
     (tmp_path / "train-001.tar").unlink()
-    with pytest.raises(DdpexpError, match=r"train-001.tar is no longer there"):
+    with pytest.raises(DdpexpError, match=r"train-001.tar no longer exists"):
         train[10]
     with pytest.raises(RefusedError, match=r"train-001.tar: The server has no such file"):
         prepare(server.url, None, FILES)
