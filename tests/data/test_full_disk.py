@@ -71,7 +71,10 @@ def prepare_images(place: Path) -> None:
 @pytest.mark.parametrize("prepare", [prepare_arrays, prepare_hf, prepare_images, prepare_text])
 def test_a_full_disk_is_one_sentence_and_nothing_half_made_is_left(prepare: object, small: Path) -> None:
     assert callable(prepare)
-    with pytest.raises(RefusedError, match=r"^the prepared data, which training reads, could not be written \(.*No space left on device") as refused:
+    with pytest.raises(
+        RefusedError,
+        match=r"^the prepared data, which training reads, could not be written \(.*No space left on device",
+    ) as refused:
         prepare(small)
     assert "\n" not in str(refused.value)
     left = [path for caches in small.rglob(".ddpexp-cache") for path in caches.rglob("*") if path.is_file()]
