@@ -114,7 +114,7 @@ def test_the_final_weights_of_a_finished_run_that_are_damaged_are_trained_again(
     evaluated = recipe.ddpexp("evaluate", str(run), "--config-dir", str(recipe.folder / "conf"))
     assert evaluated.code == 0, evaluated.err
     assert "step-00000008 is damaged and not used: " in evaluated.err
-    assert "the weights are those of step 6; resume the run" in evaluated.err
+    assert "the weights are of step 6; resume the run" in evaluated.err
     done = resumed(recipe, run)
     assert done.code == 0, done.err
     assert "the run was finished at step 8, but its final checkpoint cannot be used (" in done.out
