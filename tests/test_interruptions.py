@@ -692,7 +692,7 @@ def test_the_best_checkpoint_stays_and_a_metric_that_is_none_is_refused(recipe: 
     wrong = recipe(*overrides, "trainer.keep_best=max:eval/acc")
     assert wrong.code == 2
     assert (
-        "trainer.keep_best=max:eval/acc names no metric of the evaluation: there are eval/loss, eval/accuracy."
+        "trainer.keep_best=max:eval/acc names no metric of the evaluation: it has eval/loss, eval/accuracy."
         in wrong.err
     )
     assert not wrong.run.exists()

@@ -151,11 +151,11 @@ def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
     first = world.broadcast(torch.tensor(sizes, device=world.device)).tolist()
     if sizes != first:
         raise RefusedError(
-            f"gave rank {world.rank} {sizes[0]:,} samples to train and {sizes[1]:,} to evaluate, and rank "
-            f"zero {first[0]:,} and {first[1]:,}",
+            f"gave rank {world.rank} {sizes[0]:,} samples to train and {sizes[1]:,} to evaluate, but rank zero "
+            f"{first[0]:,} and {first[1]:,}",
             key="data._target_",
             value=target,
-            suggestion="Give every rank the same data, for each takes its own part of it.",
+            suggestion="Return the same data on every rank: ddpexp divides it among them.",
         )
 
 
@@ -221,8 +221,8 @@ def build_schedule(experiment: Experiment, num_steps: int) -> Schedule:
     schedule = instantiate(node, experiment.trust, "scheduler")
     if not isinstance(schedule, Schedule):
         raise RefusedError(
-            f"returned a {type(schedule).__name__} without the method factor(step, num_steps), which returns "
-            "what optimizer.lr is multiplied by at a step",
+            f"returned a {type(schedule).__name__} without the method factor(step, num_steps), which returns the "
+            "multiplier of optimizer.lr at a step",
             key="scheduler._target_",
             value=node.target,
             suggestion="See ddpexp.task.Schedule.",
@@ -232,8 +232,8 @@ def build_schedule(experiment: Experiment, num_steps: int) -> Schedule:
         value: Any = schedule.factor(step, num_steps)
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise RefusedError(
-                f"`factor({step}, {num_steps})` returned {value!r}, where a number belongs: what optimizer.lr "
-                "is multiplied by at that step",
+                f"`factor({step}, {num_steps})` returned {value!r}, where a number belongs: the multiplier of "
+                "optimizer.lr at that step",
                 key="scheduler._target_",
                 value=node.target,
             )
@@ -300,7 +300,7 @@ def build_average(strategy: Strategy, trainer: Trainer, steps_per_epoch: int, nu
     if average.first_step > num_steps:
         raise RefusedError(
             f"with trainer.swa_every={trainer.swa_every} averages the first weights after step "
-            f"{average.first_step:,}, and the run ends after step {num_steps:,}",
+            f"{average.first_step:,}, but the run ends after step {num_steps:,}",
             key="trainer.swa_start",
             value=trainer.swa_start,
         )

@@ -84,8 +84,8 @@ class Maker:
             parameters = list(parameters)
             if not parameters:
                 raise RefusedError(
-                    "an optimizer was built for no parameters: the model has none, or layers in a plain Python list, "
-                    "which torch does not find",
+                    "an optimizer has no parameters: the model has none, or it keeps layers in a plain Python list, "
+                    "where torch does not find them",
                     suggestion="Put them into a torch.nn.ModuleList.",
                 )
         if not self._group_of or not all(isinstance(p, Tensor) for p in parameters):
@@ -161,7 +161,7 @@ class Maker:
         """Build an optimizer with the settings of a group, which checks their names and values as those of `optimizer`.
 
         Raises:
-            RefusedError: it has no such setting, or does not accept its value.
+            RefusedError: the optimizer has no such setting, or does not accept its value.
         """
         target = self._experiment.optimizer.target
         signature = inspect.signature(locate(target, self._experiment.trust, "optimizer")).parameters
@@ -172,7 +172,7 @@ class Maker:
         for key in group.settings:
             if key not in accepts and not takes_any:
                 raise RefusedError(
-                    f"sets {key}, and {target} has no such setting",
+                    f"sets {key}, which {target} does not have",
                     suggestion=did_you_mean(key, accepts).lstrip(),
                     place=first_few(group.sources),
                 )
@@ -189,7 +189,7 @@ class Maker:
         wrong = [key for key in group.settings if optimizer.defaults and key not in optimizer.defaults]
         if wrong:
             raise RefusedError(
-                f"sets {wrong[0]}, of which {type(optimizer).__name__} has one for all parameters",
+                f"sets {wrong[0]}, of which {type(optimizer).__name__} has a single value for all parameters",
                 suggestion=f"Set optimizer.{wrong[0]}.",
                 place=first_few(group.sources),
             )

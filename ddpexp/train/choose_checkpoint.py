@@ -44,9 +44,9 @@ def choose(run: RunDir, world: World, required: bool) -> tuple[Checkpoint | None
         confirmed = (problem or found.complete[number].problem()) if world.is_rank_zero else None
         if not _agreed(world, int(confirmed is not None)):
             raise RefusedError(
-                f"the checkpoint of step {step} in {relative(run.path)} is whole where rank zero reads it, "
-                f"but not on every host ({problem or 'see the other ranks'})",
-                suggestion="See that all hosts have the same file system there, then start again.",
+                f"the checkpoint of step {step} in {relative(run.path)} is complete on the host of rank zero, but not "
+                f"on every host ({problem or 'see the other ranks'})",
+                suggestion="Check that all hosts mount the same file system there, then start the command again.",
             )
         if confirmed is not None:
             damaged.append(Damaged(found.complete[number].folder, confirmed))
@@ -62,8 +62,8 @@ def _check_required(run: RunDir, world: World, chosen: Checkpoint | None, newer:
         latest = max(newer, key=lambda checkpoint: checkpoint.step) if newer else None
         what = _text_of_rank_zero(world, f"{latest.folder.name}: {latest.problem}" if latest else "")
         raise RefusedError(
-            f"the newest checkpoint in {relative(run.path)} cannot be used ({what}), and run.resume=require "
-            "takes no older one",
+            f"the newest checkpoint in {relative(run.path)} cannot be used ({what}), and run.resume=require does not "
+            "use an older one",
             suggestion="Use run.resume=auto.",
         )
     if chosen is None:

@@ -89,8 +89,8 @@ def _check_no_order(splits: Splits, key: str) -> None:
     """Check that the data brings no order of all samples, where the key takes a part of them."""
     if splits.order is not None:
         raise RefusedError(
-            f"An order of all {len(splits.train):,} samples comes with the data (Splits.order), and would ask "
-            "for those that are left out",
+            f"An order of all {len(splits.train):,} samples comes with the data (Splits.order), and contains samples "
+            "that would be left out",
             key=key,
             suggestion="Leave the key out, or give the set itself an order and a method select(indices) "
             "(ddpexp.data.base.IndexData).",
@@ -131,7 +131,7 @@ def _groups(train: IndexData, name: str) -> NDArray[Any]:
     groups = read_values(name, "data.group_by") if name.endswith(FILES) else column_of(train, name)
     if groups is None:
         raise RefusedError(
-            f"is no column of the training set ({kind_of(train)}) and no file (.npy, .txt or .csv) with a "
+            f"is neither a column of the training set ({kind_of(train)}) nor a file (.npy, .txt or .csv) with a "
             "value for each training sample",
             key="data.group_by",
             value=name,
@@ -180,7 +180,7 @@ def _by_length(splits: Splits, whole: IndexData, name: str, experiment: Experime
     values = read_values(name, "data.lengths") if name.endswith(FILES) else column_of(whole, name)
     if values is None:
         raise RefusedError(
-            f"is no column of the training set ({kind_of(whole)}) and no file (.npy, .txt or .csv) with the "
+            f"is neither a column of the training set ({kind_of(whole)}) nor a file (.npy, .txt or .csv) with the "
             "length of each training sample",
             key=key,
         )
@@ -191,8 +191,8 @@ def _by_length(splits: Splits, whole: IndexData, name: str, experiment: Experime
     by_sample = train.is_loaded or experiment.data.transform or experiment.data.collate is not None
     if not by_sample or splits.order is not None or train.brings_order:
         raise RefusedError(
-            f"makes batches of single samples, and `train` is a {kind_of(train)}, which makes its batches or "
-            "brings an order itself",
+            f"builds batches from single samples, but `train` is a {kind_of(train)}, which has batches or an order of "
+            "its own",
             key="data.batch_tokens",
             value=most_tokens,
             suggestion="Use data.batch_tokens=null.",
@@ -213,5 +213,5 @@ def _no_labels(data: IndexData, key: str, value: Any, instead: str) -> RefusedEr
         f"needs the labels of the training set, a {kind_of(data)}, which are not known",
         key=key,
         value=value,
-        suggestion=f"Give it an attribute `labels` with one for each sample, or use {instead}.",
+        suggestion=f"Give the set an attribute `labels` with a label for each sample, or use {instead}.",
     )

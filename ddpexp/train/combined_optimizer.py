@@ -93,7 +93,7 @@ def divide_for(
         algorithms = {key: "muon" if _is_hidden(one, patterns) else "adamw" for key, one in described.items()}
         if "muon" not in algorithms.values():
             raise RefusedError(
-                "The model has no matrix in a hidden layer for it",
+                "trains matrices of hidden layers, but the model has none",
                 key="optimizer",
                 value="muon",
                 suggestion="Use optimizer=adamw, or shorten the list optimizer.adamw.",
@@ -103,7 +103,7 @@ def divide_for(
         sparse = {id(layer.weight) for model in models.values() for layer in model.modules() if is_sparse(layer)}
         if not sparse:
             raise RefusedError(
-                "No layer of the model has sparse gradients",
+                "needs sparse gradients, but no layer of the model has them",
                 key="optimizer",
                 value="sparse_adam",
                 suggestion="Build its embeddings with sparse=True, or use optimizer=adamw.",

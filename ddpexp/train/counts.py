@@ -55,8 +55,9 @@ class GlobalCounts:
         if any(total != totals[0] for total in totals[1:]):
             shown = ", ".join(f"{total:g}" for total in totals)
             raise DdpexpError(
-                f"{self._caller} calls update.backward with tensors that count {shown} over the global batch: "
-                "that is known only when all gradients are added up, and they cannot be divided apart then",
+                f"{self._caller} calls update.backward with tensors that count {shown} over the global batch: these "
+                "counts are known only when all gradients are added up, and the sum cannot be divided by several "
+                "counts",
                 suggestion="Call it once with the sum of the losses, weighted as you mean it, or give counts "
                 "that are numbers.",
             )

@@ -65,7 +65,7 @@ class SetMetrics:
             raise DdpexpError(
                 f"{named(self._task.step)} returned the metrics {', '.join(sorted(entries)) or 'none'} in "
                 "another number, type or shape than in the batch before "
-                f"({', '.join(self._names or []) or 'none'}), and those of all batches are added up",
+                f"({', '.join(self._names or []) or 'none'}), but the metrics of all batches are added up",
                 suggestion="Return the same every time.",
             )
 
@@ -107,7 +107,7 @@ class SetMetrics:
             return values | numbers
         if unrecorded:
             raise MetricError(
-                f"{named(self._task.step)} returns {', '.join(unrecorded)}, which no logger can record as it is",
+                f"{named(self._task.step)} returns {', '.join(unrecorded)}, which no logger can record",
                 suggestion="Give the task a method finish(self, sums) that returns {name: number}: see "
                 "ddpexp.task.HasFinish.",
             )
@@ -145,7 +145,7 @@ def finished(task: HasFinish, sums: Mapping[str, Any]) -> dict[str, float]:
     for name, value in returned.items():
         if not isinstance(name, str) or not name or name == "loss":
             raise MetricError(
-                f"returned a metric named {name!r}: a name is a text, and `loss` is that of the loss itself",
+                f"returned a metric named {name!r}: a name must be a text, and `loss` is the name of the loss itself",
                 place=source,
             )
         if not isinstance(value, Real) and _num_elements(value) != 1:

@@ -38,7 +38,7 @@ def freeze(model: Any, trainer: Trainer) -> None:
             "leaves nothing to train",
             key="trainer.freeze",
             value=f"[{','.join(patterns)}]",
-            suggestion="Leave out what is to be trained, such as a head.",
+            suggestion="Leave out the layers to train, such as a head.",
         )
 
 
@@ -83,7 +83,7 @@ class LateStarts:
             for pattern in entry.patterns:
                 if not matched([pattern], list(trained.values())):
                     raise RefusedError(
-                        "matches frozen parameters alone",
+                        "matches only frozen parameters",
                         key=f"{where}.match",
                         value=f"[{pattern}]",
                         suggestion="Take them out of trainer.freeze, or of this key.",
@@ -140,5 +140,5 @@ def _check_some_trained(entries: Sequence[LateStart], trained: Mapping[int, Desc
         raise RefusedError(
             f"with match=[{patterns}] leaves nothing to train before step {first}",
             key="trainer.freeze_until",
-            suggestion="Leave out what is to be trained from the start, such as a head.",
+            suggestion="Leave out the layers to train from the start, such as a head.",
         )

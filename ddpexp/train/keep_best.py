@@ -42,7 +42,7 @@ def check_set(keep_best: str | None, sets: Iterable[str]) -> None:
         )
     meant = nearest(chosen, known) or known[0]
     raise RefusedError(
-        f"names the evaluation set {chosen}, and there is only {', '.join(known)}",
+        f"names the evaluation set {chosen}, but the data has only {', '.join(known)}",
         key="trainer.keep_best",
         value=keep_best,
         suggestion=f"Did you mean trainer.keep_best={mode}:{meant}/{metric}?",
@@ -57,7 +57,7 @@ def unknown_metric(keep_best: str, metrics: Iterable[str]) -> UnknownMetricError
     losses = [metric for metric in known if metric.endswith("/loss")]
     override = f"trainer.keep_best={f'{mode}:{meant}' if meant else f'min:{losses[0]}'}"
     return UnknownMetricError(
-        f"trainer.keep_best={keep_best} names no metric of the evaluation: there are {', '.join(known)}.", override
+        f"trainer.keep_best={keep_best} names no metric of the evaluation: it has {', '.join(known)}.", override
     )
 
 
@@ -97,7 +97,7 @@ def check_monitor(key: str, metric: str, sets: Iterable[str], eval_every: int | 
     if chosen not in available:
         meant = nearest(chosen, available) or available[0]
         raise RefusedError(
-            f"names the evaluation set {chosen}, and there is only {', '.join(available)}",
+            f"names the evaluation set {chosen}, but the data has only {', '.join(available)}",
             key=key,
             value=metric,
             suggestion=f"Did you mean {key}={meant}/{name}?",

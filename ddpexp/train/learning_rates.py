@@ -84,6 +84,7 @@ class LearningRates:
                 self._schedule.load_state_dict(state)
         except (KeyError, ValueError, TypeError) as error:
             raise RefusedError(
-                f"the checkpoint's state of the schedule does not fit this one ({type(error).__name__}: {error})",
+                "the state of the schedule in the checkpoint does not fit the schedule of this run "
+                f"({type(error).__name__}: {error})",
                 suggestion="Keep the scheduler that the run was started with.",
             ) from None

@@ -70,8 +70,8 @@ def _evaluation_set(name: str, part: IndexData | Stream) -> IndexData:
         return part
     if part.num_samples is None:
         raise RefusedError(
-            f"the evaluation set `{name}` is a stream, of which only so many samples can be evaluated as are said",
-            suggestion="Give it their number, Stream(open, num_samples=1000).",
+            f"the evaluation set `{name}` is a stream without a length",
+            suggestion="Give it the number of samples to evaluate, Stream(open, num_samples=1000).",
         )
     samples = first_samples(part, part.num_samples)
     if not samples:

@@ -118,7 +118,8 @@ def _chosen(modules: Mapping[str, nn.Module], lora: LoRA) -> dict[str, nn.Linear
 def _check_layer(name: str, layer: nn.Linear, value: str) -> None:
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         raise RefusedError(
-            f"matches {name}, whose weight torch.nn.MultiheadAttention uses without calling it, so an adapter there "
+            f"matches {name}, whose weight torch.nn.MultiheadAttention uses without calling the layer, so an adapter "
+            "there "
             "would do nothing",
             key=_KEY,
             value=value,
@@ -127,8 +128,8 @@ def _check_layer(name: str, layer: nn.Linear, value: str) -> None:
     if type(layer).forward is not nn.Linear.forward or is_lazy(layer.weight):
         raise RefusedError(
             f"matches {name}, a {type(layer).__name__} with "
-            f"{'sizes of its first batch' if is_lazy(layer.weight) else 'a forward of its own'}, and adapters are for "
-            "plain torch.nn.Linear",
+            f"{'sizes that its first batch decides' if is_lazy(layer.weight) else 'a forward method of its own'}, but "
+            "adapters are for plain torch.nn.Linear",
             key=_KEY,
             value=value,
             suggestion="Match other layers.",

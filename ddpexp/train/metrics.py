@@ -33,8 +33,7 @@ def nonfinite_error(name: str, value: float, step: int) -> NonFiniteError:
     """Return the error for a metric that is not finite. Units: steps, from 1."""
     return NonFiniteError(
         f"{name} is {value} at step {step}: the training has diverged or a sample is bad",
-        suggestion="Lower optimizer.lr, set trainer.clip_grad_norm, or leave such steps out with "
-        "trainer.nonfinite=skip.",
+        suggestion="Lower optimizer.lr, set trainer.clip_grad_norm, or skip such steps with trainer.nonfinite=skip.",
     )
 
 
@@ -208,7 +207,7 @@ class MetricAccumulator:
         if summed[-2] != digest * self._world.world_size:
             raise DdpexpError(
                 f"returned other metrics on rank {self._world.rank} than on another rank, or in other types "
-                "or shapes, and those of all ranks are added up",
+                "or shapes, but the metrics of all ranks are added up",
                 suggestion="Return the same on every rank.",
                 place=self._named_source(),
             )
@@ -226,7 +225,7 @@ class MetricAccumulator:
                     f"returned the counts {row[0]:.15g} and {other:.15g} for micro-batches of one step on "
                     "different ranks: a number must be the same for every micro-batch of a step, and each "
                     "rank has divided by its own",
-                    suggestion="Return a tensor where it depends on the data.",
+                    suggestion="Return a tensor if the count depends on the data.",
                     place=self._named_source(),
                 )
 
@@ -247,7 +246,7 @@ class MetricAccumulator:
             if metrics.keys() != expected:
                 now, before = (", ".join(names) or "none" for names in (sorted(metrics), self._names))
                 raise DdpexpError(
-                    f"returned the metrics {now} after {before}, and those of several steps are added up by name",
+                    f"returned the metrics {now} after {before}, but the metrics of several steps are added up by name",
                     suggestion="Return the same names every time, with a count of 0 where there is nothing.",
                     place=self._named_source(),
                 )

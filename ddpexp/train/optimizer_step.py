@@ -188,7 +188,7 @@ class Step:
         if not self._inside:
             raise DdpexpError(
                 "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose "
-                "end the workers sum their gradients: it belongs to none of them",
+                "end the workers sum their gradients: this call belongs to no micro-batch",
                 suggestion="Enclose it.",
             )
         if not self._checked and self.manual is not None:
@@ -206,9 +206,9 @@ class Step:
             total = count * self.plan.gradient_accumulation_steps * self.plan.data_size
         if self._counts and self._has_numbers:
             raise DdpexpError(
-                f"{self._caller} gives numbers and tensors as counts for the same gradient: what a tensor counts is "
-                "known only when the gradient is complete, and then it cannot be divided apart",
-                suggestion="Make all of them tensors, or all numbers.",
+                f"{self._caller} gives numbers and tensors as counts for the same gradient: the value of a tensor is "
+                "known only when the gradient is complete, and its parts cannot be divided any more",
+                suggestion="Make all counts tensors, or all numbers.",
             )
         key = (total, loss_sum.dtype)
         weight = self._weights.get(key)
@@ -235,8 +235,8 @@ class Step:
         if self._inside:
             raise DdpexpError(
                 "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at "
-                "whose end the workers sum their gradients: the optimizer would see this worker's own",
-                suggestion="Call it after that.",
+                "whose end the workers sum their gradients: the optimizer would see the gradients of this worker alone",
+                suggestion="Call it after that block.",
             )
         if self.manual is not None:
             self._check_round()
@@ -314,15 +314,15 @@ class Step:
         """
         if not count > 0:
             raise DdpexpError(
-                f"{self._caller} gave the count {count}: a number is that of every micro-batch, and divides the loss",
-                suggestion="Return a tensor where a micro-batch may have nothing to count.",
+                f"{self._caller} gave the count {count}: a number counts for every micro-batch, and divides the loss",
+                suggestion="Return a tensor if a micro-batch may have nothing to count.",
             )
         expected = self._numbers.setdefault(position, count)
         if count != expected:
             gave = "gave update.backward" if self.manual is not None else "returned"
             raise DdpexpError(
-                f"{self._caller} {gave} the count {count} after {expected}: a number is that of every micro-batch",
-                suggestion="Return a tensor where it depends on the data.",
+                f"{self._caller} {gave} the count {count} after {expected}: a number counts for every micro-batch",
+                suggestion="Return a tensor if the count depends on the data.",
             )
 
     def check(self) -> None:

@@ -34,7 +34,7 @@ def check_divisible(optimizer: Optimizer, named: str, key: str) -> None:
     Ranks: all, if the parameters are DTensors; communicates.
 
     Raises:
-        RefusedError: the optimizer sums over its parameters, or draws random numbers for one after the other; its
+        RefusedError: the optimizer sums over its parameters, or draws random numbers for one after another; its
         state is more than tensors and numbers; or it does not work with DTensors.
     """
     if type(optimizer).__module__.startswith(("torch.optim.", "ddpexp.")):
@@ -57,15 +57,15 @@ def check_divisible(optimizer: Optimizer, named: str, key: str) -> None:
             return  # it cannot be tried: it may need parameters of a certain size
         if not all(_is_same(trial, together, number) for number, trial in enumerate(alone)):
             raise RefusedError(
-                f"{named} updates a parameter in another way when other parameters have no gradient: it sums over all "
-                f"of them, or draws random numbers for one after the other. With {key} each worker updates a part of "
-                "the parameters, and would train at another rate than one that has all of them",
+                f"{named} updates a parameter differently when other parameters have no gradient: it sums over all "
+                f"of them, or draws random numbers for one after another. With {key} each worker updates a part of "
+                "the parameters, so the weights would differ from an update of all parameters",
                 suggestion=_REMEDY,
             )
         if together.nested:
             raise RefusedError(
-                f"{named} keeps lists, mappings or objects in its state ({', '.join(together.nested)}), and {key} "
-                "divides tensors and numbers among the workers",
+                f"{named} keeps lists, mappings or objects in its state ({', '.join(together.nested)}), but {key} can "
+                "divide only tensors and numbers among the workers",
                 suggestion=_REMEDY,
             )
         if all(hasattr(parameter, "device_mesh") for parameter in trained):

@@ -89,7 +89,7 @@ def restore_optimizers(
     """
     if saved.keys() != optimizers.keys():
         raise RefusedError(
-            f"the checkpoint holds the optimizers {', '.join(saved)}, and the run has {', '.join(optimizers)}."
+            f"the checkpoint holds the optimizers {', '.join(saved)}, but the run has {', '.join(optimizers)}."
         )
     notes = [restore_optimizer(one, saved[name], names, name, strategy) for name, one in optimizers.items()]
     return [note for note in notes if note]
@@ -134,8 +134,8 @@ def restore_optimizer(
     same_parameters = "by_position" not in saved and set().union(*members) == set().union(*positions)
     if members != positions and not same_parameters:
         raise RefusedError(
-            f"the checkpoint's {name} holds groups of {saved_sizes} parameters, and this run's has {sizes}: it is of "
-            "another model."
+            f"the checkpoint's {name} holds groups of {saved_sizes} parameters, but in this run it has {sizes}: the "
+            "checkpoint is of another model."
         )
     note, start = "", _all_read(saved["built"])
     if members == positions:
@@ -180,7 +180,7 @@ def _other_groups(
         if any(kept != sources[0] for kept in sources):
             key = next(key for kept in sources for key in kept)
             raise RefusedError(
-                f"the checkpoint's {name} has other parameter groups, and {type(optimizer).__name__} keeps "
+                f"the checkpoint's {name} has other parameter groups, but {type(optimizer).__name__} keeps "
                 f"{key} for each of them, so they cannot be regrouped",
                 suggestion="Resume with the groups that the run was started with.",
             )
@@ -208,8 +208,8 @@ def _by_position(
     unknown = [key for group in saved["groups"] for key in group["params"] if key not in position_of]
     if unknown:
         raise RefusedError(
-            f"the checkpoint's {name} holds state for {unknown[0]}, which this run's does not train: it is of another "
-            "model, or of other optimizers."
+            f"the checkpoint's {name} holds state for {unknown[0]}, which it does not train in this run: the "
+            "checkpoint is of another model, or of other optimizers."
         )
     groups = [{**group, "params": sorted(position_of[key] for key in group["params"])} for group in saved["groups"]]
     state = {position_of.get(key, key): value for key, value in saved["state"].items()}

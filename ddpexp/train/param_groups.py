@@ -171,8 +171,8 @@ def matches(entry: ParamGroup, parameters: Sequence[Described], where: str, lr: 
     if len(chosen) == len(parameters):
         values = " ".join(f"optimizer.{key}={shown(value)}" for key, value in _rounded(entry.settings_for(lr)).items())
         raise RefusedError(
-            f"matches every parameter of the model with {entry.conditions()}, so it is no group of its own",
-            suggestion=f"Use {values}, or narrow it.",
+            f"matches every parameter of the model with {entry.conditions()}, so it makes no separate group",
+            suggestion=f"Use {values}, or narrow the conditions.",
             place=where,
         )
     return chosen
@@ -240,7 +240,7 @@ def _check_dimensions(dimensions: Sequence[int], parameters: Sequence[Described]
     there = sorted({parameter.ndim for parameter in parameters if parameter.ndim is not None})
     if dimensions and not set(dimensions) & set(there):
         raise RefusedError(
-            f"No parameter of the model has that many dimensions. They have {first_few(there)}",
+            f"No parameter of the model has that many dimensions. Its parameters have {first_few(there)}",
             key=where,
             value=f"[{','.join(map(str, dimensions))}]",
         )
@@ -291,7 +291,7 @@ def _layers(parameters: Sequence[Described], patterns: Sequence[str]) -> list[st
         inner = [module for module in modules if module.startswith(f"{layer}.")]
         meant = f" Did you mean {layer}.*?" if inner else ""
         raise RefusedError(
-            f"matches one module, {layer}, and a rate that falls from layer to layer needs several, as in "
+            f"matches one module, {layer}, but a rate that falls from layer to layer needs several, as in "
             f"{LAYER_DECAY_EXAMPLE}.{meant}",
             key="trainer.layer_decay.layers",
             value=f"[{','.join(patterns)}]",

@@ -118,7 +118,7 @@ def check_takes_directory(function: Callable[..., Any], keys: Iterable[str], nam
         signature.bind("", **dict.fromkeys(keys))
     except TypeError:
         raise RefusedError(
-            f"{named_by}: a logger gets the run directory before its keys",
+            f"{named_by}: a logger gets the run directory as its first argument, before its keys",
             suggestion=f"Write def __init__({', '.join(['self', 'run_dir', *keys])}).",
         ) from None
 
@@ -198,7 +198,7 @@ def check_model(model: Any, target: str, trains: bool) -> Any:
             "returned a model of which no parameter requires a gradient, so there is nothing to train",
             key="model._target_",
             value=target,
-            suggestion="Leave requires_grad of those to be trained as it is, true.",
+            suggestion="Keep requires_grad=True for the parameters to train.",
         )
     return model
 
@@ -244,7 +244,7 @@ def check_train_step(task: Any, strategy: Options) -> None:
             "does not support a task with a train_step, which decides by itself when gradients are computed and used",
             key="strategy",
             value=strategy.kind,
-            suggestion="Use strategy=ddp, or a task with the method step alone.",
+            suggestion="Use strategy=ddp, or a task that has only the method step.",
         )
 
 

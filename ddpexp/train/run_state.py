@@ -170,7 +170,7 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
     parts["optimizers"] = open_part(checkpoint, "optimizers")  # each rank reads its share
     missing = next((name for name, part in parts.items() if not isinstance(part, Mapping)), None)
     if missing is not None:
-        raise RefusedError(f"holds no {missing}: it is not that of a run", place=where)
+        raise RefusedError(f"holds no {missing}: it was not saved by a run", place=where)
     modules, progress, clock = parts["modules"], dict(parts["progress"]), parts["clock"]
     for name, module in loop.strategy.modules.items():
         current = module.state_dict()
@@ -190,7 +190,7 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
             checkpointer.average.count = loop.state.averaged
         world_size = int(parts["world"]["world_size"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RefusedError(f"is not that of a run ({type(error).__name__}: {error})", place=where) from None
+        raise RefusedError(f"was not saved by a run ({type(error).__name__}: {error})", place=where) from None
     checkpointer.resumed_from = checkpoint.step
     _restore_callbacks(checkpoint, checkpointer.callbacks, loop.world)
     _restore_local(checkpoint, world_size, loop.strategy, checkpointer, loop.world)
@@ -296,8 +296,8 @@ def _check_models(strategy: Strategy) -> None:
     for name, module in strategy.modules.items():
         if not _MODEL_NAME.fullmatch(name):
             raise RefusedError(
-                f"the model section builds a model named {name!r}, and a checkpoint has a file for each",
-                suggestion="Name it with letters, digits, - and _.",
+                f"the model section builds a model named {name!r}, but a checkpoint needs a name for its file",
+                suggestion="Name the model with letters, digits, - and _.",
             )
         try:
             tensors = {key: tensor for key, tensor in _tensors(module.state_dict()).items() if not is_lazy(tensor)}

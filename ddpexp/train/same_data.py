@@ -49,7 +49,8 @@ def check_same_data(
         raise RefusedError(
             f"{relative(context.run.path)}: {change}, so the steps to come would see other samples than the steps so "
             "far",
-            suggestion="Make the same data available, type run.allow_changes=[data] to resume with this, or start a "
+            suggestion="Make the same data available, type run.allow_changes=[data] to resume with the new data, or "
+            "start a "
             "new run with another run.dir.",
         )
     context.log.info(f"{change} (run.allow_changes=[data]): {steps_per_epoch:,} steps an epoch from here on")

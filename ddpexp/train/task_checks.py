@@ -78,7 +78,8 @@ def _problem(found: Any, trains: bool, evaluates: bool) -> str | None:
     for name, pair in metrics.items():
         if not isinstance(name, str) or name == "loss":
             return (
-                f"a metric named {name!r}: a name is a text, and `loss` is that of the loss itself. Give it another "
+                f"a metric named {name!r}: a name must be a text, and `loss` is the name of the loss itself. Give it "
+                "another "
                 "one."
             )
         problem = None if evaluates and _is_for_evaluation(pair) else _problem_of_pair(name, pair)
@@ -316,8 +317,8 @@ def check_names(chosen: Sequence[str], applied: Sequence[str], optimizers: Mappi
     unknown = [name for name in chosen if name not in optimizers]
     if unknown:
         raise DdpexpError(
-            f"the task's train_step calls update.apply({', '.join(map(repr, chosen))}), and there is no optimizer "
-            f"{unknown[0]!r}: the task's optimizers are {', '.join(map(repr, optimizers))}."
+            f"the task's train_step calls update.apply({', '.join(map(repr, chosen))}), but the task has no optimizer "
+            f"{unknown[0]!r}: its optimizers are {', '.join(map(repr, optimizers))}."
         )
     seen = [*applied, *chosen]
     again = [name for number, name in enumerate(seen) if name in seen[:number]]

@@ -70,7 +70,7 @@ class MetricStates:
 
     def _unmergeable(self, part: Any, reason: str) -> DdpexpError:
         return DdpexpError(
-            f"metric {self._name!r}: the states of {type(part).__name__} cannot be merged, for {reason}. Only "
+            f"metric {self._name!r}: the states of {type(part).__name__} cannot be merged, because {reason}. Only "
             "states that are summed, averaged, compared or concatenated give the same value at every number "
             "of workers",
             suggestion="Return the sums that it needs, and compute it in the task's finish.",

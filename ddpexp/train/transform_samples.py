@@ -117,7 +117,7 @@ def _check_images(part: IndexData, name: str, key: str, nodes: Sequence[Node]) -
         raise RefusedError(
             f"gets the images of `{name}` as they are stored, of many sizes",
             key="data.collate",
-            suggestion=f"Name a transform of your own for them too, {key}, which makes tensors of one size.",
+            suggestion=f"Name a transform of your own for these images too, {key}, which makes tensors of one size.",
         )
     options = images.options
     own = {
@@ -127,7 +127,7 @@ def _check_images(part: IndexData, name: str, key: str, nodes: Sequence[Node]) -
     used = next((option for option, value in own.items() if value), None)
     if key == "data.transform" and used is not None:
         raise RefusedError(
-            "takes the place of all changes of training images", key="data.transform", suggestion=f"Leave out {used}."
+            "replaces all augmentations of training images", key="data.transform", suggestion=f"Leave out {used}."
         )
 
 

@@ -180,7 +180,9 @@ def build(context: RunContext) -> Built:
         reason = (
             f"the run is at step {newest.step}, and trainer.max_steps or trainer.epochs ends it at step {num_steps}"
         )
-        raise RefusedError(reason, suggestion="Increase them, or evaluate the run as it is.")
+        raise RefusedError(
+            reason, suggestion="Increase trainer.max_steps or trainer.epochs, or evaluate the run as it is."
+        )
 
     logger = build_logger(context, num_steps)
     recorded = truncate_records(run, logger, newest)
@@ -272,7 +274,7 @@ def fit(context: RunContext, built: Built) -> None:
         words = ["resume", shortest(context.run.path), *typed_arguments(context.run)]
         raise DdpexpError(
             f"{error} Step {loop.state.step} is saved",
-            suggestion=f"Correct that and resume: python -m ddpexp {shlex.join(words)}",
+            suggestion=f"Correct the error and resume: python -m ddpexp {shlex.join(words)}",
         ) from error
     except (Exception, SystemExit):
         built.checkpointer.drain()

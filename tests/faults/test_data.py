@@ -261,9 +261,9 @@ REFUSED = [
     ("data.count=23", "trainer.global_batch_size=24 is more than the 23 training samples. Use at most 23."),
     (
         "data.train=differs",
-        "data._target_=points.load_trouble gave rank 1 120 samples to train and 33 to evaluate, and rank zero 96 and "
+        "data._target_=points.load_trouble gave rank 1 120 samples to train and 33 to evaluate, but rank zero 96 and "
         "33: "
-        "give every rank the same data, for each takes its own part of it.",
+        "return the same data on every rank: ddpexp divides it among them.",
     ),
 ]
 

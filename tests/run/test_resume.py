@@ -772,8 +772,8 @@ def test_data_that_has_changed_is_refused_until_that_is_allowed(
     assert again.code == 2
     assert (
         f"{run.name}: since step 4 the data has changed: {phrase}, so the steps to come would see other samples than "
-        "the steps so far. Make the same data available, type run.allow_changes=[data] to resume with this, or start "
-        "a new run "
+        "the steps so far. Make the same data available, type run.allow_changes=[data] to resume with the new "
+        "data, or start a new run "
     ) in again.err
     assert "Traceback" not in again.err
     assert json.loads((run / "result.json").read_text())["status"] == "done"  # as it was

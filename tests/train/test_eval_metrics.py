@@ -273,8 +273,8 @@ WRONG: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], str]] = {
         r"returned a tensor of shape \(2, 2\) as 'm', where one number",
     ),
     "a text": (lambda sums: {"m": "1"}, r"returned a str as 'm', where one number belongs\.$"),
-    "no name": (lambda sums: {1: 1.0}, r"returned a metric named 1: a name is a text"),
-    "the loss": (lambda sums: {"loss": 1.0}, r"returned a metric named 'loss': a name is a text, and `loss` is"),
+    "no name": (lambda sums: {1: 1.0}, r"returned a metric named 1: a name must be a text"),
+    "the loss": (lambda sums: {"loss": 1.0}, r"returned a metric named 'loss': a name must be a text, and `loss` is"),
     "a mean": (lambda sums: {"accuracy": 1.0}, r"gives accuracy, which is recorded already"),
 }
 
@@ -287,7 +287,7 @@ def test_a_finish_that_returns_something_else_is_named_with_its_file_and_line(ki
 
 
 def test_arrays_that_nothing_finishes_are_refused() -> None:
-    with pytest.raises(MetricError, match=r"^Counts\.step \(.*\) returns a, b, which no logger can record as it is"):
+    with pytest.raises(MetricError, match=r"^Counts\.step \(.*\) returns a, b, which no logger can record"):
         run(Counts({"a": lambda scores, labels: labels.sum(), "b": lambda scores, labels: (scores.sum(0), 1)}))
 
 
@@ -345,8 +345,8 @@ def product(values: Tensor) -> Tensor:
 
 UNMERGEABLE: Mapping[str, tuple[Any, str]] = {
     "tensors that are stacked": (torchmetrics.PearsonCorrCoef(), r"PearsonCorrCoef cannot .* `mean_x` has dist_reduce_fx=None\."),
-    "a function": (Custom(product), r"Custom cannot be merged, for its state `odd` has dist_reduce_fx=product\."),
-    "one that remembers": (Running(), r"Running cannot be merged, for an update of its state `total` depends on"),
+    "a function": (Custom(product), r"Custom cannot be merged, because its state `odd` has dist_reduce_fx=product\."),
+    "one that remembers": (Running(), r"Running cannot be merged, because an update of its state `total` depends on"),
     "one in a collection": (torchmetrics.MetricCollection([BinaryAUROC(), Custom(None)]), r"Custom cannot be merged"),
     "no metric": (nn.Linear(1, 1), r"takes a torchmetrics\.Metric or MetricCollection first, not a Linear\."),
 }  # fmt: skip

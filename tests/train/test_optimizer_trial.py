@@ -10,14 +10,14 @@ import pytest
 from tests.strategy.on_ranks import works
 from tests.train import trial_optimizers as mine
 
-SUMS = " updates a parameter in another way when other parameters have no gradient: "
+SUMS = " updates a parameter differently when other parameters have no gradient: "
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
         (mine.Signs, ""), (mine.Modes, ""), (mine.Wide, ""), (mine.OwnRate, SUMS), (mine.LargestFirst, SUMS),
-        (mine.Noise, SUMS), (mine.Lists, " keeps lists, mappings or objects in its state (bases), and strategy=fsdp "),
+        (mine.Noise, SUMS), (mine.Lists, " keeps lists, mappings or objects in its state (bases), but strategy=fsdp "),
     ],
 )  # fmt: skip
 def test_optimizers_that_need_all_parameters_are_refused(kind: type[mine.Signs], expected: str) -> None:

@@ -222,9 +222,7 @@ def test_a_logger_with_other_arguments_is_refused_before_training(logger: object
 def test_a_logger_that_takes_no_run_directory_gets_the_definition_that_does() -> None:
     def rows(file: str) -> None: ...
 
-    expected = (
-        r"^logger\.mine: a logger gets the run directory before its keys\. Write def __init__\(self, run_dir, file\)\.$"
-    )
+    expected = r"^logger\.mine: a logger gets the run directory as its first argument, before its keys\. Write def __init__\(self, run_dir, file\)\.$"
     with pytest.raises(RefusedError, match=expected):
         check_takes_directory(rows, ["file"], "logger.mine")
     check_takes_directory(rows, ["flie"], "logger.mine")  # building it names the key

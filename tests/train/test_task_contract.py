@@ -221,7 +221,7 @@ def test_metrics_that_change_their_names_are_named(
 
     now = ", ".join(names) or "none"
     with pytest.raises(
-        DdpexpError, match=rf"^Wrong\.step \(.*\) returned the metrics {now} after accuracy, and those of "
+        DdpexpError, match=rf"^Wrong\.step \(.*\) returned the metrics {now} after accuracy, but the metrics of "
     ):
         fit(Wrong(change, training), micro_batch_size=6, log_every=1)
 

@@ -269,15 +269,15 @@ def test_a_schedule_of_ones_own_is_followed(recipe: Recipe) -> None:
     [
         (
             "scheduler._target_=points.Net",
-            "returned a Net without the method factor(step, num_steps), which returns what optimizer.lr",
+            "returned a Net without the method factor(step, num_steps), which returns the multiplier of optimizer.lr",
         ),
         (
             "scheduler._target_=points.Strange scheduler.value=nan",
-            ": factor(0, 8) returned nan, where a number belongs: what",
+            ": factor(0, 8) returned nan, where a number belongs: the multiplier",
         ),
         (
             "scheduler._target_=points.Strange scheduler.value=fast",
-            ": factor(0, 8) returned 'fast', where a number belongs: what",
+            ": factor(0, 8) returned 'fast', where a number belongs: the multiplier",
         ),
         ("scheduler._target_=points.Strange scheduler.rate=1", ": points.Strange cannot be called with these keys: "),
     ],

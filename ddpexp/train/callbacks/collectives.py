@@ -43,8 +43,9 @@ class CollectiveGuard:
         def call(*arguments: Any, **named: Any) -> Any:
             if self.forbids:
                 raise DdpexpError(
-                    f"it calls the collective {name}, for which the other ranks would wait or which they would take "
-                    "for their own. A callback must not communicate unless its class sets communicates = True and "
+                    f"it calls the collective {name}, which the other ranks do not call: ranks would wait for one "
+                    "another or mix up their collectives. A callback must not communicate unless its class sets "
+                    "communicates = True and "
                     "every rank calls it"
                 )
             return method(*arguments, **named)

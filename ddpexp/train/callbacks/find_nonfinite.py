@@ -32,7 +32,7 @@ class FindNonFinite(Callback):
         """Check that modules are called one by one."""
         if experiment.trainer.compile:
             raise RefusedError(
-                "looks at the output of each module, and compiled modules are not called one by one",
+                "inspects the output of each module, but compiled modules are not called one by one",
                 key=where,
                 suggestion="Use trainer.compile=false.",
             )

@@ -38,9 +38,9 @@ class Histograms(Callback):
             )
         if not experiment.logger:
             raise RefusedError(
-                "records histograms, and metrics.jsonl has none",
+                "records histograms, which metrics.jsonl cannot hold",
                 key=where,
-                suggestion="Use logger=tensorboard, or another logger that has.",
+                suggestion="Use logger=tensorboard, or another logger that records histograms.",
             )
 
     def on_start(self, run: RunView) -> None:

@@ -83,7 +83,7 @@ class Callbacks:
             try:
                 self._call(name, method, view)
             except RefusedError as error:
-                if error.key is not None:
+                if error.key is not None and not error.key.startswith("callbacks."):
                     error.key = f"callbacks.{name}.{error.key}"
                 raise
             except Exception as error:
@@ -102,7 +102,7 @@ class Callbacks:
                 encode(state, {}, "state")
             except DdpexpError as error:
                 raise RefusedError(
-                    f"What {named(method)} returns cannot be saved: {error}", key=f"callbacks.{name}"
+                    f"The state that {named(method)} returns cannot be saved: {error}", key=f"callbacks.{name}"
                 ) from None
 
     def call(self, hook: str, methods: Sequence[Hook], *arguments: Any) -> None:

@@ -62,7 +62,7 @@ def test_the_reason_has_the_numbers() -> None:
 
 def test_the_metric_is_checked_at_the_start_and_after_the_first_step(points: Any, tmp_path: Path) -> None:  # noqa: F811
     for monitor, message in [
-        ("validation/loss", "callbacks.c0.monitor=validation/loss names the evaluation set validation, and there is"),
+        ("validation/loss", "callbacks.c0.monitor=validation/loss names the evaluation set validation, but the data has"),
         ("eval/acuracy", "it has eval/loss, eval/accuracy. Did you mean callbacks.c0.monitor=eval/accuracy?"),
     ]:
         loop, _, _ = fitting(points, tmp_path, EarlyStopping(monitor=monitor))
@@ -78,7 +78,7 @@ def test_refusals_name_the_key() -> None:
         ("eval/loss", ["eval"], 0, f"{key}=eval/loss needs evaluations, and trainer.eval_every=0 makes none."),
         ("eval/loss", [], 5, f"{key}=eval/loss needs evaluations, and the data has no evaluation set. "),
         ("loss", ["eval"], 5, f"{key}=loss: use a metric of an evaluation set, such as eval/loss."),
-        ("evl/loss", ["eval", "more"], 5, f"and there is only eval, more. Did you mean {key}=eval/loss?"),
+        ("evl/loss", ["eval", "more"], 5, f"but the data has only eval, more. Did you mean {key}=eval/loss?"),
     ]:
         with pytest.raises(RefusedError) as caught:
             check_monitor(key, metric, sets, every)

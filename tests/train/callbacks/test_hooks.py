@@ -261,6 +261,6 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_start(points: Any
     loop, saves, _ = fitting(points, tmp_path, Unstorable())
     with pytest.raises(RefusedError) as caught:
         loop.fit()
-    assert str(caught.value).startswith("callbacks.c0: What Unstorable.state_dict (")
+    assert str(caught.value).startswith("callbacks.c0: The state that Unstorable.state_dict (")
     assert "cannot be saved: state/seen is a builtins.set, which a checkpoint cannot hold" in str(caught.value)
     assert saves.steps == []
