@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def _not_elsewhere() -> RefusedError:
     return RefusedError(
-        "this launcher starts further commands, which is supported for trainings only",
+        "this launcher starts further commands, which is supported only for training",
         suggestion="Use launcher=spawn, or start the ranks yourself (srun or torchrun) with launcher=slurm or "
         "launcher=torchrun-env.",
     )

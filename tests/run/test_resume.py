@@ -543,7 +543,7 @@ def test_what_is_no_run_is_refused_with_its_name(ddpexp: Ddpexp, run: Path) -> N
             "run",
             "optimizer=adamw",
         ): r"optimizer\._target_=torch\.optim\.SGD, and this is optimizer\._target_=torch\.optim\.AdamW: ",
-        ("run", "launcher=mpi"): r"launcher=mpi is a process that mpirun starts",
+        ("run", "launcher=mpi"): r"launcher=mpi needs a process that mpirun starts",
         ("run", "launcher=mpl"): r"Did you mean launcher=mpi\?\n$",
     }.items():
         refused(resumed(ddpexp, *overrides), sentence)

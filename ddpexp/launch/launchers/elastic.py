@@ -158,7 +158,7 @@ class Elastic(Launcher):
             error = RefusedError(
                 f"fewer than the {min_nodes} machines of trainer.nodes have joined at {endpoint} within "
                 "trainer.timeout.init_seconds",
-                suggestion="Start the command on the others too, or raise that key.",
+                suggestion="Start the command on the other machines too, or raise trainer.timeout.init_seconds.",
             )
             if not watch.has_run:
                 raise error

@@ -95,14 +95,14 @@ class Spawn(Launcher):
                 key="trainer.nodes",
                 value=nodes,
                 suggestion="Run the same command on every machine, with launcher.node_rank from 0 to "
-                f"{nodes - 1} and the first one's address and a free port.",
+                f"{nodes - 1} and the address and a free port of the first machine.",
             )
         assert self.node_rank is not None
         assert self.master_addr is not None
         assert self.master_port is not None
         if not 0 <= self.node_rank < nodes:
             raise RefusedError(
-                f"is not the number of one of trainer.nodes={nodes}",
+                f"is out of range for trainer.nodes={nodes}",
                 key="launcher.node_rank",
                 value=self.node_rank,
                 suggestion=f"Use 0 to {nodes - 1}.",

@@ -124,7 +124,7 @@ class Slurm(Launcher):
         if here == "step":
             if self.dry_run:
                 raise RefusedError(
-                    "has nothing to submit: this is a task of srun already", key="launcher.dry_run", value=True
+                    "has nothing to submit: this process is a task of srun already", key="launcher.dry_run", value=True
                 )
             return self._task(job, server)
         if server is not None:
@@ -331,7 +331,7 @@ class Slurm(Launcher):
         allocated = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
         if requested != "auto" and int(requested) > allocated:
             raise RefusedError(
-                f"is more than this allocation has, {allocated}",
+                f"is more than the number of nodes in this allocation, {allocated}",
                 key="trainer.nodes",
                 value=requested,
                 suggestion="Ask for more with salloc or sbatch.",
@@ -349,11 +349,11 @@ class Slurm(Launcher):
         limit = limit_seconds(self.time)
         if self.requeue and limit is not None and limit <= self._signal_seconds(job):
             raise RefusedError(
-                f"is {limit} s, and Slurm would signal the job {self._signal_seconds(job)} s before the end "
-                "to save and start again: it would do nothing else",
+                f"is {limit} s, but Slurm would signal the job {self._signal_seconds(job)} s before its end to save "
+                "and requeue: it would have no time to train",
                 key="launcher.time",
                 value=self.time,
-                suggestion="Use more, a smaller launcher.signal_seconds, or launcher.requeue=false.",
+                suggestion="Use a longer time, a smaller launcher.signal_seconds, or launcher.requeue=false.",
             )
         layout = self.layout(job, nodes)
         if layout is not None:

@@ -107,7 +107,7 @@ def check_programs(required: Sequence[str], to_wait: Sequence[str]) -> None:
         return
     if len(missing) == len(programs):
         raise RefusedError(
-            f"There is no {missing[0]} on this machine, which is not in a Slurm cluster",
+            f"needs {missing[0]}, which this machine does not have: it is not in a Slurm cluster",
             key="launcher",
             value="slurm",
             suggestion="Use launcher=spawn.",
@@ -116,7 +116,7 @@ def check_programs(required: Sequence[str], to_wait: Sequence[str]) -> None:
     without_wait = ", or use launcher.wait=false" if set(missing) <= set(to_wait) else ""
     raise RefusedError(
         f"needs all of Slurm's commands: {present} is on this machine, and {', '.join(missing)} is not, as in a "
-        "container that has a part of Slurm alone",
+        "container with only a part of Slurm",
         key="launcher",
         value="slurm",
         suggestion=f"Install them{without_wait}.",

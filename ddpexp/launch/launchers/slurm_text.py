@@ -56,7 +56,7 @@ def check_time(text: str | int | None) -> None:
     """
     if isinstance(text, str) and not _TIME.fullmatch(text):
         raise RefusedError(
-            "is no time for Slurm",
+            "is not a time that Slurm accepts",
             key="launcher.time",
             value=text,
             suggestion=f"Write minutes, hours:minutes:seconds, or days-hours.{_time_suggestion(text)}",
@@ -90,7 +90,8 @@ def checked_script(text: str, name: str) -> bytes:
     for line in text.splitlines():
         if (what := held_in(line)) is not None:
             raise RefusedError(
-                f"would hold {what}, in the line: {masked(line)}. Whoever may read the run directory could read it "
+                f"would hold {what}, in the line: {masked(line)}. Everyone who may read the run directory could read "
+                "it "
                 "there",
                 suggestion="In launcher.setup write the variable, such as export X=$MY_SECRET, which the job's shell "
                 "expands; a path needs another name.",

@@ -70,7 +70,7 @@ def of_torchrun(request: WorkerRequest, environ: Mapping[str, str] = os.environ)
     """
     if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         raise RefusedError(
-            "is a worker that torchrun starts, and no RANK is set",
+            "needs a worker that torchrun starts, but RANK is not set",
             key="launcher",
             value="torchrun-env",
             suggestion=f"Type `{_TORCHRUN}`, or use launcher=spawn, which needs no torchrun.",
@@ -156,7 +156,7 @@ def of_mpi(
         key = proxy or str(start.parent())
     else:
         raise RefusedError(
-            "is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set",
+            "needs a process that mpirun starts, but neither Open MPI's nor MPICH's variables are set",
             key="launcher",
             value="mpi",
             suggestion="Type `mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, "
@@ -261,7 +261,8 @@ def _check_consistent(
 ) -> None:
     if request.gpus != "auto" and local_size is not None and request.gpus != local_size:
         raise RefusedError(
-            f"contradicts {starter}, which decides and has {local_size} worker{'s' if local_size > 1 else ''} on this "
+            f"contradicts {starter}, which decides and starts {local_size} worker{'s' if local_size > 1 else ''} on "
+            "this "
             f"node ({name}={local_size})",
             key="trainer.gpus",
             value=request.gpus,

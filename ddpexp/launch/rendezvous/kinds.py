@@ -57,7 +57,10 @@ class Fixed:
         name, port = self.names
         if is_wildcard(self.host):
             raise RefusedError(
-                "is not an address that the others can reach", key=name, value=self.host, suggestion="Name this host."
+                "is not an address that the other hosts can reach",
+                key=name,
+                value=self.host,
+                suggestion="Name this host.",
             )
         try:
             host = (
@@ -118,9 +121,9 @@ class Named:
         except OSError as error:
             listener.close()
             raise RefusedError(
-                f"the socket @{self.name}, where the ranks look for rank zero, is another process's: "
+                f"the socket @{self.name}, where the ranks look for rank zero, belongs to another process: "
                 f"{reason_of(error)}",
-                suggestion="End that one (ss -xlp shows it), or start the ranks again.",
+                suggestion="End that process (ss -xlp shows it), or start the ranks again.",
             ) from None
         return listener, ""
 

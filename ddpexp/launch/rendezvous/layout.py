@@ -38,7 +38,7 @@ def resolve(
     present = len(devices) if present is None else present
     if device == "cuda" and present == 0:
         raise RefusedError(
-            f"needs a GPU, and this machine shows none{why_hidden()}",
+            f"needs a GPU, but this machine shows none{why_hidden()}",
             key="trainer.device",
             value="cuda",
             suggestion="Use trainer.device=cpu for CPU workers.",
@@ -54,7 +54,7 @@ def resolve(
         )
     if backend == "nccl" and kind == "cpu":
         raise RefusedError(
-            "needs GPUs, and the workers are on CPU",
+            "needs GPUs, but the workers are on CPU",
             key="trainer.backend",
             value="nccl",
             suggestion="Use trainer.backend=gloo or auto.",
@@ -120,8 +120,8 @@ def check_threads(threads: int) -> None:
     maximum = max(_MAX_THREADS, cores)
     if threads > maximum:
         raise RefusedError(
-            f"is beyond this machine, which has {cores} core{'s' if cores > 1 else ''}: a worker could not "
-            "start so many",
+            f"is too many for this machine, which has {cores} core{'s' if cores > 1 else ''}: a worker could not "
+            "start so many threads",
             key="trainer.threads",
             value=threads,
             suggestion=f"Use {maximum} or fewer, or trainer.threads=auto.",

@@ -122,7 +122,7 @@ def _own_gpus(members: Sequence[Mapping[str, Any]], workers: int) -> bool:
     if all(len(gpus) >= workers for gpus in visible):
         return False
     raise RefusedError(
-        f"{members[0]['host']} runs {workers} workers, and they see {len(distinct)} "
+        f"{members[0]['host']} runs {workers} workers, but they see {len(distinct)} "
         f"GPU{'s' if len(distinct) > 1 else ''}",
         suggestion="Start one worker for each GPU, or use trainer.device=cpu.",
     )

@@ -223,8 +223,8 @@ def _next(leader: Peer, kind: str) -> dict[str, Any]:
         raise AbsentError.from_dict(message["error"])
     if message["kind"] != kind:
         raise RefusedError(
-            f"the command of rank zero on {leader.host} is of another version of ddpexp",
-            suggestion="Install the same one.",
+            f"the command of rank zero on {leader.host} uses another version of ddpexp",
+            suggestion="Install the same version.",
         )
     return message
 

@@ -58,7 +58,7 @@ class Server:
         server.pid, server._process = 0, None
         answer = server.receive()
         if answer is None:
-            raise RefusedError("The fork server is gone before any worker started.")
+            raise RefusedError("The fork server ended before any worker started.")
         server.pid, server._process = answer["pid"], _Process(answer["pid"], is_child=False)
         return server
 
@@ -141,7 +141,7 @@ class Server:
                     return answer["code"], "\n".join(log.new_lines(last=True))
         finally:
             log.close()
-        raise RefusedError(f"The fork server is gone before any worker started: {self.lost()[0]}")
+        raise RefusedError(f"The fork server ended before any worker started: {self.lost()[0]}")
 
     def lost(self) -> tuple[str, int | None]:
         """Return a text on how the process ended and the signal that killed it, once `receive` has returned None."""

@@ -370,7 +370,7 @@ class Control:
             if time.monotonic() - begin > _ANSWER_SECONDS:
                 raise DdpexpError(
                     f"the command did not name the step to save at within {_ANSWER_SECONDS:g} s",
-                    suggestion="Is it stopped?",
+                    suggestion="Check whether the command is stopped.",
                 )
         return newest
 

@@ -325,7 +325,7 @@ def test_a_machine_without_slurm_says_what_to_do(recipe: Recipe, tmp_path: Path)
     done = recipe("launcher=slurm", environ={"PATH": str(tmp_path)})
     assert (done.code, done.out) == (2, "")
     assert done.err == (
-        "ddpexp: launcher=slurm: There is no sbatch on this machine, which is not in a Slurm cluster. Use "
+        "ddpexp: launcher=slurm needs sbatch, which this machine does not have: it is not in a Slurm cluster. Use "
         "launcher=spawn.\n"
     )
     assert not done.run.exists()

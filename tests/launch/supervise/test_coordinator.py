@@ -187,10 +187,10 @@ def test_each_worker_sees_its_own_mig_instance_as_device_0(handshakes: list[dict
 @pytest.mark.parametrize(
     ("handshakes", "sentence"),
     [
-        (with_gpus("A", "A"), "a runs 2 workers, and they see 1 GPU: "),
-        (with_gpus("A B", "A B", "A B"), "a runs 3 workers, and they see 2 GPUs: "),
-        (with_gpus("A B", "B"), "a runs 2 workers, and they see 2 GPUs: "),
-        (with_gpus("A B", "A B", workers=2, given=False), "a runs 4 workers, and they see 2 GPUs: "),
+        (with_gpus("A", "A"), "a runs 2 workers, but they see 1 GPU: "),
+        (with_gpus("A B", "A B", "A B"), "a runs 3 workers, but they see 2 GPUs: "),
+        (with_gpus("A B", "B"), "a runs 2 workers, but they see 2 GPUs: "),
+        (with_gpus("A B", "A B", workers=2, given=False), "a runs 4 workers, but they see 2 GPUs: "),
     ],
 )
 def test_fewer_gpus_than_workers_are_refused(handshakes: list[dict[str, Any]], sentence: str) -> None:
