@@ -109,7 +109,9 @@ class RunDir:
         try:
             return Layout(**{name: manifest["world"][name] for name in Layout.__dataclass_fields__})
         except (KeyError, TypeError):
-            raise RefusedError("is not a run directory: manifest.json names no world", place=self.path) from None
+            raise RefusedError(
+                "is not a run directory: manifest.json does not describe its workers", place=self.path
+            ) from None
 
     def read(self, path: Path) -> dict[str, Any]:
         """Read one of the JSON files.
@@ -129,10 +131,10 @@ class RunDir:
         except ValueError as error:
             raise RefusedError(f"is damaged and cannot be read: {error}.{remedy}", place=path) from None
         if not isinstance(content, dict):
-            raise RefusedError(f"is damaged: it holds no object.{remedy}", place=path)
+            raise RefusedError(f"is damaged: it does not hold a JSON object.{remedy}", place=path)
         if path == self.manifest and content.get("format") != FORMAT:
             raise RefusedError(
-                f"was written by another version of ddpexp (format {content.get('format')}), and this is "
+                f"was written by another version of ddpexp (format {content.get('format')}), but this is "
                 f"{__version__}, which reads format {FORMAT}",
                 suggestion="Use another run.dir, or install that version.",
                 place=self.path,
@@ -297,7 +299,7 @@ def check_free(path: Path) -> None:
     check_name(path, "run.dir")
     if path.exists() and not path.is_dir():
         raise RefusedError(
-            "is a file, and a run needs a folder", key="run.dir", value=path, suggestion="Choose another name."
+            "is a file, but a run needs a folder", key="run.dir", value=path, suggestion="Choose another name."
         )
     if path.is_dir() and any(path.iterdir()):
         raise _taken(path)
@@ -305,7 +307,7 @@ def check_free(path: Path) -> None:
 
 def _taken(path: Path) -> RefusedError:
     return RefusedError(
-        "exists and is not empty", key="run.dir", value=path, suggestion="Choose another one, or remove it."
+        "exists and is not empty", key="run.dir", value=path, suggestion="Choose another directory, or remove this one."
     )
 
 

@@ -38,7 +38,7 @@ def check_kinds(folder: Path, expected: Iterable[tuple[Path, Sequence[str]]], na
             f"a symbolic link to {os.readlink(path)}" if stat.S_ISLNK(mode) else kind or "neither a file nor a folder"
         )
         raise RefusedError(
-            f"is {actual}, where this start would write to {' or '.join(kinds)} of its own",
+            f"is {actual}, but this start would write to {' or '.join(kinds)} of its own",
             suggestion="Remove it, or copy it without its links.",
             **subject(name, path.relative_to(folder)),
         )

@@ -205,7 +205,7 @@ def _check_gone(descriptor: int, path: Path, name: str) -> None:
             f"was taken by {owner} at {owner.since}, and whether it is still running cannot be checked from this host "
             "(this file system has no locks)",
             **subject(name),
-            suggestion=f"End it there, or remove {path} when nothing runs in it any more.",
+            suggestion=f"End it there, or remove {path} when no process uses the run any more.",
         )
     if is_alive:
         raise _in_use(name, owner)

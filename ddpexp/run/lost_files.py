@@ -29,7 +29,7 @@ def check_nothing_lost(run: RunDir, result: Mapping[str, Any], state: str) -> st
         rest = f" What is left: {' and '.join(left)}." if left else ""
         raise RefusedError(
             f"{state}, and has lost files since: {'; '.join(lost)}.{rest}".removesuffix("."),
-            suggestion="Put copies back, or train again with another run.dir: nothing else can write them again.",
+            suggestion="Restore copies of them, or train again with another run.dir: ddpexp cannot write them again.",
         )
     removed = removed_records(run, records)
     if not removed:

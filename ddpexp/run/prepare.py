@@ -150,7 +150,7 @@ def _check_sources(data: Data) -> None:
             raise RefusedError(
                 "is computed before the mixture holds samples out",
                 key=f"data.sources.{name}.{rule or 'standardize=true'}",
-                suggestion="Give the source a file to evaluate on (eval_path), or leave one of the two out.",
+                suggestion="Give the source a file to evaluate on (eval_path), or leave one of the two keys out.",
             )
 
 

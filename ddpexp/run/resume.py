@@ -74,7 +74,7 @@ def inspect(run: RunDir, start: Start) -> PreviousRun:
         raise FinishedError(finished + check_nothing_lost(run, result, _ended(start.name, result)))
     if start.resume == "never" and not start.is_restart:
         raise RefusedError(
-            "holds a run that is not finished, and run.resume=never does not resume it",
+            "holds a run that is not finished, but run.resume=never does not resume it",
             **subject(start.name),
             suggestion="Choose another run.dir, or use run.resume=auto.",
         )
@@ -145,7 +145,7 @@ def check_has_checkpoint(run: RunDir, name: str) -> None:
     """
     if not has_checkpoint(run):
         raise RefusedError(
-            "holds no complete checkpoint, and run.resume=require starts from nothing else",
+            "holds no complete checkpoint, but run.resume=require needs one",
             **subject(name),
             suggestion="Use run.resume=auto.",
         )
@@ -208,7 +208,7 @@ def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -
     if other is not None:
         raise RefusedError(
             f"{state}: {other} has no effect",
-            suggestion="Start a new run with another run.dir, or make this one longer with trainer.epochs or "
+            suggestion="Start a new run with another run.dir, or make this run longer with trainer.epochs or "
             f"trainer.max_steps{' or trainer.max_seconds' if early else ''}.",
         )
     if isinstance(stopped, str) and (callback := re.match(r"callbacks\.[\w-]+", stopped)) is not None:

@@ -57,7 +57,8 @@ def check_same_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mappin
         return [f"{change}, which the last start was allowed to use"]
     raise RefusedError(
         f"{name}: {change}, so the steps to come would be computed by other code than the steps so far",
-        suggestion="Type run.allow_changes=[code] to resume with it, or start a new run with another run.dir.",
+        suggestion="Type run.allow_changes=[code] to resume with the new code, or start a new run with another "
+        "run.dir.",
     )
 
 
@@ -111,8 +112,8 @@ def check_same_data(
         f"was trained on {_data(before)}, and the data here is {_data(data)}: the steps to come would see other "
         "samples",
         **subject(name),
-        suggestion=f"Make the same data available ({_place(data)}=...), type run.allow_changes=[data] to "
-        "resume with this, or start a new run with another run.dir.",
+        suggestion=f"Make the same data available ({_place(data)}=...), type run.allow_changes=[data] to resume with "
+        "the new data, or start a new run with another run.dir.",
     )
 
 
@@ -128,7 +129,7 @@ def _check_same_facts(before: Mapping[str, Any], data: Mapping[str, Any] | None,
             here = f"{key}={shown(now[key])}" if key in now else f"no {key}"
             raise RefusedError(
                 f"was started with {key}={shown(value)}, a fact of its data (${{facts:{key}}}), and the data here has "
-                f"{here}: what was built with it would not fit",
+                f"{here}: a model that was built with it would not fit",
                 **subject(name),
                 suggestion=f"Make the same data available ({_place(data or {})}=...), or start a new run with "
                 "another run.dir.",

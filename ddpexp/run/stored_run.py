@@ -127,7 +127,7 @@ def _home_of(path: Path, description: str, advice: str) -> Path | None:
         raise RefusedError("There is no such directory or file", place=description, suggestion=suggestion)
     if path.suffix == ".py":
         raise RefusedError(
-            "is code",
+            "is a file of code",
             place=description,
             suggestion="Name a run directory, a checkpoint or a file of weights (.safetensors).",
         )
@@ -145,7 +145,7 @@ def _home_of(path: Path, description: str, advice: str) -> Path | None:
 def _of_overrides(overrides: Sequence[str], description: str) -> StoredRun:
     if not overrides:
         raise RefusedError(
-            "lies in no run directory", place=description, suggestion="Name its recipe, for example recipe=mnist."
+            "is not in a run directory", place=description, suggestion="Name its recipe, for example recipe=mnist."
         )
     composed = compose(list(overrides))
     if composed is None:

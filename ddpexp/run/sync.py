@@ -73,7 +73,7 @@ def is_remote(experiment: Experiment, name: str) -> bool:
         found = isinstance(kind, type) and issubclass(kind, Remote)
     if found and not re.fullmatch(r"\w[\w.-]*", name):
         raise RefusedError(
-            "Files are named after this logger", suggestion="Use letters, digits, _, - and . in its key.", place=where
+            "cannot be a part of file names", suggestion="Use letters, digits, _, - and . in its key.", place=where
         )
     return found
 
@@ -176,7 +176,7 @@ def send(run: RunDir, experiment: Experiment) -> dict[str, Sent]:
     if not names:
         raise RefusedError(
             f"has no remote logger: its loggers are {', '.join(experiment.logger) or 'none'}, which write "
-            "files. Nothing is to be sent",
+            "files: there is nothing to send",
             place=run.path,
         )
     for name in names:

@@ -334,7 +334,7 @@ class Training(Job):
         if not directory.is_fresh(run):
             raise RefusedError(
                 "was taken by another command just now",
-                suggestion="Start this one again.",
+                suggestion="Start this command again.",
                 **subject(self._called(run)),
             )
         _report(run)
@@ -345,8 +345,8 @@ class Training(Job):
     def _check_required_checkpoint(self) -> None:
         """Check that a new run is allowed: run.resume=require needs a run to resume."""
         if self.experiment.run.resume == "require":
-            what = "there is none" if self.experiment.run.dir else "run.dir is not set"
-            raise RefusedError(f"resumes the run in run.dir, and {what}", key="run.resume", value="require")
+            what = "it holds no run" if self.experiment.run.dir else "run.dir is not set"
+            raise RefusedError(f"resumes the run in run.dir, but {what}", key="run.resume", value="require")
 
     def _inspect(self, run: RunDir, owners: Sequence[str]) -> resume.PreviousRun:
         """Compare the existing run with this command; see `ddpexp.run.resume.inspect`."""

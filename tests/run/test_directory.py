@@ -102,8 +102,8 @@ def test_a_directory_that_holds_something_is_refused_and_left_alone(here: Path) 
     Path("file").write_text("x")
     for name, sentence in {
         "full": "run.dir=full exists and is not empty",
-        "file": "run.dir=file is a file, and a run needs a folder",
-        "/dev/null": "run.dir=/dev/null is a file, and a run needs a folder",
+        "file": "run.dir=file is a file, but a run needs a folder",
+        "/dev/null": "run.dir=/dev/null is a file, but a run needs a folder",
     }.items():
         with pytest.raises(RefusedError) as caught:
             create(name, "mnist")

@@ -82,7 +82,7 @@ def test_a_finished_run_names_the_files_it_has_lost_and_those_it_has(
     shorten(next(run.path.glob(name)), how)
     assert re.search(
         rf"{ENDED}, and has lost files since: {fact}\. What is left: the checkpoint of step 10 and the metrics of the "
-        r"last evaluation in result\.json\. Put copies back, or train again with another run\.dir",
+        r"last evaluation in result\.json\. Restore copies of them, or train again with another run\.dir",
         inspected(run),
     )
 

@@ -330,19 +330,19 @@ def test_never_refuses_and_require_wants_a_checkpoint(ddpexp: Ddpexp, stopped: P
     before = listing(stopped)
     refused(
         again(ddpexp, "run.resume=never"),
-        r"run\.dir=run holds a run that is not finished, and run\.resume=never does not resume it",
+        r"run\.dir=run holds a run that is not finished, but run\.resume=never does not resume it",
     )
     refused(
         again(ddpexp, "run.resume=require"),
-        r"run\.dir=run holds no complete checkpoint, and run\.resume=require starts from noth",
+        r"run\.dir=run holds no complete checkpoint, but run\.resume=require needs one",
     )
     refused(resumed(ddpexp, "run", "run.resume=never"), r"resume continues a run, and run\.resume=never forbids that")
     assert listing(stopped) == before
     refused(
         ddpexp(*SMALL, "run.dir=new", "run.resume=require"),
-        r"run\.resume=require resumes the run in run\.dir, and there is",
+        r"run\.resume=require resumes the run in run\.dir, but it holds no run",
     )
-    refused(ddpexp(*SMALL, "--", "run.resume=require"), r"and run\.dir is not set\.\n$")
+    refused(ddpexp(*SMALL, "--", "run.resume=require"), r"but run\.dir is not set\.\n$")
     assert not (ddpexp.folder / "new").exists()
     # `never` was in the first command; the other one was given to resume.
     (stopped / "config.yaml").write_text((stopped / "config.yaml").read_text().replace("resume: auto", "resume: never"))
@@ -381,7 +381,7 @@ def test_what_is_no_run_of_ours_is_refused_as_ever(ddpexp: Ddpexp) -> None:
     ("name", "text", "sentence"),
     [
         ("manifest.json", "{", r"run/manifest\.json is damaged and cannot be read"),
-        ("manifest.json", "[]", r"run/manifest\.json is damaged: it holds no object"),
+        ("manifest.json", "[]", r"run/manifest\.json is damaged: it does not hold a JSON object"),
         ("result.json", "{", r"run/result\.json is damaged and cannot be read"),
         ("config.yaml", "a: [", r"run/config\.yaml cannot be read"),
         ("config.yaml", "- a\n", r"run/config\.yaml is not the configuration of a run"),
@@ -691,7 +691,7 @@ def test_code_that_has_changed_is_refused_until_that_is_allowed(changing: Recipe
     before = listing(run)
     sentence = (
         "since step 4 helpers.py has changed, so the steps to come would be computed by other code than the steps so "
-        "far. Type run.allow_changes=[code] to resume with it, or start a new run with another run.dir.\n"
+        "far. Type run.allow_changes=[code] to resume with the new code, or start a new run with another run.dir.\n"
     )
     again = more(changing, run, "trainer.epochs=2")
     refused(again, re.escape(f"ddpexp: {run.name}: {sentence}"))

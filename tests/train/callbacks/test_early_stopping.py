@@ -62,7 +62,10 @@ def test_the_reason_has_the_numbers() -> None:
 
 def test_the_metric_is_checked_at_the_start_and_after_the_first_step(points: Any, tmp_path: Path) -> None:  # noqa: F811
     for monitor, message in [
-        ("validation/loss", "callbacks.c0.monitor=validation/loss names the evaluation set validation, but the data has"),
+        (
+            "validation/loss",
+            "callbacks.c0.monitor=validation/loss names the evaluation set validation, but the data has",
+        ),
         ("eval/acuracy", "it has eval/loss, eval/accuracy. Did you mean callbacks.c0.monitor=eval/accuracy?"),
     ]:
         loop, _, _ = fitting(points, tmp_path, EarlyStopping(monitor=monitor))
