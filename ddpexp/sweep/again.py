@@ -35,8 +35,8 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     if missing:
         again = " ".join(shlex.quote(argument) for argument in [*command[1:], *missing])
         raise RefusedError(
-            "records what code runs, where, from which weights, or what it connects to or reads from the "
-            f"environment ({' '.join(missing[:2])}), which counts only when it is restated",
+            "records a setting of code, directories, weights, connections or the environment "
+            f"({' '.join(missing[:2])}), which counts only when it is restated",
             suggestion=f"If it is yours: python -m ddpexp {again}",
             place=files.typed(folder.path),
         )

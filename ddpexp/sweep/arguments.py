@@ -35,7 +35,7 @@ class Arguments:
         """Read directories, keys and options.
 
         Raises:
-            RefusedError: an unknown key, or a directory that holds no sweep and no run.
+            RefusedError: an unknown key, or a directory that holds neither a sweep nor a run.
         """
         places, values = [], {**options}
         for operand in operands:
@@ -62,9 +62,9 @@ class Arguments:
             )
         if "--out" in values and (prints := next((option for option in ("--csv", "--json") if option in values), None)):
             raise RefusedError(
-                f"{prints} prints the table, and --out writes it into a folder, as sweep.csv too",
+                f"{prints} prints the table, but --out writes it into a folder, as sweep.csv too",
                 place="table",
-                suggestion="Type one of them.",
+                suggestion="Use only one of them.",
             )
         out = Path(values["--out"]) if "--out" in values else None
         columns = [name for name in values["--columns"].split(",") if name] if "--columns" in values else None
@@ -112,5 +112,7 @@ def look(place: Path) -> list[Path]:
         near = did_you_mean(place.name, beside, f"{place.parent}/")
         raise RefusedError(f"There is no such directory.{near if near.startswith(' Did') else ''}", place=place)
     raise RefusedError(
-        "holds no sweep and no run", suggestion="Name a directory that does, such as outputs/mnist.", place=place
+        "holds neither a sweep nor a run",
+        suggestion="Name a directory of runs or sweeps, such as outputs/mnist.",
+        place=place,
     )

@@ -88,7 +88,7 @@ class JobPlanner:
             return None, False
         if trainer.nodes not in ("auto", 1):
             raise RefusedError(
-                f"with launcher={kind} wants a command on every machine, and a sweep is one command",
+                f"with launcher={kind} needs a command on every machine, but a sweep is one command",
                 key="trainer.nodes",
                 value=trainer.nodes,
                 suggestion="Use launcher=slurm for jobs of several machines.",

@@ -79,7 +79,7 @@ def _check_sweeper(swept: Swept, settings: Sweep) -> None:
     if is_grid(swept):
         if intervals := swept.composed.intervals:
             raise RefusedError(
-                f"{intervals[0]} wants a sweeper that chooses values",
+                f"{intervals[0]} needs a sweeper that chooses values",
                 suggestion="Add hydra/sweeper=optuna, or list the values.",
             )
         return
@@ -91,10 +91,10 @@ def _check_sweeper(swept: Swept, settings: Sweep) -> None:
     name = swept.sweeper.get("direction")
     if name in ("minimize", "maximize") and not name.startswith(settings.mode):
         raise RefusedError(
-            f"and sweep.mode={settings.mode} contradict",
+            f"contradicts sweep.mode={settings.mode}",
             key="hydra.sweeper.direction",
             value=name,
-            suggestion="Type both, to the same end.",
+            suggestion="Use the same direction for both.",
         )
 
 
@@ -118,10 +118,10 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
     folder = SweepDir(path)
     if not folder.is_sweep() and any(entry.name not in (lock.NAME, "multirun.yaml") for entry in path.iterdir()):
         raise RefusedError(
-            "holds something else than a sweep",
+            "holds files that are not of a sweep",
             key="hydra.sweep.dir",
             value=path,
-            suggestion="Choose another one, or remove it.",
+            suggestion="Choose another directory, or remove this one.",
         )
     return folder, made
 

@@ -31,7 +31,7 @@ def settings_of(values: Mapping[str, Any]) -> Sweep:
         check_not_test("sweep.objective", settings.objective, settings.objective)
     if settings.early_stop is not None and settings.objective is None:
         raise RefusedError(
-            "compares objectives",
+            "compares jobs by their objective, but sweep.objective is not set",
             key="sweep.early_stop",
             value=settings.early_stop,
             suggestion="Name one with sweep.objective=eval/loss.",

@@ -38,17 +38,17 @@ class Slots:
         if workers > self.count:
             more = "" if on_gpus else f"sweep.slots={workers}, or "
             raise RefusedError(
-                f"takes {workers} slots at once, and there are {self}",
+                f"takes {workers} slots at once, but the sweep has {self}",
                 key="trainer.gpus",
                 value=workers,
                 suggestion=f"Use {more}fewer workers.",
             )
         if on_gpus and workers > len(self.gpus):
             raise RefusedError(
-                f"wants as many GPUs, and this machine shows {len(self.gpus)}",
+                f"needs as many GPUs, but this machine shows {len(self.gpus)}",
                 key="trainer.gpus",
                 value=workers,
-                suggestion="Use fewer.",
+                suggestion="Use fewer workers.",
             )
 
     def take(self, workers: int | None, on_gpus: bool) -> list[int] | None:

@@ -32,14 +32,14 @@ def submitter_of(jobs: Sequence[Planned], settings: Sweep, is_grid: bool) -> Sub
         value = getattr(settings, key)
         if value != default:
             raise RefusedError(
-                f"needs a command that watches the jobs, and launcher={name} submits them to a scheduler",
+                f"needs a command that watches the jobs, but launcher={name} submits them to a scheduler",
                 key=f"sweep.{key}",
                 value=value,
                 suggestion="Leave it out, or run the sweep inside an allocation.",
             )
     if not is_grid and not launcher.wait and not launcher.dry_run:
         raise RefusedError(
-            "only submits, and hydra/sweeper chooses jobs by their results",
+            "only submits jobs, but hydra/sweeper chooses jobs by their results",
             key="launcher",
             value=name,
             suggestion="Add launcher.wait=true.",

@@ -95,7 +95,7 @@ def test_a_pruned_job_continues_when_jobs_are_no_longer_stopped(sweeps: Sweeps) 
     [
         (
             ("sweep.early_stop=median",),
-            r"sweep\.early_stop=median compares objectives",
+            r"sweep\.early_stop=median compares jobs by their objective, but sweep.objective is not set",
         ),
         (("sweep.early_stop=medium",), r"sweep\.early_stop=medium is not .*Did you mean sweep\.early_stop=median"),
     ],

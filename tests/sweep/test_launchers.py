@@ -99,7 +99,7 @@ def test_a_dry_run_shows_the_array_and_leaves_nothing(sweeps: Sweeps) -> None:
     [
         (
             ("sweep.retries=1",),
-            r"sweep\.retries=1 needs a command that watches the jobs, and launcher=slurm submits them",
+            r"sweep\.retries=1 needs a command that watches the jobs, but launcher=slurm submits them",
         ),
         (
             ("sweep.objective=eval/loss", "sweep.early_stop=median"),

@@ -260,7 +260,10 @@ BAD = [
         r"^ddpexp: optimizer\.lrr is not a known key\. Did you mean optimizer\.lr\? \(job 0000_optimizer\.lrr=1\)$",
     ),
     (("optimizer.lr=0.1,fast",), r"optimizer\.lr=fast.* \(job 0001_optimizer\.lr=fast\)"),
-    (("trainer.gpus=1,16",), r"trainer\.gpus=16 takes 16 slots at once, and there are 2 slots .*Use sweep\.slots=16"),
+    (
+        ("trainer.gpus=1,16",),
+        r"trainer\.gpus=16 takes 16 slots at once, but the sweep has 2 slots .*Use sweep\.slots=16",
+    ),
     (("trainer.global_batch_size=24,25", "trainer.gpus=2"), r"trainer\.global_batch_size=25 .*\(job 0001_"),
     (("run.init_from=null,/no/weights",), r"run\.init_from=/no/weights: There is no such file\. \(job 0001_"),
     (("trainer.seed=0,1", "run.dir=here"), r"run\.dir=here: Every job of a sweep has a run directory of its own"),
@@ -294,10 +297,10 @@ BAD = [
     ),
     (("trainer.seed=0,1", "launcher=torchrun-env"), r"launcher=torchrun-env is incompatible with -m"),
     (("trainer.seed=0,1", "launcher=mpi"), r"launcher=mpi is incompatible with -m"),
-    (("trainer.seed=0,1", "trainer.nodes=2"), r"trainer\.nodes=2 with launcher=spawn wants a command on every machine"),
+    (("trainer.seed=0,1", "trainer.nodes=2"), r"trainer\.nodes=2 with launcher=spawn needs a command on every machine"),
     (
         ("trainer.seed=interval(0,1)",),
-        r"^ddpexp: trainer\.seed=interval\(0,1\) wants a sweeper .*",
+        r"^ddpexp: trainer\.seed=interval\(0,1\) needs a sweeper .*",
     ),
 ]
 
@@ -355,7 +358,7 @@ def test_a_directory_of_something_else_is_refused(sweeps: Sweeps, tmp_path: Path
     (path / "thesis.tex").write_text("\\end")
     sweep = sweeps("trainer.seed=0,1", path=path)
     assert sweep.code == 2
-    assert f"hydra.sweep.dir={path} holds something else than a sweep" in sweep.err
+    assert f"hydra.sweep.dir={path} holds files that are not of a sweep" in sweep.err
     assert [entry.name for entry in path.iterdir()] == ["thesis.tex"]
 
 

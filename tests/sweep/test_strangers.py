@@ -96,7 +96,7 @@ def test_how_a_sweep_of_others_starts_its_jobs_and_from_which_weights_is_restate
     folder = given(tmp_path / "theirs", *WORDS, word)
     done = sweeps.again(folder.path, trusted=False)
     assert done.code == 2
-    assert f"or what it connects to or reads from the environment ({word})" in done.err
+    assert f"weights, connections or the environment ({word})" in done.err
     assert done.err.endswith(f" {word}\n")
     assert not (tmp_path / "theirs/logs").exists()
     arguments = resumed([str(folder.path), word], ["ddpexp", "resume", str(folder.path), word])
