@@ -62,7 +62,7 @@ class Check(Job):
         strategy = self.experiment.strategy
         if strategy.least_world_size > layout.world_size:
             raise RefusedError(
-                f"needs {strategy.least_world_size} workers or more, and check trains with one worker, then with two",
+                f"needs {strategy.least_world_size} workers or more, but check trains with one worker, then with two",
                 key="strategy",
                 value=strategy.kind,
                 suggestion="Check the other overrides with strategy=ddp.",

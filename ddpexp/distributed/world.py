@@ -93,7 +93,7 @@ class World:
                 f"This torch was built without {layout.backend}",
                 key="trainer.backend",
                 value=layout.backend,
-                suggestion="Use auto.",
+                suggestion="Use trainer.backend=auto.",
             )
         if size > 1:
             if is_loopback(environ["MASTER_ADDR"]):
@@ -180,8 +180,8 @@ class World:
         for tensor in tensors:
             if tensor.device != self.device:
                 raise DdpexpError(
-                    f"World.{operation} was given a tensor on {tensor.device}, and the workers communicate "
-                    f"what is on their device, {self.device} on rank {self.rank}",
+                    f"World.{operation} was given a tensor on {tensor.device}, but the workers communicate tensors on "
+                    f"their own device, {self.device} on rank {self.rank}",
                     suggestion="Move it there first, with tensor.to(world.device).",
                 )
 
@@ -217,7 +217,7 @@ def _own_gpu(rank: int, number: int) -> torch.device:
     if is_forked_from_cuda():
         raise RefusedError(
             f"rank {rank} was forked from a process that had initialised CUDA, and cannot use it",
-            suggestion="Call CUDA in no module while it is imported, or start each worker as a new "
+            suggestion="Do not call CUDA while a module is imported, or start each worker as a new "
             "interpreter with launcher=spawn launcher.start_method=spawn.",
         )
     count = torch.cuda.device_count()
@@ -226,7 +226,7 @@ def _own_gpu(rank: int, number: int) -> torch.device:
         shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         raise RefusedError(
             f"rank {rank} uses GPU {number}, counted from 0, but CUDA shows it {count} GPU{'s' * (count != 1)}{shown}",
-            suggestion="Use a smaller trainer.gpus, or change what is visible; `nvidia-smi -L` lists the GPUs.",
+            suggestion="Use a smaller trainer.gpus, or make more GPUs visible; `nvidia-smi -L` lists the GPUs.",
         )
     torch.cuda.set_device(number)
     return torch.device("cuda", number)

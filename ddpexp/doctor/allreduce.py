@@ -64,7 +64,7 @@ def judge_peers(peers: Sequence[Sequence[bool]], links: tuple[str, float] | None
     shown = ", ".join(f"{a}-{b}" for a, b in without[:4]) + (", ..." if len(without) > 4 else "")
     text = f"no peer access between GPUs {shown}: their data goes through the host's memory"
     if links is not None and links[0].startswith("NVLink"):
-        advice = "they have NVLink: look at the IOMMU and ACS settings, or those of the virtual machine"
+        advice = "they have NVLink: look at the IOMMU and ACS settings, or the settings of the virtual machine"
         return [doubtful("peer_access", text, advice, without=without)]
     return [good("peer_access", text, without=without)]
 
@@ -109,6 +109,6 @@ def judge_skew(times: Mapping[str, float]) -> list[Finding]:
         advice = (
             "run chrony or ntpd on all hosts: logs and records of the hosts disagree, and shared files look new or old"
         )
-        text = f"the clock of {last} is ahead of that of {first}"
+        text = f"the clock of {last} is ahead of the clock of {first}"
         return [doubtful("clock_skew", text, advice, f"by {skew:.2f} s", seconds=round(skew, 3))]
     return [good("clock_skew", text, f"within {skew * 1000:.0f} ms", seconds=round(skew, 3))]

@@ -179,7 +179,7 @@ def judge_scheduler(facts: Facts, setting: Setting) -> list[Finding]:
     if facts["job_id"] is None:
         if setting.launcher == "slurm" and not facts["installed"]:
             advice = "use launcher=spawn, or load Slurm's module"
-            return [bad("scheduler", "launcher=slurm, and there is no srun here", advice, **facts)]
+            return [bad("scheduler", "launcher=slurm needs srun, which this machine does not have", advice, **facts)]
         text = "Slurm is installed, and this is no job of it" if facts["installed"] else "no scheduler"
         return [good("scheduler", text, **facts)]
     job, text = facts["job"], f"Slurm job {facts['job_id']}"

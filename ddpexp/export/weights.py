@@ -66,7 +66,7 @@ def export_adapters(weights: Path, folder: Path) -> list[Path]:
     entries = read_header(weights)
     layers = layers_with_adapters(entries)
     if not layers:
-        raise RefusedError("holds no adapters: the run has none, which trainer.lora adds", place=weights)
+        raise RefusedError("holds no adapters: the run was trained without trainer.lora", place=weights)
     lora = lora_of(weights)
     _make(folder)
     others = [name for name in entries if not is_factor(name) and any(fnmatchcase(name, p) for p in lora.trained)]

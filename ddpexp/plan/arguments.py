@@ -40,7 +40,7 @@ class PlanArguments:
         plot = options.get(_PLOT)
         if plot and not plot.endswith(".png"):
             raise RefusedError(
-                "The picture is a PNG",
+                "is not the name of a PNG file",
                 key=f"plan {_PLOT}",
                 value=plot,
                 suggestion="Name a file that ends with .png, or none.",

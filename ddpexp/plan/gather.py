@@ -55,7 +55,7 @@ def gather(
         answer = file.read()
     status = process.wait()
     if status or not answer:
-        raise DdpexpError(f"the model could not be built: the process that did so ended with exit code {status}.")
+        raise DdpexpError(f"the model could not be built: the process that built it ended with exit code {status}.")
     return [_gathered(result) for result in json.loads(answer)]
 
 

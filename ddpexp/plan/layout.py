@@ -57,10 +57,10 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
     present = count_gpus() if gpus == "auto" else gpus
     if device == "cuda" and gpus == "auto" and not present:
         raise RefusedError(
-            "is what a machine shows, and this one shows no GPU",
+            "uses the GPUs that this machine shows, but it shows no GPU",
             key="trainer.gpus",
             value="auto",
-            suggestion="Type how many a machine has.",
+            suggestion="Type the number of GPUs of a machine.",
         )
     if cores is None:
         cores = usable_cores()

@@ -147,8 +147,8 @@ def _own(task: HasPredict, model: Any, batches: EvalBatches, out: Path, control:
             first = kind
         if kind != first:
             raise DdpexpError(
-                f"predict returned {_listed(kind)} for the samples {begin} to {begin + count - 1}, and "
-                f"{_listed(first)} for those before",
+                f"predict returned {_listed(kind)} for the samples {begin} to {begin + count - 1}, but "
+                f"{_listed(first)} for the samples before",
                 suggestion="Return rows of one shape and type for every batch.",
             )
         yield arrays
@@ -181,7 +181,7 @@ def as_arrays(predicted: Any, count: int, where: str) -> Arrays:
         if array.shape[:1] != (count,):
             rows = f"{array.shape[0]} rows" if array.ndim else "a single number"
             raise DdpexpError(
-                f"predict returned {rows} as {str(name)!r} for the {where}, which are {count}",
+                f"predict returned {rows} as {str(name)!r} for the {where}, of which there are {count}",
                 suggestion="Return one row for each sample, in the order of the batch.",
             )
         arrays[str(name)] = np.ascontiguousarray(array)

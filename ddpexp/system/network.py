@@ -133,8 +133,8 @@ def check_resolves(host: str, typed: str) -> None:
         ) from None
     if problem is not None:
         raise RefusedError(
-            f"{typed}: the name {host} stands for no address here ({getattr(problem, 'strerror', None) or problem})",
-            suggestion="Check it, use its address, or enter it into /etc/hosts.",
+            f"{typed}: the name {host} has no address on this host ({getattr(problem, 'strerror', None) or problem})",
+            suggestion="Check the name, use its address, or enter it into /etc/hosts.",
         )
 
 

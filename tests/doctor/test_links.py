@@ -160,7 +160,7 @@ def test_missing_peer_access_is_doubtful_beside_nvlink_alone() -> None:
 def test_clocks_that_disagree_are_doubtful() -> None:
     assert [found.level for found in allreduce.judge_skew({"a": 10.0, "b": 10.01})] == ["good"]
     [finding] = allreduce.judge_skew({"a": 10.0, "b": 14.5})
-    assert (finding.level, finding.text) == ("doubtful", "the clock of b is ahead of that of a")
+    assert (finding.level, finding.text) == ("doubtful", "the clock of b is ahead of the clock of a")
     assert allreduce.judge_skew({"a": 10.0}) == []
 
 

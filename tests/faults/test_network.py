@@ -146,7 +146,7 @@ def test_a_host_whose_own_name_stands_for_no_address_trains(recipe: Recipe) -> N
 @pytest.mark.parametrize(
     ("endpoint", "sentence"),
     [
-        ("no-such-host.invalid:1", "the name no-such-host.invalid stands for no address here"),
+        ("no-such-host.invalid:1", "the name no-such-host.invalid has no address on this host"),
         ("192.0.2.1:1", "launcher.rdzv_endpoint=192.0.2.1:1, which keeps the list of the machines, does not answer"),
         ("127.0.0.1:PORT", "fewer than the 2 machines of trainer.nodes have joined at "),
     ],

@@ -31,7 +31,7 @@ class Keys:
         """
         if self.checkpoint == "best" and experiment.trainer.keep_best is None:
             raise RefusedError(
-                "needs to know which is the best",
+                "needs a metric that chooses the best checkpoint",
                 key=f"{where}.checkpoint",
                 value="best",
                 suggestion=f"Type trainer.keep_best=min:eval/loss, for example, or use {where}.checkpoint=last.",

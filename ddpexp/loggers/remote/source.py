@@ -79,5 +79,5 @@ class _Lines:
         for line in complete.splitlines():
             record = json.loads(line)
             if not isinstance(record, dict):
-                raise ValueError(f"{self._path.name} holds a line that is no record")
+                raise ValueError(f"{self._path.name} holds a line that is not a record")
             yield masked_tree(record)  # what is secret by now may not have been one when it was written

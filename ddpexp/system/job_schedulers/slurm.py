@@ -127,7 +127,7 @@ class SlurmScheduler:
         )
         if done.returncode:
             raise RefusedError(
-                f"sbatch did not take the job: {' '.join(done.stderr.split()) or done.returncode} ({script})"
+                f"sbatch rejected the job: {' '.join(done.stderr.split()) or done.returncode} ({script})"
             )
         if done.stderr.strip():  # messages of the cluster
             print_message(done.stderr.rstrip())

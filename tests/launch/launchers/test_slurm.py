@@ -413,7 +413,7 @@ def test_what_sbatch_refuses_is_2_with_its_message(recipe: Recipe, option: str, 
     done = recipe("launcher=slurm", f"launcher.{option}", "trainer.gpus=1", "trainer.device=cpu")
     assert (done.code, done.out) == (2, "")
     script = re.escape(str(done.run / "job.sbatch"))
-    assert re.fullmatch(rf"ddpexp: sbatch did not take the job: .*{overrides}.* \({script}\)\n", done.err)
+    assert re.fullmatch(rf"ddpexp: sbatch rejected the job: .*{overrides}.* \({script}\)\n", done.err)
     assert done.result()["status"] == "failed"
 
 
@@ -513,7 +513,7 @@ def test_a_controller_that_is_down_ends_with_2_and_slurms_message(recipe: Recipe
     conf.write_text(Path(cluster).read_text() + "SlurmctldPort=9\n")  # where nobody listens, as when it is down
     done = recipe("launcher=slurm", environ={"SLURM_CONF": str(conf)})
     assert (done.code, done.out) == (2, "")
-    assert re.match(r"ddpexp: sbatch did not take the job: .*Unable to contact slurm controller", done.err), done.err
+    assert re.match(r"ddpexp: sbatch rejected the job: .*Unable to contact slurm controller", done.err), done.err
     assert done.result()["status"] == "failed"
 
 

@@ -529,7 +529,7 @@ def test_what_sbatch_refuses_is_2_and_what_it_took_before_waits_and_is_not_submi
     assert told == f"ddpexp: 2 of 3 jobs are submitted and keep running; cancel them with scancel {array}"
     script = re.escape(str(sweep.folder / "array-1.sbatch"))
     assert re.fullmatch(
-        rf"ddpexp: sbatch did not take the job: .*invalid partition specified: nosuch.* \({script}\)", refused
+        rf"ddpexp: sbatch rejected the job: .*invalid partition specified: nosuch.* \({script}\)", refused
     )
     assert [sweep.result(number) for number in range(2)] == [
         {"status": "submitted", "job_id": job_id} for job_id in ids

@@ -284,7 +284,7 @@ def test_a_member_without_srun_is_refused_with_the_command_and_writes_nothing(dd
     for name in ("sbatch", "srun"):
         (tmp_path / name).symlink_to("/bin/false")
     done = recipe("launcher=slurm", environ={"PATH": str(tmp_path)})
-    assert (done.code, done.err) == (2, f"ddpexp: sbatch did not take the job: 1 ({done.run}/job.sbatch)\n")
+    assert (done.code, done.err) == (2, f"ddpexp: sbatch rejected the job: 1 ({done.run}/job.sbatch)\n")
     before = {path: path.read_bytes() for path in done.run.iterdir() if path.is_file()}
     command = [sys.executable, "-m", "ddpexp", "member", str(done.run)]
     again = subprocess.run(command, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE)
