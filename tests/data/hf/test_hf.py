@@ -204,12 +204,6 @@ def test_data_that_is_wrong_is_refused(content: str, options: dict[str, Any], se
 
 
 def test_a_name_of_the_hub_without_network_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-<<<<<<< ours
     with pytest.raises(RefusedError, match=r"^data\.path=some/where is neither a file nor a folder here"):
-=======
-    with pytest.raises(
-        RefusedError, match=r"^data\.path=some/where is neither a file nor a folder here, and could not"
-    ):
->>>>>>> theirs
         prepare("some/where", inputs="a", targets="b")
     assert capfd.readouterr() == ("", "")
