@@ -227,7 +227,7 @@ def _override(cfg: DictConfig, override: str, adds: bool = False) -> None:
             raise RefusedError(
                 "replaces a section, and a run keeps its sections",
                 suggestion="Change single keys, such as trainer.gpus=2.",
-                place=override,
+                key=override,
             )
         OmegaConf.update(cfg, key, value, force_add=adds)
     except yaml.YAMLError:

@@ -207,7 +207,7 @@ def test_another_shell_is_refused_with_those_that_there_are(monkeypatch: pytest.
 def test_hydras_own_completion_is_refused_with_ours(ddpexp: Ddpexp) -> None:
     done = ddpexp("--shell-completion", "install=bash")
     assert (done.code, done.out) == (2, "")
-    assert 'type eval "$(ddpexp completion bash)"' in done.err
+    assert 'eval "$(ddpexp completion bash)"' in done.err
 
 
 def test_the_readme_says_how_each_shell_gets_it() -> None:

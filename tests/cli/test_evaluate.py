@@ -204,7 +204,7 @@ def test_how_a_run_was_started_does_not_matter_to_its_evaluation(ddpexp: Ddpexp,
     )
     assert evaluate(ddpexp, copied).code == 0
     refused(
-        evaluate(ddpexp, copied, "launcher=mpi"), r"^ddpexp: launcher=mpi is a process that mpirun starts, [^\n]*\n$"
+        evaluate(ddpexp, copied, "launcher=mpi"), r"^ddpexp: launcher=mpi needs a process that mpirun starts, [^\n]*\n$"
     )
     refused(
         evaluate(ddpexp, copied, "launcher=mpl"),
