@@ -134,7 +134,7 @@ def test_a_wrong_file_is_refused_before_any_worker_starts(commands: Commands, fi
     resource.prlimit(process.pid, resource.RLIMIT_DATA, (1 << 30, 1 << 30))
     text = refused(finish(process, run))
     assert text.startswith(f"ddpexp: {path} {fault}")
-    assert f"Replace it by the true {TEST_LABELS}, or delete it and set data.source=download" in text
+    assert f"Replace it with the original {TEST_LABELS}, or delete it and set data.source=download" in text
     assert sorted(entry.name for entry in files.iterdir()) == sorted(f"{name}.gz" for name in NAMES)
 
 

@@ -38,7 +38,7 @@ def test_gz_name_on_an_unpacked_file_is_no_problem(root: Path, small: Small) -> 
 
 def test_folder_with_the_name_of_a_file_is_refused(root: Path) -> None:
     (root / TRAIN_IMAGES).mkdir()
-    assert f"{root / TRAIN_IMAGES} is not a regular file" in refusal(root, "auto")
+    assert f"{root / TRAIN_IMAGES} has the name of a data file, but is not a regular file" in refusal(root, "auto")
 
 
 WRONG: dict[str, tuple[Callable[[bytes], bytes], str]] = {
