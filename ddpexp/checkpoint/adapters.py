@@ -47,8 +47,8 @@ def lora_of(weights: Path) -> LoRA:
         tree = None
     if tree is None:
         raise RefusedError(
-            "holds adapters, and how much they add (alpha / rank) is in the configuration of their run",
-            suggestion="Name its directory or checkpoint.",
+            "holds adapters, but their scale (alpha / rank) is stored in the configuration of their run",
+            suggestion="Name the directory of that run, or its checkpoint.",
             place=weights.name,
         )
     return build(LoRA, tree, "trainer.lora")

@@ -44,8 +44,8 @@ def encode(value: Any, tensors: dict[str, Any], where: str = "") -> Any:
     if hasattr(value, "item") and callable(value.item):  # a scalar of numpy
         return encode(value.item(), tensors, where)
     raise DdpexpError(
-        f"is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it keeps "
-        "tensors, numbers, texts, lists and mappings, for anything else could run code when it is read",
+        f"is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it stores "
+        "tensors, numbers, texts, lists and mappings, because any other object could run code when it is loaded",
         place=where,
     )
 

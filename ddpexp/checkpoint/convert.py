@@ -75,4 +75,4 @@ def check_archive(path: Path, description: str) -> None:
         reason = "is a compressed archive, which torch.save does not write"
         raise RefusedError(reason, **subject(description, path.name))
     if sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise RefusedError("claims more bytes than it has", **subject(description, path.name))
+        raise RefusedError("declares more bytes than it has", **subject(description, path.name))

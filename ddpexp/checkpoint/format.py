@@ -225,7 +225,7 @@ def _open(folder: Path) -> Checkpoint:
     manifest = _unsealed(read_plain_file(folder / MANIFEST))
     if int(manifest["format"]) != FORMAT:
         raise RefusedError(
-            f"was written by ddpexp {manifest.get('ddpexp')} (format {manifest['format']}), and this is "
+            f"was written by ddpexp {manifest.get('ddpexp')} (format {manifest['format']}), but this is "
             f"{__version__}, which reads format {FORMAT}",
             suggestion="Install that version.",
             place=folder,

@@ -46,7 +46,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     """
     try:
         if path.exists() and not path.is_file():
-            raise ValueError(f"{path.name} is no plain file")
+            raise ValueError(f"{path.name} is not a plain file")
         size = path.stat().st_size
         with path.open("rb") as file:
             num_bytes = int.from_bytes(file.read(8), "little")
@@ -54,7 +54,7 @@ def read_header(path: Path) -> dict[str, Entry]:
                 raise ValueError("its header is cut off, or it is another kind of file")
             header = json.loads(file.read(num_bytes))
         if not isinstance(header, dict) or not is_shallow(header, _DEPTH):
-            raise ValueError("its header is no table of tensors")
+            raise ValueError("its header is not a table of tensors")
         metadata = header.pop("__metadata__", None) or {}
         entries = {name: _entry(path, name, values, 8 + num_bytes, size) for name, values in header.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -87,10 +87,10 @@ def read_index(path: Path) -> dict[str, Entry]:
         if not all(isinstance(text, str) for item in places.items() for text in item):
             raise ValueError("its weight_map does not map names to files")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise RefusedError(f"is no index of safetensors files ({error})", place=path.name) from None
+        raise RefusedError(f"is not an index of safetensors files ({error})", place=path.name) from None
     strange = next((name for name in places.values() if Path(name).name != name or not name), None)
     if strange is not None:
-        raise RefusedError(f"names {strange!r}, which is no file beside it", place=path.name)
+        raise RefusedError(f"names {strange!r}, which is not a file beside it", place=path.name)
     missing = sorted({name for name in places.values() if not (path.parent / name).is_file()})
     if missing:
         raise RefusedError(f"names files that are not beside it: {first_few(missing, 3)}", place=path.name)
@@ -129,7 +129,7 @@ def file_in(folder: Path, names: Sequence[str] = (INDEX, SINGLE)) -> Path:
             suggestion=f"Name one of its files, {first_few(others, 3)}.",
             place=folder,
         )
-    raise RefusedError(f"holds no weights: neither {INDEX} nor {SINGLE}, nor those of a checkpoint", place=folder)
+    raise RefusedError(f"holds no weights: neither {INDEX} nor {SINGLE} nor a checkpoint", place=folder)
 
 
 def is_foreign_folder(path: Path) -> bool:

@@ -62,7 +62,7 @@ def lay_out(name: str, shards: Mapping[str, Shard]) -> TensorFile:
         tensor = shard.tensor
         if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
             kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
-            raise DdpexpError(f"is of {kind}, which the safetensors format, and so a checkpoint, cannot hold", key=key)
+            raise DdpexpError(f"is of {kind}, which the safetensors format of checkpoints cannot hold", key=key)
     header: dict[str, Any] = {}
     positions: list[tuple[int, int, str]] = []
     tied = ties({key: shard.tensor for key, shard in shards.items()})

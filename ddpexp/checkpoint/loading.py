@@ -114,7 +114,7 @@ def _open(path: Path, target: Collection[str], lora: LoRA | None) -> Source:
     written, here = lora_of(path), set(layers_with_adapters(target))
     if lora is not None and here & set(layers) and written.scale != lora.scale:
         raise RefusedError(
-            f"Its adapters were trained with alpha / rank = {written.scale:g}, and here it is {lora.scale:g}",
+            f"Its adapters were trained with alpha / rank = {written.scale:g}, but this run has {lora.scale:g}",
             suggestion=f"Use trainer.lora.rank={written.rank} trainer.lora.alpha={written.alpha:g}.",
         )
     return Merged(entries, [layer for layer in layers if layer not in here], written.scale)
@@ -154,7 +154,7 @@ def _fill(module: nn.Module, target: Mapping[str, Tensor], found: Match, source:
             module.load_state_dict({**module.state_dict(), **values})
         except (RuntimeError, ValueError) as error:
             raise RefusedError(
-                f"{type(module).__name__} does not take it: {' '.join(str(error).split())[:300]}"
+                f"{type(module).__name__} cannot load it: {' '.join(str(error).split())[:300]}"
             ) from None
         return
     with torch.no_grad():

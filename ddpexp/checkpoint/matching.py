@@ -104,10 +104,10 @@ def match(
     wanted = {name: shape for name, shape in target.items() if name not in kept}
     if not wanted or not given:
         raise RefusedError(
-            "leaves no weights to take",
+            "leaves no weights to load",
             key="run.init_skip",
             value=_skipped(selection.skip),
-            suggestion="Leave out run.init_from, or skip less.",
+            suggestion="Leave out run.init_from, or skip fewer names.",
         )
     others = _other_names(ties or {})
     taken: dict[str, str] = {}
@@ -228,7 +228,7 @@ def _check_skip(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not is_matched_by(names, pattern):
             raise RefusedError(
-                f"matches no name of the model and none of the file, such as {first_few(names, 3)}",
+                f"matches no name of the model or of the file, such as {first_few(names, 3)}",
                 key="run.init_skip",
                 value=_skipped([pattern]),
             )

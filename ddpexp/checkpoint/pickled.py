@@ -75,12 +75,12 @@ def choose(loaded: Any, averaged: bool) -> tuple[Mapping[str, Tensor], str | Non
     keys = [sanitize(str(key), 40) for key in loaded]
     if averaged:
         raise RefusedError(
-            f"holds no average of weights, for run.init_weights=ema, as {', '.join(_AVERAGES)}. It has "
-            f"{first_few(keys)}"
+            "holds no average of weights, which run.init_weights=ema needs, under any of the names "
+            f"{', '.join(_AVERAGES)}. It has {first_few(keys)}"
         )
     raise RefusedError(
         f"holds other things than tensors by name, and nothing called {', '.join(_PARTS)}. It has {first_few(keys)}",
-        suggestion="Save the part with the weights alone.",
+        suggestion="Save the weights alone.",
     )
 
 

@@ -90,7 +90,9 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
             raise RefusedError(f"cannot be read: it holds tensors of the type {entry.dtype}", place=path)
         dtype = DTYPES[entry.dtype]
         if entry.end - entry.begin != entry.num_elements * dtype.itemsize:
-            raise RefusedError(f"cannot be read as safetensors ({name} has another size than its shape)", place=path)
+            raise RefusedError(
+                f"cannot be read as safetensors ({name} does not have the size of its shape)", place=path
+            )
         tensors[name] = StoredTensor(path, entry.begin, dtype, entry.shape)
     _check_places(path, entries.values())
     return tensors
@@ -134,4 +136,4 @@ def _ties(metadata: Mapping[str, str], tensors: Mapping[str, Any]) -> dict[str, 
 def check_plain_file(path: Path) -> None:
     """Raise OSError if a path exists and is not a plain file: reading from a pipe would block."""
     if path.exists() and not path.is_file():
-        raise OSError(f"{path.name} is no plain file")
+        raise OSError(f"{path.name} is not a plain file")

@@ -51,9 +51,9 @@ def check_usable(path: Path, description: str, converts: bool = False) -> None:
         code = f"from ddpexp.checkpoint.convert import to_safetensors; to_safetensors({str(path)!r}, {str(target)!r})"
         argument = shlex.quote(code) if set(code) & set('"$`\\!') else f'"{code}"'
         raise RefusedError(
-            "cannot be read as safetensors: torch.save has written it, and such a file can hold any code",
+            "cannot be read as safetensors: it was written by torch.save, and such a file can hold any code",
             **subject(description, path.name),
-            suggestion=f"Convert its tensors once, python -c {argument}, and name {target.name} instead.",
+            suggestion=f"Convert its tensors once with python -c {argument}, and name {target.name} instead.",
         )
 
 
@@ -61,9 +61,9 @@ def _check_no_peft(path: Path, description: str) -> None:
     folder = path if path.is_dir() else path.parent
     if (folder / "adapter_config.json").is_file() and (path.is_dir() or path.name.startswith("adapter_model.")):
         raise RefusedError(
-            "holds adapters of the peft library, without the model that they are for",
-            suggestion=f"Merge them into it once, PeftModel.from_pretrained(MODEL, '{folder.name}').merge_and_unload()"
-            ".save_pretrained('merged'), and name the folder merged.",
+            "holds adapters of the peft library without their base model",
+            suggestion="Merge them into that model once with PeftModel.from_pretrained(MODEL, "
+            f"'{folder.name}').merge_and_unload().save_pretrained('merged'), then name the folder merged.",
             **subject(description, folder.name),
         )
 
@@ -85,7 +85,7 @@ def find(path: Path, description: str, warn: Callable[[str], None], request: Req
     )
     if request.averaged and not chosen.has_average:
         raise RefusedError(
-            f"needs an average of the weights, and the checkpoint of step {chosen.step} of {description} holds none",
+            f"needs an average of the weights, but the checkpoint of step {chosen.step} of {description} holds none",
             key="run.init_weights",
             value="ema",
             suggestion="Use run.init_weights=raw.",
@@ -124,15 +124,15 @@ def choose(
         chosen = best_of(complete)
         if chosen is None:
             raise RefusedError(
-                "keeps no best checkpoint, which needs trainer.keep_best, such as trainer.keep_best=max:eval/accuracy",
+                "keeps no best checkpoint: that needs trainer.keep_best, such as trainer.keep_best=max:eval/accuracy",
                 **subject(description, run),
-                suggestion="Use last, or a step.",
+                suggestion="Use last, or the number of a step.",
             )
     else:
         at = [checkpoint for checkpoint in complete if checkpoint.step == which]
         if not at:
             steps = first_few([str(checkpoint.step) for checkpoint in complete]) or "none"
-            reason = f"has no intact checkpoint of that step, but those of {steps}"
+            reason = f"has no intact checkpoint of that step, but intact ones of {steps}"
             raise RefusedError(reason, **subject(description, run))
         chosen = at[0]
     problem = chosen.problem(files=chosen.weights)
@@ -154,7 +154,7 @@ def _newest(folder: Path, description: str, warn: Callable[[str], None]) -> Chec
     if chosen is None:
         raise RefusedError("; ".join(["holds no complete checkpoint", *problems]), **subject(description, folder))
     if problems:
-        used = f"the weights are those of step {chosen.step}; resume the run to train the steps after it again"
+        used = f"the weights are of step {chosen.step}; resume the run to train the steps after it again"
         warn("; ".join([*problems, used]))
     return chosen
 
@@ -174,7 +174,7 @@ def _check_single(path: Path, description: str, request: Request) -> None:
     """Check a request for a path that is no run directory."""
     if request.checkpoint != "last":
         raise RefusedError(
-            f"chooses among the checkpoints of a run, and {description} is "
+            f"chooses among the checkpoints of a run, but {description} is "
             f"{'a single checkpoint' if is_checkpoint(path) else 'not a run directory'}",
             key="run.init_checkpoint",
             value=request.checkpoint,
@@ -184,7 +184,7 @@ def _check_single(path: Path, description: str, request: Request) -> None:
         return
     if is_foreign_folder(path) or not path.is_dir():
         raise RefusedError(
-            f"is for a run or a checkpoint, which holds weights and their average, and {description} is neither",
+            f"is for a run or a checkpoint, which holds weights and their average, but {description} is neither",
             key="run.init_weights",
             value="ema",
             suggestion="Leave it out, and name the file to read.",
@@ -195,7 +195,7 @@ def _check_single(path: Path, description: str, request: Request) -> None:
         raise RefusedError(f"is damaged: {error}", **subject(description, path.name)) from None
     if not has_average:
         raise RefusedError(
-            f"needs an average of the weights, and the checkpoint of {description} holds none",
+            f"needs an average of the weights, but the checkpoint of {description} holds none",
             key="run.init_weights",
             value="ema",
             suggestion="Use run.init_weights=raw.",

@@ -143,7 +143,7 @@ def test_damaged_weights_are_refused_and_of_a_run_older_ones_evaluated_with_a_wa
     assert re.search(
         r"warning: .*step-00000010 is damaged and not used: model\.safetensors is damaged: its hash", done.err
     )
-    assert "the weights are those of step 5; resume the run" in done.err
+    assert "the weights are of step 5; resume the run" in done.err
     assert "step-00000005 " in done.out
 
 
@@ -276,11 +276,12 @@ def test_a_file_of_torch_save_is_named_with_a_line_that_converts_it(
     model = Tied()
     torch.save({"step": 3, "state_dict": model.state_dict()}, tmp_path / name)
     with pytest.raises(
-        RefusedError, match=rf"^evaluate x: {re.escape(name)} cannot be read as safetensors: torch\.save"
+        RefusedError,
+        match=rf"^evaluate x: {re.escape(name)} cannot be read as safetensors: it was written by torch\.save",
     ) as caught:
         find(tmp_path / name, "evaluate x", pytest.fail)
     assert "\n" not in str(caught.value)
-    command = str(caught.value).rpartition(" once, python ")[2].rpartition(", and name ")[0]
+    command = str(caught.value).rpartition(" once with python ")[2].rpartition(", and name ")[0]
     stem = "left-converted" if name == "left.safetensors" else (tmp_path / name).stem
     converted = tmp_path / f"{stem}.safetensors"
     words = [sys.executable, *shlex.split(command)]
@@ -296,7 +297,7 @@ def test_a_file_of_torch_save_is_named_with_a_line_that_converts_it(
 
 def test_an_old_pickle_and_a_name_alone_do_not_decide(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "old", _use_new_zipfile_serialization=False)
-    with pytest.raises(RefusedError, match=r"torch\.save has written it"):
+    with pytest.raises(RefusedError, match=r"it was written by torch\.save"):
         find(tmp_path / "old", "evaluate old", pytest.fail)
     save_file({"a": torch.ones(2)}, tmp_path / "weights.pth")
     assert find(tmp_path / "weights.pth", "evaluate weights.pth", pytest.fail) == tmp_path / "weights.pth"

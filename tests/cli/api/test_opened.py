@@ -213,7 +213,7 @@ def test_a_damaged_directory_is_one_sentence_each(trained: ddpexp.Run, tmp_path:
     shutil.copy(trained.path / "config.yaml", copy)
     weights = copy / "checkpoints/step-00000008/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    with pytest.warns(UserWarning, match="step-00000008 is damaged and not used: .*; the weights are those of step 4"):
+    with pytest.warns(UserWarning, match="step-00000008 is damaged and not used: .*; the weights are of step 4"):
         model = run.model(weights="raw")
     assert torch.equal(model.weight, trained.model(4, "raw").weight)
     with refused(": hash"):
