@@ -76,8 +76,8 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
             "trainer.device=gpu is not one of auto, cpu, cuda. Did you mean "
             "trainer.device=cuda?"
         )),
-        ({"trainer__device": "cuda"}, "trainer.device=cuda needs a GPU"),
-        ({"trainer__backend": "nccl"}, "trainer.backend=nccl needs GPUs"),
+        ({"trainer__device": "cuda"}, "trainer.device=cuda needs a GPU, but this machine shows none"),
+        ({"trainer__backend": "nccl"}, "trainer.backend=nccl needs GPUs, but the workers are on CPU."),
         ({"trainer__precision": "bf61"}, "trainer.precision=bf61 is not one of fp32, bf16, fp16. Did you mean"),
         ({"trainer__compile": "yes"}, "trainer.compile=yes is not true or false or one of default, "),
         ({"trainer__compile": "reduce_overhead"}, (

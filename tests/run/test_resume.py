@@ -443,7 +443,7 @@ def test_ranks_that_are_started_externally_are_restarted_in_the_same_way(recipe:
     change(run / "result.json", status="interrupted")
     alone = resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"))
     refused(
-        alone, r"launcher=torchrun-env is a worker that torchrun starts, and no RANK is set.* or use launcher=spawn"
+        alone, r"launcher=torchrun-env needs a worker that torchrun starts, but RANK is not set.* or use launcher=spawn"
     )
     spawned = resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"), "launcher=spawn")
     assert spawned.code == 0, spawned.err

@@ -704,7 +704,8 @@ def test_more_nodes_than_the_allocation_has_are_refused(recipe: Recipe) -> None:
     done = typed(recipe, TWO_HOSTS, "trainer.nodes=3")
     assert (done.code, done.out) == (2, "")
     assert (
-        done.err == "ddpexp: trainer.nodes=3 is more than this allocation has, 2. Ask for more with salloc or sbatch.\n"
+        done.err
+        == "ddpexp: trainer.nodes=3 is more than the number of nodes in this allocation, 2. Ask for more with salloc or sbatch.\n"
     )
     assert not done.run.exists()
 

@@ -414,7 +414,7 @@ def alone(ddpexp: Ddpexp) -> Ddpexp:
 @pytest.mark.parametrize(
     ("overrides", "environ", "sentence"),
     [
-        ("launcher=torchrun-env", {}, "launcher=torchrun-env is a worker that torchrun starts, and no RANK is set. Type "
+        ("launcher=torchrun-env", {}, "launcher=torchrun-env needs a worker that torchrun starts, but RANK is not set. Type "
          "`torchrun --nproc-per-node 2 -m ddpexp recipe=... launcher=torchrun-env`, or use launcher=spawn, which needs "
          "no "
          "torchrun."),
@@ -424,7 +424,7 @@ def alone(ddpexp: Ddpexp) -> Ddpexp:
         ("launcher=torchrun-env trainer.gpus=2", {**BY_HAND, "LOCAL_WORLD_SIZE": "1"},
          "trainer.gpus=2, but the environment has 1 worker on this node (LOCAL_WORLD_SIZE=1): the environment "
          "decides, so export LOCAL_WORLD_SIZE=2, or leave trainer.gpus=auto for 1."),
-        ("launcher=mpi", {}, "launcher=mpi is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set. "
+        ("launcher=mpi", {}, "launcher=mpi needs a process that mpirun starts, but neither Open MPI's nor MPICH's variables are set. "
          "Type `mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, which needs no MPI."),
         ("launcher=mpi", {"PMI_RANK": "1"}, f"PMI_SIZE is not set. {BY_MPIRUN}"),
         ("launcher=slurm", {**SRUN, "SLURM_LOCALID": "x"}, "SLURM_LOCALID=x is not a whole number."),

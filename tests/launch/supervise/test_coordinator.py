@@ -516,20 +516,21 @@ FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ((*FOUR, "launcher.node_rank=2"), "launcher.node_rank=2 is not the number of one of trainer.nodes=2. Use 0 to 1."),
-        ((*FOUR, "launcher.node_rank=-1"), "launcher.node_rank=-1 is not the number of one of trainer.nodes=2. Use 0 to 1."),
+        ((*FOUR, "launcher.node_rank=2"), "launcher.node_rank=2 is out of range for trainer.nodes=2. Use 0 to 1."),
+        ((*FOUR, "launcher.node_rank=-1"), "launcher.node_rank=-1 is out of range for trainer.nodes=2. Use 0 to 1."),
         ((*FOUR, "launcher.master_port=65536"), "launcher.master_port=65536: use a whole number from 1 to 65535 or null."),
         ((*FOUR, "launcher.master_addr=0.0.0.0"),
-         "launcher.master_addr=0.0.0.0 is not an address that the others can reach. Name this host."),
+         "launcher.master_addr=0.0.0.0 is not an address that the other hosts can reach. Name this host."),
         ((*FOUR, "launcher.master_addr=203.0.113.1"),
          "launcher.master_addr=203.0.113.1 is not an address of HOST, where rank zero runs. Name this host."),
         ((*FOUR, "launcher.master_addr=null"),
             "trainer.nodes=2 with launcher=spawn needs launcher.master_addr too. Run the same "
-         "command on every machine, with launcher.node_rank from 0 to 1 and the first one's address and a free port."),
+         "command on every machine, with launcher.node_rank from 0 to 1 and the "
+         "address and a free port of the first machine."),
         (("trainer.nodes=2",), "trainer.nodes=2 with launcher=spawn needs launcher.node_rank and launcher.master_addr and "
          "launcher.master_port too. Run the same command on every machine, with launcher.node_rank from 0 to 1 and "
-         "the first "
-         "one's address and a free port."),
+         "the "
+         "address and a free port of the first machine."),
         (("launcher.node_rank=1",), (
             "launcher.node_rank=1 is for several machines. Set their number with trainer.nodes=... "
             "."
