@@ -21,7 +21,7 @@ from ddpexp.config.declared import SECTIONS
 from ddpexp.config.instantiate import Trust, locate
 from ddpexp.config.registry import key_of
 from ddpexp.config.strategies import options_of
-from ddpexp.settings.key import declaration
+from ddpexp.settings.key import annotations_of, declaration
 from ddpexp.strategy.options import Options
 from ddpexp.system.yaml_text import load_yaml
 
@@ -255,15 +255,15 @@ def _entries(path: str, value: Any, hints: Mapping[str, Any]) -> Iterator[tuple[
         if isinstance(inner, Mapping):
             _, hint = declaration(hint)
             is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-            below = typing.get_type_hints(hint, include_extras=True) if is_section else {}
+            below = annotations_of(hint) if is_section else {}
             yield from _entries(name, inner, below)
 
 
 def _hints(section: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the types of a section's keys, as far as they can be had without torch and without others' code."""
     if section == "strategy":
-        return typing.get_type_hints(options_of(str(values.get("kind"))) or Options, include_extras=True)
-    common = typing.get_type_hints(SECTIONS[section], include_extras=True) if section in SECTIONS else {}
+        return annotations_of(options_of(str(values.get("kind"))) or Options)
+    common = annotations_of(SECTIONS[section]) if section in SECTIONS else {}
     if section == "data":
         return {**_of_callable(values.get("prepare"), "data.prepare"), **common}
     return _of_callable(values.get("_target_"), section) if section in _CALLED else common
@@ -275,7 +275,7 @@ def _of_callable(target: Any, where: str) -> Mapping[str, Any]:
     try:
         part = locate(target, Trust(), where)
         called = inspect.getattr_static(part, "__init__") if isinstance(part, type) else part
-        return typing.get_type_hints(called, include_extras=True)
+        return annotations_of(called)
     except Exception:  # it is refused where it is used
         return {}
 

@@ -20,7 +20,7 @@ from ddpexp.config.folders import LISTED
 from ddpexp.config.instantiate import Trust, locate
 from ddpexp.config.registry import keys_of
 from ddpexp.errors import EXIT_DONE, RefusedError
-from ddpexp.settings.key import Key, declaration
+from ddpexp.settings.key import Key, annotations_of, declaration
 from ddpexp.settings.node import Node
 
 Schema = dict[str, Any]
@@ -120,7 +120,7 @@ def _union(section: str, kinds: list[Any], catalogue: Catalogue, said: Mapping[s
 
 def _object(section: Any, where: str, said: Mapping[str, str]) -> Schema:
     """Return the schema of a section whose keys are the fields of a dataclass, or the arguments of a function."""
-    hints = typing.get_type_hints(section, include_extras=True)
+    hints = annotations_of(section)
     if dataclasses.is_dataclass(section):
         fields = [one for one in dataclasses.fields(section) if one.init]
         names = [one.name for one in fields if not one.metadata.get("rest")]

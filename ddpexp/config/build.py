@@ -16,7 +16,7 @@ from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.plugins import full_name
 from ddpexp.errors import RefusedError
 from ddpexp.errors import shown as shown
-from ddpexp.settings.key import Key, declaration
+from ddpexp.settings.key import Key, annotations_of, declaration
 from ddpexp.settings.node import Node
 
 _SURE, _NEAR = 0.85, 0.65  # how similar a word is to what it may be meant for; 1 is equal
@@ -77,7 +77,7 @@ def build(cls: type[T], values: Any, where: str) -> T:
     for key in values:
         if key not in names:
             raise unknown_key(str(key), names, where)
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = annotations_of(cls)
     built: dict[str, Any] = {}
     for field in (field for field in dataclasses.fields(cls) if field.init):  # type: ignore[arg-type]
         key = f"{where}.{field.name}"

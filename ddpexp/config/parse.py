@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import re
 import types
-import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.loggers.remote.base import Keys
 from ddpexp.settings.data import DATA_KEYS, CommonData, Data
+from ddpexp.settings.key import annotations_of
 from ddpexp.settings.node import Node
 from ddpexp.settings.run import Predict, Recipe, Run
 from ddpexp.settings.trainer import Trainer
@@ -283,7 +283,7 @@ def _typed_arguments(
         or one.kind is not one.KEYWORD_ONLY  # of a function those are for code, not for a config
     }
     called = inspect.getattr_static(function, "__init__") if isinstance(function, type) else function
-    hints = typing.get_type_hints(called, include_extras=True)
+    hints = annotations_of(called)
     for key in kwargs:
         if key not in parameters:
             raise unknown_key(key, parameters, where)

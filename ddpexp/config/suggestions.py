@@ -16,7 +16,7 @@ from ddpexp.config.declared import SECTIONS
 from ddpexp.config.folders import conf_folder, groups, options
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.settings.data import DATA_KEYS
-from ddpexp.settings.key import declaration
+from ddpexp.settings.key import annotations_of, declaration
 
 _OVERRIDE = re.compile(
     r"(?<![\w./$+~-])[+~]{0,2}(?P<key>[a-z_]\w*(?:\.\w+)*)=(?P<value>\[[^\]]*\]|\{[^}]*\}|'[^']*'|\"[^\"]*\"|[^\s,;)`]*)"
@@ -102,5 +102,5 @@ def _hint(section: Any, names: Sequence[str]) -> Any:
         classes = [part for part in (plain, *typing.get_args(plain)) if dataclasses.is_dataclass(part)]
         if not classes:
             return None
-        hint = typing.get_type_hints(classes[0], include_extras=True).get(name)
+        hint = annotations_of(classes[0]).get(name)
     return hint

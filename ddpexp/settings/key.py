@@ -6,6 +6,7 @@ The default of a key and its explanation stand in `conf`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 import types
@@ -18,7 +19,7 @@ OnResume = Literal["free", "typed", "fixed"]
 """Whether a run may be resumed with another value: in any case, if it is typed, or never."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # it stands in annotations, which typing hashes
 class Key:
     """The range of a key's numbers, whether a resume may change it, and the words of other frameworks for it."""
 
@@ -84,6 +85,13 @@ class Key:
 _UNDECLARED = Key()
 
 
+def annotations_of(part: Any) -> Mapping[str, Any]:
+    """Return the annotations of a dataclass's fields or a function's arguments, with what they declare."""
+    if isinstance(part, type):
+        return typing.get_type_hints(part, include_extras=True)
+    return inspect.get_annotations(part, eval_str=True)  # Python 3.10's get_type_hints puts an Optional around them
+
+
 def declaration(hint: Any) -> tuple[Key, Any]:
     """Return what is declared of a key, whose annotation is `Annotated[type, Key(...)]`, and its type."""
     if typing.get_origin(hint) is typing.Annotated:
@@ -93,7 +101,7 @@ def declaration(hint: Any) -> tuple[Key, Any]:
 
 def declarations(section: type, where: str) -> Iterator[tuple[str, Key, Any]]:
     """Yield each key of a section, as it is typed, with what is declared of it and its type; sections inside it too."""
-    hints = typing.get_type_hints(section, include_extras=True)
+    hints = annotations_of(section)
     for one in dataclasses.fields(section):
         name = f"{where}.{one.name}"
         key, hint = declaration(hints[one.name])

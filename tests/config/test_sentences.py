@@ -309,7 +309,7 @@ trainer.global_batch_size=64k is not a whole number. Did you mean trainer.global
 > trainer.global_batch_size=2.5
 trainer.global_batch_size=2.5 is not a whole number.
 > launcher=slurm launcher.time=1h
-launcher.time=1h is not a time that Slurm accepts. Write minutes, hours:minutes:seconds, or days-hours. Did you mean launcher.time=1
+launcher.time=1h is not a time that Slurm accepts. Write minutes, hours:minutes:seconds, or days-hours.
 > launcher=slurm launcher.time=tomorrow
 launcher.time=tomorrow is not a time that Slurm accepts. Write minutes, hours:minutes:seconds, or days-hours.
 > trainer.nodes=2 launcher.master_addr=localhost:29500

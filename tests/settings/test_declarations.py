@@ -21,7 +21,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.elastic import Elastic
 from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.settings.data import CommonData
-from ddpexp.settings.key import Key, declaration, declarations
+from ddpexp.settings.key import Key, annotations_of, declaration, declarations
 from ddpexp.settings.parameters import FreezeUntil, LayerDecay, LoRA, ParamGroup
 from ddpexp.settings.run import Predict, Recipe, Run
 from ddpexp.settings.sweep import Sweep
@@ -62,7 +62,7 @@ SECTIONS: dict[str, Any] = {
 PREPARED = {  # the keys of kinds of data are the arguments of functions
     f"data/{kind}.{name}": declaration(hint)
     for kind in keys_of("data.prepare")
-    for name, hint in typing.get_type_hints(called("data.prepare", kind), include_extras=True).items()
+    for name, hint in annotations_of(called("data.prepare", kind)).items()
 }
 RANGED = [
     *(
