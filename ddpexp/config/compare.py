@@ -84,7 +84,7 @@ def compare(
         if key == "run.dir":
             continue  # the directory itself, by whatever path
         is_typed = any(key == override or key.startswith(f"{override}.") for override in chosen)
-        rule = _rule(key, declared)
+        rule = resume_rule(key, declared)
         kind: Literal["free", "typed", "untyped", "fixed"]
         if rule.on_resume == "free" or (key == "data.source" and new["data"].get("prepare")):
             kind = "free"  # another source is held against the data's identity
@@ -210,7 +210,7 @@ def _declared(new: Mapping[str, Any]) -> Mapping[str, Key]:
     return {name: key for where, section in sections for name, key, _ in declarations(section, where)}
 
 
-def _rule(key: str, declared: Mapping[str, Key]) -> Key:
+def resume_rule(key: str, declared: Mapping[str, Key]) -> Key:
     """Return what is declared of a key, or of the section around it; a free key may stand in a fixed section."""
     names = list(itertools.accumulate(key.split("."), "{}.{}".format))
     rules = [rule for name in names for known in (declared, _ON_RESUME) if (rule := known.get(name)) is not None]

@@ -29,6 +29,7 @@ from ddpexp.settings.trainer import Timeout, Trainer
 from ddpexp.system.yaml_text import load_yaml
 from ddpexp.train import plateau, schedule
 from ddpexp.train.callbacks import early_stopping, histograms, lr_monitor
+from tests import write_keys
 
 
 def called(group: str, kind: str) -> Any:
@@ -156,6 +157,10 @@ def test_a_key_that_a_configuration_lacks_has_the_default_of_conf(section: str) 
 
 def test_the_defaults_of_timeouts_are_those_of_conf() -> None:
     assert dataclasses.asdict(Timeout()) == default_of("trainer.timeout")
+
+
+def test_the_page_of_keys_is_current() -> None:
+    assert write_keys.FILE.read_text() == write_keys.text(), "run python -m tests.write_keys"
 
 
 @pytest.mark.parametrize("group", ["strategy", "launcher"])
