@@ -123,5 +123,5 @@ def test_another_scheduler_needs_no_more_than_its_class(queue: Queue, tmp_path: 
     assert owner is not None
     assert (owner.job, owner.is_alive(), str(owner).endswith("elsewhere (Queue job job-1)")) == (job, True, True)
     resume._check_not_queued("x", job.as_record())  # this process is the job
-    with refused("submitted"):
+    with refused("x: submitted"):
         resume._check_not_queued("x", ScheduledJob(queue, "job-2").as_record())

@@ -380,16 +380,13 @@ def test_columns_of_parquet_files_are_read_with_pyarrow() -> None:
     assert everything(load(prepare("t.parquet", targets="k")).train) == ([[1.5, 1], [2, 0], [3, 1]], [0, 1, 0])
     assert everything(load(prepare("t.parquet", inputs="a", targets="b")).train) == ([[1.5], [2], [3]], [1, 0, 1])
     parquet.write_table(pyarrow.table({"a": [1, None], "l": [[1], [2]], "k": [0, 1]}), "n.parquet")
-    for column, sentence in (
-        ("a", "column a has no value in row 2, where a number is needed. Leave the row out"),
-        ("l", "column l holds list<"),
-        ("c", "data.inputs=c is not a column of data.path="),
-    ):
-        with pytest.raises(RefusedError, match=sentence):
+    for column, expected in (("a", "column a: row 2"), ("l", "data.path: column l"), ("c", "data.inputs=c: column")):
+        with refused(expected):
             prepare("n.parquet", inputs=column, targets="k")
     written("n.parquet", Path("n.parquet").read_bytes()[:-30])
-    with pytest.raises(RefusedError, match=r"n\.parquet is damaged or is not a \.parquet file: [^\n]+\.$"):
+    with refused("data.path: damaged") as caught:
         prepare("n.parquet", targets="k")
+    assert "\n" not in str(caught.value)
 
 
 def test_parquet_without_pyarrow_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

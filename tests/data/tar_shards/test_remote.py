@@ -210,7 +210,7 @@ def test_processes_share_a_cache_that_is_too_small_for_them(tmp_path: Path) -> N
         ({"path": "nothing://there/a.tar"}, "data.path=nothing://there/a.tar: protocol"),
         ({"path": "file:///nowhere/a.tar"}, "data.path=file:///nowhere/a.tar"),
         ({"path": "file:///nowhere/a-*.tar"}, "data.path=file:///nowhere/a-*.tar"),
-        ({"path": "http://127.0.0.1:1/a.tar"}, "data.path=nothing://there/a.tar: address"),
+        ({"path": "http://127.0.0.1:1/a.tar"}, "data.path=http://127.0.0.1:1/a.tar: address"),
         ({"path": "a.tar", "cache_gb": 0.001}, "data.cache_gb=0.001"),
     ],
 )

@@ -101,11 +101,7 @@ def test_nothing_survives_a_killed_command_and_a_resumed_run_sends_no_step_twice
 
 @pytest.mark.parametrize(
     ("argv", "sentence"),
-    [
-        ([], "sync"),
-        (["nowhere"], "sync"),
-        (["."], "directory"),
-    ],
+    [([], "sync"), (["nowhere"], "sync nowhere: directory"), (["."], "sync .: run directory")],
 )
 def test_sync_names_what_it_cannot_send(
     argv: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
