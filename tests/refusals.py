@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.errors import EXIT_REFUSED, DdpexpError, RefusedError
+from tests.conftest import Done
 
 
 def is_about(error: BaseException, expected: str) -> bool:
@@ -35,3 +37,18 @@ def refused(expected: str, kind: type[DdpexpError] = RefusedError) -> Iterator[p
         yield caught
     assert is_about(caught.value, expected), f"{caught.value.as_dict()} is not about {expected}"
     del caught  # its traceback has this frame: without the cycle the objects of the call are freed at once
+
+
+def command_refused(done: Done, expected: str, out: str | None = "") -> None:
+    """Check that a command was refused: with `out` on stdout, None for anything, and a last line about `expected`.
+
+    `expected` is as for `is_about`. What a line is about stands at its beginning: a place with the folders above it,
+    and behind KEY=VALUE or a verb with its argument where both are there.
+    """
+    assert (done.code, done.out) == (EXIT_REFUSED, done.out if out is None else out), (done.code, done.out, done.err)
+    assert "Traceback" not in done.err, done.err
+    line = done.err.splitlines()[-1]
+    subject, _, word = expected.partition(": ")
+    begin = re.match(rf"ddpexp: (([a-z]+ )?\S+: )?(\S*/)?{re.escape(subject)}(?=[:= ])", line)
+    assert begin is not None, f"{done.err} is not about {subject}"
+    assert word.lower() in line[begin.end() :].lower(), f"{done.err} does not say {word}"

@@ -19,7 +19,7 @@ from ddpexp.run.directory import RunDir, create, remove
 from ddpexp.system import files
 from ddpexp.system.files import write
 from tests.conftest import PATIENCE
-from tests.refusals import is_about, refused
+from tests.refusals import refused
 
 LAYOUT = Layout(nodes=1, world_size=4, device="cpu", backend="gloo", threads=2)
 
@@ -100,32 +100,26 @@ def test_a_directory_that_holds_something_is_refused_and_left_alone(here: Path) 
     Path("full").mkdir()
     Path("full/mine.txt").write_text("x")
     Path("file").write_text("x")
-    for name, sentence in {
-        "full": "run.dir=full exists and is not empty",
-        "file": "run.dir=file is a file, but a run needs a folder",
-        "/dev/null": "run.dir=/dev/null is a file, but a run needs a folder",
-    }.items():
-        with pytest.raises(RefusedError) as caught:
+    for name, word in {"full": "not empty", "file": "a file", "/dev/null": "a file"}.items():
+        with refused(f"run.dir={name}: {word}"):
             create(name, "mnist")
-        assert str(caught.value).startswith(sentence)
     assert sorted(os.listdir("full")) == ["mine.txt"]
 
 
 def test_a_place_where_nothing_can_be_made_is_refused_with_the_reason(here: Path) -> None:
     Path("file").write_text("x")
     for name in ("file/run", "file/deep/run"):
-        with pytest.raises(RefusedError) as caught:
+        with refused(f"run.dir={name}: Not a directory"):
             create(name, "mnist")
-        assert is_about(caught.value, f"run.dir={name}: Not a directory")
     Path("outputs").write_text("x")
-    with refused("run.dir=file/run: Not a directory"):
+    with refused("run.dir: Not a directory"):
         create(None, "mnist")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_read_only_place_is_refused(here: Path) -> None:
     Path("locked").mkdir(mode=0o500)
-    with pytest.raises(RefusedError, match=r"run\.dir=locked/run cannot be made: Permission denied\."):
+    with refused("run.dir=locked/run: Permission denied"):
         create("locked/run", "mnist")
 
 
@@ -167,8 +161,7 @@ def test_a_write_that_fails_leaves_the_old_text_and_no_litter(tmp_path: Path, mo
 def test_a_missing_or_damaged_file_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "manifest.json").write_text(text)
-    sentence = r"is not a run directory: manifest\.json " if text is None else r"/manifest\.json is damaged"
-    with pytest.raises(RefusedError, match=sentence):
+    with refused(": manifest.json" if text is None else "manifest.json: damaged"):
         RunDir(tmp_path).layout()
 
 
@@ -236,6 +229,5 @@ def test_a_folder_that_is_there_may_have_a_secret_in_its_name(here: Path, monkey
 def test_a_run_directory_of_another_format_is_refused(tmp_path: Path, format: object) -> None:
     run = RunDir(tmp_path)
     run.manifest.write_text(json.dumps({"format": format} if format is not None else {}))
-    with pytest.raises(RefusedError) as caught:
+    with refused(": install"):
         run.read(run.manifest)
-    assert is_about(caught.value, ": install")
