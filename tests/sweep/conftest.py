@@ -6,14 +6,19 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.plugins import Plugins
 
+from ddpexp.config.compose import compose_command
+from ddpexp.config.sweeps import Swept
 from ddpexp.sweep.folder import Record, SweepDir, job_name
+from ddpexp.sweep.local_jobs import LocalJobs
+from ddpexp.sweep.run import run_sweep
 from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, finish
 from tests.points import Recipe
 
@@ -164,6 +169,28 @@ def _cluster(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def sweeps(ddpexp: Ddpexp) -> Sweeps:
     return Sweeps(Recipe(ddpexp, CODE))
+
+
+@pytest.fixture
+def refused_sweep(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run a sweep in this process that is refused before its first job; it leaves no directory."""
+
+    def run(*overrides: str) -> None:
+        arguments, path = sweeps.words(*overrides)
+        try:
+            swept = compose_command(arguments)
+            assert isinstance(swept, Swept)
+            run_sweep(swept, None)
+        finally:
+            assert not path.exists()
+
+    def started(*_: object) -> None:
+        pytest.fail("the sweep was not refused")
+
+    monkeypatch.chdir(sweeps.recipe.ddpexp.folder)
+    monkeypatch.setattr(LocalJobs, "run", started)
+    monkeypatch.setattr(Plugins.instance(), "instantiate_launcher", None)  # which a sweep replaces
+    return run
 
 
 def most_at_once(events: Sequence[dict[str, Any]]) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from tests.conftest import PATIENCE
 from tests.points import wait_for
+from tests.refusals import refused
 from tests.sweep.conftest import SweepDone, Sweeps
 
 
@@ -95,17 +96,21 @@ def test_a_dry_run_shows_the_array_and_leaves_nothing(sweeps: Sweeps) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "subject", "word"),
+    ("overrides", "expected"),
     [
-        (("sweep.retries=1",), "sweep.retries=1", "watches"),
-        (("sweep.objective=eval/loss", "sweep.early_stop=median"), "sweep.early_stop=median", "watches"),
-        (("hydra/sweeper=optuna", "sweep.objective=eval/loss"), "launcher=slurm", "launcher.wait=true"),
+        (("sweep.retries=1",), "sweep.retries=1: watches"),
+        (("sweep.objective=eval/loss", "sweep.early_stop=median"), "sweep.early_stop=median: watches"),
     ],
 )
 def test_what_a_submitted_job_cannot_have_is_refused(
-    sweeps: Sweeps, overrides: tuple[str, ...], subject: str, word: str
+    refused_sweep: Callable[..., None], overrides: tuple[str, ...], expected: str
 ) -> None:
-    sweep = sweeps("launcher=slurm", "trainer.seed=0,1", *overrides)
+    with refused(expected):
+        refused_sweep("launcher=slurm", "trainer.seed=0,1", *overrides)
+
+
+def test_a_sweeper_that_waits_for_results_needs_submitted_jobs_that_are_waited_for(sweeps: Sweeps) -> None:
+    sweep = sweeps("launcher=slurm", "trainer.seed=0,1", "hydra/sweeper=optuna", "sweep.objective=eval/loss")
     assert sweep.code == 2
-    assert re.search(rf"^ddpexp: {subject} .*{word}", sweep.err, re.MULTILINE), sweep.err
-    assert not Path(sweep.path).exists()
+    assert re.search(r"^ddpexp: launcher=slurm .*launcher\.wait=true", sweep.err, re.MULTILINE), sweep.err
+    assert not sweep.path.exists()
