@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError
 from ddpexp.run.prepare import prepare
 from ddpexp.run.stored_config import trained_data
 from ddpexp.run.stored_run import StoredWeights, find_weights
+from ddpexp.system import separate_process
 from ddpexp.system.files import relative
-from ddpexp.system.memory_file import memory_file
-from ddpexp.system.programs import python
 
 FORMATS = {
     "safetensors": (),
@@ -63,9 +60,14 @@ def export(call: Call) -> int:
         raise RefusedError(
             "is not a checkpoint", place=f"export {weights.path}", suggestion="Name a run, or one of its checkpoints."
         )
-    answer = _answer(request_of(weights, out, kind))
-    if "refused" in answer:
-        raise RefusedError.from_dict(answer["refused"])
+    try:
+        answer = separate_process.call(
+            "ddpexp.export.worker:main", request_of(weights, out, kind), {"CUDA_VISIBLE_DEVICES": ""}
+        )
+    except separate_process.NoAnswerError as error:
+        raise DdpexpError(
+            f"the process that exports ended with exit code {error.status}", suggestion="See its output above."
+        ) from None
     if "failed" in answer:
         raise DdpexpError(f"Failed with {answer['failed']}", place=f"export {source} --format {kind}")
     compared = "several models, not compared" if answer["difference"] is None else (
@@ -120,21 +122,3 @@ def described(data: Mapping[str, Any]) -> dict[str, Any]:
     facts = data.get("facts")
     known = {**data, **facts} if isinstance(facts, Mapping) else data
     return {key: known[key] for key in ("name", *_OF_DATA) if known.get(key) is not None}
-
-
-def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    reading, writing = os.pipe()
-    with memory_file(request) as described:
-        process = subprocess.Popen(
-            python("ddpexp.export.worker:main", os.getpid(), writing, described),
-            pass_fds=[writing, described],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
-    os.close(writing)
-    with open(reading) as file:
-        text = file.read()
-    status = process.wait()
-    if status or not text:
-        raise DdpexpError(f"the process that exports ended with exit code {status}", suggestion="See its output above.")
-    answer: dict[str, Any] = json.loads(text)
-    return answer

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,11 +11,10 @@ from ddpexp.checkpoint.weights import choose
 from ddpexp.cli.verb import Call
 from ddpexp.config.build import convert
 from ddpexp.config.parse import load
-from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, DdpexpError, RefusedError
+from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run.stored_config import data_facts
 from ddpexp.run.stored_run import find_run, read_run
-from ddpexp.system.process import die_with_parent
-from ddpexp.system.programs import python
+from ddpexp.system import separate_process
 from ddpexp.system.terminal import print_message
 
 
@@ -36,7 +32,7 @@ class Options:
 
 
 def generate(call: Call) -> int:
-    """Generate in a process of its own, which imports torch, and return its exit code.
+    """Generate in a process of its own, which imports torch; print what is written, and return the exit code.
 
     Raises:
         RefusedError: no such run, one without text, or an option that means nothing.
@@ -53,35 +49,34 @@ def generate(call: Call) -> int:
         f"generate {source} --checkpoint {options.checkpoint}",
         lambda text: print_message(f"ddpexp: warning: {text}"),
     )
-    arguments = [os.getpid(), stored.text, str(checkpoint.folder.resolve()), tokenizer, asdict(options)]
-    sys.stdout.flush()
-    return subprocess.run(python("ddpexp.cli.generate:child", *arguments), check=False).returncode
-
-
-def child(parent: int, config: str, checkpoint: str, tokenizer: Mapping[str, Any], options: Mapping[str, Any]) -> int:
-    """Subprocess entry point: build the model of a configuration, load its weights, and print what it writes."""
-    die_with_parent(parent)
+    request = {
+        "config": stored.text,
+        "checkpoint": str(checkpoint.folder.resolve()),
+        "tokenizer": tokenizer,
+        "options": asdict(options),
+    }
     try:
-        print(_written(config, Path(checkpoint), tokenizer, Options(**options)))
-    except DdpexpError as error:
-        print_message(f"ddpexp: {error}")
-        return EXIT_REFUSED
+        print(separate_process.call("ddpexp.cli.generate:written", request))
+    except separate_process.NoAnswerError as error:
+        return error.status
     return EXIT_DONE
 
 
-def _written(config: str, checkpoint: Path, tokenizer: Mapping[str, Any], options: Options) -> str:
+def written(request: Mapping[str, Any]) -> str:
+    """Build the model of a configuration, load its weights, and return what it writes, in a process of its own."""
     import torch
 
     from ddpexp.checkpoint.format import open_checkpoint
     from ddpexp.data.text.tokenizer import from_record, prompt_of
     from ddpexp.export.trained import saved_model
 
+    checkpoint, options = Path(request["checkpoint"]), Options(**request["options"])
     if options.device == "cuda" and not torch.cuda.is_available():
         raise RefusedError("There is no GPU here", place="generate --device cuda", suggestion="Use --device cpu.")
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
-    reader = from_record(tokenizer)
+    reader = from_record(request["tokenizer"])
     prompt = prompt_of(reader, options.prompt)
-    model = saved_model(load(config), checkpoint, open_checkpoint(checkpoint).has_average)
+    model = saved_model(load(request["config"]), checkpoint, open_checkpoint(checkpoint).has_average)
     if not callable(getattr(model, "generate", None)):
         raise RefusedError(
             f"The model {type(model).__name__} has no method generate(tokens, num_tokens, temperature, top_k, seed), "

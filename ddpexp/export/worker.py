@@ -26,8 +26,6 @@ from ddpexp.errors import RefusedError
 from ddpexp.export.trained import export, saved_model
 from ddpexp.system import files
 from ddpexp.system.limits import reason_with_limit
-from ddpexp.system.memory_file import read_memory_file
-from ddpexp.system.process import die_with_parent
 from ddpexp.train.build import build_model, open_data
 
 _CPU = torch.device("cpu")
@@ -38,26 +36,18 @@ _ONNX_FILE_BYTES = 1 << 30  # of weights; protobuf's limit is 2 GiB
 RECORD = "export.json"
 
 
-def main(parent: int, answers: int, described: int) -> None:
-    """Subprocess entry point: export what the memory file `described` requests.
-
-    Write the result as JSON to the descriptor `answers`.
-    """
-    die_with_parent(parent)
-    request = read_memory_file(described)
-    out = request["out"]
-    answer: dict[str, Any]
+def main(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Export what is requested, in a process of its own; return what `export_model` does, or why it failed."""
     try:
-        answer = export_model(request)
-    except RefusedError as error:
-        answer = {"refused": error.as_dict()}
+        return export_model(request)
+    except RefusedError:
+        raise
     except OSError as error:
-        refusal = RefusedError(f"cannot be written: {reason_with_limit(error, Path(out))}", place=out)
-        answer = {"refused": refusal.as_dict()}
+        out = request["out"]
+        raise RefusedError(f"cannot be written: {reason_with_limit(error, Path(out))}", place=out) from None
     except Exception as error:  # of the user's code, or of what torch cannot export
         traceback.print_exc()
-        answer = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-    files.answer(answers, answer)
+        return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
 def export_model(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,7 @@ configuration.
 
 from __future__ import annotations
 
-import json
 import resource
-import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -44,10 +42,8 @@ from ddpexp.plan.rate_curves import curves_of
 from ddpexp.strategy.estimator import Facts, Parameter, ParamGroup
 from ddpexp.strategy.param_dtype import lowered
 from ddpexp.strategy.replica import Models
-from ddpexp.system import files
 from ddpexp.system.limits import reason
 from ddpexp.system.oom import memory_left
-from ddpexp.system.process import die_with_parent
 from ddpexp.train.build import count_steps, open_data
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.freezing import LateStarts, freeze
@@ -60,16 +56,10 @@ _MOST_SAMPLES = 256  # of the batch that activations are measured with: they gro
 _ALONE = World(0, 0, 0, 1, 1, _CPU)
 
 
-def answer(parent: int, answers: int) -> None:
-    """Subprocess entry point: read the request from standard input.
-
-    Write the result to the descriptor `answers`.
-    """
-    die_with_parent(parent)
-    request = json.load(sys.stdin)
+def collect_all(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the facts of each run of a request, or why there are none."""
     wanted = request["data"], request["num_samples"], request["curves"]
-    results = [_result(run, *wanted) for run in request["runs"]]
-    files.answer(answers, results)
+    return [_result(run, *wanted) for run in request["runs"]]
 
 
 def _result(

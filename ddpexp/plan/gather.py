@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.strategy.estimator import Facts, Parameter, ParamGroup
-from ddpexp.system.programs import python
+from ddpexp.system import separate_process
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]  # steps and learning rates of each parameter group
 
@@ -42,21 +38,15 @@ def gather(
     Raises:
         DdpexpError: the process that looks for the facts has died, such as for lack of memory.
     """
-    reading, writing = os.pipe()
-    command = python("ddpexp.plan.build:answer", os.getpid(), writing)
     requested = [{"config": text, "layout": asdict(layout)} for text, layout in runs]
     request = {"runs": requested, "data": prepared, "num_samples": num_samples, "curves": curves}
-    process = subprocess.Popen(command, pass_fds=[writing], stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
-    os.close(writing)
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as stdin:  # it may have ended before it has read everything
-        stdin.write(json.dumps(request).encode())
-    with open(reading) as file:
-        answer = file.read()
-    status = process.wait()
-    if status or not answer:
-        raise DdpexpError(f"the model could not be built: the process that built it ended with exit code {status}.")
-    return [_gathered(result) for result in json.loads(answer)]
+    try:
+        results = separate_process.call("ddpexp.plan.build:collect_all", request, stdout=sys.stderr.fileno())
+    except separate_process.NoAnswerError as error:
+        raise DdpexpError(
+            f"the model could not be built: the process that built it ended with exit code {error.status}."
+        ) from None
+    return list(map(_gathered, results))
 
 
 def _gathered(result: Mapping[str, Any]) -> Gathered | DdpexpError:

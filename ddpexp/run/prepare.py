@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +19,7 @@ from ddpexp.data.schema import STATISTICS, Schema
 from ddpexp.errors import RefusedError
 from ddpexp.settings.data import Data
 from ddpexp.settings.node import Node
-from ddpexp.system import files
-from ddpexp.system.memory_file import memory_file, read_memory_file
-from ddpexp.system.process import die_with_parent
-from ddpexp.system.programs import python
+from ddpexp.system import separate_process
 from ddpexp.system.yaml_text import load_yaml
 
 _TABLES = ("arrays", "hf")
@@ -216,46 +211,31 @@ def _check_values(data: Data, num_train: Any) -> None:
             checked_lengths(read_values(data.lengths, "data.lengths"), count, f"data.lengths={data.lengths}")
 
 
-def call_and_answer(
-    parent: int, answers: int, target: str, options: int, prefixes: list[str], code: str | None, stored: bool
-) -> None:
-    """Subprocess entry point: call the function with the options in a memory file.
-
-    Write its result as JSON to the descriptor `answers`.
-    """
-    die_with_parent(parent)
-    trust = Trust(tuple(prefixes), Path(code) if code else None)
+def call_prepare(request: Mapping[str, Any]) -> Any:
+    """Call a user's function, in a process of its own."""
+    trust = Trust(tuple(request["trust"]), Path(request["code"]) if request["code"] else None)
     trust.make_importable()
-    try:
-        with only_own_caches(stored):
-            answer = {"description": instantiate(Node(target, read_memory_file(options)), trust, "data.prepare")}
-    except RefusedError as error:
-        answer = {"refused": error.as_dict()}
-    files.answer(answers, answer)
+    with only_own_caches(request["stored"]):
+        return instantiate(Node(request["target"], request["options"]), trust, "data.prepare")
 
 
 def _call_in_subprocess(data: Data, trust: Trust, stored: bool) -> Any:
-    code = str(trust.code) if trust.code else None
-    reading, writing = os.pipe()
-    with memory_file(_plain(data.options)) as options:
-        arguments = os.getpid(), writing, data.prepare, options, list(trust.prefixes), code, stored
-        command = python("ddpexp.run.prepare:call_and_answer", *arguments)
-        process = subprocess.Popen(command, pass_fds=[writing, options])
-    os.close(writing)
-    with open(reading) as file:
-        text = file.read()
-    status = process.wait()
-    if status or not text:
+    request = {
+        "target": data.prepare,
+        "options": _plain(data.options),
+        "trust": list(trust.prefixes),
+        "code": str(trust.code) if trust.code else None,
+        "stored": stored,
+    }
+    try:
+        return separate_process.call("ddpexp.run.prepare:call_prepare", request)
+    except separate_process.NoAnswerError as error:
         raise RefusedError(
-            f"failed with exit code {status}",
+            f"failed with exit code {error.status}",
             key="data.prepare",
             value=data.prepare,
             suggestion="See its output above.",
-        )
-    answer = json.loads(text)
-    if "refused" in answer:
-        raise RefusedError.from_dict(answer["refused"])
-    return answer["description"]
+        ) from None
 
 
 def _plain(value: Any) -> Any:

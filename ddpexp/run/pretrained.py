@@ -6,9 +6,6 @@ that the workers find them in the cache of this host; and layers that workers di
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,8 +15,7 @@ from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
 from ddpexp.settings.node import Node
 from ddpexp.strategy.options import Options
-from ddpexp.system.memory_file import memory_file
-from ddpexp.system.programs import python
+from ddpexp.system import separate_process
 
 _KEYS = ("pretrained", "weights", "weights_backbone", "pretrained_backbone", "pretrained_model_name_or_path")
 
@@ -95,11 +91,7 @@ def _problem(function: str, text: str) -> str:
 
     It uses no GPU.
     """
-    reading, writing = os.pipe()
-    with memory_file(text) as configuration:
-        command, environ = python(function, os.getpid(), writing, configuration), {"CUDA_VISIBLE_DEVICES": ""}
-        process = subprocess.Popen(command, pass_fds=[writing, configuration], env={**os.environ, **environ})
-    os.close(writing)
-    with open(reading) as file:
-        problem = file.read()
-    return "" if process.wait() else str(json.loads(problem))
+    try:
+        return str(separate_process.call(function, text, {"CUDA_VISIBLE_DEVICES": ""}))
+    except separate_process.NoAnswerError:
+        return ""

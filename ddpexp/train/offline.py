@@ -17,35 +17,25 @@ from ddpexp.config.strategies import estimator_of
 from ddpexp.data.hf.prepare import HUGGING_FACE
 from ddpexp.errors import RefusedError, subject
 from ddpexp.run.pretrained import pretrained_key
-from ddpexp.system import files
-from ddpexp.system.memory_file import read_memory_file
-from ddpexp.system.process import die_with_parent
 from ddpexp.system.text import message_of
 from ddpexp.train.lora import add_adapters
 
 
-def build_once(parent: int, answers: int, configuration: int) -> None:
-    """Subprocess entry point: build the model of a configuration in a memory file, which downloads its weights.
-
-    Answer to the descriptor `answers`.
-    """
-    die_with_parent(parent)
+def build_once(configuration: str) -> str:
+    """Build the model of a configuration, which downloads its weights; return "built", or what went wrong."""
     try:
-        experiment = load(read_memory_file(configuration))
+        experiment = load(configuration)
         experiment.trust.make_importable()
         instantiate(experiment.model, experiment.trust, "model")
-        answer = "built"
     except Exception as error:
-        answer = message_of(error)
-    files.answer(answers, answer)
+        return message_of(error)
+    return "built"
 
 
-def divide_once(parent: int, answers: int, configuration: int) -> None:
-    """Subprocess entry point: build the model without memory and divide its layers; answer as `build_once` does."""
-    die_with_parent(parent)
-    answer = "built"
+def divide_once(configuration: str) -> str:
+    """Build the model without memory and divide its layers; return what `build_once` does."""
     try:
-        experiment = load(read_memory_file(configuration))
+        experiment = load(configuration)
         experiment.trust.make_importable()
         with torch.device("meta"):
             built = instantiate(experiment.model, experiment.trust, "model")
@@ -54,10 +44,10 @@ def divide_once(parent: int, answers: int, configuration: int) -> None:
             {"model": built} if isinstance(built, torch.nn.Module) else dict(built)
         )
     except RefusedError as error:
-        answer = message_of(error)
+        return message_of(error)
     except Exception:  # the code of the model does not work so: the workers will see
-        answer = "built"
-    files.answer(answers, answer)
+        return "built"
+    return "built"
 
 
 def forbid_downloads(experiment: Experiment) -> None:

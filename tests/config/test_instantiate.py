@@ -40,7 +40,7 @@ STRANGERS = [
     "omegaconf.OmegaConf.load",
     "ddpexp.system.files.write",
     "ddpexp.config.instantiate.locate",
-    "ddpexp.run.prepare.call_and_answer",
+    "ddpexp.run.prepare.call_prepare",
     "ddpexp.launch.workers.server.call",
     "ddpexp.launch.workers.client.Server",
     "ddpexp.launch.launchers.local.Spawn",
