@@ -88,7 +88,7 @@ _PARTS: Mapping[str, Mapping[str, Part]] = {
         "arrays": Part("ddpexp.data.arrays.dataset.load"),
         "hf": Part("ddpexp.data.arrays.dataset.load"),
         "mixture": Part("ddpexp.data.mixture.dataset.mix"),
-        "mnist": Part("ddpexp.data.mnist.dataset.load"),
+        "mnist": Part("ddpexp.data.images.dataset.load"),
         "cifar10": Part("ddpexp.data.images.dataset.load"),
         "images": Part("ddpexp.data.images.dataset.load"),
         "image_folder": Part("ddpexp.data.image_folder.dataset.load"),

@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from ddpexp.data.cache import CACHES, POLL_SECONDS, put, report_waiting
+from ddpexp.data.published_files import PublishedFile, WrongError, is_web_page
 from ddpexp.data.user_cache import user_cache
 
 if TYPE_CHECKING:
@@ -23,32 +24,6 @@ if TYPE_CHECKING:
 
 _RETRY_AFTER = 600.0  # seconds: `auto` without a network must not wait for one at every start
 _CHUNK = 1 << 16
-
-
-T = TypeVar("T")
-Read = TypeVar("Read", covariant=True)
-
-
-class WrongError(Exception):
-    """A content is not what it should be; the text continues the sentence that begins with its name."""
-
-
-class Wanted(Protocol[Read]):
-    """A file that mirrors have."""
-
-    @property
-    def remote_name(self) -> str:
-        """Return its name at every mirror."""
-        ...
-
-    @property
-    def most_bytes(self) -> int:
-        """Return the most that a mirror may send."""
-        ...
-
-    def read(self, stream: BinaryIO) -> Read:
-        """Return what it holds. Raises: WrongError, if that is not what it must hold."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -117,13 +92,13 @@ def alone(seconds: float) -> Iterator[None]:
 
 
 def download_unless_failed(
-    files: Sequence[Wanted[T]], mirrors: Sequence[str], patience: Patience, retry: bool, failure: str
-) -> list[tuple[T, bytes]]:
-    """Download the files, each as read and as received; without `retry` a recent failure stands.
+    files: Sequence[PublishedFile], mirrors: Sequence[str], patience: Patience, retry: bool, name: str
+) -> list[tuple[PublishedFile, bytes, bytes]]:
+    """Download files of the data set `name`; return each with its content as read and as received.
 
-    `failure` is the name of the note in the user's cache that remembers one.
+    Without `retry` a recent failure stands, which a note in the user's cache remembers.
     """
-    note = user_cache() / CACHES / failure
+    note = user_cache() / CACHES / f"download-failed-{name}"
     if not retry:
         with contextlib.suppress(OSError):
             if 0 <= time.time() - note.stat().st_mtime < _RETRY_AFTER:
@@ -139,7 +114,9 @@ def download_unless_failed(
     return received
 
 
-def _download(files: Sequence[Wanted[T]], mirrors: Sequence[str], patience: Patience) -> list[tuple[T, bytes]]:
+def _download(
+    files: Sequence[PublishedFile], mirrors: Sequence[str], patience: Patience
+) -> list[tuple[PublishedFile, bytes, bytes]]:
     """Fetch the files from the first mirror that gives them, leaving a mirror at its first wrong answer."""
     usable = list(mirrors)
     problems: list[str] = []
@@ -154,7 +131,7 @@ def _download(files: Sequence[Wanted[T]], mirrors: Sequence[str], patience: Pati
             heard = True
             try:
                 packed = _receive(answer, file, begin + patience.total)
-                received.append((file.read(io.BytesIO(packed)), packed))
+                received.append((file, file.read(io.BytesIO(packed)), packed))
                 break
             except WrongError as error:
                 problems.append(f"{answer.mirror}: {file.remote_name} {error}")
@@ -162,7 +139,7 @@ def _download(files: Sequence[Wanted[T]], mirrors: Sequence[str], patience: Pati
     return received
 
 
-def _first_answer(mirrors: list[str], file: Wanted[T], wait: float, stall: float, problems: list[str]) -> Answer:
+def _first_answer(mirrors: list[str], file: PublishedFile, wait: float, stall: float, problems: list[str]) -> Answer:
     """Ask the mirrors for a file, the next one when the last has failed or kept silent for its share of the time.
 
     Each is asked in a thread of its own, as nothing else bounds the time of a name look-up; a thread that hangs is left
@@ -206,7 +183,7 @@ def _first_answer(mirrors: list[str], file: Wanted[T], wait: float, stall: float
 
 def _ask(
     mirror: str,
-    file: Wanted[T],
+    file: PublishedFile,
     stall: float,
     answers: queue.SimpleQueue[Answer | tuple[str, str]],
     over: threading.Event,
@@ -231,7 +208,7 @@ def _ask(
         answers.put(Answer(mirror, response, start))
 
 
-def _receive(answer: Answer, file: Wanted[T], end: float) -> bytes:
+def _receive(answer: Answer, file: PublishedFile, end: float) -> bytes:
     """Read the rest of an answer, no more than the file may have.
 
     Raises: WrongError.
@@ -243,8 +220,8 @@ def _receive(answer: Answer, file: Wanted[T], end: float) -> bytes:
         try:
             while chunk := answer.response.read1(_CHUNK):
                 content += chunk
-                if len(content) > file.most_bytes:
-                    raise WrongError(f"continues after {file.most_bytes:,} bytes")
+                if len(content) > file.size:
+                    raise WrongError(f"continues after {file.size:,} bytes")
                 if time.monotonic() > end:
                     raise WrongError(f"came too slowly: {len(content):,} bytes when time was up")
         except TimeoutError:
@@ -252,8 +229,3 @@ def _receive(answer: Answer, file: Wanted[T], end: float) -> bytes:
         except (OSError, HTTPException) as error:
             raise WrongError(f"broke off after {len(content):,} bytes ({error})") from None
     return bytes(content)
-
-
-def is_web_page(start: bytes) -> bool:
-    """Say whether a content begins as HTML or XML does: what a network hands out in place of a file."""
-    return start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")

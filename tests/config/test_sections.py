@@ -168,6 +168,8 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"data__validation_fraction": 1}, "data.validation_fraction=1.0: use a share from 0 to below 1, such as 0.1."),
         ({"data__num_workers": "many"}, "data.num_workers=many is not a whole number."),
         ({"data__embedded_train": "many"}, "data.embedded_train=many is not a whole number."),
+        ({"data__embedded_test": 0}, "data.embedded_test=0: use a whole number from 1 to 1000000."),
+        ({"data__source": "web"}, "data.source=web is not one of auto, files, download, embedded."),
         ({"data__prepare": 3}, "data.prepare=3 is not a text or null."),
         ({"data__prepare": "ddpexp.data.mnist_files.prepar"}, (
             "data.prepare=ddpexp.data.mnist_files.prepar is not "

@@ -10,7 +10,7 @@ import hashlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Small:
     files = []
     arrays = [*synthetic.draw(20, 1), *synthetic.draw(10, 2)]
     for file, array in zip(idx.FILES, arrays, strict=True):
-        shaped = replace(file, shape=array.shape)
-        unpacked[file.name] = shaped.header + array.tobytes()
-        files.append(replace(shaped, sha256=hashlib.sha256(unpacked[file.name]).hexdigest()))
+        unpacked[file.name] = idx.header(array.shape) + array.tobytes()
+        files.append(idx.idx_file(file.name, array.shape, hashlib.sha256(unpacked[file.name]).hexdigest()))
     monkeypatch.setattr(idx, "FILES", tuple(files))
     return Small(unpacked, {name: gzip.compress(content) for name, content in unpacked.items()}, arrays[0])
 

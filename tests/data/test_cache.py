@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from ddpexp.data import cache, npy
-from ddpexp.data.mnist import idx
+from ddpexp.data.published_files import PublishedFile
 from ddpexp.data.user_cache import user_cache
 from tests.conftest import PATIENCE, ROOT
 from tests.data.conftest import TRAIN_LABELS, Server, Small, prepare, refusal, tree
@@ -143,7 +143,7 @@ def test_cache_goes_to_the_user_where_the_data_folder_cannot_be_written(
     assert Path(identity["folder"]).parent.parent == home
     assert home.stat().st_mode & 0o777 == 0o700
     assert Path(identity["folder"]).stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(idx, "unpack", pytest.fail)
+    monkeypatch.setattr(PublishedFile, "read", pytest.fail)
     assert prepare(root, "files") == identity
 
 
@@ -153,7 +153,7 @@ def test_cache_of_one_folder_does_not_answer_for_another(
     fail_below(root, 30, monkeypatch)
     prepare(root, "files")
     (tmp_path / "other").mkdir()
-    assert "holds 0 of the four" in refusal(tmp_path / "other", "files")
+    assert "holds 0 of 4 files" in refusal(tmp_path / "other", "files")
     assert prepare(tmp_path / "other", "auto")["note"] == f"MNIST, 20 + 10 images, from files in {root}"
 
 

@@ -20,7 +20,7 @@ from ddpexp.system.process import die_with_parent
 from tests.warm.state import MOST_BYTES, ignored_signals, reap, state, take_over
 
 _LATER = (
-    "PIL.Image", "PIL.ImageDraw", "PIL.ImageFile", "ddpexp.data.images.dataset", "ddpexp.data.mnist.dataset",
+    "PIL.Image", "PIL.ImageDraw", "PIL.ImageFile", "ddpexp.data.images.dataset",
     "ddpexp.data.mnist.prepare", "ddpexp.launch.launchers.local", "safetensors", "torch.utils.tensorboard",
 )  # fmt: skip
 """What ranks import when they come to it: digits, a picture of them, checkpoints, TensorBoard's files."""

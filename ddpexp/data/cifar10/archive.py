@@ -6,86 +6,44 @@ of which none is carried out.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickletools
 import tarfile
 import zlib
-from dataclasses import dataclass
-from typing import BinaryIO
+from collections.abc import Sequence
 
-from ddpexp.data.mirrors import WrongError, is_web_page
+from ddpexp.data.published import Part
+from ddpexp.data.published_files import PublishedFile, WrongError
 
 SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
 _INTEGERS = ("BININT", "BININT1", "BININT2")
 
 
-@dataclass(frozen=True)
-class Part:
-    """Pictures as stored, and a byte for the class of each."""
-
-    pixels: bytes
-    labels: bytes
-
-
-@dataclass(frozen=True)
-class Archive:
-    """The archive, and what it must hold."""
-
-    remote_name: str
-    size: int
-    sha256: str
-    train: tuple[str, ...]  # the batches in it
-    test: tuple[str, ...]
-
-    @property
-    def most_bytes(self) -> int:
-        """Return the most that a mirror may send."""
-        return self.size
-
-    def read(self, stream: BinaryIO) -> bytes:
-        """Return the archive as it is. Raises: WrongError, if it is another."""
-        content = stream.read(self.size + 1)
-        if is_web_page(content[:256]):
-            raise WrongError(f"is a web page (it begins with {content[:20]!r}), not data")
-        if len(content) != self.size:
-            found = f"more than {self.size:,}" if len(content) > self.size else f"{len(content):,}"
-            raise WrongError(f"has {found} bytes, not {self.size:,}")
-        sha256 = hashlib.sha256(content).hexdigest()
-        if sha256 != self.sha256:
-            raise WrongError(f"has the right size but the SHA-256 {sha256}, not {self.sha256}")
-        return content
-
-
+TRAIN = tuple(f"cifar-10-batches-py/data_batch_{number}" for number in range(1, 6))  # the batches in it
+TEST = ("cifar-10-batches-py/test_batch",)
+NAME = "cifar-10-python.tar.gz"
 # Source: the SHA-256 in Keras's loader. The MD5 of the same file is c58f30108f718f92721af3d95e74349a.
-ARCHIVE = Archive(
-    "cifar-10-python.tar.gz",
-    170_498_071,
-    "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
-    tuple(f"cifar-10-batches-py/data_batch_{number}" for number in range(1, 6)),
-    ("cifar-10-batches-py/test_batch",),
+ARCHIVE = PublishedFile(
+    NAME, NAME, 170_498_071, "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce", (NAME,)
 )
 
 
-def unpack(archive: Archive, content: bytes) -> tuple[Part, Part]:
-    """Return the pictures to train on and to test with.
-
-    Raises:
-        WrongError: the content is not that of the archive.
-    """
+def unpack(contents: Sequence[bytes]) -> tuple[Part, Part]:
+    """Return the pictures to train on and to test with. Raises: WrongError, if the archive holds something else."""
+    [content] = contents
     batches: dict[str, Part] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as tar:
             for member in tar:
-                if member.name in (*archive.train, *archive.test) and (stream := tar.extractfile(member)) is not None:
+                if member.name in (*TRAIN, *TEST) and (stream := tar.extractfile(member)) is not None:
                     batches[member.name] = read_batch(stream.read())
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise WrongError(f"cannot be unpacked ({error})") from None
-    missing = [name for name in (*archive.train, *archive.test) if name not in batches]
+    missing = [name for name in (*TRAIN, *TEST) if name not in batches]
     if missing:
         raise WrongError(f"lacks {', '.join(missing)}")
-    return _joined([batches[name] for name in archive.train]), _joined([batches[name] for name in archive.test])
+    return _joined([batches[name] for name in TRAIN]), _joined([batches[name] for name in TEST])
 
 
 def read_batch(content: bytes) -> Part:

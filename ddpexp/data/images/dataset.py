@@ -25,13 +25,13 @@ from ddpexp.distributed.transfers import moved, rows
 
 
 def load(prepared: Mapping[str, Any]) -> Splits:
-    """Map the files that `ddpexp.data.images.files.prepare` has checked.
+    """Map the files that `ddpexp.data.images.files.prepare` has checked, or `ddpexp.data.published` has decoded.
 
     Shapes: a batch is images (batch, channels, height, width) float32, normalised, and labels (batch,) int64.
     """
     folder = Path(prepared["folder"])
     norm = tuple(prepared["mean"]), tuple(prepared["std"])
-    augment = {name: prepared[name] for name in ("flip", "alternate", "crop", "reflect")}
+    augment = {name: prepared[name] for name in ("flip", "alternate", "crop", "reflect") if name in prepared}
     train = Images(*_part(folder, "train"), *norm, **augment)
     return Splits(train=train, evals={"eval": Images(*_part(folder, "test"), *norm)})
 
@@ -65,7 +65,7 @@ def _words(key: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:
 class Images(IndexData):
     """Images as stored, and how they are processed into batches; `flip` and `crop` apply only to training.
 
-    Shapes: pixels (num_samples, channels, height, width) uint8; labels (num_samples,) of an integer type.
+    Shapes: pixels (num_samples, channels, height, width) uint8; labels (num_samples,) int64.
     Units: `mean` and `std` of each channel, or one for all, as fractions of 255; `crop` pixels.
     """
 
@@ -118,7 +118,7 @@ class Images(IndexData):
             images.unbind(1) if len(self.mean) > 1 else [images], self._norm, strict=True
         ):
             torch.add(shift, channel, alpha=scale, out=channel)  # one pass instead of two
-        return images, labels.long()
+        return images, labels
 
     @cached_property
     def _norm(self) -> list[tuple[Tensor, float]]:
@@ -212,4 +212,4 @@ def _part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     pixels, labels = (
         torch.from_numpy(np.load(folder / f"{part}-{what}.npy", mmap_mode="c")) for what in ("images", "labels")
     )
-    return pixels if pixels.dim() == 4 else pixels.unsqueeze(1), labels
+    return pixels if pixels.dim() == 4 else pixels.unsqueeze(1), labels.long()

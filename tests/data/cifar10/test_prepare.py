@@ -22,7 +22,7 @@ from ddpexp.data.cifar10 import prepare as files
 from ddpexp.data.cifar10 import synthetic
 from ddpexp.data.cifar10.archive import read_batch
 from ddpexp.data.images.dataset import load
-from ddpexp.data.mirrors import WrongError
+from ddpexp.data.published_files import WrongError
 from ddpexp.errors import RefusedError
 from tests.data.conftest import PATIENT, Server
 from tests.refusals import refused
@@ -50,7 +50,7 @@ def batch(images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> bytes:
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> bytes:
     """Return an archive of 5 x 4 + 4 pictures that passes for CIFAR-10."""
-    names = (*archives.ARCHIVE.train, *archives.ARCHIVE.test)
+    names = (*archives.TRAIN, *archives.TEST)
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w:gz") as tar:
         for number, name in enumerate(names):
@@ -154,8 +154,3 @@ def test_drawn_pictures_are_the_same_for_every_number(home: Path) -> None:
     assert np.array_equal(labels, more_labels[:10])
     assert not np.array_equal(few, synthetic.draw(10, 4)[0])
     assert np.bincount(more_labels, minlength=10).min() > 30
-
-
-def test_a_frame_beyond_the_image_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"data\.crop=32"):
-        files.prepare(None, "embedded", crop=32)

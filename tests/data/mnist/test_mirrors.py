@@ -138,7 +138,7 @@ def test_auto_tries_a_failed_download_again_only_after_a_while(
     assert len(server.requests) == 1
     assert "tried less than 10 minutes ago" in warnings[1]
     assert "HTTP Error 404" in warnings[1]
-    note = home / ".ddpexp-cache" / "download-failed"
+    note = home / ".ddpexp-cache" / "download-failed-mnist"
     os.utime(note, (time.time() - 700,) * 2)
     assert prepare(tmp_path, "auto", server)["source"] == "download"
     assert not note.exists()

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddpexp.data.mnist import idx, synthetic
 from ddpexp.data.mnist import prepare as mnist_files
+from ddpexp.data.mnist import synthetic
+from ddpexp.data.published_files import PublishedFile
 from tests.conftest import ROOT
 from tests.data.conftest import NAMES, PATIENT, TEST_IMAGES, TRAIN_LABELS, Server, Small, prepare, refusal
-from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -86,19 +86,6 @@ def test_data_folder_is_the_users_cache_when_nothing_names_one(root: Path, home:
     assert Path(prepare(None, "files")["folder"]).parent.parent == home
 
 
-@pytest.mark.parametrize("source", ["", "web", "Files"])
-def test_unknown_source_is_refused_with_the_choices(source: str, root: Path) -> None:
-    text = refusal(root, source)
-    assert text.startswith(f"data.source={source} ")
-    assert "auto, files" in text
-
-
-@pytest.mark.parametrize("num", [0, -1, 10**9])
-def test_impossible_number_of_drawn_digits_is_refused(num: int) -> None:
-    with refused(f"data.embedded_test={num}"):
-        mnist_files.prepare(None, "embedded", 10, num)
-
-
 def test_data_folder_that_is_a_file_is_refused(tmp_path: Path, small: Small) -> None:
     path = tmp_path / "file"
     path.touch()
@@ -125,7 +112,7 @@ def test_a_named_folder_that_does_not_exist_has_no_stand_in(small: Small, server
 
 def test_files_that_are_absent_are_refused(tmp_path: Path, small: Small) -> None:
     text = refusal(tmp_path / "nowhere", "files")
-    assert f"data.root={tmp_path / 'nowhere'} holds 0 of the four MNIST files" in text
+    assert f"data.root={tmp_path / 'nowhere'} holds 0 of 4 files of MNIST" in text
     assert all(name in text for name in NAMES)
     assert "data.source=download" in text
     assert not (tmp_path / "nowhere").exists()
@@ -149,21 +136,21 @@ def test_some_missing_files_are_named(root: Path) -> None:
     (root / f"{TRAIN_LABELS}.gz").unlink()
     (root / f"{TEST_IMAGES}.gz").unlink()
     text = refusal(root, "files")
-    assert "holds 2 of the four" in text
-    assert f"{TRAIN_LABELS}, {TEST_IMAGES} there" in text
+    assert "holds 2 of 4 files" in text
+    assert f"needs {TRAIN_LABELS}, {TEST_IMAGES}" in text
 
 
 def test_partial_set_is_never_replaced_by_drawn_digits(root: Path, server: Server, home: Path) -> None:
     (root / f"{TRAIN_LABELS}.gz").unlink()
     text = refusal(root, "auto", server)
-    assert f"{TRAIN_LABELS} there" in text
+    assert f"needs {TRAIN_LABELS}" in text
     assert "HTTP Error 404" in text
     assert not list(home.rglob("*.npy"))
 
 
 def test_ready_cache_is_used_without_reading_the_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = prepare(root, "files")
-    monkeypatch.setattr(idx, "unpack", pytest.fail)
+    monkeypatch.setattr(PublishedFile, "read", pytest.fail)
     for source in ("files", "auto", "download"):
         assert prepare(root, source) == identity
 
@@ -178,7 +165,7 @@ def test_changed_file_is_checked_again(root: Path, small: Small, monkeypatch: py
     path.write_bytes(small.packed[TRAIN_LABELS])
     os.utime(path, ns=(1, 1))
     assert prepare(root, "files") == identity
-    monkeypatch.setattr(idx, "unpack", pytest.fail)
+    monkeypatch.setattr(PublishedFile, "read", pytest.fail)
     assert prepare(root, "files") == identity, "the new stamps were not kept"
 
 
@@ -187,7 +174,7 @@ def test_cache_is_enough_once_the_files_are_gone_unless_files_are_required(root:
     for name in NAMES:
         (root / f"{name}.gz").unlink()
     assert prepare(root, "auto") == identity
-    assert "holds 0 of the four" in refusal(root, "files")
+    assert "holds 0 of 4 files" in refusal(root, "files")
 
 
 # --- The network ---

@@ -1,0 +1,337 @@
+"""Data sets that others have published: found or downloaded, and decoded once into memory-mappable `.npy` files.
+
+The rules, in the order they apply:
+
+- A file that exists but is wrong is always refused; nothing replaces it.
+- `files` uses existing files. `download` fetches missing ones. `auto` does the same, and only if none of the files
+  exists and no download succeeds does it fall back to drawn images, with a warning.
+- All content is checked against its SHA-256 before it is used, so the cache is named by its content.
+- The cache is in the data folder if that can be written, otherwise in the user's cache folder.
+
+Standard library only, and fast to import: the launching command imports this module.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpexp.data.batch_plan import counted
+from ddpexp.data.cache import CACHES, Cache, in_first, put, read_cache, update_cache, write_cache
+from ddpexp.data.mirrors import (
+    AUTO_PATIENCE,
+    DOWNLOAD_PATIENCE,
+    DownloadError,
+    Patience,
+    alone,
+    download_unless_failed,
+)
+from ddpexp.data.npy import write_npy
+from ddpexp.data.published_files import PublishedFile, Stamp, WrongError
+from ddpexp.data.user_cache import user_cache
+from ddpexp.errors import RefusedError
+from ddpexp.system.terminal import print_message
+
+_SEEDS = (1, 2)  # of the drawn images to train on and to test with
+
+
+@dataclass(frozen=True)
+class Part:
+    """Images as stored, and a byte for the class of each."""
+
+    pixels: bytes | memoryview
+    labels: bytes | memoryview
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Drawn images in place of a published data set.
+
+    `draw` is called with a number of images and a seed, and returns them with the hashes of their pixels and labels.
+    """
+
+    name: str
+    title: str
+    cache: str  # the beginning of the names of caches, with the version of what draws
+    classes: Sequence[str]
+    draw: Callable[[int, int], tuple[Part, Sequence[str]]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published data set of images of one size."""
+
+    name: str
+    title: str
+    files: Sequence[PublishedFile]
+    sha256: str
+    unpack: Callable[[Sequence[bytes]], tuple[Part, Part]]  # of the files; raises WrongError
+    shape: tuple[int, ...]  # of an image as stored
+    mean: Sequence[float]  # of the training images, as fractions of 255
+    std: Sequence[float]
+    classes: Sequence[str]
+    stand_in: StandIn
+    space: str  # how much a cache takes, for messages
+    patience: tuple[Patience, Patience] = (AUTO_PATIENCE, DOWNLOAD_PATIENCE)  # with source=auto, and with others
+    hint: str = ""  # where and how the files may lie, for messages
+    patch_moments: Callable[[bytes | memoryview], Any] | None = None  # a further fact, of the training pixels
+
+    def prepare(
+        self,
+        root: str | None,
+        source: str,
+        num_drawn: tuple[int, int],
+        warn: Callable[[str], None] | None,
+        mirrors: Sequence[str],
+        patience: Patience | None,
+    ) -> dict[str, Any]:
+        """Make sure that a decoded cache exists; return a description of the data.
+
+        `root` None stands for `$DDPEXP_DATA`, else for the user's cache folder. `num_drawn` images to train on and to
+        test with are drawn where the data set is not used. `warn` (default: a line on stderr) is called if they replace
+        it.
+
+        The result is JSON: name, source, folder (absolute), sha256 (of the files), num_train, num_test, note (a phrase
+        for people), mean and std of the pixels, facts (which a configuration may refer to).
+
+        Raises: RefusedError, if the data or a folder is invalid.
+        """
+        if source == "embedded":
+            return self._drawn(num_drawn)
+        folder = self.folder(root, source)
+        try:
+            return self._real(folder, source, mirrors, patience or self.patience[source != "auto"])
+        except DownloadError as error:
+            if source == "download":
+                raise RefusedError(
+                    f"{self.title} could not be downloaded ({error}), so there is nothing to train on",
+                    suggestion=f"Put {self.listed} into data.root={folder}, or check the network, or set "
+                    f"data.source=embedded for {self.stand_in.title}.",
+                ) from None
+            (warn or _to_stderr)(
+                f"THIS IS NOT {self.title}: data.root={folder} holds none of its files and they could not be "
+                f"downloaded ({error}), so {num_drawn[0]:,} + {num_drawn[1]:,} {self.stand_in.title} stand in and no "
+                f"accuracy is comparable with {self.title}; for the real data put {self.listed} into that folder or "
+                f"set data.source=download, and set data.source=embedded if {self.stand_in.title} are what you want"
+            )
+            return self._drawn(num_drawn)
+
+    def folder(self, root: str | None, source: str) -> Path:
+        """Return the absolute path of the data folder; it may not exist, but is not anything else.
+
+        With `source` auto a folder that `root` names has to exist: a mistyped path would otherwise train on a stand-in.
+
+        Raises: RefusedError.
+        """
+        advice = f"Set data.root to the folder with {self.listed}"
+        if root is not None and (not root or "\0" in root):
+            raise RefusedError("names no folder", key="data.root", value=root, suggestion=f"{advice}.")
+        named = root or os.environ.get("DDPEXP_DATA") or str(user_cache())
+        folder = Path(os.path.abspath(os.path.expanduser(named)))
+        try:
+            if not stat.S_ISDIR(os.stat(folder).st_mode):
+                raise RefusedError("is not a folder", key="data.root", value=folder, suggestion=f"{advice}.")
+        except FileNotFoundError:
+            if root is not None and source == "auto":
+                raise RefusedError(
+                    "does not exist",
+                    key="data.root",
+                    value=folder,
+                    suggestion=f"{advice}, or set data.source=download to download to a new folder.",
+                ) from None
+        except OSError as error:
+            raise RefusedError(
+                f"cannot be used ({error.strerror})", key="data.root", value=folder, suggestion=f"{advice}."
+            ) from None
+        return folder
+
+    def is_in(self, folder: Path) -> bool:
+        """Return whether a folder holds a file of the data set, or a cache of it."""
+        return bool(self._found([folder]) or self._caches([folder]))
+
+    @property
+    def listed(self) -> str:
+        """The names of the files, for messages."""
+        return ", ".join(file.name for file in self.files)
+
+    def _real(self, root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
+        """Get the data set from the cache, the files or the network, in this order.
+
+        If several commands run at the same time, one of them downloads.
+
+        Raises: DownloadError, if none of the files exists and they could not be downloaded.
+        """
+        described = self._local(root, source)
+        if described is None:
+            with alone(patience.total):
+                described = self._local(root, source) or self._downloaded(root, source, mirrors, patience)
+        return described
+
+    def _local(self, root: Path, source: str) -> dict[str, Any] | None:
+        """Get the data set from the cache or the files; None if something must be downloaded."""
+        bases = [root, user_cache()]
+        caches = self._caches(bases)
+        for cache in caches:
+            if cache.record.get("root") == str(root) and _is_unchanged(cache.record):
+                return self._described_real(cache, source)
+        found = self._found(bases if source != "files" else [root])
+        missing = [file for file in self.files if file.name not in found]
+        if source == "files" and missing:
+            raise self._missing(root, missing, suggestion=" Or set data.source=download to fetch what is missing.")
+        if not found and caches:  # checked once, and complete: the files themselves are no longer needed
+            return self._described_real(caches[0], source)
+        if missing:
+            return None
+        return self._decoded(root, source, "files", self._loaded(found))
+
+    def _downloaded(self, root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
+        """Download what is missing. Raises: DownloadError, if none of the files exists."""
+        bases = [root, user_cache()]
+        found = self._found(bases)
+        missing = [file for file in self.files if file.name not in found]
+        loaded = self._loaded(found)
+
+        try:
+            received = download_unless_failed(missing, mirrors, patience, source == "download", self.name)
+        except DownloadError as error:
+            if not found:
+                raise
+            raise self._missing(root, missing, f", and they could not be downloaded either ({error})") from None
+        for file, content, packed in received:
+            stamp = in_first(bases, functools.partial(_store, file.remote_name, packed), self.space)
+            loaded[file.name] = content, stamp
+        return self._decoded(root, source, "download", loaded)
+
+    def _decoded(self, root: Path, source: str, way: str, loaded: Mapping[str, tuple[bytes, Stamp]]) -> dict[str, Any]:
+        """Write the checked contents to a cache, unless one contains them already."""
+        contents, stamps = zip(*(loaded[file.name] for file in self.files), strict=True)
+        record = {
+            "name": self.name,
+            "source": way,
+            "sha256": self.sha256,
+            "root": str(root),
+            "stamps": [vars(stamp) for stamp in stamps],
+        }
+        bases = [root, user_cache()]
+        if caches := self._caches(bases):
+            return self._described_real(update_cache(caches[0], record), source)
+        try:
+            parts = self.unpack(contents)
+        except WrongError as error:
+            raise RefusedError(
+                str(error), suggestion=f"Replace it with the original {self.listed}.", place=stamps[0].path
+            ) from None
+        return self._described_real(self._written(bases, self._cache_name, parts, record), source)
+
+    def _drawn(self, numbers: tuple[int, int]) -> dict[str, Any]:
+        """Get the drawn images from the cache, or draw them."""
+        stand_in, base = self.stand_in, user_cache()
+        name = f"{stand_in.cache}-{numbers[0]}-{numbers[1]}"
+        cache = read_cache(base / CACHES / name)
+        if cache is None:
+            drawn = [stand_in.draw(number, seed) for number, seed in zip(numbers, _SEEDS, strict=True)]
+            record = {"name": stand_in.name, "sha256": joint_hash([one for _, hashes in drawn for one in hashes])}
+            cache = self._written([base], name, [part for part, _ in drawn], record)
+        title = f"{stand_in.title} (NOT {self.title})"
+        return self._described(cache, "embedded", title, "embedded in ddpexp", stand_in.classes)
+
+    def _written(self, bases: Sequence[Path], name: str, parts: Sequence[Part], record: Mapping[str, Any]) -> Cache:
+        """Write the arrays of both parts to a cache in the first folder that can be written. Raises: RefusedError."""
+
+        def fill(folder: Path) -> None:
+            for part, content in zip(("train", "test"), parts, strict=True):
+                write_npy(folder / f"{part}-images.npy", (len(content.labels), *self.shape), content.pixels)
+                write_npy(folder / f"{part}-labels.npy", (len(content.labels),), content.labels)
+
+        train, test = parts
+        record = {**record, "num_train": len(train.labels), "num_test": len(test.labels)}
+        if self.patch_moments is not None:
+            record["patch_moments"] = self.patch_moments(train.pixels)
+        return in_first(bases, lambda base: write_cache(base, name, fill, record), self.space)
+
+    def _found(self, folders: Sequence[Path]) -> dict[str, Path]:
+        """Return the files that are in the folders, by their names."""
+        return {file.name: path for file in self.files if (path := file.find(folders)) is not None}
+
+    def _loaded(self, found: Mapping[str, Path]) -> dict[str, tuple[bytes, Stamp]]:
+        return {file.name: file.load(found[file.name], self.title) for file in self.files if file.name in found}
+
+    def _caches(self, bases: Sequence[Path]) -> list[Cache]:
+        return [cache for base in bases if (cache := read_cache(base / CACHES / self._cache_name))]
+
+    @property
+    def _cache_name(self) -> str:
+        return f"{self.name}-{self.sha256[:12]}"
+
+    def _missing(
+        self, root: Path, missing: Sequence[PublishedFile], problem: str = "", suggestion: str = ""
+    ) -> RefusedError:
+        names = ", ".join(file.name for file in missing)
+        return RefusedError(
+            f"holds {len(self.files) - len(missing)} of {counted(len(self.files), 'file')} of {self.title}, and "
+            f"training needs {names}{problem}",
+            key="data.root",
+            value=root,
+            suggestion=f"Add what is missing there{self.hint}.{suggestion}",
+        )
+
+    def _described_real(self, cache: Cache, source: str) -> dict[str, Any]:
+        origin = "files" if source == "files" else cache.record["source"]
+        folders = ", ".join(dict.fromkeys(os.path.dirname(stamp["path"]) for stamp in cache.record["stamps"]))
+        way = "from files in" if origin == "files" else "downloaded to"
+        return self._described(cache, origin, self.title, f"{way} {folders}", self.classes)
+
+    def _described(self, cache: Cache, source: str, title: str, way: str, classes: Sequence[str]) -> dict[str, Any]:
+        record = cache.record
+        mean, std = list(self.mean), list(self.std)
+        facts = {
+            "num_classes": len(classes),
+            "classes": list(classes),
+            "shape": [len(mean), *self.shape[-2:]],
+            "mean": mean,
+            "std": std,
+        }
+        if self.patch_moments is not None:
+            facts["patch_moments"] = record["patch_moments"]
+        return {
+            "name": record["name"],
+            "source": source,
+            "folder": str(cache.folder),
+            "sha256": record["sha256"],
+            "num_train": record["num_train"],
+            "num_test": record["num_test"],
+            "note": f"{title}, {record['num_train']:,} + {record['num_test']:,} images, {way}",
+            "mean": mean,
+            "std": std,
+            "facts": facts,
+        }
+
+
+def joint_hash(hashes: Sequence[str]) -> str:
+    """Return one hash of several."""
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def _is_unchanged(record: Mapping[str, Any]) -> bool:
+    """Return whether every source file of a cache is unchanged since it was checked."""
+    try:
+        return all(vars(Stamp.of(stamp["path"], os.stat(stamp["path"]))) == stamp for stamp in record["stamps"])
+    except (OSError, KeyError, TypeError):
+        return False
+
+
+def _store(name: str, content: bytes, base: Path) -> Stamp:
+    """Keep a downloaded file. Raises: OSError."""
+    target = base / name
+    put(base, target, content)
+    return Stamp.of(str(target), os.stat(target))
+
+
+def _to_stderr(text: str) -> None:
+    print_message(f"WARNING: {text}")
