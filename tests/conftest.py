@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Generator, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from ddpexp.cli import verbs
+from ddpexp.config import plugins
 from ddpexp.config.suggestions import refusals
 from ddpexp.errors import DdpexpError
 from ddpexp.launch import Job, WorkerRequest
@@ -453,6 +454,27 @@ def forked_servers(warm_environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
     for name in (SOCKET, "PYTHONPATH"):
         monkeypatch.setenv(name, warm_environ[name])
     monkeypatch.setattr(client.Server, "__init__", constructor(client, ignored_signals()))
+
+
+@pytest.fixture
+def see_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Have this process find the packages that are installed in a folder, until the test ends."""
+    folders = list[str]()
+
+    def see(folder: Path) -> None:
+        folders.append(str(folder))
+        monkeypatch.syspath_prepend(str(folder))
+        forget()
+
+    def forget() -> None:
+        plugins._entry_points.cache_clear()
+        plugins.offered_targets.cache_clear()
+
+    yield see
+    forget()
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(tuple(folders)):
+            del sys.modules[name]
 
 
 @pytest.fixture
