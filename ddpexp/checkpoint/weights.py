@@ -80,9 +80,7 @@ def find(path: Path, description: str, warn: Callable[[str], None], request: Req
     if path.name != "checkpoints" or not is_run(path.resolve().parent):
         _check_single(path, description, request)
         return path
-    chosen = choose(
-        path, request.checkpoint, description, f"{description} run.init_checkpoint={request.checkpoint}", warn
-    )
+    chosen = choose(path, request.checkpoint, description, f"run.init_checkpoint={request.checkpoint}", warn)
     if request.averaged and not chosen.has_average:
         raise RefusedError(
             f"needs an average of the weights, but the checkpoint of step {chosen.step} of {description} holds none",

@@ -252,6 +252,8 @@ def _one_of(value: Any, hints: tuple[Any, ...], key: str) -> Any:
         if _holds_sections(value, hint):
             return _converted(value, hint, key)  # its own error names the key inside
     for hint in hints:
+        if dataclasses.is_dataclass(hint):
+            continue  # a section, which the value is not
         with suppress(_MismatchError, RefusedError):
             return _converted(value, hint, key)
     raise _MismatchError(value, Union[hints], key)  # noqa: UP007

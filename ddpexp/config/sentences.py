@@ -20,7 +20,7 @@ from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.hydra_section import no_effect
 from ddpexp.config.kinds import takes_fraction, takes_list, takes_number
 from ddpexp.config.plugins import plugin_folders
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, subject
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # the variable with which Hydra shows whole errors
 _RESOLVERS = (
@@ -222,10 +222,10 @@ def _of_two_kinds(override: str) -> RefusedError:
         return RefusedError(
             f"is a section, and {key} is a list in a file",
             suggestion=f"Write {key}=[{{...}}], or {key}=null before it.",
-            place=override,
+            **subject(override),
         )
     return RefusedError(
-        f"is a list, and {key} is a section in a file", suggestion=f"Type {key}=null before it.", place=override
+        f"is a list, and {key} is a section in a file", suggestion=f"Type {key}=null before it.", **subject(override)
     )
 
 

@@ -125,10 +125,9 @@ def test_conditions_of_an_entry_are_met_together() -> None:
 def test_a_list_in_place_of_a_section_of_the_recipe_needs_null_first() -> None:
     example = ("--config-dir", str(EXAMPLES / "param_groups/conf"), "recipe=param_groups")
     override = "trainer.freeze_until=[{step: 1, match: [a]}]"
-    with pytest.raises(RefusedError) as caught:
+    with refused("trainer.freeze_until: trainer.freeze_until=null"):
         compose_command([*example, override])
-    assert is_about(caught.value, "trainer.freeze_until=[{step")
-    with refused("trainer.param_groups={match"):
+    with refused("trainer.param_groups: null"):
         compose_command([*example, "trainer.param_groups={match: [a], lr: 1}"])
     accepted = compose_command([*example, "trainer.freeze_until=null", override])
     assert isinstance(accepted, Composed)
@@ -501,5 +500,5 @@ def test_statistics_of_a_frozen_backbone_stay() -> None:
 
 def test_no_weight_decay_is_accepted_of_an_optimizer_that_has_none() -> None:
     check_param_groups([ParamGroup(ndim=1, settings={"weight_decay": 0.0})], ["lr", "etas"])
-    with refused("trainer.param_groups"):
+    with refused("trainer.param_groups[0].weight_decay: lr"):
         check_param_groups([ParamGroup(ndim=1, settings={"weight_decay": 0.1})], ["lr", "etas"])

@@ -230,7 +230,7 @@ def test_a_logger_that_takes_no_run_directory_gets_the_definition_that_does() ->
 
 
 def test_a_position_that_is_no_mapping_is_reported_with_the_logger() -> None:
-    with refused("position", DdpexpError):
+    with refused("Whole.position(): mapping", DdpexpError):
         Many([Whole()]).position()
 
 

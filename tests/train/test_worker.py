@@ -265,31 +265,25 @@ def test_a_schedule_of_ones_own_is_followed(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("overrides", "expected"),
     [
-        (
-            "scheduler._target_=points.Net",
-            "returned a Net without the method factor(step, num_steps), which returns the multiplier of optimizer.lr",
-        ),
-        (
-            "scheduler._target_=points.Strange scheduler.value=nan",
-            ": factor(0, 8) returned nan, where a number belongs: the multiplier",
-        ),
+        ("scheduler._target_=points.Net", "scheduler._target_=points.Net: factor(step, num_steps)"),
+        ("scheduler._target_=points.Strange scheduler.value=nan", "scheduler._target_=points.Strange: returned nan"),
         (
             "scheduler._target_=points.Strange scheduler.value=fast",
-            ": factor(0, 8) returned 'fast', where a number belongs: the multiplier",
+            "scheduler._target_=points.Strange: returned 'fast'",
         ),
-        ("scheduler._target_=points.Strange scheduler.rate=1", ": points.Strange cannot be called with these keys: "),
+        ("scheduler._target_=points.Strange scheduler.rate=1", "points.Strange: 'value'"),
     ],
 )
 def test_a_schedule_that_cannot_be_followed_is_refused(
-    recipe: Recipe, overrides: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, overrides: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "points", recipe.module())
     arguments = ["--config-dir", str(recipe.folder / "conf"), "recipe=points", *overrides.split()]
     made = compose(arguments)
     assert made is not None
-    with refused("scheduler"):
+    with refused(expected):
         build_schedule(parse(made.values), 8)
 
 
