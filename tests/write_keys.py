@@ -54,7 +54,7 @@ def _row(key: Key) -> str:
     default = default_of(key.name)
     rule = resume_rule(key.name, {name: inner for name, (inner, _) in declared().items()})
     on_resume = f"fixed: {rule.because}" if rule.because else rule.on_resume
-    elsewhere = ", ".join(f"`{word}`" for word in declaration.also)
+    elsewhere = ", ".join(f"`{word}`" for word in declaration.also.split())
     meaning = key.meaning.partition("\nrecipe=")[0]  # what the recipe that was composed adds
     shown = typed(key.default if default is MISSING else default)
     cells = (f"`{key.name}`", shown, key.kind, on_resume, elsewhere, _plain(meaning))

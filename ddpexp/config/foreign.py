@@ -106,7 +106,7 @@ _SENTENCE_OF = {name: sentence for names, sentence in _SENTENCES.items() for nam
 def advice_on_key(name: str) -> str:
     """Return a sentence on what is typed here for another framework's key, with a space in front; empty if unknown."""
     for typed, (key, _) in declared().items():
-        if name in key.also:
+        if name in key.also.split():
             remark = f", {key.remark}" if key.remark else ""
             return f" Did you mean {typed}{remark}?"
     untyped = next((key for key, names in _UNTYPED.items() if name in names.split()), None)
@@ -120,7 +120,7 @@ def value_here(key: str, value: str) -> str | None:
     if value in _NONE.get(key, ()):
         return "none"
     synonyms = declared()[key][0].synonyms if key in declared() else registry.synonyms_of(key)
-    return next((here for here, names in synonyms.items() if value in names), None)
+    return next((here for here, names in synonyms.items() if value in names.split()), None)
 
 
 def advice_on_value(key: str, value: str) -> str:

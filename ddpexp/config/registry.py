@@ -167,6 +167,6 @@ def key_of_class(section: str, kind: type) -> str | None:
     return next((key for key, known in _PARTS[section].items() if known.path == path), None)
 
 
-def synonyms_of(section: str) -> Mapping[str, list[str]]:
+def synonyms_of(section: str) -> Mapping[str, str]:
     """Return the names of other frameworks' counterparts of our parts, by the key of each part."""
-    return {key: part.also.split() for key, part in _PARTS.get(section, {}).items()}
+    return {key: part.also for key, part in _PARTS.get(section, {}).items()}

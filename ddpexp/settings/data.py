@@ -25,12 +25,12 @@ class CommonData:
             at_least=0,
             below=1,
             use="a share from 0 to below 1, such as 0.1",
-            also=("val_split", "validation_split", "val_size"),
+            also="val_split validation_split val_size",
             advice={"null|none|false": "0 holds nothing out."},
         ),
     ]
     num_workers: Annotated[
-        int, Key(at_least=0, at_most=MOST_LOADERS, on_resume="free", also=("dataloader_num_workers", "n_workers"))
+        int, Key(at_least=0, at_most=MOST_LOADERS, on_resume="free", also="dataloader_num_workers n_workers")
     ]
     on_device: Annotated[Auto | bool, Key(on_resume="free")]
     stratify: bool | None

@@ -11,7 +11,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,9 +31,9 @@ class Key:
     use: str = ""  # what may be typed, where the type and the range do not say it well
     on_resume: OnResume = "typed"
     because: str = ""  # why it is fixed
-    also: Sequence[str] = ()  # keys of other frameworks
+    also: str = ""  # keys of other frameworks, with blanks between them
     remark: str = ""  # what somebody should know who has typed one of those
-    synonyms: Mapping[str, Sequence[str]] = field(default_factory=dict)  # other frameworks' values, by the value here
+    synonyms: Mapping[str, str] = field(default_factory=dict)  # values of other frameworks likewise, by the value here
     advice: Mapping[str, str] = field(default_factory=dict)  # by patterns of values for which no single value stands
 
     def accepts(self, value: Any) -> bool:

@@ -23,27 +23,15 @@ class Run:
 
     dir: Annotated[
         str | None,
-        Key(
-            also=(
-                "output_dir",
-                "out_dir",
-                "save_dir",
-                "log_dir",
-                "logging_dir",
-                "default_root_dir",
-                "run_name",
-                "exp_name",
-                "experiment_name",
-            )
-        ),
+        Key(also="output_dir out_dir save_dir log_dir logging_dir default_root_dir run_name exp_name experiment_name"),
     ]
     resume: Annotated[
         Literal["auto", "never", "require"],
         Key(
             synonyms={
-                "auto": ("true", "yes", "latest", "last", "newest"),
-                "require": ("must", "always", "force"),
-                "never": ("false", "no", "none", "off"),
+                "auto": "true yes latest last newest",
+                "require": "must always force",
+                "never": "false no none off",
             }
         ),
     ]

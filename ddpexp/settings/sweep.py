@@ -14,10 +14,8 @@ class Sweep:
     """How a sweep runs its jobs; conf/config.yaml has the default of every key and explains it."""
 
     slots: Annotated[Auto | int, Key(at_least=1)]
-    objective: Annotated[str | None, Key(also=("optimized_metric",))]
-    mode: Annotated[
-        Literal["min", "max"], Key(synonyms={"max": ("maximize", "maximise"), "min": ("minimize", "minimise")})
-    ]
+    objective: Annotated[str | None, Key(also="optimized_metric")]
+    mode: Annotated[Literal["min", "max"], Key(synonyms={"max": "maximize maximise", "min": "minimize minimise"})]
     picture: bool
     on_failure: Literal["continue", "stop"]
     early_stop: Literal["median", "halving"] | None

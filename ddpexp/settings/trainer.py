@@ -12,7 +12,7 @@ from ddpexp.settings.parameters import FreezeUntil, LayerDecay, LoRA, ParamGroup
 Auto = Literal["auto"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
-_OFF = ("off", "no", "never", "false", "disabled")
+_OFF = "off no never false disabled"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Trainer:
             pattern=r"auto|[1-9]\d*:[1-9]\d*",
             use="auto, a number of machines from 1, or a range such as 1:4",
             on_resume="free",
-            also=("num_nodes", "nnodes", "num_machines"),
+            also="num_nodes nnodes num_machines",
         ),
     ]
     gpus: Annotated[
@@ -45,8 +45,8 @@ class Trainer:
             at_least=1,
             use="a number of workers from 1, or auto for all GPUs",
             on_resume="free",
-            also=("devices", "num_gpus", "n_gpu", "n_gpus", "nproc_per_node", "num_processes"),
-            synonyms={"auto": ("-1", "all")},
+            also="devices num_gpus n_gpu n_gpus nproc_per_node num_processes",
+            synonyms={"auto": "-1 all"},
             advice={"cpu|cpus": "It is a number of workers: trainer.device=cpu trainer.gpus=2 runs two on the CPU."},
         ),
     ]
@@ -54,8 +54,8 @@ class Trainer:
         Literal["auto", "cpu", "cuda"],
         Key(
             on_resume="free",
-            also=("accelerator",),
-            synonyms={"cuda": ("gpu",), "auto": ("any",)},
+            also="accelerator",
+            synonyms={"cuda": "gpu", "auto": "any"},
             advice={
                 r"cuda:\d+": "Did you mean trainer.device=cuda? CUDA_VISIBLE_DEVICES=0 before the command chooses one.",
                 "mps|tpu|xla|xpu|hpu|npu": "The workers run on GPUs of CUDA or on CPUs.",
@@ -72,13 +72,12 @@ class Trainer:
             use="a whole number from 0 to 2**63 - 1",
             on_resume="fixed",
             because="the order of the samples and every random number follow from it",
-            also=("random_seed", "seed_everything", "manual_seed"),
+            also="random_seed seed_everything manual_seed",
         ),
     ]
-    epochs: Annotated[int | None, Key(at_least=1, also=("max_epochs", "num_epochs", "num_train_epochs", "n_epochs"))]
+    epochs: Annotated[int | None, Key(at_least=1, also="max_epochs num_epochs num_train_epochs n_epochs")]
     max_steps: Annotated[
-        int | None,
-        Key(at_least=1, also=("max_train_steps", "num_training_steps", "num_train_steps", "total_steps", "max_iters")),
+        int | None, Key(at_least=1, also="max_train_steps num_training_steps num_train_steps total_steps max_iters")
     ]
     global_batch_size: Annotated[
         int,
@@ -86,7 +85,7 @@ class Trainer:
             at_least=1,
             on_resume="fixed",
             because="the steps so far are counted in such batches",
-            also=("batch_size", "train_batch_size"),
+            also="batch_size train_batch_size",
             remark="the samples of a step over all workers",
         ),
     ]
@@ -94,58 +93,43 @@ class Trainer:
         Auto | int,
         Key(
             at_least=1,
-            also=(
-                "per_device_train_batch_size",
-                "per_gpu_train_batch_size",
-                "accumulate_grad_batches",
-                "gradient_accumulation_steps",
-                "accum_iter",
-                "accumulation_steps",
-            ),
+            also="per_device_train_batch_size per_gpu_train_batch_size accumulate_grad_batches "
+            "gradient_accumulation_steps accum_iter accumulation_steps",
             remark="from which the number of accumulated passes follows",
         ),
     ]
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"],
         Key(
-            also=("mixed_precision", "amp"),
+            also="mixed_precision amp",
             synonyms={
-                "fp32": ("32", "32-true", "float32", "no", "full"),
-                "bf16": ("bf16-mixed", "bf16-true", "bfloat16"),
-                "fp16": ("16", "16-mixed", "16-true", "float16", "half"),
+                "fp32": "32 32-true float32 no full",
+                "bf16": "bf16-mixed bf16-true bfloat16",
+                "fp16": "16 16-mixed 16-true float16 half",
             },
             advice={"tf32|high|medium": "trainer.matmul_precision=high lets matrix products in fp32 use TF32."},
         ),
     ]
-    compile: Annotated[bool | CompileMode, Key(also=("torch_compile",))]
+    compile: Annotated[bool | CompileMode, Key(also="torch_compile")]
     channels_last: bool
     clip_grad_norm: Annotated[
-        float | None,
-        Key(above=0, also=("gradient_clip_val", "max_grad_norm", "clip_grad", "grad_clip"), synonyms={"null": _OFF}),
+        float | None, Key(above=0, also="gradient_clip_val max_grad_norm clip_grad grad_clip", synonyms={"null": _OFF})
     ]
     ema_decay: Annotated[
         float | None,
         Key(above=0, below=1, use="a number between 0 and 1, such as 0.999, or null", synonyms={"null": _OFF}),
     ]
     nonfinite: Literal["stop", "skip"]
-    log_every: Annotated[
-        int, Key(at_least=1, on_resume="free", also=("log_every_n_steps", "logging_steps", "log_interval"))
-    ]
+    log_every: Annotated[int, Key(at_least=1, on_resume="free", also="log_every_n_steps logging_steps log_interval")]
     eval_every: Annotated[
         Literal["epoch"] | int,
         Key(
             at_least=0,
             use="epoch, a number of steps, or 0 for never",
             on_resume="free",
-            also=(
-                "val_check_interval",
-                "check_val_every_n_epoch",
-                "eval_steps",
-                "eval_interval",
-                "eval_strategy",
-                "evaluation_strategy",
-            ),
-            synonyms={"0": ("no", "never")},
+            also="val_check_interval check_val_every_n_epoch eval_steps eval_interval eval_strategy "
+            "evaluation_strategy",
+            synonyms={"0": "no never"},
             advice={r"[\d.]+|\d+ ?epochs?": "It is a number of optimizer steps, or epoch."},
         ),
     ]
@@ -155,8 +139,8 @@ class Trainer:
             at_least=0,
             use="epoch, a number of steps, or 0 for never",
             on_resume="free",
-            also=("save_steps", "save_interval", "save_strategy"),
-            synonyms={"0": ("no", "never")},
+            also="save_steps save_interval save_strategy",
+            synonyms={"0": "no never"},
             advice={"best": "trainer.keep_best=max:eval/accuracy keeps the best one, too."},
         ),
     ]
@@ -167,8 +151,8 @@ class Trainer:
             at_least=1,
             use="1 or more, or null for all",
             on_resume="free",
-            also=("save_total_limit",),
-            synonyms={"null": ("all",)},
+            also="save_total_limit",
+            synonyms={"null": "all"},
         ),
     ]
     keep_best: Annotated[
@@ -192,32 +176,25 @@ class Trainer:
         Key(
             pattern=r"[^\W\d]\w*",
             use="the name of a class without its module, such as TransformerEncoderLayer, or null",
-            also=("compile_repeated_blocks", "use_regional_compilation"),
+            also="compile_repeated_blocks use_regional_compilation",
         ),
     ]
     activation_checkpointing: Annotated[
         tuple[str, ...] | None,
-        Key(on_resume="free", also=("gradient_checkpointing", "activation_checkpoint", "use_gradient_checkpointing")),
+        Key(on_resume="free", also="gradient_checkpointing activation_checkpoint use_gradient_checkpointing"),
     ]
     matmul_precision: Annotated[
         Literal["highest", "high", "medium"],
         Key(
-            also=("float32_matmul_precision", "allow_tf32", "tf32"),
-            synonyms={
-                "highest": ("fp32", "float32", "false"),
-                "high": ("tf32", "true"),
-                "medium": ("bf16", "bfloat16"),
-            },
+            also="float32_matmul_precision allow_tf32 tf32",
+            synonyms={"highest": "fp32 float32 false", "high": "tf32 true", "medium": "bf16 bfloat16"},
         ),
     ]
     conv_precision: Annotated[
         Literal["fp32", "tf32"],
-        Key(
-            also=("cudnn_allow_tf32", "allow_tf32_conv"),
-            synonyms={"fp32": ("false", "highest"), "tf32": ("true", "high")},
-        ),
+        Key(also="cudnn_allow_tf32 allow_tf32_conv", synonyms={"fp32": "false highest", "tf32": "true high"}),
     ]
-    cudnn_benchmark: Annotated[bool, Key(also=("benchmark",))]
+    cudnn_benchmark: Annotated[bool, Key(also="benchmark")]
     max_seconds: Annotated[float | None, Key(above=0, below=math.inf)]
     swa_start: Annotated[int | None, Key(at_least=0)]
     swa_every: Annotated[Literal["epoch"] | int, Key(at_least=1)]
@@ -232,15 +209,11 @@ class Trainer:
     ]
     limit_eval_batches: Annotated[
         int | None,
-        Key(
-            at_least=1,
-            on_resume="free",
-            also=("limit_val_batches", "limit_test_batches", "limit_predict_batches", "eval_iters"),
-        ),
+        Key(at_least=1, on_resume="free", also="limit_val_batches limit_test_batches limit_predict_batches eval_iters"),
     ]
-    clip_grad_value: Annotated[float | None, Key(above=0, also=("clip_value", "clip_grad_by_value", "max_grad_value"))]
-    eval_at_start: Annotated[bool, Key(on_resume="free", also=("eval_on_start",))]
-    keep_best_k: Annotated[int, Key(at_least=1, on_resume="free", also=("save_top_k",))]
+    clip_grad_value: Annotated[float | None, Key(above=0, also="clip_value clip_grad_by_value max_grad_value")]
+    eval_at_start: Annotated[bool, Key(on_resume="free", also="eval_on_start")]
+    keep_best_k: Annotated[int, Key(at_least=1, on_resume="free", also="save_top_k")]
     keep_every: Annotated[int | None, Key(at_least=1, on_resume="free")]
     compare_replicas: Annotated[int | None, Key(at_least=1, on_resume="free")]
     param_groups: tuple[ParamGroup, ...] | None

@@ -31,7 +31,7 @@ class FSDPOptions(Options):
     broadcast_buffers: bool
     reduce_through: Annotated[Literal["auto", "shared_memory", "backend"], Key(on_resume="free")]
     whole: tuple[str, ...]
-    dp_replicate_size: Annotated[int, Key(at_least=1, also=("data_parallel_replicate_degree",))]
+    dp_replicate_size: Annotated[int, Key(at_least=1, also="data_parallel_replicate_degree")]
     gather_in_evaluation: bool
     init: Literal["whole", "replay", "reset_parameters"]
     reduce_each_micro_batch: bool = False
