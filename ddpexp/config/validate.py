@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ddpexp.config.check_optimizer import check_has_average, check_optimizer
+from ddpexp.config.check_optimizer import arguments_of, check_has_average, check_optimizer
 from ddpexp.config.numerics import check_param_dtype, check_speed
-from ddpexp.config.optimizer_arguments import arguments_of, check_arguments
 from ddpexp.config.param_groups import check_layers_and_late_starts, check_param_groups
 from ddpexp.config.sampling import check_epoch, check_sampling, training_micro_batch_size, training_plan
 from ddpexp.config.schema import Experiment
@@ -74,7 +73,6 @@ def check(experiment: Experiment) -> None:
     check_layers_and_late_starts(experiment.trainer)
     _check_run(experiment.run)
     check_sampling(experiment.data)
-    check_arguments(experiment.optimizer)
     check_epoch(experiment.data, experiment.trainer.global_batch_size)
     check_has_average(experiment)
     _check_reduction(experiment.trainer)

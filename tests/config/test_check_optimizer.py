@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from ddpexp.config.optimizer_arguments import _ARGUMENTS
+from ddpexp.config.check_optimizer import _ARGUMENTS
 
 
 @pytest.mark.parametrize("name", sorted(_ARGUMENTS))
