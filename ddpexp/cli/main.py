@@ -6,7 +6,6 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import FrameType
@@ -15,7 +14,7 @@ from typing import TextIO
 from ddpexp.cli import no_verb, verbs
 from ddpexp.cli.forks import will_fork
 from ddpexp.cli.launching import check_runs_once, launch
-from ddpexp.cli.verb import HELP, Call, Verb, load
+from ddpexp.cli.verb import HELP, Verb
 from ddpexp.compat.python import calling_frame
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch.workers.client import Server
@@ -82,7 +81,7 @@ def _call(verb: Verb, argv: list[str], server: Server | None) -> int:
         show(verb.help())
         return EXIT_DONE
     call = verb.call(argv, sys.argv, server)
-    function: Callable[[Call], int] = load(verb.function)
+    function = verb.load()
     if verb.is_interruptible:
         outcome.stop_on_signals()
     return function(call)

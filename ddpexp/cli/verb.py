@@ -61,7 +61,7 @@ class Verb:
     arguments: str  # as the usage shows them
     summary: str  # one line
     about: str  # what it does, in the usage
-    function: str  # module:function, which gets a Call and returns the exit code
+    function: str = ""  # module:function, which gets a Call and returns the exit code; empty: ddpexp.cli.NAME:NAME
     operands: Operands = "overrides"
     options: tuple[Option, ...] = ()
     notes: str = ""  # below the options
@@ -83,6 +83,10 @@ class Verb:
     def takes_overrides(self) -> bool:
         """Whether overrides, and --config-dir, can be typed."""
         return self.operands in ("overrides", "run", "weights")
+
+    def load(self) -> Callable[[Call], int]:
+        """Import and return the function that answers it."""
+        return load(self.function or f"ddpexp.cli.{self.name}:{self.name}")
 
     def help(self) -> str:
         """Return what `ddpexp NAME --help` prints."""

@@ -23,7 +23,6 @@ says. Another launcher is typed as launcher=..., its settings as
 launcher.key=..., and what is to change in the training itself as
 trainer.epochs=4 or optimizer.lr=0.01. A run with code of your own needs
 --config-dir DIR or run.trust=[...] again. A sweep's directory resumes it.""",
-        function="ddpexp.cli.resume:resume",
         operands="run",
         missing="resume what?",
         forks="stored launcher",
@@ -38,7 +37,6 @@ Evaluate the newest weights of a run directory, or a safetensors file, on the
 run's evaluation data. Weights that lie in no run directory need a recipe:
 
     ddpexp evaluate weights.safetensors recipe=mnist""",
-        function="ddpexp.cli.evaluate:evaluate",
         operands="weights",
         options=(
             Option("--split", "evaluate these sets; default: all but the one named test", "NAME,NAME", "test"),
@@ -57,7 +55,6 @@ run's evaluation data. Weights that lie in no run directory need a recipe:
 Write what the task's method predict returns for each sample of a data set, in
 their order, with the newest weights of a run directory, those of a checkpoint
 or of a safetensors file.""",
-        function="ddpexp.cli.predict:predict",
         operands="weights",
         options=(
             Option(
@@ -82,7 +79,6 @@ or of a safetensors file.""",
         about="""\
 Write the newest model of a run directory, or that of a checkpoint, into a new
 folder, and compare it with the model on a batch of the data.""",
-        function="ddpexp.cli.export:export",
         is_interruptible=True,
         operands="run",
         options=(
@@ -105,7 +101,6 @@ folder, and compare it with the model on a batch of the data.""",
         "RUN_DIR [--prompt TEXT] [--tokens N] [options]",
         "print what a language model of a run writes",
         about="Print what the model of a run with data=text writes, on a GPU if there is one.",
-        function="ddpexp.cli.generate:generate",
         operands="run",
         options=(
             Option("--prompt", "what it continues; default: a new line", "TEXT", "'To be'", may_be_empty=True),
@@ -124,7 +119,6 @@ folder, and compare it with the model on a batch of the data.""",
         "DIR [--json]",
         "how far a run or a sweep is, and what to type next",
         about="Show how far a run or the jobs of a sweep are, where they run, and what to type\nto resume them.",
-        function="ddpexp.cli.status:status",
         is_interruptible=True,
         operands="directory",
         options=(_JSON,),
@@ -141,7 +135,6 @@ got: after an outage, a killed run, or a run without a network. What is sent is
 marked in the run directory: nothing is sent twice. Refused while the run runs,
 which sends by itself. Keys of the loggers may change: logger.wandb.mode=online.
 A run with a logger of your own needs --config-dir DIR or run.trust=[...] again.""",
-        function="ddpexp.cli.sync:sync",
         is_interruptible=True,
         operands="run",
         options=(Option("--json", "print the numbers of steps for programs"),),
@@ -160,7 +153,6 @@ a second table has their mean and std. A terminal gets as many columns as fit,
 those that distinguish most runs; a file or a pipe gets all of them.
 Of one sweep it also writes sweep.csv, sweep.md and sweep.png into its
 directory, of anything into the FOLDER behind --out.""",
-        function="ddpexp.cli.table:table",
         is_interruptible=True,
         operands="directories",
         instead=dict.fromkeys(("sort", "sort_by", "order_by"), _SORTED),
@@ -191,7 +183,6 @@ Report what a run with these overrides would be: its workers and batches, the
 memory of a rank, the size of a checkpoint, the time of a step. Nothing is
 trained and no machine is needed: trainer.device=cuda trainer.gpus=8
 trainer.nodes=512 plans for 4,096 GPUs.""",
-        function="ddpexp.cli.plan:plan",
         is_interruptible=True,
         options=(
             Option("--strategies", "compare the strategies: what a rank holds, what fits"),
@@ -223,7 +214,6 @@ Report what a run with these overrides would meet on this machine: GPUs,
 driver, links and a measured all-reduce, memory, limits, file systems, clock,
 network, scheduler, versions. Each line is good, doubtful or bad, with what to
 do. Nothing is trained, and no data is needed.""",
-        function="ddpexp.cli.doctor:doctor",
         options=(Option("--json", "for programs: an object per line"),),
         notes="""\
 Several hosts are examined together where the launcher's own program starts the
@@ -244,7 +234,6 @@ The exit code is 1 if a line is bad. docs/doctor.md explains the lines.""",
 Train two steps of the experiment in a temporary folder, which is removed:
 with an evaluation, a checkpoint, a resume from it, and at one and two workers.
 Each line is ok, a problem with the line of the recipe, or not checked.""",
-        function="ddpexp.cli.check:check",
         missing="check what? Name the experiment as for a training, for example ddpexp check recipe=mnist.",
         options=(Option("--json", "for programs: an object per line"),),
         notes="The exit code is 1 if there is a problem. docs/check.md explains the lines.",
@@ -258,7 +247,6 @@ Each line is ok, a problem with the line of the recipe, or not checked.""",
         about="""\
 Prepare the data of an experiment as a run would, without starting workers,
 and print what it is: samples, classes, cache and bytes.""",
-        function="ddpexp.cli.data:data",
         is_interruptible=True,
         options=(
             Option(
@@ -296,7 +284,6 @@ An address (with all below it), a name on a hub or a variable of the
 environment counts in a run directory without being restated, whoever made it:
 
     ddpexp trust https://data.example.org hub:stanfordnlp/imdb oc.env:TOKEN""",
-        function="ddpexp.cli.trust:trust",
         operands="names",
         options=(Option("--remove", "trust these names no longer"),),
         also=("allow", "untrust"),
@@ -309,7 +296,6 @@ environment counts in a run directory without being restated, whoever made it:
 Make a folder NAME with a project of your own: a package with a recipe and its
 YAML file, a test, a README and a pyproject.toml. After `pip install -e NAME`
 every command knows recipe=NAME, without --config-dir and run.trust.""",
-        function="ddpexp.cli.new:new",
         operands="names",
         missing="new what? Name the folder, as in ddpexp new mine.",
         options=(Option("--like", "what it begins with:", "PROJECT", "table", values="ddpexp.cli.new:kinds"),),
@@ -327,7 +313,6 @@ YAML completes and checks the files that name it in their first line:
 
     ddpexp schema > recipe.schema.json
     # yaml-language-server: $schema=recipe.schema.json""",
-        function="ddpexp.cli.schema:schema",
         operands="names",
         also=("json-schema", "jsonschema"),
     ),
@@ -360,7 +345,6 @@ and folders, for ddpexp and for python -m ddpexp. To have it in every shell:
     bash  echo 'eval "$(ddpexp completion bash)"' >> ~/.bashrc
     zsh   echo 'eval "$(ddpexp completion zsh)"' >> ~/.zshrc
     fish  echo 'ddpexp completion fish | source' >> ~/.config/fish/config.fish""",
-        function="ddpexp.cli.completion:completion",
         operands="shell",
     ),
 )

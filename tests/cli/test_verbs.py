@@ -16,7 +16,7 @@ from tests.typed import call
 
 @pytest.mark.parametrize("verb", [*verbs.VERBS, verbs.MEMBER], ids=lambda verb: verb.name)
 def test_what_a_verb_names_is_there(verb: Verb) -> None:
-    assert callable(load(verb.function))
+    assert callable(verb.load())
     for name in (verb.list_more, *(option.values for option in verb.options)):
         if name not in ("", "paths"):
             assert load(name)()
