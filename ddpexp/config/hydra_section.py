@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
 from ddpexp.config.build import shown
+from ddpexp.config.folders import conf_folder
 from ddpexp.config.instantiate import Trust, targets
+from ddpexp.config.replaced_targets import in_package
 from ddpexp.errors import RefusedError
 from ddpexp.system.yaml_text import load_yaml
 
@@ -22,23 +24,7 @@ _OBEYED = re.compile(
 )
 _OF_SWEEPS = re.compile(r"hydra(\.sweep\.dir$|[./]sweeper\b)")
 _OF_A_RUN = re.compile(r"hydra\.job\.(name$|config\.override_dirname\.)")
-# What the others are here, as Hydra 1.3 composes it.
-_HERE: Mapping[str, Any] = {
-    "hydra.run.dir": ".",
-    "hydra.sweep.subdir": "${hydra.job.num}",
-    **{
-        f"hydra.{section}.{key}": value
-        for section in ("hydra_logging", "job_logging")
-        for key, value in (("version", 1), ("root", None), ("disable_existing_loggers", False))
-    },
-    "hydra.env": {},
-    "hydra.callbacks": {},
-    "hydra.output_subdir": None,
-    "hydra.job.chdir": False,
-    "hydra.job.env_set": {},
-    "hydra.job.env_copy": [],
-    "hydra.verbose": False,
-}
+_UNCHANGED = {"hydra.run.dir": ".", "hydra.sweep.subdir": "${hydra.job.num}"}  # a file may say what is so anyway
 _ADVICE = (
     ("sweep.subdir", "The jobs' directories are named by their number and what is their own."),
     (
@@ -55,6 +41,7 @@ _ADVICE = (
     ("job_logging", "A run's log is run.log in its directory, and each rank's ranks/RANK.log."),
     ("hydra_logging", "A run's log is run.log in its directory, and each rank's ranks/RANK.log."),
 )
+_NO_CHOICE = (None, "none", "default", "basic")
 _ANSWERED = ("runtime.cwd", "runtime.version", "runtime.choices", "job.name", "job.config_name", "mode")
 _FORMED = re.compile(r"\$\{hydra:([\w./-]+)\}")
 
@@ -94,53 +81,22 @@ def no_effect(setting: str, key: str) -> RefusedError:
     return RefusedError("Hydra's own settings have no effect here", suggestion=advice, place=setting)
 
 
-def check_nothing_ignored(
-    section: Mapping[str, Any], launcher: str, plain: Callable[[], Mapping[str, Any]], files: Sequence[Path]
-) -> None:
-    """Look at what config files set in Hydra's own section, as it is composed.
-
-    `launcher` is the class of Hydra's own launcher. `plain` composes the section from no files but ours, which takes
-    time: it is only called where something is other than it should be. `files` are those that were read.
+def check_files(files: Sequence[tuple[Path, str]]) -> None:
+    """Look at what config files, each with the package of its keys, choose and set of Hydra's own.
 
     Raises:
-        RefusedError: one of them sets what would have no effect.
+        RefusedError: one of them chooses or sets what has no effect.
     """
-    settings = _settings(section)
-    if settings == {**_HERE, "hydra.launcher._target_": launcher}:
-        return
-    expected = _settings(plain())
-    changed = next(
-        (key for key in (*settings, *expected) if settings.get(key, expected) != expected.get(key, settings)), None
-    )
-    if changed is None:
-        return
-    setting = f"{changed}={shown(settings.get(changed, expected.get(changed)))}"
-    last = changed.rpartition(".")[2]
-    file = next((path for path in reversed(files) if all(text in path.read_text() for text in ("hydra", last))), None)
-    where = f"{file} sets {setting}" if file is not None else f"a config file sets {setting}"
-    raise no_effect(where, changed)
-
-
-def check_no_ignored_options(files: Sequence[Path]) -> None:
-    """Look at what config files choose of Hydra's own groups: ours are chosen first, and later ones have no effect.
-
-    Raises:
-        RefusedError: one of them chooses something.
-    """
-    for path in files:
+    for path, package in files:
         text = path.read_text(errors="replace")
-        if "hydra/" not in text:
+        written = load_yaml(text) if "hydra" in f"{text} {package}" else None
+        if not isinstance(written, Mapping) or path.is_relative_to(conf_folder()):
             continue
-        written = load_yaml(text)
-        for entry in written.get("defaults") or () if isinstance(written, dict) else ():
-            for key, option in entry.items() if isinstance(entry, dict) else ():
-                group = str(key).removeprefix("override").strip().lstrip("/").partition("@")[0]
-                if (
-                    group.startswith("hydra/")
-                    and not _OBEYED.match(group)
-                    and option not in (None, "none", "default", "basic")
-                ):
-                    raise no_effect(f"{path} chooses {group}={option}", group)
+        for group, option in _choices(written.get("defaults")):
+            if group.startswith("hydra/") and not _OBEYED.match(group) and option not in _NO_CHOICE:
+                raise no_effect(f"{path} chooses {group}={option}", group)
+        for key, value in _settings(in_package(package, written).get("hydra"), "hydra"):
+            raise no_effect(f"{path} sets {key}={shown(value)}", key)
 
 
 def check_code_of_sweeper(sweeper: Any, offered: Collection[str], trust: Trust) -> None:
@@ -164,19 +120,20 @@ def check_code_of_sweeper(sweeper: Any, offered: Collection[str], trust: Trust) 
             )
 
 
-def _settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is in Hydra's section beside what is obeyed and what Hydra fills in itself, by whole keys."""
-    settings: dict[str, Any] = {}
+def _choices(defaults: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the groups of a list of defaults, each with the option that it chooses."""
+    for entry in defaults if isinstance(defaults, list) else ():
+        for key, option in entry.items() if isinstance(entry, Mapping) else ():
+            yield str(key).removeprefix("override").strip().lstrip("/").partition("@")[0], option
 
-    def walk(values: Any, where: str) -> None:
-        if isinstance(values, dict) and values and where != "hydra.callbacks":
-            for key, value in values.items():
-                walk(value, f"{where}.{key}")
-        elif not _OBEYED.match(where) and (where, values) != ("hydra.aliases", {}):  # which Hydra 1.3 has not
-            settings[where] = values
 
-    walk(section, "hydra")
-    return settings
+def _settings(values: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values in Hydra's section that have no effect, by whole keys."""
+    if isinstance(values, Mapping) and where != "hydra.callbacks":
+        for key, value in values.items():
+            yield from _settings(value, f"{where}.{key}")
+    elif values and not _OBEYED.match(where) and values != _UNCHANGED.get(where):
+        yield where, values
 
 
 # What `${hydra:...}` stands for

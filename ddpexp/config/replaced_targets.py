@@ -102,7 +102,7 @@ def _inherited(files: Sequence[tuple[Path, str]], typed: Mapping[str, str]) -> t
     wanted: dict[str, Any] = {}
     replaced: set[str] = set()
     for path, package in files:
-        values = _below(package, _read(path))
+        values = in_package(package, _read(path))
         for section in SECTIONS:
             node = values.get(section)
             if not isinstance(node, Mapping):
@@ -137,7 +137,8 @@ def _read(path: Path) -> Mapping[str, Any]:
     return {key: value for key, value in values.items() if key != "defaults"} if isinstance(values, dict) else {}
 
 
-def _below(package: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def in_package(package: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of a file with the sections around them that its package names."""
     for key in reversed([key for key in package.split(".") if key not in ("", "_global_")]):
         values = {key: values}
     return values

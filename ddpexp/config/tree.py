@@ -26,7 +26,7 @@ from ddpexp.config import sentences
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import unknown_key
 from ddpexp.config.folders import LISTED, added_folder, conf_folder, options
-from ddpexp.config.hydra_section import check_no_ignored_options, check_nothing_ignored
+from ddpexp.config.hydra_section import check_files
 from ddpexp.config.instantiate import targets
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.override_syntax import unread
@@ -87,7 +87,7 @@ def compose_tree(overrides: Sequence[str], added: Path | None) -> Tree:
     with _opened(added) as files:
         read = files.read_for(overrides)
         values = _plain(_composed(files, read, overrides))
-        _check_hydra_section(files, read, values["hydra"])
+        check_files(read)
     tree = Tree(values, values.pop("hydra"), tuple(overrides), added, files.folders, files.packages)
     return replace(tree, values=_without_unchosen(tree))
 
@@ -106,7 +106,7 @@ def compose_sweep_tree(overrides: Sequence[str], added: Path | None) -> SweepTre
         cfg.hydra.overrides.task = list(overrides)  # what sweepers read
         values = _plain(cfg)
         section = values.pop("hydra")
-        _check_hydra_section(files, files.read_for(overrides), section)
+        check_files(files.read_for(overrides))
         params = section["sweeper"].get("params") or {}
         of_file = parser.parse_overrides([f"{key}={value}" for key, value in params.items()])
         trust = [override.value() for override in typed if override.get_key_element().lstrip("+") == "run.trust"]
@@ -340,15 +340,6 @@ def _nothing_to_delete(files: _Files, key: str, overrides: Sequence[str]) -> Ref
         )
     names = [str(child) for child in section if child != "hydra"] if isinstance(section, DictConfig) else []
     return unknown_key(name, names, parent)
-
-
-def _check_hydra_section(files: _Files, read: Sequence[tuple[Path, str]], section: Mapping[str, Any]) -> None:
-    """Check what the files of the user and of packages set in Hydra's own section."""
-    outside = [path for path, _ in read if not path.is_relative_to(conf_folder())]
-    if outside:
-        check_no_ignored_options(outside)
-        launcher = ConfigStore.instance().load("hydra/launcher/basic.yaml").node["_target_"]
-        check_nothing_ignored(section, launcher, lambda: files.values([])["hydra"], outside)
 
 
 def _without_unchosen(tree: Tree) -> dict[str, Any]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import yaml
 
 from ddpexp.config.compose import compose, compose_command
-from ddpexp.config.hydra_section import check_nothing_ignored
 from ddpexp.config.parse import load, parse
 from ddpexp.config.resolve import Composed
 from ddpexp.config.stored import override_file
@@ -112,19 +110,6 @@ def test_so_is_one_that_an_option_of_another_group_or_a_package_header_sets(tmp_
 def test_what_a_file_says_as_it_is_anyway_is_no_reason_to_refuse(tmp_path: Path) -> None:
     text = "hydra: {job: {chdir: false, name: digits}, output_subdir: null, verbose: false, run: {dir: .}}"
     assert one(recipe(tmp_path, text)).warnings == ()
-
-
-def test_nothing_is_composed_twice_for_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def called() -> NoReturn:
-        raise AssertionError("what Hydra's section holds here is no longer what ddpexp expects of it")
-
-    overrides = recipe(tmp_path, "")
-    monkeypatch.setattr(
-        "ddpexp.config.tree.check_nothing_ignored",
-        lambda section, launcher, *_: check_nothing_ignored(section, launcher, called, ()),
-    )
-    one(overrides)
-    sweep([*overrides, "-m", "trainer.seed=1,2"])
 
 
 # A sweep by a config file
