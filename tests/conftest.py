@@ -25,10 +25,10 @@ import pytest
 
 from ddpexp.cli import verbs
 from ddpexp.config import plugins
-from ddpexp.config.suggestions import refusals
 from ddpexp.errors import DdpexpError
 from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.workers import client
+from tests.suggestions import refusals
 from tests.warm.forks import constructor
 from tests.warm.popen import start_command
 from tests.warm.state import COMMANDS, SOCKET, VARIABLES, ignored_signals, state
@@ -355,7 +355,7 @@ def refused_suggestions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def checked(error: DdpexpError, *arguments: Any, **fields: Any) -> None:
         initialize(error, *arguments, **fields)
-        refused.extend(refusals(error.suggestion, commands=verbs.NAMES))
+        refused.extend(refusals(error.suggestion))
 
     monkeypatch.setattr(DdpexpError, "__init__", checked)
     yield refused

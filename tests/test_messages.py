@@ -8,11 +8,11 @@ import re
 
 import pytest
 
-from ddpexp.cli import verbs
-from ddpexp.config.suggestions import drop_refused, refusals
+from ddpexp.config.suggestions import drop_refused
 from ddpexp.errors import CodeError, DdpexpError, RefusedError
 from tests import write_messages
 from tests.conftest import Ddpexp
+from tests.suggestions import refusals
 
 MESSAGES = list(write_messages.messages())
 OVERRIDE = re.compile(r"(trainer|data|run|launcher|strategy|optimizer|sweep)\.\w+[=:]? (?!and )")
@@ -31,7 +31,7 @@ def test_no_message_suggests_what_would_be_refused() -> None:
     wrong = [
         f"{message.path}:{message.line}: {refusal}"
         for message in MESSAGES
-        for refusal in refusals(message.fields.get("suggestion", ""), shipped_only=True, commands=verbs.NAMES)
+        for refusal in refusals(message.fields.get("suggestion", ""), shipped_only=True)
     ]
     assert not wrong
 
@@ -101,7 +101,7 @@ def test_fields_have_the_value_as_it_is_typed() -> None:
     ],
 )
 def test_a_suggestion_is_parsed(suggestion: str, is_accepted: bool) -> None:
-    assert (not list(refusals(suggestion, shipped_only=True, commands=verbs.NAMES))) == is_accepted
+    assert (not list(refusals(suggestion, shipped_only=True))) == is_accepted
 
 
 def test_a_suggestion_that_would_be_refused_is_not_printed(refused_suggestions: list[str]) -> None:
