@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import DdpexpError
-from ddpexp.strategy.replica import Models
+from ddpexp.strategy.replica import Models, modules_of
 from ddpexp.task import HasTrainStep, Task
 from ddpexp.train.precision import Precision
 
@@ -56,7 +56,7 @@ class Subject:
             task, model = deepcopy((self.task, self.model))
         except Exception:  # whatever an object of the user raises
             task, model, is_copy = self.task, self.model, False
-        modules: Models = {"model": model} if isinstance(model, nn.Module) else dict(model)
+        modules = modules_of(model)
         for module in modules.values():
             module.train(trains and not self.is_manual)  # without the noise of dropout, for whole and halves
         return replace(self, task=task, model=model, modules=modules, is_copy=is_copy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.run.directory import RunDir
 from ddpexp.system import files
-from ddpexp.system.oom import available_bytes
+from ddpexp.system.oom import bound_memory
 from ddpexp.system.text import first_few
 from ddpexp.system.user_code import place_in_code
 from ddpexp.train import gpu_memory, worker
@@ -51,7 +50,7 @@ def _check(request: Mapping[str, Any], control: Control) -> None:
     log = open_log(world, control, None)
     run = RunDir(Path(request["run"]))
     if layout.device == "cpu" and request["part"] == "one":
-        _limit_memory()
+        bound_memory()
     context = RunContext(run, experiment, layout, request["data"], request["init_from"], world, control, log)
     built = worker.build(context)
     worker.restore(context, built)
@@ -263,13 +262,3 @@ def _read(function: Callable[[], list[Any]]) -> list[Any]:
         return function()
     except Exception:  # training reports it
         return []
-
-
-def _limit_memory() -> None:
-    """Let an allocation that this machine has no memory for fail, instead of waking the kernel's OOM killer."""
-    with open("/proc/self/status") as file:
-        used = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    limit = used + available_bytes()
-    if hard == resource.RLIM_INFINITY or limit < hard:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

@@ -21,6 +21,7 @@ from torch import Tensor
 from ddpexp.checkpoint.layout import ties
 from ddpexp.errors import RefusedError
 from ddpexp.system import files
+from ddpexp.system.oom import private_bytes
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.text import first_few, sanitize
 
@@ -38,7 +39,7 @@ def convert_and_answer(parent: int, answers: int, source: str, target: str, aver
     size = os.path.getsize(source)
     seconds = _SECONDS + size // _BYTES_PER_SECOND
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_DATA, (_private_bytes() + _SPARE_BYTES + _COPIES * size,) * 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (private_bytes() + _SPARE_BYTES + _COPIES * size,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + (1 << 24),) * 2)
     answer: dict[str, Any]
     try:
@@ -112,9 +113,3 @@ def _write(tensors: Mapping[str, Tensor], target: Path) -> None:
         partial.rename(target)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _private_bytes() -> int:
-    """Return the private writable memory of this process. Source: proc(5), VmData. Units: bytes."""
-    with open("/proc/self/status") as file:
-        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmData")), 0)

@@ -32,7 +32,7 @@ def draw(experiment: Experiment, prepared: Mapping[str, Any] | None, file: Path)
     Raises:
         RefusedError: a batch does not begin with images. OSError: the file cannot be written.
     """
-    world = World(0, 0, 0, 1, 1, torch.device("cpu"))
+    world = World.alone()
     splits = arrange(load_data(experiment, prepared, world), experiment, world)
     trainer = experiment.trainer
     plan = plan_batches(trainer.global_batch_size, "auto", 1)

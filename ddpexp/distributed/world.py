@@ -110,6 +110,11 @@ class World:
         node_rank = int(environ.get("GROUP_RANK", rank // local_size))
         return cls(rank, local_rank, node_rank, size, local_size, device, timeout_seconds)
 
+    @classmethod
+    def alone(cls, device: torch.device | None = None) -> World:
+        """Return the world of a process that is no worker, on the CPU if no device is given."""
+        return cls(0, 0, 0, 1, 1, torch.device("cpu") if device is None else device)
+
     @property
     def is_rank_zero(self) -> bool:
         """Return whether this is the rank that writes files and logs."""

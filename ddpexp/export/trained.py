@@ -17,6 +17,7 @@ from ddpexp.checkpoint.loading import load_weights
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
 from ddpexp.export.weights import export_adapters, export_weights
+from ddpexp.strategy.replica import modules_of
 from ddpexp.train.build import build_model
 from ddpexp.train.offline import without_downloads
 
@@ -33,7 +34,15 @@ def saved_model(experiment: Experiment, folder: Path, averaged: bool) -> Any:
 
 
 def load_into(model: Any, folder: Path, averaged: bool) -> None:
-    """Load the weights of a checkpoint into a module, or into a mapping of names to modules."""
+    """Load the weights of a checkpoint into a module, or into a mapping of names to modules.
+
+    Raises:
+        RefusedError: it is neither.
+    """
+    if not isinstance(model, nn.Module) and not (
+        isinstance(model, Mapping) and all(isinstance(module, nn.Module) for module in model.values())
+    ):
+        raise RefusedError("is neither a torch.nn.Module nor a mapping of names to modules", place=type(model).__name__)
     load_weights(modules_of(model), folder, str(folder), averaged)
 
 
@@ -51,19 +60,6 @@ def export(source: Path, folder: Path, averaged: bool, adapters: bool, max_file_
         else:
             written += export_weights(source / name, target, max_file_bytes)
     return written
-
-
-def modules_of(model: Any) -> dict[str, nn.Module]:
-    """Return the modules by the names that their weights have in a checkpoint.
-
-    Raises:
-        RefusedError: it is neither a module nor a mapping of names to modules.
-    """
-    if isinstance(model, nn.Module):
-        return {"model": model}
-    if isinstance(model, Mapping) and all(isinstance(module, nn.Module) for module in model.values()):
-        return dict(model)
-    raise RefusedError("is neither a torch.nn.Module nor a mapping of names to modules", place=type(model).__name__)
 
 
 @contextmanager

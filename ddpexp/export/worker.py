@@ -128,7 +128,7 @@ def _plain(experiment: Experiment, folder: Path) -> nn.Module:
 
 def _inputs(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Tensor:
     """Return what the model gets of a batch of the data."""
-    splits = open_data(experiment, prepared, World(0, 0, 0, 1, 1, _CPU))
+    splits = open_data(experiment, prepared, World.alone())
     data = next(iter(splits.evals.values()), splits.train)
     batch = EvalBatches(data, _SAMPLES, 0, 1, _CPU).first()
     return inputs_of(batch)

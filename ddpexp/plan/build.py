@@ -8,7 +8,6 @@ configuration.
 
 from __future__ import annotations
 
-import resource
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -40,20 +39,17 @@ from ddpexp.launch import Layout
 from ddpexp.plan.activations import measure
 from ddpexp.plan.rate_curves import curves_of
 from ddpexp.strategy.estimator import Facts, Parameter, ParamGroup
-from ddpexp.strategy.param_dtype import lowered
-from ddpexp.strategy.replica import Models
+from ddpexp.strategy.replica import Models, modules_of
 from ddpexp.system.limits import reason
-from ddpexp.system.oom import memory_left
-from ddpexp.train.build import count_steps, open_data
+from ddpexp.system.oom import bound_memory
+from ddpexp.train.build import build_model, count_steps, open_data
 from ddpexp.train.build_optimizers import build_optimizers
-from ddpexp.train.freezing import LateStarts, freeze
-from ddpexp.train.lora import add_adapters
+from ddpexp.train.freezing import LateStarts
 from ddpexp.train.optimizer_average import HasModes
 from ddpexp.train.param_groups import describe, groups_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it
-_ALONE = World(0, 0, 0, 1, 1, _CPU)
 
 
 def collect_all(request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -92,7 +88,10 @@ def collect(
     data_size = experiment.strategy.data_rank(0, layout.world_size).size
     plan = training_plan(experiment, data_size)
     before = _own_memory()
-    splits = open_data(experiment, prepared, _ALONE) if num_samples is None else _placeholder(experiment, num_samples)
+    if num_samples is None:
+        splits = open_data(experiment, prepared, World.alone())
+    else:
+        splits = _placeholder(experiment, num_samples)
     train, there = splits.train, num_samples is None and _on_device(experiment, splits)
     data_bytes = max(0, _own_memory() - before) if num_samples is None else None
     if isinstance(train, Stream):
@@ -201,11 +200,10 @@ def _placeholder(experiment: Experiment, num_samples: int) -> Splits:
 
 def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool, torch.device]:
     """Build the models as a worker does, without memory; where their code does not work so, in memory."""
-    torch.manual_seed(experiment.trainer.seed)
     device = _META
     try:
         with _META:
-            built = instantiate(experiment.model, experiment.trust, "model")
+            built = build_model(experiment)
     except RefusedError:
         raise
     except Exception as error:
@@ -213,13 +211,9 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
             f"built in memory, because its code does not work on torch's meta device ({type(error).__name__}: {error})"
         )
         device = _CPU
-        _bound_memory()
-        built = instantiate(experiment.model, experiment.trust, "model")
-    add_adapters(built, experiment.trainer)
-    freeze(built, experiment.trainer)
-    built = lowered(built, experiment.trainer)
-    single = isinstance(built, nn.Module)
-    models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
+        bound_memory()
+        built = build_model(experiment)
+    models = modules_of(built)
     for name, module in models.items():
         if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
             raise RefusedError(
@@ -227,7 +221,7 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
                 suggestion="Give its layers their input sizes.",
             )
         module.to(device)
-    return models, single, device
+    return models, isinstance(built, nn.Module), device
 
 
 def _optimizers(experiment: Experiment, models: Models, single: bool) -> Mapping[str, Optimizer]:
@@ -300,12 +294,3 @@ def _own_memory() -> int:
     """Return the memory that this process has for itself alone. Units: bytes. Source: proc(5), RssAnon."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
-
-
-def _bound_memory() -> None:
-    """Take no more than what is free now: a model that is too large for this machine ends this process, not others."""
-    with open("/proc/meminfo") as file:
-        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    if (left := memory_left()) is not None:
-        free = min(free, left)
-    resource.setrlimit(resource.RLIMIT_DATA, (free + _own_memory(), resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -31,6 +31,11 @@ from ddpexp.task import OptimizerStep, Sums
 Models = dict[str, nn.Module]
 
 
+def modules_of(built: Any) -> Models:
+    """Return what a model function has returned by the names of the weights in a checkpoint; `model` if it is one."""
+    return {"model": built} if isinstance(built, nn.Module) else dict(built)
+
+
 class Replicas:
     """Base class for strategies in which every rank holds the whole model and gradients are reduced once a step.
 
@@ -57,7 +62,7 @@ class Replicas:
         """
         built = factory()
         self.single = isinstance(built, nn.Module)
-        self.modules: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
+        self.modules = modules_of(built)
         for name, module in self.modules.items():
             module.to(world.device)
             if channels_last:

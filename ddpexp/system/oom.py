@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,10 +116,19 @@ def _human(num_bytes: int) -> str:
 def available_bytes(root: Path = Path("/")) -> int:
     """Return how much memory this process can still get: of the machine, or within its control groups."""
     with (root / "proc/meminfo").open() as file:
-        free = [next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))]
-    for folder, version in control_groups("memory", root):
-        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit, used = (_Counter(folder / name).read() for name in names)
-        if 0 < limit < _UNLIMITED:
-            free.append(max(0, limit - used))
-    return min(free)
+        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    left = memory_left(root)
+    return free if left is None else min(free, left)
+
+
+def bound_memory() -> None:
+    """Let an allocation that this machine has no memory for fail, instead of waking the kernel's OOM killer."""
+    limit, hard = private_bytes() + available_bytes(), resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def private_bytes() -> int:
+    """Return the private writable memory of this process. Source: proc(5), VmData. Units: bytes."""
+    with open("/proc/self/status") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmData")), 0)

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from ddpexp.errors import RefusedError
 from ddpexp.settings.parameters import LoRA
 from ddpexp.settings.trainer import Trainer
+from ddpexp.strategy.replica import modules_of
 from ddpexp.system.text import first_few
 
 _KEY = "trainer.lora.match"
@@ -67,7 +68,7 @@ def add_adapters(model: Any, trainer: Trainer) -> None:
     lora = trainer.lora
     if lora is None:
         return
-    models: Mapping[str, nn.Module] = {"model": model} if isinstance(model, nn.Module) else model
+    models = modules_of(model)
     modules = {
         (path if len(models) == 1 else f"{name}.{path}"): module
         for name, root in models.items()

@@ -17,6 +17,7 @@ from ddpexp.config.strategies import estimator_of
 from ddpexp.data.hf.prepare import HUGGING_FACE
 from ddpexp.errors import RefusedError, subject
 from ddpexp.run.pretrained import pretrained_key
+from ddpexp.strategy.replica import modules_of
 from ddpexp.system.text import message_of
 from ddpexp.train.lora import add_adapters
 
@@ -40,9 +41,7 @@ def divide_once(configuration: str) -> str:
         with torch.device("meta"):
             built = instantiate(experiment.model, experiment.trust, "model")
         add_adapters(built, experiment.trainer)
-        estimator_of(experiment.strategy).divide_models(
-            {"model": built} if isinstance(built, torch.nn.Module) else dict(built)
-        )
+        estimator_of(experiment.strategy).divide_models(modules_of(built))
     except RefusedError as error:
         return message_of(error)
     except Exception:  # the code of the model does not work so: the workers will see

@@ -40,7 +40,7 @@ from ddpexp.run.resume_arguments import typed_arguments
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.mesh import DataRank
-from ddpexp.strategy.replica import Models
+from ddpexp.strategy.replica import Models, modules_of
 from ddpexp.system import files
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative, shortest
@@ -334,7 +334,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
 def build_trained(experiment: Experiment, source: Path, command: str, device: torch.device) -> tuple[Any, Models]:
     """Return the model with the weights of a file or checkpoint in evaluation mode, and its modules by name."""
     model = build_model(experiment, trains=False)
-    models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
+    models = modules_of(model)
     for module in models.values():
         module.to(device).eval()
     averaged = experiment.trainer.averages or averages_itself(experiment, source)

@@ -8,8 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from ddpexp.checkpoint import initial
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.config import facts
@@ -17,12 +15,11 @@ from ddpexp.config.instantiate import instantiate
 from ddpexp.config.schema import Experiment
 from ddpexp.data.datasets import Splits
 from ddpexp.distributed.world import World
-from ddpexp.export.trained import modules_of, unchanged_random_state
+from ddpexp.export.trained import unchanged_random_state
 from ddpexp.run.prepare import prepare
+from ddpexp.strategy.replica import modules_of
 from ddpexp.train.build import build_model, open_data
 from ddpexp.train.recipe_checks import check_task
-
-_ALONE = World(0, 0, 0, 1, 1, torch.device("cpu"))
 
 
 def new_model(experiment: Experiment) -> Any:
@@ -48,7 +45,7 @@ def open_splits(experiment: Experiment) -> Splits:
     """Prepare and open the data."""
     experiment.trust.make_importable()
     with unchanged_random_state():
-        return open_data(experiment, prepare(experiment.data, experiment.trust), _ALONE)
+        return open_data(experiment, prepare(experiment.data, experiment.trust), World.alone())
 
 
 def facts_of(experiment: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:

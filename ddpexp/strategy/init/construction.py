@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ddpexp.strategy.init.empty import Resets, build_empty
 from ddpexp.strategy.init.replay import record
+from ddpexp.strategy.replica import modules_of
 
 RESET = (
     "strategy.init=reset_parameters: the initial weights are drawn by the reset_parameters of each module in turn, so "
@@ -37,7 +38,7 @@ class Construction:
             self.built, self._recording = record(factory)
         else:
             self.built = build_empty(factory, f"strategy.init={init}")
-        self.models: Models = {"model": self.built} if isinstance(self.built, nn.Module) else dict(self.built)
+        self.models: Models = modules_of(self.built)
         self._resets = Resets(self.models) if init == "reset_parameters" and draws_values else None
         self._recorded = {name: tensor.detach() for name, tensor in tensors_of(self.models)}  # as they are built
         self._given = {name: tensor for name, tensor in self._recorded.items() if tensor.device.type != "meta"}
