@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from ddpexp.cli import verbs
+from ddpexp.cli.completion import SHELLS
 from ddpexp.cli.evaluate import evaluation_of
 from ddpexp.cli.export import check as check_export
 from ddpexp.cli.generate import options_of
@@ -25,7 +26,6 @@ from ddpexp.cli.new import DEFAULT, kinds
 from ddpexp.cli.predict import prediction_of
 from ddpexp.cli.resume import resumed_run
 from ddpexp.cli.schema import schema_of
-from ddpexp.cli.shells import SCRIPTS
 from ddpexp.cli.verb import Call
 from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import conf_folder, groups
@@ -259,7 +259,7 @@ def accept(words: Sequence[str]) -> None:
         "sync": lambda call: read_run(find_run(call.source()[0], "sync"), call.source()[1], "sync", call.restate),
         "help": lambda call: answer(call.operands, by_name=True),
         "schema": lambda call: schema_of(call.operands),
-        "completion": lambda call: SCRIPTS[call.operands[0]],
+        "completion": lambda call: SHELLS.index(call.operands[0]),
         "new": lambda call: kinds().index(call.options.get("--like", DEFAULT)),
     }
     if verb.name == "trust":

@@ -1,6 +1,7 @@
 """The command `ddpexp completion`: a shell's script, and the answers to what that asks.
 
-Which words can stand at the cursor.
+Which words can stand at the cursor. The line so far travels in the environment, which no other user sees. The scripts
+leave every other module of Python to what completed it before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING
 import yaml
 
 from ddpexp.cli import verbs
-from ddpexp.cli.shells import BREAKS, LINE, SCRIPTS, script
 from ddpexp.cli.verb import CONFIG_DIR, MULTIRUN, Call, Option, load
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.system.yaml_text import load_yaml
@@ -28,6 +28,9 @@ from ddpexp.system.yaml_text import load_yaml
 if TYPE_CHECKING:
     from ddpexp.cli.keys import Catalogue, Key
 
+SHELLS = ("bash", "zsh", "fish")
+LINE = "_DDPEXP_LINE"  # what is typed so far, up to the cursor
+_BREAKS = "_DDPEXP_BREAKS"  # of bash: the characters at which readline takes a word apart
 _SECONDS = 10.0  # after which a shell gets no answer: it waits
 _ENTRIES = 10_000  # of a folder that are looked at
 _LONGEST = 60  # characters of what is said beside a word
@@ -63,21 +66,26 @@ def completion(call: Call) -> int:
         RefusedError: another word than a shell.
     """
     gc.disable()
-    if len(call.operands) != 1 or call.operands[0] not in SCRIPTS:
-        raise RefusedError(f"completion for which shell? One of {', '.join(SCRIPTS)}.\n{verbs.of(call.name).help()}")
+    if len(call.operands) != 1 or call.operands[0] not in SHELLS:
+        raise RefusedError(f"completion for which shell? One of {', '.join(SHELLS)}.\n{verbs.of(call.name).help()}")
     shell = call.operands[0]
     typed = os.environ.get(LINE)
     if typed is None:
-        version = f"python3.{sys.version_info.minor}"
-        print(script(shell, f"python python3 {version}"), end="")
+        print(_script(shell), end="")
         return EXIT_DONE
     signal.signal(signal.SIGALRM, _give_up)
     signal.setitimer(signal.ITIMER_REAL, _SECONDS)
-    line = parse(typed, os.environ.get(BREAKS, "") if shell == "bash" else "")
+    line = parse(typed, os.environ.get(_BREAKS, "") if shell == "bash" else "")
     for word in candidates(*_behind_the_program(line)):
         print(_written(word, line, shell))
     signal.setitimer(signal.ITIMER_REAL, 0)
     return EXIT_DONE
+
+
+def _script(shell: str) -> str:
+    """Return what a shell evaluates; it completes the names under which Python is typed, too."""
+    text = (Path(__file__).parent / "shells" / f"ddpexp.{shell}").read_text()
+    return text.replace("@PYTHONS@", f"python python3 python3.{sys.version_info.minor}")
 
 
 def _give_up(_number: int, _frame: FrameType | None) -> None:
@@ -177,7 +185,7 @@ def _candidates(words: list[str], current: str) -> Iterable[Word]:
         is_source = verb.operands in ("run", "weights")
         return _overrides(_of_run(Path(bare[0]), words[1:]), current, False) if is_source else []
     if verb.operands == "shell":
-        return map(Word, SCRIPTS)
+        return map(Word, SHELLS)
     if verb.operands == "weights":
         return _paths(current, lambda path: path.endswith(".safetensors"))
     return [] if verb.operands == "names" else _paths(current)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.cli import verbs
-from ddpexp.cli.completion import Line, candidates, completion, parse
-from ddpexp.cli.shells import LINE, SCRIPTS
+from ddpexp.cli.completion import LINE, SHELLS, Line, candidates, completion, parse
 from tests.conftest import PATIENCE, ROOT, Ddpexp, python_path
 from tests.listed import options
 from tests.refusals import refused
@@ -212,5 +211,5 @@ def test_hydras_own_completion_is_refused_with_ours(ddpexp: Ddpexp) -> None:
 
 def test_the_readme_says_how_each_shell_gets_it() -> None:
     text = (ROOT / "README.md").read_text()
-    for shell in SCRIPTS:
+    for shell in SHELLS:
         assert f"ddpexp completion {shell}" in text
