@@ -20,9 +20,10 @@ from ddpexp.cli import verbs
 from ddpexp.cli.completion import SHELLS
 from ddpexp.cli.evaluate import evaluation_of
 from ddpexp.cli.export import check as check_export
-from ddpexp.cli.generate import options_of
+from ddpexp.cli.generate import Options
 from ddpexp.cli.help import answer
 from ddpexp.cli.new import DEFAULT, kinds
+from ddpexp.cli.plan import arguments_of
 from ddpexp.cli.predict import prediction_of
 from ddpexp.cli.resume import resumed_run
 from ddpexp.cli.schema import schema_of
@@ -33,7 +34,6 @@ from ddpexp.config.parse import parse
 from ddpexp.config.resolve import Composed
 from ddpexp.config.restated import is_setting
 from ddpexp.config.sweeps import JobComposer, Swept
-from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.layout import assume
 from ddpexp.run.stored_run import find_run, read_run
 from ddpexp.run.training import Training
@@ -243,7 +243,7 @@ def accept(words: Sequence[str]) -> None:
     if verb.operands == "overrides":
         accept_run(call.operands)
         if verb.name == "plan":
-            PlanArguments.of(call.operands, call.options)
+            arguments_of(call)
         return
     if verb.name == "resume" and SweepDir(Path(words[1])).is_sweep():
         accept_sweep(resumed(words[1:], ["ddpexp", *words]))
@@ -251,7 +251,7 @@ def accept(words: Sequence[str]) -> None:
     accepts: dict[str, Callable[[Call], object]] = {
         "resume": resumed_run,
         "evaluate": evaluation_of,
-        "generate": options_of,
+        "generate": lambda call: call.typed(Options()),
         "predict": prediction_of,
         "export": lambda call: check_export(Path(call.options["--out"]), call.options["--format"]),
         "table": lambda call: Arguments.of(call.operands, call.options),

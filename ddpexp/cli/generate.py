@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from ddpexp.checkpoint.weights import choose
 from ddpexp.cli.verb import Call
-from ddpexp.config.build import convert
 from ddpexp.config.parse import load
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run.stored_config import data_facts
 from ddpexp.run.stored_run import find_run, read_run
+from ddpexp.settings.key import Key
 from ddpexp.system import separate_process
 from ddpexp.system.terminal import print_message
 
@@ -23,10 +23,10 @@ class Options:
     """What to generate, as typed."""
 
     prompt: str = ""
-    tokens: int = 200
-    temperature: float = 0.8
-    top_k: int | None = 200
-    seed: int = 0
+    tokens: Annotated[int, Key(at_least=1)] = 200
+    temperature: Annotated[float, Key(at_least=0)] = 0.8
+    top_k: Annotated[int | None, Key(at_least=1)] = 200
+    seed: Annotated[int, Key(at_least=0)] = 0
     checkpoint: Literal["last", "best"] | int = "last"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
@@ -37,7 +37,7 @@ def generate(call: Call) -> int:
     Raises:
         RefusedError: no such run, one without text, or an option that means nothing.
     """
-    options = options_of(call)
+    options = call.typed(Options())
     source, overrides = call.source()
     run = find_run(source, call.name)
     stored = read_run(run, overrides, f"generate {source}", call.restate)
@@ -87,38 +87,6 @@ def written(request: Mapping[str, Any]) -> str:
     begin = torch.tensor([prompt], device="cuda" if on_gpu else "cpu")
     tokens = model.generate(begin, options.tokens, options.temperature, options.top_k, options.seed)[0].tolist()
     return reader.decode(tokens if options.prompt else tokens[len(prompt) :])
-
-
-def options_of(call: Call) -> Options:
-    """Return the typed options.
-
-    Raises:
-        RefusedError: a value that means nothing.
-    """
-    hints = get_type_hints(Options)
-    texts = {name.removeprefix("--"): text for name, text in call.options.items()}
-    typed: dict[str, Any] = {
-        key: convert(text if key == "prompt" else _number(text), hints[key], f"generate --{key}")
-        for key, text in texts.items()
-    }
-    options = Options(**typed)
-    for key, least in (("tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
-        value = getattr(options, key)
-        if value is not None and not value >= least:
-            raise RefusedError(place=f"generate --{key} {value}", suggestion=f"Use {least} or more.")
-    return options
-
-
-def _number(text: str) -> Any:
-    """Return a number, None for null, or the text itself."""
-    if text in ("null", "none"):
-        return None
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _tokenizer(source: str, manifest: Mapping[str, Any]) -> Mapping[str, Any]:

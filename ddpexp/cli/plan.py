@@ -33,7 +33,7 @@ def plan(call: Call) -> int:
         RefusedError: what a run would refuse, or more memory than --memory_gb. FinishedError: so is the run in
         `run.dir`. DdpexpError: the model's code failed.
     """
-    arguments = PlanArguments.of(call.operands, call.options)
+    arguments = arguments_of(call)
     if arguments.strategies:
         from ddpexp.plan.strategies import compare, show_comparison
 
@@ -55,9 +55,18 @@ def plan(call: Call) -> int:
         show(outcome)
     if arguments.memory_gb is not None:
         check_fits(outcome, arguments.memory_gb)
-    if arguments.plot is not None:
+    if arguments.plot_schedule is not None:
         _plot(outcome.curves, arguments)
     return EXIT_DONE
+
+
+def arguments_of(call: Call) -> PlanArguments:
+    """Return what was typed.
+
+    Raises:
+        RefusedError: an option that means nothing.
+    """
+    return call.typed(PlanArguments(call.operands))
 
 
 def _plans(runs: Sequence[Sequence[str]], arguments: PlanArguments) -> list[Outcome | DdpexpError]:
@@ -71,7 +80,7 @@ def _plans(runs: Sequence[Sequence[str]], arguments: PlanArguments) -> list[Outc
     prepared = prepare(experiment.data, experiment.trust) if with_data else None
     configurations = [(with_facts(run.text, run.experiment.data, prepared), run.assumed.layout) for run in possible]
     data = prepared if num_samples is None else None
-    gathered = iter(gather(configurations, data, num_samples, arguments.plot is not None))
+    gathered = iter(gather(configurations, data, num_samples, arguments.plot_schedule is not None))
     plans: list[Outcome | DdpexpError] = []
     for run in foreseen:
         if isinstance(run, DdpexpError):
@@ -118,15 +127,15 @@ def _plot(curves: Curves, arguments: PlanArguments) -> None:
 
     if not arguments.json:
         print("\n".join(sketch(curves)))
-    if not arguments.plot:
+    if not arguments.plot_schedule:
         return
     try:
-        draw(curves, Path(arguments.plot))
+        draw(curves, Path(arguments.plot_schedule))
     except OSError as error:
         raise RefusedError(
-            f"cannot be written: {error.strerror}", place=f"plan --plot-schedule {arguments.plot}"
+            f"cannot be written: {error.strerror}", place=f"plan --plot-schedule {arguments.plot_schedule}"
         ) from None
-    print_message(f"ddpexp: {arguments.plot} shows the learning rate")
+    print_message(f"ddpexp: {arguments.plot_schedule} shows the learning rate")
 
 
 def _with_costs(outcome: Outcome, arguments: PlanArguments) -> Outcome:

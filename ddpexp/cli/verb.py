@@ -6,8 +6,9 @@ import importlib
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from ddpexp.errors import RefusedError
 
@@ -21,6 +22,7 @@ CONFIG_DIR = ("--config-dir", "-cd")  # each with a folder behind it
 MULTIRUN = ("-m", "--multirun")
 _COLUMN = 18  # characters of an option, beside which its explanation stands
 
+Typed = TypeVar("Typed")
 Operands = Literal["overrides", "run", "weights", "directory", "directories", "topics", "shell", "names"]
 """What stands behind a verb, beside its options.
 
@@ -196,6 +198,25 @@ class Call:
         """Whether the output is for programs."""
         return "--json" in self.options
 
+    def typed(self, defaults: Typed) -> Typed:
+        """Return the options that were typed in place of the defaults, which are the fields of a dataclass.
+
+        Raises:
+            RefusedError: a value of another type, or out of the range that its field declares.
+        """
+        from ddpexp.config.build import convert  # late: every command starts here
+        from ddpexp.settings.key import annotations_of, declaration
+
+        hints, values = annotations_of(type(defaults)), {}
+        for name, text in self.options.items():
+            field_name = name.removeprefix("--").replace("-", "_")
+            hint = hints[field_name]
+            _, plain = declaration(hint)
+            is_text = str in (plain, *get_args(plain))
+            value = True if plain is bool else text if is_text else _number(text)
+            values[field_name] = convert(value, hint, f"{self.name} {name}")
+        return type(defaults)(**{**vars(defaults), **values})
+
     def restate(self, run: RunDir, error: UnrestatedError | None = None) -> str:
         """Return this command with what restates the code of a run, and the settings of an error."""
         from ddpexp.run.resume_arguments import trust_arguments
@@ -231,6 +252,16 @@ class Call:
                 suggestion="Type a command for each.",
             )
         return source, words[:first] + words[first + 1 :]
+
+
+def _number(text: str) -> Any:
+    """Return a number, None for null, or the text itself."""
+    if text in ("null", "none"):
+        return None
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def load(name: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.cli.generate import Options, options_of
+from ddpexp.cli.generate import Options
 from tests.conftest import Ddpexp, Done
 from tests.refusals import refused
 from tests.typed import call
@@ -27,10 +27,10 @@ def test_options_stand_anywhere_among_the_arguments() -> None:
         "0",
     ]
     called = call("generate", *typed)
-    assert options_of(called) == Options(prompt="--x 3", tokens=5, top_k=None, temperature=0.0)
+    assert called.typed(Options()) == Options(prompt="--x 3", tokens=5, top_k=None, temperature=0.0)
     assert called.operands == ["run", "--config-dir", "mine/conf"]
     called = call("generate", "run", "--prompt", "7", "--checkpoint", "30")
-    assert options_of(called) == Options(prompt="7", checkpoint=30)
+    assert called.typed(Options()) == Options(prompt="7", checkpoint=30)
 
 
 @pytest.mark.parametrize(
@@ -39,15 +39,15 @@ def test_options_stand_anywhere_among_the_arguments() -> None:
         ("--token 3", "generate --token: --tokens"),
         ("--tokens", "generate --tokens: --tokens 200"),
         ("--seed 1 --seed 2", "generate --seed: once"),
-        ("--tokens 0", "generate --tokens 0: 1 or more"),
-        ("--temperature -1", "generate --temperature -1.0: 0 or more"),
+        ("--tokens 0", "generate --tokens=0: from 1"),
+        ("--temperature -1", "generate --temperature=-1.0: from 0"),
         ("--top_k x", "generate --top_k=x"),
         ("--device gpu", "generate --device=gpu"),
     ],
 )
 def test_an_option_that_means_nothing_is_refused(typed: str, expected: str) -> None:
     with refused(expected):
-        options_of(call("generate", "run", *typed.split()))
+        call("generate", "run", *typed.split()).typed(Options())
 
 
 def trained(ddpexp: Ddpexp) -> tuple[Done, Path]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpexp.cli.plan import plan
+from ddpexp.cli.plan import arguments_of, plan
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.data.batch_plan import plan_batches
@@ -211,7 +211,7 @@ def test_partial_sums_are_as_many_as_a_counter_has_digits() -> None:
     ("typed", "expected"),
     [
         ("--jsn", "plan --jsn: --json?"),
-        ("--alpha_us=fast", "plan --alpha_us=fast: above 0"),
+        ("--alpha_us=fast", "plan --alpha_us=fast: number"),
         ("--compute_ms", "plan --compute_ms: one value"),
         ("--num_samples=1.5", "plan --num_samples=1.5: whole"),
         ("-m", "plan -m: one run"),
@@ -226,8 +226,8 @@ def test_options_stand_anywhere_among_the_overrides() -> None:
     typed = call(
         "plan", "--json", "recipe=mnist", "--alpha-us", "5", "--config-dir", "conf", "--cores=96", "trainer.gpus=2"
     )
-    assert PlanArguments.of(typed.operands, typed.options) == PlanArguments(
-        ("recipe=mnist", "--config-dir", "conf", "trainer.gpus=2"), json=True, alpha_us=5.0, cores=96
+    assert arguments_of(typed) == PlanArguments(
+        ["recipe=mnist", "--config-dir", "conf", "trainer.gpus=2"], json=True, alpha_us=5.0, cores=96
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from ddpexp.cli.plan import arguments_of
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
-from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.rate_curves import curves_of, shown_steps
 from ddpexp.plan.schedule_plot import draw, sketch
 from tests.refusals import refused
@@ -76,10 +76,10 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
 )
 def test_the_file_of_a_picture_may_be_left_out(words: str, plot: str | None, rest: list[str]) -> None:
     typed = call("plan", *words.split())
-    arguments = PlanArguments.of(typed.operands, typed.options)
-    assert (arguments.plot, list(arguments.run)) == (plot, rest)
+    arguments = arguments_of(typed)
+    assert (arguments.plot_schedule, list(arguments.run)) == (plot, rest)
 
 
 def test_another_kind_of_file_is_refused() -> None:
-    with refused("lr.svg"):
-        PlanArguments.of([], {"--plot-schedule": "lr.svg"})
+    with refused("plan --plot-schedule=lr.svg"):
+        arguments_of(call("plan", "--plot-schedule", "lr.svg"))
