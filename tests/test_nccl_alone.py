@@ -32,7 +32,7 @@ from ddpexp.strategy.ddp import _FixedLateDDP
 from ddpexp.strategy.exact.exchange import OverBackend, Plan
 from ddpexp.strategy.late_reduction import LateDDP
 from ddpexp.system.hardware import count_gpus
-from ddpexp.train.run_state import _gathered
+from ddpexp.train.weights_hash import _gathered
 from tests.conftest import PATIENCE, ROOT
 
 STEPS = 3

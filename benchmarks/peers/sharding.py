@@ -34,17 +34,15 @@ from ddpexp.config.strategies import builder_of
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Arrays
-from ddpexp.distributed.rng import HostRandom
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Null
+from ddpexp.run.directory import RunDir
 from ddpexp.strategy.base import Strategy
+from ddpexp.train.checkpointer import Checkpointer
 from ddpexp.train.loop import Loop
-from ddpexp.train.optimizers import optimizer_state, parameter_names, settings
 from ddpexp.train.precision import Precision
-from ddpexp.train.run_state import RunState, restore_checkpoint
 from ddpexp.train.schedule import Cosine
-from ddpexp.train.state import TrainState
 
 MODELS = {"10M": Size(6, 6, 372, 64, 96), "tiny": Size(2, 2, 32, 16, 64)}
 BATCH = 4
@@ -186,9 +184,14 @@ class Saved:
         self.trainer = parse(compose(["recipe=mnist"]).values).trainer  # type: ignore[union-attr]
         make = lambda _: {"optimizer": torch.optim.SGD(self.strategy.parameters(), lr=1e-4, momentum=0.9)}  # noqa: E731
         self.optimizers = self.strategy.build_optimizers(make)
-        self.state = RunState(
-            Writer(folder, world, keep_last=1), self.strategy, None, HostRandom(0, world.rank), Null(), world, folder
-        )
+        writer = Writer(folder, world, keep_last=1)
+        self.checkpointer = Checkpointer(RunDir(folder), writer, self.strategy, Null(), world, {}, {}, b"")
+        batches = TrainBatches(Arrays((torch.zeros(8, 1),)), plan_batches(8, 1, 1), 0, 0, world.device)
+        self.loop = Loop(
+            task=Nothing(), strategy=self.strategy, optimizers=self.optimizers, schedule=Cosine(), world=world,
+            precision=Precision("fp32", world.device, False), train=batches, evals={}, logger=Null(),
+            control=Control(None), options=self.trainer, num_steps=8, checkpointer=self.checkpointer,
+        )  # fmt: skip
         if not loads:
             with self.strategy.micro_batch(last=True):
                 self.strategy.train_model(torch.randn(8, sizes[0])).square().mean().backward()
@@ -197,25 +200,15 @@ class Saved:
 
     def save(self, step: int) -> None:
         """Save as the loop does."""
-        names = parameter_names(self.strategy.modules)
-        optimizers = {
-            name: {**optimizer_state(one, names, self.strategy.shard_to_save), "built": settings(one)}
-            for name, one in self.optimizers.items()
-        }
-        self.state.save(TrainState(step), optimizers, {}, 0.0, end=False)
+        self.loop.progress.step = step
+        self.checkpointer.save(self.loop.states, self.loop.progress, 0.0, end=False)
 
     def restore(self, folder: Path, checks: bool) -> None:
         """Restore the newest checkpoint as a start does, with the hashes of its files or without."""
         checkpoint = open_checkpoint(newest_checkpoint(folder))
         if checks and (problem := checkpoint.problem(self.world.rank, self.world.world_size)) is not None:
             raise RuntimeError(problem)
-        batches = TrainBatches(Arrays((torch.zeros(8, 1),)), plan_batches(8, 1, 1), 0, 0, self.world.device)
-        loop = Loop(
-            task=Nothing(), strategy=self.strategy, optimizers=self.optimizers, schedule=Cosine(), world=self.world,
-            precision=Precision("fp32", self.world.device, False), train=batches, evals={}, logger=Null(),
-            control=Control(None), options=self.trainer, num_steps=8, checkpointer=self.state,
-        )  # fmt: skip
-        restore_checkpoint(checkpoint, loop, self.state)
+        self.checkpointer.restore(checkpoint, self.loop.states)
 
 
 def checkpoints(world: World, sizes: tuple[int, ...], rounds: int, folder: Path) -> Figures:
@@ -228,7 +221,7 @@ def checkpoints(world: World, sizes: tuple[int, ...], rounds: int, folder: Path)
         for place, (name, one) in enumerate(saved.items(), 1):
             with timed(world) as stall:
                 one.save(len(saved) * number + place)
-            one.state.finish()
+            one.checkpointer.finish()
             if number:
                 figures[name].append({"stall": stall[0]})
     saved.clear()

@@ -14,7 +14,7 @@ from ddpexp.checkpoint.codec import decode
 from ddpexp.checkpoint.format import Checkpoint
 from ddpexp.checkpoint.tensors import StoredTensor, open_tensors, read_tensors
 from ddpexp.errors import RefusedError
-from ddpexp.strategy.base import Shard
+from ddpexp.strategy.base import Shard, Stored
 from ddpexp.system.files import read_json
 from ddpexp.system.text import first_few
 
@@ -78,6 +78,17 @@ def _part(checkpoint: Checkpoint, name: str, load: Callable[[Path], Mapping[str,
         return decode(read_json(checkpoint.folder / text), lambda key: tensors[key])
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise RefusedError(f"cannot be read: {error}", place=checkpoint.folder / text) from None
+
+
+def read_all(tree: Any) -> Any:
+    """Return a tree of values with all of its tensors read."""
+    if isinstance(tree, Stored):
+        return tree.read()
+    if isinstance(tree, Mapping):
+        return {key: read_all(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(read_all(value) for value in tree)
+    return tree
 
 
 def read_rank_state(checkpoint: Checkpoint, rank: int) -> Any:

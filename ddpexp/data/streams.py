@@ -256,7 +256,7 @@ class StreamBatches:
         shards = {str(shard.index): shard.state() for shard in self.shards}
         return {"num_shards": self.num_shards, "micro_batch_size": self.plan.micro_batch_size, "shards": shards}
 
-    def restore(self, states: Iterable[Any], where: str) -> None:
+    def restore(self, states: Iterable[Any]) -> None:
         """Continue at positions that `state` returned on all ranks, perhaps of another number of them.
 
         Raises:
@@ -267,7 +267,6 @@ class StreamBatches:
                 f"cannot be resumed from: the stream `train` cannot restore its position ({self._kind()} has "
                 "no state_dict and load_state_dict), and would begin again with its first sample",
                 suggestion="Start a new run with another run.dir.",
-                place=where,
             )
         missing = {str(index): shard for index, shard in zip(self.own, self.shards, strict=True)}
         for state in states:
@@ -275,7 +274,7 @@ class StreamBatches:
             if not isinstance(found, Mapping):
                 continue
             if state.get("num_shards") != self.num_shards:
-                raise self._other_shards(state, where)
+                raise self._other_shards(state)
             for index in [index for index in missing if index in found]:
                 missing.pop(index).restore(found[index])
             if not missing:
@@ -283,17 +282,15 @@ class StreamBatches:
         raise RefusedError(
             f"holds no position of {_shards_text(list(map(int, missing)))} of the stream `train`",
             suggestion="Start a new run with another run.dir.",
-            place=where,
         )
 
-    def _other_shards(self, state: Mapping[str, Any], where: str) -> RefusedError:
+    def _other_shards(self, state: Mapping[str, Any]) -> RefusedError:
         micro = state.get("micro_batch_size")
         return RefusedError(
             f"holds the positions of {state.get('num_shards')} shards of the stream `train`, one for each "
             f"micro-batch of {micro}, and this start reads {self.num_shards}, in micro-batches of "
             f"{self.plan.micro_batch_size}",
             suggestion=f"Type trainer.micro_batch_size={micro} to resume.",
-            place=where,
         )
 
     def warning(self) -> str | None:

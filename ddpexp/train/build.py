@@ -21,7 +21,7 @@ from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import EvalBatches
 from ddpexp.data.datasets import Splits
 from ddpexp.data.streams import Batches, Stream
-from ddpexp.distributed.rng import DATA, seed_everything, seed_of
+from ddpexp.distributed.rng import DATA, HostRandom, seed_everything, seed_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -45,6 +45,7 @@ from ddpexp.train.activation_checkpointing import checkpoint_activations
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.callbacks.hooks import Callbacks
+from ddpexp.train.checkpointer import Checkpointer
 from ddpexp.train.choose_samples import arrange
 from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
@@ -63,7 +64,7 @@ from ddpexp.train.recipe_checks import (
     check_task,
     check_train_step,
 )
-from ddpexp.train.run_state import RunState
+from ddpexp.train.states import RandomNumbers
 from ddpexp.train.torch_rates import TorchRates
 from ddpexp.train.torch_schedule import TorchSchedule
 from ddpexp.train.transform_samples import sample_nodes
@@ -335,12 +336,18 @@ def build_loop(
     train: Batches,
     evals: Mapping[str, EvalBatches],
     logger: Logger,
-    checkpointer: RunState,
-    num_steps: int,
+    checkpointer: Checkpointer,
+    average: WeightAverage | None,
+    callbacks: Callbacks,
 ) -> Loop:
-    """Build the task, its optimizers, the schedule and the precision, and the loop from everything."""
+    """Build the task, its optimizers, the schedule and the precision, and the loop from everything.
+
+    The generators of numpy and Python are seeded.
+    """
     experiment, world = context.experiment, context.world
     trust, trainer = experiment.trust, experiment.trainer
+    num_steps = count_steps(trainer, train.steps_per_epoch)
+    random = RandomNumbers(HostRandom(trainer.seed, world.rank), world)
     check_set(trainer.keep_best, [name for name in evals if name != TEST_SET])
     task = instantiate(experiment.task, trust, "task")
     evaluates = bool(evals) and (trainer.eval_every != 0 or trainer.eval_at_start)
@@ -352,7 +359,6 @@ def build_loop(
         return build_optimizers(experiment, task, *parts, is_fused=context.is_fused)
 
     optimizers = strategy.build_optimizers(make_all)
-    checkpointer.average = average_of(checkpointer.average, strategy.modules, optimizers, trainer)
     return Loop(
         task=task,
         strategy=strategy,
@@ -369,6 +375,7 @@ def build_loop(
         options=trainer,
         num_steps=num_steps,
         checkpointer=checkpointer,
-        average=checkpointer.average,
-        callbacks=checkpointer.callbacks,
+        average=average_of(average, strategy.modules, optimizers, trainer),
+        callbacks=callbacks,
+        further_states={"rank/random": random},
     )

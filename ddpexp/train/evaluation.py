@@ -25,7 +25,7 @@ from ddpexp.train.evaluate import evaluate, has_eval_metrics, metric_names
 from ddpexp.train.keep_best import check_monitor, unknown_metric, unknown_monitor, with_value
 from ddpexp.train.metrics import nonfinite_error
 from ddpexp.train.precision import Precision
-from ddpexp.train.state import TrainState
+from ddpexp.train.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Evaluation:
         """Return the sets that are evaluated on the way."""
         return {name: batches for name, batches in self.evals.items() if name != TEST_SET}
 
-    def is_test_due(self, state: TrainState) -> bool:
+    def is_test_due(self, progress: Progress) -> bool:
         """Return whether a run that ends in this state still has to evaluate its set `test`."""
         if TEST_SET not in self.evals or self.options.eval_every == 0:
             return False
-        is_done = any(name.startswith(f"{TEST_SET}/") for name in state.metrics)
-        return not (is_done and state.evaluated_at == state.step)
+        is_done = any(name.startswith(f"{TEST_SET}/") for name in progress.metrics)
+        return not (is_done and progress.evaluated_at == progress.step)
 
     def run(self, step: int, epoch: float, test: bool = False) -> dict[str, float] | None:
         """Evaluate and log; return the metrics as `set/metric`, or None if a stop request ended the evaluation early.
@@ -106,7 +106,7 @@ class Evaluation:
                 self.task, self.strategy, self.train, self.precision, self.world, self.control, num_batches
             ).refresh(self.average)
 
-    def improves(self, metrics: Mapping[str, float], state: TrainState) -> bool:
+    def improves(self, metrics: Mapping[str, float], progress: Progress) -> bool:
         """Return whether the metric of trainer.keep_best is among the best so far, and note it in the state.
 
         Raises:
@@ -118,10 +118,10 @@ class Evaluation:
         name = keep_best.partition(":")[2]
         if name not in metrics:
             raise unknown_metric(keep_best, metrics)
-        earlier = state.best if state.best_of in (None, keep_best) else []  # values of another metric
+        earlier = progress.best if progress.best_of in (None, keep_best) else []  # values of another metric
         best = with_value(keep_best, metrics[name], earlier, self.options.keep_best_k)
         if best is not None:
-            state.best, state.best_of = best, keep_best
+            progress.best, progress.best_of = best, keep_best
         return best is not None
 
     def check_metrics(self, sums: Sums) -> None:

@@ -84,7 +84,7 @@ class LearningRates:
                 self._schedule.load_state_dict(state)
         except (KeyError, ValueError, TypeError) as error:
             raise RefusedError(
-                "the state of the schedule in the checkpoint does not fit the schedule of this run "
-                f"({type(error).__name__}: {error})",
+                f"does not fit the schedule of this run ({type(error).__name__}: {error})",
                 suggestion="Keep the scheduler that the run was started with.",
+                place="schedule",
             ) from None

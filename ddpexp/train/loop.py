@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpexp.data.batches import EvalBatches, units_per_sample
-from ddpexp.data.streams import Batches
+from ddpexp.data.streams import Batches, StreamBatches
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control, What
 from ddpexp.loggers.base import Logger
@@ -39,9 +38,20 @@ from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.learning_rates import LearningRates
 from ddpexp.train.metrics import Clock, MetricAccumulator, MetricError, nonfinite_error
 from ddpexp.train.optimizer_step import Step
-from ddpexp.train.optimizers import optimizer_state, parameter_names, restore_optimizers, settings
+from ddpexp.train.optimizers import OptimizerStates, parameter_names
 from ddpexp.train.precision import Precision
-from ddpexp.train.state import Checkpointer, Outcome, TrainState
+from ddpexp.train.progress import Outcome, Progress
+from ddpexp.train.states import (
+    AverageCount,
+    CallbackStates,
+    LocalBuffers,
+    Models,
+    Modules,
+    Saves,
+    Stateful,
+    States,
+    StreamPositions,
+)
 from ddpexp.train.task_checks import warn_of_a_mean
 
 
@@ -61,14 +71,14 @@ class Loop:
     control: Control
     options: Trainer
     num_steps: int
-    checkpointer: Checkpointer | None = None
+    checkpointer: Saves | None = None
     average: WeightAverage | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
-    state: TrainState = field(default_factory=TrainState)
+    further_states: States = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
     stopped: str | None = None  # why the run ends after this step; set on all ranks at once, anew in each start
+    states: dict[str, Stateful] = field(init=False)  # what checkpoints hold, by name
     _rates: LearningRates = field(init=False)
-    _built_settings: dict[str, list[dict[str, Any]]] = field(init=False)
-    _parameter_names: Mapping[str, Tensor] = field(init=False)
     _step: Step = field(init=False)
     _evaluation: Evaluation = field(init=False)
     _comparison: ReplicaComparison = field(init=False)
@@ -80,9 +90,7 @@ class Loop:
     _save_requested: bool = field(init=False, default=False)  # by a callback, on all ranks at once
 
     def __post_init__(self) -> None:
-        """Remember how the optimizers were built, before a checkpoint or the schedule changes them."""
-        self._parameter_names = parameter_names(self.strategy.modules)
-        self._built_settings = {name: settings(optimizer) for name, optimizer in self.optimizers.items()}
+        """Build what the steps, the records and the evaluations need, before a checkpoint changes anything."""
         self._units_per_sample = units_per_sample(self.train.data)
         self._rates = LearningRates(self.optimizers, self.schedule, self.num_steps, self.train.steps_per_epoch)
         self._step = Step(
@@ -97,6 +105,23 @@ class Loop:
             self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
             self.train, self.average,
         )  # fmt: skip
+        self._metrics, self._clock = self._new_accumulator(), Clock()
+        self.states = {
+            "models": Models(self.strategy, self.average, self.world),
+            "optimizers": OptimizerStates(self.optimizers, self.strategy),
+            "progress": self.progress,
+            "progress/window": self._metrics,
+            "progress/schedule": self._rates,
+            "progress/averaged": AverageCount(self.average),
+            "progress/precision": self.precision,
+            "modules": Modules(self.strategy),
+            "clock": self._clock,
+            "rank/buffers": LocalBuffers(self.strategy, self.world),
+            "rank/callbacks": CallbackStates(self.callbacks, self.world),
+            **self.further_states,
+        }
+        if isinstance(self.train, StreamBatches):
+            self.states["rank/stream"] = StreamPositions(self.train, self.strategy)
 
     def fit(self) -> Outcome:
         """Train from the current step to the last one; record, evaluate and save on the way.
@@ -109,7 +134,7 @@ class Loop:
         self._start()
         interrupted = self._evaluate_before_steps()
         self._prepare_for_data()
-        for step, micro_batches in enumerate(self._remaining_steps(interrupted), start=self.state.step):
+        for step, micro_batches in enumerate(self._remaining_steps(interrupted), start=self.progress.step):
             self.control.set_phase("train")
             self._rates.set(step)
             due = self._due_after(step + 1)
@@ -132,34 +157,19 @@ class Loop:
             self._wait_for_data()
         return self._finish(interrupted)
 
-    def restore(self, optimizers: Mapping[str, Any], precision: Mapping[str, Any]) -> None:
-        """Restore the optimizers and the gradient scale from what was passed to `Checkpointer.save`.
-
-        Raises:
-            RefusedError: the state is of other optimizers.
-        """
-        notes = restore_optimizers(self.optimizers, optimizers, self._parameter_names, self.strategy)
-        for note in notes:
-            logging.getLogger("ddpexp").info(note)
-        self.precision.restore(precision)
-
     def _start(self) -> None:
-        state, limit = self.state, self.options.max_seconds
-        self._rates.restore(state.schedule)
+        limit = self.options.max_seconds
         if self._rates.monitor is not None:
             self._evaluation.monitor("scheduler.monitor", self._rates.monitor)
-        since_record = sum(entry["seconds"] for entry in state.window)
-        self._clock = Clock(state.train_seconds, since_record, state.elapsed_seconds)
+        self._clock.start()
         self.stopped = self.callbacks.stopped or self.stopped
-        if limit is not None and state.elapsed_seconds >= limit and state.step < self.num_steps:
+        if limit is not None and self._clock.elapsed_before >= limit and self.progress.step < self.num_steps:
             self.stopped = self._out_of_time()
-        self._metrics = self._new_accumulator()
-        self._metrics.restore(self.state.window)
         if self.callbacks.members:
             self.callbacks.start(RunView(
                 self.num_steps, self.options, self.world, self.train, self.strategy.modules, self.optimizers,
-                self.logger, self.callbacks.requests, self.state, self._step, self._evaluation.monitor,
-                self._parameter_names, self.strategy.shard,
+                self.logger, self.callbacks.requests, self.progress, self._step, self._evaluation.monitor,
+                parameter_names(self.strategy.modules), self.strategy.shard,
             ))  # fmt: skip
 
     def _new_accumulator(self) -> MetricAccumulator:
@@ -174,10 +184,10 @@ class Loop:
 
     def _evaluate_before_steps(self) -> bool:
         """Evaluate at step 0 if configured, or redo an interrupted evaluation; return whether it was interrupted."""
-        state = self.state
+        progress = self.progress
         sets = self._evaluation.periodic
-        at_start = self.options.eval_at_start and state.step == 0 and state.evaluated_at is None and bool(sets)
-        if not at_start and state.evaluated:
+        at_start = self.options.eval_at_start and progress.step == 0 and progress.evaluated_at is None and bool(sets)
+        if not at_start and progress.evaluated:
             return False
         interrupted, improved = self._evaluate()
         if at_start and improved:
@@ -185,7 +195,7 @@ class Loop:
         return interrupted
 
     def _remaining_steps(self, interrupted: bool) -> Iterable[list[Any]]:
-        return () if interrupted or self.stopped is not None else self.train.steps(self.state.step, self.num_steps)
+        return () if interrupted or self.stopped is not None else self.train.steps(self.progress.step, self.num_steps)
 
     def _prepare_for_data(self) -> None:
         self.strategy.train(True)
@@ -216,18 +226,18 @@ class Loop:
         if every is not None and self.checkpointer is not None and self._clock.since_save() > every:
             save = True
         end = limit is not None and self._clock.elapsed() >= limit
-        return self.control.poll(self.state.step, save, end)
+        return self.control.poll(self.progress.step, save, end)
 
     def _out_of_time(self) -> str:
         limit = f"trainer.max_seconds={self.options.max_seconds:.15g}"
-        return f"{limit} reached after step {self.state.step:,} of {self.num_steps:,}"
+        return f"{limit} reached after step {self.progress.step:,} of {self.num_steps:,}"
 
     def _train_step(self, step: int, micro_batches: list[Any], due: Due) -> None:
         """Do one optimizer step, and count it."""
         self._step.want_norm = due.record or due.checkpoint  # the norm is recorded, or checked before saving
         sums = self._step.run(step, micro_batches)
         self._metrics.add(sums)
-        self.state.step = self.control.step = step + 1
+        self.progress.step = self.control.step = step + 1
         if self.average is not None:
             self.average.update(step + 1, self._step.moved)
         if self.callbacks.on_step:
@@ -257,13 +267,13 @@ class Loop:
         self._step.check()
         num_steps = len(self._metrics)
         stop = self.options.nonfinite == "stop"
-        means = self._metrics.reduce(self.state.step - num_steps + 1, stop, self.callbacks.pending)
+        means = self._metrics.reduce(self.progress.step - num_steps + 1, stop, self.callbacks.pending)
         values = {f"train/{name}": value for name, value in means.items()}
         values |= {f"train/lr{suffix}": rate for suffix, rate in self._rates.recorded().items()} | self._check_norms()
         speed = num_steps * self.train.samples_per_step / self._clock.lap()
         values |= {f"train/{name}_per_second": speed * number for name, number in self._units_per_sample.items()}
         fault_point("record")
-        self.logger.scalars(self.state.step, self._epoch(), values)
+        self.logger.scalars(self.progress.step, self._epoch(), values)
         if self._metrics.flagged:
             self._follow_requests()
 
@@ -275,7 +285,7 @@ class Loop:
         self.callbacks.raise_error("")  # without a checkpointer
         requests = self.callbacks.taken()
         self._save_requested = requests.save
-        if requests.stop is not None and self.stopped is None and self.state.step < self.num_steps:
+        if requests.stop is not None and self.stopped is None and self.progress.step < self.num_steps:
             self.stopped = self.callbacks.stopped = requests.stop
 
     def _evaluate(self) -> tuple[bool, bool]:
@@ -284,13 +294,13 @@ class Loop:
         Ranks: all, with the same result; communicates.
         """
         metrics = self._run_evaluation(test=False)
-        self.state.evaluated = metrics is not None
+        self.progress.evaluated = metrics is not None
         if metrics is None:
             return True, False
-        self.state.metrics, self.state.evaluated_at = metrics, self.state.step
-        self._rates.observe(metrics, self.state.step)
+        self.progress.metrics, self.progress.evaluated_at = metrics, self.progress.step
+        self._rates.observe(metrics, self.progress.step)
         try:
-            improved = self._evaluation.improves(metrics, self.state)
+            improved = self._evaluation.improves(metrics, self.progress)
         except UnknownMetricError:
             self._save(end=False)  # no step so far is lost
             raise
@@ -303,21 +313,21 @@ class Loop:
 
     def _evaluate_test(self) -> bool:
         """Evaluate the set `test` at the end of the run, unless that is done; return whether a stop interrupted it."""
-        state = self.state
-        if not self._evaluation.is_test_due(state):
+        progress = self.progress
+        if not self._evaluation.is_test_due(progress):
             return False
         metrics = self._run_evaluation(test=True)
         if metrics is not None:
-            others = state.metrics if state.evaluated_at == state.step else {}
-            state.metrics, state.evaluated_at = {**others, **metrics}, state.step
+            others = progress.metrics if progress.evaluated_at == progress.step else {}
+            progress.metrics, progress.evaluated_at = {**others, **metrics}, progress.step
         return metrics is None
 
     def _run_evaluation(self, test: bool) -> dict[str, float] | None:
         try:
             with self._clock.paused():
-                return self._evaluation.run(self.state.step, self._epoch(), test)
+                return self._evaluation.run(self.progress.step, self._epoch(), test)
         except MetricError:
-            self.state.evaluated = test and self.state.evaluated
+            self.progress.evaluated = test and self.progress.evaluated
             self._save(end=False)  # no step so far is lost, and a resume evaluates again
             raise
 
@@ -333,24 +343,14 @@ class Loop:
         with self._clock.paused():
             self._step.check()
             self._check_finite()
-            self._comparison.compare(self.state.step)
+            self._comparison.compare(self.progress.step)
             self._evaluation.refresh_average(estimate=not interrupted)  # else the time is limited
-            self.state.schedule = self._rates.state()
-            self.state.window = self._metrics.pending(self._clock.since_record())
-            self.state.train_seconds, self.state.elapsed_seconds = self._clock.total(), self._clock.elapsed()
-            optimizers = {
-                name: {
-                    **optimizer_state(optimizer, self._parameter_names, self.strategy.shard_to_save),
-                    "built": self._built_settings[name],
-                }
-                for name, optimizer in self.optimizers.items()
-            }
-            digest = self.checkpointer.save(self.state, optimizers, self.precision.state(), self._epoch(), end)
+            digest = self.checkpointer.save(self.states, self.progress, self._epoch(), end)
         self._clock.saved()
         if self.callbacks.failed:
             self.checkpointer.finish()  # no step so far is lost
             self.world.barrier()
-            self.callbacks.raise_error(f"Step {self.state.step} is saved: correct the callback, or leave it out.")
+            self.callbacks.raise_error(f"Step {self.progress.step} is saved: correct the callback, or leave it out.")
         return digest
 
     def _finish(self, interrupted: bool) -> Outcome:
@@ -361,24 +361,24 @@ class Loop:
         if not interrupted:
             self.callbacks.end()
         digest = self._save(end=True, interrupted=interrupted)
-        state = self.state
+        progress = self.progress
         return Outcome(
-            state.step, self._epoch(), state.metrics, self._clock.total(), self._clock.elapsed(), self._first_step_at,
-            interrupted, digest, None if interrupted else self.stopped,
+            progress.step, self._epoch(), progress.metrics, self._clock.total(), self._clock.elapsed(),
+            self._first_step_at, interrupted, digest, None if interrupted else self.stopped,
         )  # fmt: skip
 
     def _complete_early_end(self) -> bool:
         """Record and evaluate as after the last step, unless that is done; return whether a stop interrupted it."""
-        state = self.state
+        progress = self.progress
         if len(self._metrics):
-            self._rates.set(state.step - 1)
+            self._rates.set(progress.step - 1)
             self._record()
-        if not self._evaluation.periodic or self.options.eval_every == 0 or state.evaluated_at == state.step:
+        if not self._evaluation.periodic or self.options.eval_every == 0 or progress.evaluated_at == progress.step:
             return False
         return self._evaluate()[0]
 
     def _epoch(self) -> float:
-        return self.state.step / self.train.steps_per_epoch
+        return self.progress.step / self.train.steps_per_epoch
 
     def _check_finite(self) -> None:
         """Refuse to checkpoint a diverged run. Ranks: all; communicates.
@@ -387,7 +387,7 @@ class Loop:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss since the last record, or the gradient, is not finite.
         """
         if self.options.nonfinite == "stop":
-            self._metrics.check_finite(self.state.step - len(self._metrics) + 1)
+            self._metrics.check_finite(self.progress.step - len(self._metrics) + 1)
             self._check_norms()
 
     def _check_norms(self) -> dict[str, float]:
@@ -395,5 +395,5 @@ class Loop:
         norms = {f"train/grad_norm{suffix}": float(norm) for suffix, norm in self._step.norms.items()}
         bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
         if bad is not None and self.options.nonfinite == "stop" and not self.precision.skips:
-            raise nonfinite_error(bad, norms[bad], self.state.step)
+            raise nonfinite_error(bad, norms[bad], self.progress.step)
         return norms

@@ -106,20 +106,18 @@ class MetricAccumulator:
         """
         return None if self._reduce(stopped, digest) else self._totals(range(len(self._rows)))
 
-    def pending(self, seconds: float) -> list[dict[str, Any]]:
+    def state(self) -> list[dict[str, Any]]:
         """Return the reduced sums since the last record as plain values for a checkpoint, and keep them.
-
-        `seconds` is the training time since the last record, stored with them.
 
         Shapes: at most one entry; its rows have 2 + 2 * num_metrics numbers.
         Ranks: all; communicates.
         """
         self._reduce()
-        return [{"names": self._metric_names(), "rows": self._rows.copy(), "seconds": seconds}] if self._rows else []
+        return [{"names": self._metric_names(), "rows": self._rows.copy()}] if self._rows else []
 
-    def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what `pending` returned."""
-        for entry in pending:
+    def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what `state` returned."""
+        for entry in saved:
             self._restored_names, self._rows = list(entry["names"]), [list(row) for row in entry["rows"]]
 
     def reduce(self, first_step: int, stop: bool, flag: bool = False) -> dict[str, float]:
@@ -268,25 +266,32 @@ class MetricAccumulator:
 class Clock:
     """Training time: evaluations and saving are excluded with `paused`. Units: seconds."""
 
-    def __init__(self, seconds_before: float, since_record: float, elapsed_before: float = 0.0) -> None:
-        """Start at `seconds_before` of earlier starts, of which `since_record` came after the last record.
+    def __init__(self) -> None:
+        """Start without earlier starts of the run."""
+        self._before = {"train_seconds": 0.0, "elapsed_seconds": 0.0, "since_record": 0.0}
+        self.start()
 
-        `elapsed_before` is the time of earlier starts with evaluations and saving.
-        """
+    def start(self) -> None:
+        """Start from the times of earlier starts, and begin a lap that has lasted since the last record."""
         self._start = self._saved = time.perf_counter()
-        self._began = self._start - elapsed_before
-        self._lap = self._start - since_record
-        self._away = -seconds_before
+        self._began = self._start - self._before["elapsed_seconds"]
+        self._lap = self._start - self._before["since_record"]
+        self._away = -self._before["train_seconds"]
+
+    def state(self) -> dict[str, float]:
+        """Return the times of all starts, and the time since the last record."""
+        since_record = time.perf_counter() - self._lap
+        return {"train_seconds": self.total(), "elapsed_seconds": self.elapsed(), "since_record": since_record}
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        """Take the times of earlier starts, from which `start` starts."""
+        self._before = {name: float(saved[name]) for name in self._before}
 
     def lap(self) -> float:
         """Return the time since the last call, and start the next lap."""
         now = time.perf_counter()
         seconds, self._lap = now - self._lap, now
         return seconds
-
-    def since_record(self) -> float:
-        """Return the time since the last lap, without starting another."""
-        return time.perf_counter() - self._lap
 
     def total(self) -> float:
         """Return the training time of the run, earlier starts included."""
@@ -295,6 +300,11 @@ class Clock:
     def elapsed(self) -> float:
         """Return the time of the run with evaluations and saving, earlier starts included."""
         return time.perf_counter() - self._began
+
+    @property
+    def elapsed_before(self) -> float:
+        """Return the time of the earlier starts alone, with evaluations and saving."""
+        return self._before["elapsed_seconds"]
 
     def saved(self) -> None:
         """Note that a checkpoint was saved now."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddpexp.checkpoint.reader import read_all
 from ddpexp.data.batch_plan import counted
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.base import Stored, Strategy
@@ -76,6 +78,28 @@ def optimizer_state(
     return {"groups": groups, "state": dict(sorted(state.items(), key=lambda item: str(item[0]))), "others": others}
 
 
+class OptimizerStates:
+    """The states of the optimizers of a run."""
+
+    def __init__(self, optimizers: Mapping[str, Optimizer], strategy: Strategy) -> None:
+        """Remember how they were built, before a checkpoint or the schedule changes them."""
+        self._optimizers, self._strategy = optimizers, strategy
+        self._names = parameter_names(strategy.modules)
+        self._built = {name: settings(optimizer) for name, optimizer in optimizers.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of each, with the settings that it was built with. Ranks: all; may communicate."""
+        return {
+            name: {**optimizer_state(one, self._names, self._strategy.shard_to_save), "built": self._built[name]}
+            for name, one in self._optimizers.items()
+        }
+
+    def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore what `state` returned. Raises RefusedError: it is of other optimizers."""
+        for note in restore_optimizers(self._optimizers, saved, self._names, self._strategy):
+            logging.getLogger("ddpexp").info(note)
+
+
 def restore_optimizers(
     optimizers: Mapping[str, Optimizer],
     saved: Mapping[str, Mapping[str, Any]],
@@ -88,9 +112,7 @@ def restore_optimizers(
         RefusedError: the state is of other optimizers, or of other parameters.
     """
     if saved.keys() != optimizers.keys():
-        raise RefusedError(
-            f"the checkpoint holds the optimizers {', '.join(saved)}, but the run has {', '.join(optimizers)}."
-        )
+        raise RefusedError(f"holds the optimizers {', '.join(saved)}, but the run has {', '.join(optimizers)}")
     notes = [restore_optimizer(one, saved[name], names, name, strategy) for name, one in optimizers.items()]
     return [note for note in notes if note]
 
@@ -125,8 +147,8 @@ def restore_optimizer(
             else values
             for key, values in states.items()
         }
-        states = _all_read(states)
-    state = {**_all_read(state), "state": states}
+        states = read_all(states)
+    state = {**read_all(state), "state": states}
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group["params"]) for group in state["param_groups"]]
     members = [set(group["params"]) for group in state["param_groups"]]
@@ -134,10 +156,10 @@ def restore_optimizer(
     same_parameters = "by_position" not in saved and set().union(*members) == set().union(*positions)
     if members != positions and not same_parameters:
         raise RefusedError(
-            f"the checkpoint's {name} holds groups of {saved_sizes} parameters, but in this run it has {sizes}: the "
-            "checkpoint is of another model."
+            f"holds groups of {saved_sizes} parameters, but in this run it has {sizes}: it is of another model",
+            place=name,
         )
-    note, start = "", _all_read(saved["built"])
+    note, start = "", read_all(saved["built"])
     if members == positions:
         groups = [
             _same_group(now, then, built)
@@ -152,7 +174,7 @@ def restore_optimizer(
     try:
         load_optimizer(optimizer, {**state, "param_groups": groups})
     except (KeyError, ValueError, RuntimeError) as error:
-        raise RefusedError(f"the checkpoint's {name} does not fit {type(optimizer).__name__}: {error}") from None
+        raise RefusedError(f"does not fit {type(optimizer).__name__}: {error}", place=name) from None
     return note
 
 
@@ -180,9 +202,10 @@ def _other_groups(
         if any(kept != sources[0] for kept in sources):
             key = next(key for kept in sources for key in kept)
             raise RefusedError(
-                f"the checkpoint's {name} has other parameter groups, but {type(optimizer).__name__} keeps "
-                f"{key} for each of them, so they cannot be regrouped",
+                f"has other parameter groups, but {type(optimizer).__name__} keeps {key} for each of them, so they "
+                "cannot be regrouped",
                 suggestion="Resume with the groups that the run was started with.",
+                place=name,
             )
         groups.append({**now, **sources[0], "params": positions})
     return groups
@@ -208,8 +231,9 @@ def _by_position(
     unknown = [key for group in saved["groups"] for key in group["params"] if key not in position_of]
     if unknown:
         raise RefusedError(
-            f"the checkpoint's {name} holds state for {unknown[0]}, which it does not train in this run: the "
-            "checkpoint is of another model, or of other optimizers."
+            f"holds state for {unknown[0]}, which it does not train in this run: it is of another model, or of other "
+            "optimizers",
+            place=name,
         )
     groups = [{**group, "params": sorted(position_of[key] for key in group["params"])} for group in saved["groups"]]
     state = {position_of.get(key, key): value for key, value in saved["state"].items()}
@@ -239,19 +263,8 @@ def _rows_read(values: Any, name: str, names: Mapping[str, Tensor], strategy: St
 def _nested_read(values: Any) -> Any:
     """Return the state of a parameter with all tensors read but those that are its values."""
     if not isinstance(values, Mapping):
-        return _all_read(values)
-    return {key: value if isinstance(value, Stored) else _all_read(value) for key, value in values.items()}
-
-
-def _all_read(tree: Any) -> Any:
-    """Return a tree of values with all of its tensors read."""
-    if isinstance(tree, Stored):
-        return tree.read()
-    if isinstance(tree, Mapping):
-        return {key: _all_read(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_all_read(value) for value in tree)
-    return tree
+        return read_all(values)
+    return {key: value if isinstance(value, Stored) else read_all(value) for key, value in values.items()}
 
 
 def _names_in_order(optimizer: Optimizer, names: Mapping[str, Tensor]) -> list[str]:

@@ -25,7 +25,7 @@ from ddpexp.system.hardware import usable_cores, why_no_gpu
 from ddpexp.system.text import first_few, metric_text, one_line
 from ddpexp.train.freezing import count_text
 from ddpexp.train.param_groups import group_texts
-from ddpexp.train.state import Outcome
+from ddpexp.train.progress import Outcome
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ from ddpexp.train.build import (
     max_eval_samples,
     open_data,
 )
+from ddpexp.train.checkpointer import Checkpointer, truncate_records, writer_of
 from ddpexp.train.choose_checkpoint import choose
 from ddpexp.train.choose_samples import arrange, check_held_out
 from ddpexp.train.compilations import Compilations, limit_processes
@@ -82,8 +83,8 @@ from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.recipe_checks import check_task
 from ddpexp.train.report import Report
-from ddpexp.train.run_state import RunState, restore_checkpoint, truncate_records
 from ddpexp.train.same_data import check_same_data, inputs_of
+from ddpexp.train.states import check_models
 
 
 def main(path: str, worker_args: str, control: Control | None = None) -> int:
@@ -104,7 +105,7 @@ class Built:
     """A run that is ready to be restored and trained."""
 
     loop: Loop
-    checkpointer: RunState
+    checkpointer: Checkpointer
     report: Report
     newest: Checkpoint | None  # the checkpoint to resume from
     damaged: Sequence[Damaged]  # newer ones that cannot be read. Ranks: rank zero
@@ -185,19 +186,20 @@ def build(context: RunContext) -> Built:
         )
 
     logger = build_logger(context, num_steps)
-    recorded = truncate_records(run, logger, newest)
+    positions = truncate_records(run, logger, newest)
     average = build_average(strategy, trainer, batches.steps_per_epoch, num_steps)
-    checkpointer = RunState.from_config(run, trainer, strategy, average, logger, world)
-    checkpointer.recorded, checkpointer.inputs = recorded, inputs
-    checkpointer.stream = batches if isinstance(batches, StreamBatches) else None
-    checkpointer.callbacks = build_callbacks(experiment, replace(world, memory=strategy.memory), num_steps)
+    check_models(strategy)
+    checkpointer = Checkpointer(
+        run, writer_of(run, trainer, world), strategy, logger, world, inputs, positions, run.config.read_bytes()
+    )
+    callbacks = build_callbacks(experiment, replace(world, memory=strategy.memory), num_steps)
     report = Report(
         experiment, run, context.layout, context.prepared, strategy.modules, strategy.single,
         strategy.memory is not None, batches, num_steps,
     )  # fmt: skip
     log.info(report.headline())
     evals = build_evals(experiment, splits, data, world.device, eval_batch_size(experiment, data.size))
-    loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
+    loop = build_loop(context, strategy, batches, evals, logger, checkpointer, average, callbacks)
     _log_other_bits(context, plan.gradient_accumulation_steps, loop.optimizers.values())
     _warn_of_late_starts(trainer, strategy, num_steps, log)
     if slow := slow_average_warning(trainer.ema_decay, num_steps):
@@ -235,7 +237,7 @@ def restore(context: RunContext, built: Built) -> None:
         loop.logger.text("config", f"```yaml\n{run.config.read_text()}\n```")
         loop.logger.hyperparameters(built.report.hyperparameters())
     else:
-        restore_checkpoint(built.newest, loop, built.checkpointer)
+        built.checkpointer.restore(built.newest, loop.states)
         log.info(f"resumed after step {built.newest.step} of {num_steps}, from {relative(built.newest.folder)}")
         if missing := experiment.strategy.missing_in_checkpoints():
             log.warning(missing)
@@ -251,7 +253,7 @@ def fit(context: RunContext, built: Built) -> None:
         Interrupted: asked to stop before the last step; the run is saved.
     """
     control, loop = context.control, built.loop
-    control.send_nowait("began", step=loop.state.step)
+    control.send_nowait("began", step=loop.progress.step)
     control.set_phase("train")
     try:
         outcome = loop.fit()
@@ -265,7 +267,7 @@ def fit(context: RunContext, built: Built) -> None:
         built.checkpointer.drain()
         words = ["resume", shortest(context.run.path), *typed_arguments(context.run), error.override]
         raise DdpexpError(
-            f"{error} Step {loop.state.step} is saved",
+            f"{error} Step {loop.progress.step} is saved",
             suggestion=f"Resume from it with another metric: python -m ddpexp {shlex.join(words)}",
         ) from None
     except MetricError as error:
@@ -273,7 +275,7 @@ def fit(context: RunContext, built: Built) -> None:
         control.set_phase("evaluate")
         words = ["resume", shortest(context.run.path), *typed_arguments(context.run)]
         raise DdpexpError(
-            f"{error} Step {loop.state.step} is saved",
+            f"{error} Step {loop.progress.step} is saved",
             suggestion=f"Correct the error and resume: python -m ddpexp {shlex.join(words)}",
         ) from error
     except (Exception, SystemExit):

@@ -32,14 +32,16 @@ from ddpexp.distributed.rng import HostRandom
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Null
+from ddpexp.run.directory import RunDir
 from ddpexp.strategy.options import Options
 from ddpexp.strategy.replica import Replicas
 from ddpexp.task import Sums
 from ddpexp.train.average import WeightAverage
+from ddpexp.train.checkpointer import Checkpointer
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
-from ddpexp.train.run_state import RunState, restore_checkpoint
 from ddpexp.train.schedule import Cosine
+from ddpexp.train.states import RandomNumbers
 from tests.conftest import Ddpexp, finish
 from tests.fitting import STRATEGY, TRAINER
 from tests.points import Recipe
@@ -86,34 +88,36 @@ def build(world: World, way: str, folder: Path) -> Loop:
         lambda model: {"optimizer": torch.optim.AdamW(strategy.parameters(), lr=0.1)}
     )
     average = WeightAverage.from_config(strategy.modules, trainer, 4)
-    state = RunState(Writer(folder, world), strategy, average, HostRandom(0, world.rank), Null(), world, folder)
+    checkpointer = Checkpointer(RunDir(folder), Writer(folder, world), strategy, Null(), world, {}, {}, b"")
+    random = RandomNumbers(HostRandom(0, world.rank), world)
     return Loop(
         task=Regress(), strategy=strategy, optimizers=optimizers, schedule=Cosine(), world=world,
         precision=Precision("fp32", world.device, False),
         train=TrainBatches(Arrays((torch.zeros(24, 9),)), plan, world.rank, 0, world.device), evals={},
-        logger=Null(), control=Control(None), options=trainer, num_steps=8, checkpointer=state, average=average,
+        logger=Null(), control=Control(None), options=trainer, num_steps=8, checkpointer=checkpointer,
+        average=average, further_states={"rank/random": random},
     )  # fmt: skip
 
 
 def link(world: World, way: str, source: Path | None, folder: Path) -> tuple[str | None, list[float]]:
     """Restore a checkpoint, or train a little; then save. Return the hash of the weights, and what the model gives."""
     loop = build(world, way, folder)
-    state = loop.checkpointer
-    assert isinstance(state, RunState)
+    checkpointer = loop.checkpointer
+    assert isinstance(checkpointer, Checkpointer)
     if source is None:
         assert isinstance(loop.strategy, Replicas)
         train(world, loop.strategy, lambda parameters: loop.optimizers["optimizer"])
-        loop.state.step = 6
+        loop.progress.step = 6
     else:
         checkpoint = open_checkpoint(newest_checkpoint(source))
         assert checkpoint.problem(world.rank, world.world_size) is None
-        restore_checkpoint(checkpoint, loop, state)
-        state.resumed_from = None  # it is saved again, elsewhere
+        checkpointer.restore(checkpoint, loop.states)
+        checkpointer.resumed_from = None  # it is saved again, elsewhere
     with torch.no_grad(), loop.strategy.evaluation() as model:
         given = model(torch.linspace(-1, 1, 45).view(5, 9)).flatten().tolist()
     loop._start()
     digest = loop._save(end=True)
-    state.finish()
+    checkpointer.finish()
     return digest, given
 
 

@@ -27,7 +27,7 @@ from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Shard
-from ddpexp.train import run_state
+from ddpexp.train import weights_hash
 from tests.ranks import on_ranks
 from tests.refusals import refused
 
@@ -222,13 +222,13 @@ def test_long_files_are_written_in_pieces_of_which_each_rank_of_a_start_hashes_i
 def test_a_sharded_tensor_is_gathered_on_rank_zero_some_rows_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_state, "_PART_BYTES", 50_000)
+    monkeypatch.setattr(weights_hash, "_PART_BYTES", 50_000)
 
     def gathered(world: World) -> list[list[int]]:
         sizes = []
         for name, shard in held(world.rank % 2, 2, world.rank // 2).items():
             if name in SHARDED:
-                parts = list(run_state._gathered(shard, world))
+                parts = list(weights_hash._gathered(shard, world))
                 assert not parts or torch.cat(parts).equal(TENSORS[name])
                 sizes.append([len(part) for part in parts])
         return sizes
@@ -253,7 +253,7 @@ def test_rows_in_the_memory_of_the_host_are_gathered_through_the_device() -> Non
 
     sums = Sums()
     world = World(0, 0, 0, 2, 2, torch.device("meta"), memory=sums)
-    [part] = run_state._gathered(Shard(torch.ones(4, 4), (4, 4), 0), world)  # as strategy.offload=true leaves them
+    [part] = weights_hash._gathered(Shard(torch.ones(4, 4), (4, 4), 0), world)  # as strategy.offload=true leaves them
     assert (sums.devices, part.shape) == (["meta"], (4, 4))
 
 

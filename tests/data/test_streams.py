@@ -96,7 +96,7 @@ def test_any_number_of_workers_resumes_with_the_same_steps(stream: Stream) -> No
         for size in (1, 2, 4):
             after = [batches(stream, size, rank) for rank in range(size)]
             for rank in after:
-                rank.restore(states, "the checkpoint of step 5")
+                rank.restore(states)
             assert [stored(rank.state())["shards"] for rank in after] == [
                 {key: shard for state in states for key, shard in state["shards"].items() if int(key) in rank.own}
                 for rank in after
@@ -142,17 +142,17 @@ def test_what_cannot_restore_its_position_is_refused_and_says_so_before_the_firs
     assert "Forgetful has no state_dict and load_state_dict): this run cannot be resumed" in str(forgetful.warning())
     assert batches(Stream(Numbers)).warning() is None
     assert forgetful.state() == {}
-    with refused("the checkpoint of step 3"):
-        forgetful.restore([{}], "the checkpoint of step 3")
+    with refused("cannot be resumed from"):
+        forgetful.restore([{}])
 
 
 def test_positions_of_other_shards_are_refused() -> None:
     state = batches(Stream(Numbers)).state()
-    with refused("the checkpoint of step 3"):
-        batches(Stream(Numbers), micro=4).restore([state], "the checkpoint of step 3")
+    with refused("positions of 4 shards"):
+        batches(Stream(Numbers), micro=4).restore([state])
     state["shards"].pop("2")
     with pytest.raises(RefusedError, match="holds no position of shard 2 of the stream"):
-        batches(Stream(Numbers)).restore([None, state], "the checkpoint of step 3")
+        batches(Stream(Numbers)).restore([None, state])
 
 
 def test_data_that_became_a_stream_is_other_data() -> None:
@@ -290,7 +290,7 @@ def test_streaming_data_sets_of_hugging_face_are_split_by_themselves() -> None:
         first = batches(stream)
         list(first.steps(0, 3))
         second = batches(stream)
-        second.restore([stored(first.state())], "the checkpoint of step 3")
+        second.restore([stored(first.state())])
         assert str(list(second.steps(3, 6))) == str(whole[3:])
 
 
@@ -341,5 +341,5 @@ def resumed_in_the_middle(stream: Stream) -> None:
     first = batches(stream)
     list(first.steps(0, 3))
     second = batches(stream)
-    second.restore([stored(first.state())], "the checkpoint of step 3")
+    second.restore([stored(first.state())])
     assert str(list(second.steps(3, 6))) == str(whole[3:])

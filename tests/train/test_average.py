@@ -248,7 +248,7 @@ def test_the_statistics_of_the_average_are_those_of_torch_and_training_never_see
     assert torch.equal(of_training, other.state_dict()["net.1.running_mean"])
     averaged = with_statistics_of_torch(loop)
     assert not torch.allclose(averaged["net.1.running_mean"], model.state_dict()["net.1.running_mean"], atol=1e-4)
-    assert loop.state.metrics["eval/loss"] != plain.state.metrics["eval/loss"]
+    assert loop.progress.metrics["eval/loss"] != plain.progress.metrics["eval/loss"]
 
 
 def with_statistics_of_torch(loop: Loop) -> dict[str, Tensor]:

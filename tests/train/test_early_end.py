@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +11,16 @@ import pytest
 
 from ddpexp.launch.workers.control import Control
 from ddpexp.train.loop import Loop
-from ddpexp.train.run_state import _join, _split
-from ddpexp.train.state import TrainState
+from ddpexp.train.metrics import Clock
+from ddpexp.train.progress import Progress
 from tests.conftest import Ddpexp
-from tests.fitting import loop_alone
+from tests.fitting import Kept, loop_alone, restore
 from tests.points import Recipe
 
 
 @pytest.fixture(scope="module")
 def points(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Any:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("early"), environ)).module()
-
-
-@dataclass
-class Kept:
-    """Stands for what saves checkpoints: keeps the state of each."""
-
-    saved: list[TrainState]
-
-    def save(self, state: TrainState, optimizers: Any, precision: Any, epoch: float, end: bool) -> str | None:
-        self.saved.append(replace(state, window=list(state.window)))
-        return "digest" if end else None
-
-    def check(self) -> None:
-        """Nothing goes wrong."""
-
-    def finish(self) -> None:
-        """Everything is written."""
 
 
 def ends_after(loop: Loop, step: int) -> None:
@@ -53,32 +36,32 @@ def ends_after(loop: Loop, step: int) -> None:
 
 
 def test_time_that_is_over_ends_the_run_and_a_larger_limit_continues_it(points: Any, tmp_path: Path) -> None:
-    def trained(limit: float | None, state: TrainState | None = None) -> Loop:
+    def trained(limit: float | None, step: int | None = None) -> Loop:
         loop, _ = loop_alone(points, tmp_path, points.Sides(), 10, max_seconds=limit)
         loop.control = Control(None, leads=True)
-        if state is not None:
-            loop.state = state
+        if step is not None:
+            restore(loop, {"progress": asdict(Progress(step)), "clock": spent})
         return loop
 
+    spent = {"train_seconds": 3.0, "elapsed_seconds": 7200.0, "since_record": 0.0}
     outcome = trained(1e-9).fit()
     assert (outcome.step, outcome.stopped) == (1, "trainer.max_seconds=1e-09 reached after step 1 of 10")
     assert outcome.elapsed_seconds > outcome.train_seconds > 0
-    spent = TrainState(step=4, train_seconds=3.0, elapsed_seconds=7200.0)
-    outcome = trained(7200, replace(spent)).fit()
+    outcome = trained(7200, 4).fit()
     assert (outcome.step, outcome.stopped) == (4, "trainer.max_seconds=7200 reached after step 4 of 10")
     assert outcome.elapsed_seconds > 7200
     for limit in (7300, None):
-        outcome = trained(limit, replace(spent)).fit()
+        outcome = trained(limit, 4).fit()
         assert (outcome.step, outcome.stopped) == (10, None)
-    assert trained(7200, replace(spent, step=10)).fit().stopped is None  # its steps are done
+    assert trained(7200, 10).fit().stopped is None  # its steps are done
 
 
-def test_the_time_is_kept_in_checkpoints_apart_from_what_can_be_compared() -> None:
-    progress, clock = _split(TrainState(step=3, train_seconds=1.5, elapsed_seconds=2.5))
-    assert clock == {"train_seconds": 1.5, "elapsed_seconds": 2.5, "since_record": 0}
-    assert "elapsed_seconds" not in progress
-    assert _join(progress, clock).elapsed_seconds == 2.5
-    assert _join(progress, {"train_seconds": 1.5, "since_record": 0.0}).elapsed_seconds == 1.5  # an older checkpoint
+def test_the_time_of_earlier_starts_counts_from_the_start_on() -> None:
+    clock, before = Clock(), {"train_seconds": 1.5, "elapsed_seconds": 2.5, "since_record": 0.5}
+    clock.restore(before)
+    clock.start()
+    assert clock.state() == {name: pytest.approx(seconds, abs=0.1) for name, seconds in before.items()}
+    assert clock.total() < clock.elapsed()
 
 
 @pytest.mark.parametrize(
@@ -92,12 +75,12 @@ def test_the_time_is_kept_in_checkpoints_apart_from_what_can_be_compared() -> No
 def test_an_early_end_is_saved_recorded_and_evaluated_like_the_last_step(
     points: Any, tmp_path: Path, every: int, kinds: list[tuple[str, int]]
 ) -> None:
-    kept = Kept([])
+    kept = Kept()
     loop, records = loop_alone(points, tmp_path, points.Sides(), 10, eval_every=every, checkpoint_every=0)
     loop.checkpointer = kept
     ends_after(loop, 6)
     outcome = loop.fit()
     assert (outcome.step, outcome.interrupted, outcome.stopped, outcome.digest) == (6, False, "enough", "digest")
-    assert [state.step for state in kept.saved] == [6]
+    assert kept.steps == [6]
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert [("train" if "train/loss" in line else "eval", line["step"]) for line in lines] == kinds

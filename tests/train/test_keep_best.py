@@ -13,7 +13,7 @@ import torch
 from ddpexp.errors import RefusedError
 from ddpexp.train.keep_best import UnknownMetricError, check_set
 from tests.conftest import Ddpexp
-from tests.fitting import Once, fit_alone, loop_alone
+from tests.fitting import Kept, Once, fit_alone, loop_alone
 from tests.points import Recipe
 from tests.refusals import is_about
 
@@ -26,20 +26,6 @@ def points(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
 @pytest.fixture
 def fit(points: Any, tmp_path: Path) -> Callable[..., Once]:
     return partial(fit_alone, points, tmp_path)
-
-
-class Saves:
-    """Records the steps that the loop saves."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def save(self, state: Any, optimizers: Any, precision: Any, epoch: float, end: bool) -> None:
-        self.steps.append(state.step)
-
-    def check(self) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -72,7 +58,7 @@ def test_an_unknown_metric_is_refused_after_the_first_step(points: Any, tmp_path
     with pytest.raises(RefusedError) as caught:
         loop.fit()
     assert is_about(caught.value, "trainer.keep_best=max")
-    assert loop.state.step == 1
+    assert loop.progress.step == 1
 
 
 def test_the_look_at_an_evaluation_changes_nothing(points: Any, fit: Callable[..., Once]) -> None:
@@ -96,7 +82,7 @@ def test_what_only_the_first_evaluation_shows_is_saved_before_the_run_fails(poin
             self.held = object()  # of which a copy may share something: the task is not tried out
 
     loop, _ = loop_alone(points, tmp_path, Holds(), keep_best="max:eval/f1", eval_every=3)
-    loop.checkpointer = saves = Saves()
+    loop.checkpointer = saves = Kept()
     with pytest.raises(UnknownMetricError) as caught:
         loop.fit()
     assert is_about(caught.value, "trainer.keep_best=max")

@@ -111,7 +111,7 @@ def test_evaluations_use_the_average_and_leave_no_trace_in_the_training(
     _, rows, labels = points.points(33, 1).tensors
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(rows), labels)
-    assert often.state.metrics["eval/loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert often.progress.metrics["eval/loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
 def test_it_is_computed_once_after_each_step_that_moves() -> None:

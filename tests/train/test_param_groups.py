@@ -424,7 +424,7 @@ def test_what_an_optimizer_changes_in_its_groups_is_not_mixed() -> None:
     built = settings(before)
     before.param_groups[0]["momentum"] = 0.5  # as optimizers do that adapt themselves
     saved = {**optimizer_state(before, names), "built": built}
-    with refused("momentum"):
+    with refused("optimizer: momentum"):
         restore_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), saved, names, "optimizer")
     before.param_groups[1]["momentum"] = 0.5
     saved = {**optimizer_state(before, names), "built": built}
@@ -436,7 +436,7 @@ def test_what_an_optimizer_changes_in_its_groups_is_not_mixed() -> None:
 def test_another_model_is_still_refused() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
     saved = {**optimizer_state(optimizer := torch.optim.SGD(model.parameters()), parameter_names({"m": model}))}
-    with refused("state"):
+    with refused("o: state for m.bias"):
         restore_optimizer(
             torch.optim.SGD(other.parameters()),
             {**saved, "built": settings(optimizer)},

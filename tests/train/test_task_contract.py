@@ -229,8 +229,8 @@ def test_metrics_that_change_their_names_are_named(
 def test_what_waits_for_a_record_survives_a_change_of_the_recipes_metrics() -> None:
     before, window = MetricAccumulator(ALONE, DataRank(0, 1), [0], 1), MetricAccumulator(ALONE, DataRank(0, 1), [0], 1)
     before.add([(torch.tensor(1.0), 2, {"gone": (torch.tensor(5.0), 2), "kept": (torch.tensor(1.0), 2)})])
-    window.restore(before.pending(0.0))
-    assert window.pending(1.0)[0]["names"] == ["gone", "kept"]
+    window.restore(before.state())
+    assert window.state()[0]["names"] == ["gone", "kept"]
     window.add([(torch.tensor(3.0), 2, {"kept": (torch.tensor(0.0), 2), "new": (torch.tensor(3.0), 1)})])
     assert window.totals() == {"loss": (4.0, 4.0), "kept": (1.0, 4.0), "new": (3.0, 1.0)}
 

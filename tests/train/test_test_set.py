@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,8 @@ from ddpexp.sweep.settings import settings_of
 from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import MetricError
-from ddpexp.train.run_state import _join, _split
-from ddpexp.train.state import TrainState
 from tests.conftest import Ddpexp
-from tests.fitting import loop_alone
+from tests.fitting import Kept, loop_alone, restore
 from tests.points import Recipe
 from tests.refusals import refused
 
@@ -51,23 +49,6 @@ class Task:
 
     def on_eval(self, model: Any, batch: Any, logger: Any, step: int) -> None:
         self.shown.append(len(batch[0]))
-
-
-@dataclass
-class Kept:
-    """Stands for what saves checkpoints: keeps the state of each."""
-
-    saved: list[TrainState] = field(default_factory=list)
-
-    def save(self, state: TrainState, optimizers: Any, precision: Any, epoch: float, end: bool) -> str | None:
-        self.saved.append(_join(*_split(replace(state, metrics=dict(state.metrics), window=list(state.window)))))
-        return "digest" if end else None
-
-    def check(self) -> None:
-        """Nothing goes wrong."""
-
-    def finish(self) -> None:
-        """Everything is written."""
 
 
 class Stops(Control):
@@ -140,7 +121,7 @@ def test_an_interruption_leaves_what_it_interrupted_to_the_resume(points: Any, t
     assert loop.fit().interrupted
     again = build(points, tmp_path, eval_every=8)
     assert isinstance(loop.checkpointer, Kept)
-    again.state = loop.checkpointer.saved[-1]
+    restore(again, loop.checkpointer.saved[-1])
     outcome = again.fit()
     assert not outcome.interrupted
     assert (records(tmp_path, "eval/"), records(tmp_path, "test/")) == ([8], [8])
@@ -152,7 +133,7 @@ def test_a_run_that_is_done_is_not_evaluated_again(points: Any, tmp_path: Path) 
     loop.fit()
     again = build(points, tmp_path)
     assert isinstance(loop.checkpointer, Kept)
-    again.state = loop.checkpointer.saved[-1]
+    restore(again, loop.checkpointer.saved[-1])
     again.fit()
     assert records(tmp_path, "test/") == [8]
 
@@ -167,10 +148,10 @@ def test_a_metric_that_cannot_be_computed_loses_no_step(
     with refused(": raised", MetricError):
         loop.fit()
     assert isinstance(loop.checkpointer, Kept)
-    state = loop.checkpointer.saved[-1]
-    assert (state.step, state.evaluated) == (4, False)
+    saved = loop.checkpointer.saved[-1]
+    assert (saved["progress"]["step"], saved["progress"]["evaluated"]) == (4, False)
     again = build(points, tmp_path, eval_every=4)
-    again.state = state
+    restore(again, saved)
     again.fit()
     assert records(tmp_path, "eval/") == [4, 8]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,10 @@ from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device
 from ddpexp.strategy.replica import clip_values
 from ddpexp.train.keep_best import with_value
-from ddpexp.train.run_state import _join, _split
-from ddpexp.train.state import TrainState
+from ddpexp.train.progress import Progress
 from tests.conftest import Ddpexp
-from tests.fitting import ALONE, Once, fit_alone, loop_alone, sgd
+from tests.fitting import ALONE, Kept, Once, fit_alone, loop_alone, sgd
 from tests.points import Recipe
-from tests.train.test_keep_best import Saves
 
 CODE = """\
 class Slow(Sides):
@@ -143,19 +142,20 @@ def test_the_samples_to_train_on_are_the_same_in_every_run_and_no_mere_cut(point
 
 
 def test_an_evaluation_at_the_start_is_recorded_once_and_may_be_the_best(points: Any, tmp_path: Path) -> None:
-    def trained(state: TrainState | None, **keys: Any) -> tuple[list[int], list[int]]:
+    def trained(progress: Progress | None, **keys: Any) -> tuple[list[int], list[int]]:
         loop, path = loop_alone(points, tmp_path, points.Sides(), 4, eval_at_start=True, eval_every=4, **keys)
-        loop.checkpointer = saves = Saves()
-        loop.state = loop.state if state is None else state
+        loop.checkpointer = saves = Kept()
+        if progress is not None:
+            loop.progress.restore(asdict(progress))
         loop.fit()
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         return [line["step"] for line in lines if "eval/loss" in line], saves.steps
 
     assert trained(None, checkpoint_every=0) == ([0, 4], [4])
     assert trained(None, checkpoint_every=0, keep_best="min:eval/loss") == ([0, 4], [0, 4])
-    assert trained(TrainState(evaluated_at=0)) == ([4], [4])  # resumed from step 0
-    assert trained(TrainState(step=2)) == ([4], [4])  # the key was set since
-    assert trained(TrainState(evaluated=False)) == ([0, 4], [4])  # it was interrupted
+    assert trained(Progress(evaluated_at=0)) == ([4], [4])  # resumed from step 0
+    assert trained(Progress(step=2)) == ([4], [4])  # the key was set since
+    assert trained(Progress(evaluated=False)) == ([0, 4], [4])  # it was interrupted
 
 
 def test_an_evaluation_at_the_start_changes_nothing(points: Any, fit: Callable[..., Once]) -> None:
@@ -165,7 +165,7 @@ def test_an_evaluation_at_the_start_changes_nothing(points: Any, fit: Callable[.
 
 def test_multiples_of_keep_every_are_saved_too(points: Any, tmp_path: Path) -> None:
     loop, _ = loop_alone(points, tmp_path, points.Sides(), 10, checkpoint_every=4, keep_every=3)
-    loop.checkpointer = saves = Saves()
+    loop.checkpointer = saves = Kept()
     loop.fit()
     assert saves.steps == [3, 4, 6, 8, 9, 10]
 
@@ -192,20 +192,12 @@ def test_an_evaluation_counts_when_it_is_among_the_best(
     assert with_value(keep_best, value, best, count) == expected
 
 
-def test_the_best_values_of_older_checkpoints_and_of_another_metric() -> None:
-    progress, clock = _split(TrainState(step=3, best=[0.5, 0.4], best_of="max:eval/accuracy"))
-    assert (_join(progress, clock).best, _join(progress, clock).best_of) == ([0.5, 0.4], "max:eval/accuracy")
-    older = {name: value for name, value in progress.items() if name != "best_of"}
-    assert _join({**older, "best": 0.25}, clock).best == [0.25]
-    assert _join({**older, "best": None}, clock).best == []
-
-
 def test_another_metric_starts_with_its_own_values(points: Any, tmp_path: Path) -> None:
     loop, _ = loop_alone(points, tmp_path, points.Sides(), 4, keep_best="min:eval/loss")
-    loop.state = TrainState(best=[-1.0], best_of="max:eval/accuracy")
+    loop.progress.restore(asdict(Progress(best=[-1.0], best_of="max:eval/accuracy")))
     loop.fit()
-    assert loop.state.best_of == "min:eval/loss"
-    assert loop.state.best[0] > 0
+    assert loop.progress.best_of == "min:eval/loss"
+    assert loop.progress.best[0] > 0
 
 
 def test_the_best_and_every_multiple_stay(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ddpexp.settings.trainer import Trainer
     from ddpexp.strategy.base import Shard
     from ddpexp.train.optimizer_step import Step
-    from ddpexp.train.state import TrainState
+    from ddpexp.train.progress import Progress
 
 
 class Callback:
@@ -94,7 +94,7 @@ class RunView:
     optimizers: Mapping[str, Optimizer]
     logger: Logger  # rank zero records, those of the others do nothing
     _requests: Requests
-    _state: TrainState
+    _progress: Progress
     _step: Step
     _register: Callable[[str, str], None]
     _parameters: Mapping[str, Tensor]  # of all models, by name
@@ -105,7 +105,7 @@ class RunView:
     @property
     def step(self) -> int:
         """Return the number of optimizer steps done."""
-        return self._state.step
+        return self._progress.step
 
     @property
     def steps_per_epoch(self) -> int:
@@ -135,17 +135,17 @@ class RunView:
     @property
     def epoch(self) -> float:
         """Return the number of epochs done, as a fraction."""
-        return self._state.step / self._train.steps_per_epoch
+        return self._progress.step / self._train.steps_per_epoch
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics of the last evaluation."""
-        return self._state.metrics
+        return self._progress.metrics
 
     @property
     def is_recorded(self) -> bool:
         """Return whether the training metrics are recorded after this step."""
-        step = self._state.step
+        step = self._progress.step
         return step % self._options.log_every == 0 or step == self.num_steps
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:

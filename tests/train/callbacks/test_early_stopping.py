@@ -72,7 +72,7 @@ def test_the_metric_is_checked_at_the_start_and_after_the_first_step(points: Any
         with pytest.raises(RefusedError) as caught:
             loop.fit()
         assert message in str(caught.value)
-        assert loop.state.step == (monitor == "eval/acuracy")
+        assert loop.progress.step == (monitor == "eval/acuracy")
 
 
 def test_refusals_name_the_key() -> None:

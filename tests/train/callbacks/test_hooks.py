@@ -18,8 +18,7 @@ from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.callbacks.lr_monitor import LRMonitor
 from ddpexp.train.loop import Loop
 from ddpexp.train.recipe_checks import check_callback
-from ddpexp.train.state import TrainState
-from tests.fitting import ALONE, loop_alone
+from tests.fitting import ALONE, Kept, loop_alone
 from tests.points import Recipe
 
 
@@ -28,23 +27,6 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tests.conftest import Ddpexp
 
     return Recipe(Ddpexp(tmp_path_factory.mktemp("callbacks"), {})).module()
-
-
-@dataclass
-class Saves:
-    """A checkpointer that only counts."""
-
-    steps: list[int] = field(default_factory=list)
-
-    def save(
-        self, state: TrainState, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
-    ) -> str | None:
-        self.steps.append(state.step)
-        return "digest" if end else None
-
-    def check(self) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 @dataclass
@@ -73,12 +55,12 @@ class Notes(Callback):
         self.calls.append(("end", run.step))
 
 
-def fitting(points: Any, folder: Path, *members: Callback, steps: int = 8, **keys: Any) -> tuple[Loop, Saves, Path]:
+def fitting(points: Any, folder: Path, *members: Callback, steps: int = 8, **keys: Any) -> tuple[Loop, Kept, Path]:
     named = {f"c{number}": member for number, member in enumerate(members)}
     loop, path = loop_alone(
         points, folder, points.Sides(), steps, callbacks=Callbacks(named, ALONE), checkpoint_every=0, **keys
     )
-    loop.checkpointer = saves = Saves()
+    loop.checkpointer = saves = Kept()
     return loop, saves, path
 
 
