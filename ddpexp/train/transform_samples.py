@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,8 +51,7 @@ def own_arguments(data: Data, trust: Trust) -> Mapping[str, Any]:
 
 def without_own_arguments(experiment: Experiment) -> Experiment:
     """Return the experiment without the general keys that its data function takes itself."""
-    defaults: Mapping[str, Any] = {field.name: field.default for field in fields(Data)}
-    own: dict[str, Any] = {name: defaults[name] for name in own_arguments(experiment.data, experiment.trust)}
+    own: dict[str, Any] = dict.fromkeys(own_arguments(experiment.data, experiment.trust))
     return replace(experiment, data=replace(experiment.data, **own)) if own else experiment
 
 
