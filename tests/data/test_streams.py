@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from ddpexp.settings.data import Data
 from ddpexp.train.load_data import streams_checked
 from ddpexp.train.recipe_checks import check_splits
 from tests.conftest import Ddpexp, Done
-from tests.fitting import TRAINER
+from tests.fitting import asked
 from tests.points import Recipe
 from tests.refusals import refused
 from tests.test_interruptions import has_steps, kill_everything, same, wait_for
@@ -240,16 +239,14 @@ def test_a_run_on_a_stream_is_killed_at_a_random_moment(recipe: Recipe, undistur
         ({"max_steps": None}, "trainer.max_steps=null"),
         ({"limit_train_samples": 8}, "trainer.limit_train_samples=8"),
         ({"validation_fraction": 0.1}, "data.validation_fraction=0.1"),
-        ({"on_device": True}, "data.on_device=True"),
+        ({"on_device": True}, "data.on_device=true"),
         ({}, "evaluation"),
     ],
 )
 def test_what_a_stream_does_not_have_is_refused(keys: dict[str, Any], message: str) -> None:
     of_data = {key: value for key, value in keys.items() if key in Data.__dataclass_fields__}
-    trainer = replace(TRAINER, **{"max_steps": 8, **{key: value for key, value in keys.items() if key not in of_data}})
-    plain = {"target": "mine", "prepare": None, "validation_fraction": 0, "num_workers": 0, "on_device": False}
-    data = Data(**{**plain, "options": {}, **of_data})
-    experiment: Any = SimpleNamespace(trainer=trainer, data=data)
+    experiment: Any = asked(max_steps=8) if of_data else asked(**{"max_steps": 8, **keys})
+    experiment = replace(experiment, data=replace(experiment.data, **of_data))
     with refused(message):
         streams_checked(Splits(Stream(Numbers), {"eval": Stream(Few)}), experiment)
 
