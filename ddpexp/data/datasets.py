@@ -133,23 +133,11 @@ def kind_of(data: IndexData) -> str:
     return type(data.returned).__name__
 
 
-def hold_out(train: IndexData, fraction: float) -> tuple[IndexData, IndexData]:
-    """Split a set into a training and a held-out part; the split is the same in every run.
-
-    The split does not depend on `trainer.seed`: runs that differ only in the seed are evaluated on the same samples.
-    """
-    shuffle = Permutation(len(train), seed=0, epoch=0)
-    held = min(len(train) - 1, max(1, round(fraction * len(train))))
-    kept = len(train) - held
-    key = f"data.validation_fraction={fraction}"
-    return select(train, shuffle, 0, kept, key), Subset(train, shuffle, kept, held)
-
-
 def choose_samples(train: IndexData, count: int) -> IndexData:
     """Return `count` samples chosen at random, the same ones in every run; the whole set if it has no more."""
     if count >= len(train):
         return train
-    shuffle = Permutation(len(train), seed=0, epoch=1)  # another one than that of `hold_out`
+    shuffle = Permutation(len(train), seed=0, epoch=1)  # another one than that by which samples are held out
     return select(train, shuffle, 0, count, f"trainer.limit_train_samples={count}")
 
 

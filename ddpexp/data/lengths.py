@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.order import Order, Permutation, TrainingOrder, by_value
-from ddpexp.data.weights import as_numbers
-from ddpexp.errors import RefusedError
+from ddpexp.data.order import STRIDE, Listed, Order, Permutation, TrainingOrder, piecewise
 
 _POOL = 200  # global batches: enough that their samples differ little in length, few enough that epochs stay random
 
@@ -61,18 +59,13 @@ class _Pooled:
     seed: int
     epoch: int
     base: Order
-    _last: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # the pool that was asked for last
+    _last: dict[int, Listed] = field(default_factory=dict)  # the pool that was asked for last
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices at these positions. Shapes: any; the result has the same."""
-        flat = np.asarray(positions, np.int64).ravel()
-        indices = np.empty_like(flat)
-        numbers, within = np.divmod(flat, _POOL * self.by_length.batch_size)
-        for number, chosen in by_value(numbers):
-            indices[chosen] = self._pool(number)[within[chosen]]
-        return indices.reshape(np.shape(positions))
+        return piecewise(positions, _POOL * self.by_length.batch_size, self._pool)
 
-    def _pool(self, number: int) -> NDArray[np.int64]:
+    def _pool(self, number: int) -> Listed:
         if number not in self._last:
             size = self.by_length.batch_size
             first = number * _POOL * size
@@ -83,32 +76,11 @@ class _Pooled:
             whole, rest = samples[: count * size], samples[count * size :]
             batches = whole[np.argsort(self.by_length.lengths[whole], kind="stable")].reshape(count, size)
             if count:
-                seed = self.seed * 0x9E3779B97F4A7C15 + number + 1
+                seed = self.seed * int(STRIDE) + number + 1
                 batches = batches[Permutation(count, seed, self.epoch)(np.arange(count))]
             self._last.clear()
-            self._last[number] = np.concatenate([batches.ravel(), rest])
+            self._last[number] = Listed(np.concatenate([batches.ravel(), rest]))
         return self._last[number]
-
-
-def checked_lengths(values: Any, num_samples: int | None, key: str) -> NDArray[Any]:
-    """Return lengths as numbers; `key` is the override that names them, None as number of samples: not known yet.
-
-    Raises:
-        RefusedError: they are no numbers, negative, or not one for each sample.
-    """
-    lengths = as_numbers(values, key)
-    if num_samples is not None and len(lengths) != num_samples:
-        raise RefusedError(
-            f"gives {len(lengths):,} lengths for {num_samples:,} training samples",
-            key=key,
-            suggestion="Give one for each sample, including held-out samples.",
-        )
-    wrong = np.flatnonzero(~(lengths >= 0) | np.isinf(lengths))
-    if wrong.size:
-        raise RefusedError(
-            f"The length of sample {wrong[0]} is {lengths[wrong[0]]:g}", key=key, suggestion="Use 0 or more."
-        )
-    return lengths
 
 
 def padding(lengths: NDArray[Any], batch_size: int) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -26,6 +26,8 @@ _TABLE_LENGTH = 4096
 # Just past the table 4 rounds show patterns at once, 6 a faint one over 1,500 epochs, 8 none. Even, so that halves of
 # unequal width end on the side they started from.
 _ROUNDS = 8
+
+STRIDE = np.uint64(0x9E3779B97F4A7C15)  # between the states of a stream of random words: SplitMix64's
 
 # Each half of a network value then fits 32 bits, and the value an int64.
 _LONGEST = 2**62
@@ -50,24 +52,13 @@ class TrainingOrder(Protocol):
 
 
 @dataclass(frozen=True)
-class Shuffled:
-    """The usual order: each epoch visits each sample once."""
-
-    samples_per_epoch: int
-
-    def order(self, seed: int, epoch: int) -> Order:
-        """Return the permutation of one epoch."""
-        return Permutation(self.samples_per_epoch, seed, epoch)
-
-
-@dataclass(frozen=True)
 class Listed:
     """An order that is a table."""
 
     indices: NDArray[np.int64]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices at these positions."""
+        """Return the indices at these positions. Shapes: any; the result has the same."""
         return self.indices[positions]
 
 
@@ -141,12 +132,30 @@ class Permutation:
         Source:
             Steele, Lea & Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014): SplitMix64.
         """
-        stride = np.uint64(0x9E3779B97F4A7C15)
         # The tag keeps these streams apart from any other use of the same seed.
         key = np.frombuffer(b"ddporder", dtype="<u8").astype(np.uint64)
         for part in (self.length, self.seed, self.epoch):
-            key = mix((key ^ np.uint64(part % 2**64)) + stride)
-        return mix(key + np.arange(1, count + 1, dtype=np.uint64) * stride)
+            key = mix((key ^ np.uint64(part % 2**64)) + STRIDE)
+        return mix(key + np.arange(1, count + 1, dtype=np.uint64) * STRIDE)
+
+
+@lru_cache(maxsize=1024)
+def permutation(length: int, seed: int, epoch: int) -> Permutation:
+    """Return a permutation that is asked for repeatedly: its keys and table are computed once."""
+    return Permutation(length, seed, epoch)
+
+
+def piecewise(positions: NDArray[np.int64], size: int, piece: Callable[[int], Order]) -> NDArray[np.int64]:
+    """Return the indices at positions of an order in pieces of `size`; `piece` returns the order of each by its number.
+
+    Shapes: any; the result has the same.
+    """
+    flat = np.asarray(positions, np.int64).ravel()
+    indices = np.empty_like(flat)
+    numbers, within = np.divmod(flat, size)
+    for number, chosen in by_value(numbers):
+        indices[chosen] = piece(number)(within[chosen])
+    return indices.reshape(np.shape(positions))
 
 
 def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -155,6 +164,12 @@ def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     words ^= words >> np.uint64(31)
     return words
+
+
+def uniforms(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Turn random words into numbers on [0, 1)."""
+    numbers: NDArray[np.float64] = (words >> np.uint64(11)) * 2.0**-53
+    return numbers
 
 
 def by_value(values: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:

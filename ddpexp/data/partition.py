@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.order import Order, Permutation
+from ddpexp.data.order import Listed, Order, Permutation
 from ddpexp.errors import RefusedError
 
 _MOST_FOLDS = 100  # that groups are put into for a fraction
@@ -27,17 +27,6 @@ class Part(NamedTuple):
     def indices(self) -> NDArray[np.int64]:
         """Return all its samples."""
         return self.order(np.arange(self.offset, self.offset + self.length))
-
-
-@dataclass(frozen=True)
-class Table:
-    """An order that is a table of indices."""
-
-    indices: NDArray[np.int64]
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices at these positions. Shapes: any; the result has the same."""
-        return self.indices[positions]
 
 
 @dataclass(frozen=True)
@@ -91,10 +80,10 @@ def fold_parts(
 
 def _parts_of(is_held: NDArray[np.bool_]) -> tuple[Part, Part]:
     kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
-    return Part(Table(kept), 0, len(kept)), Part(Table(held), 0, len(held))
+    return Part(Listed(kept), 0, len(kept)), Part(Listed(held), 0, len(held))
 
 
-def _spread(labels: NDArray[Any]) -> Table:
+def _spread(labels: NDArray[Any]) -> Listed:
     """Return an order, shuffled within each class, of which every stretch holds each class by its share."""
     shuffled = Permutation(len(labels), seed=0, epoch=0)(np.arange(len(labels)))
     _, classes, counts = np.unique(labels[shuffled], return_inverse=True, return_counts=True)
@@ -102,7 +91,7 @@ def _spread(labels: NDArray[Any]) -> Table:
     begins = np.cumsum(counts) - counts
     place = np.empty(len(labels))
     place[by_class] = (np.arange(len(labels)) - np.repeat(begins, counts) + 0.5) / np.repeat(counts, counts)
-    return Table(shuffled[np.lexsort((classes, place))])
+    return Listed(shuffled[np.lexsort((classes, place))])
 
 
 def _grouped(groups: NDArray[Any], folds: int, labels: NDArray[Any] | None) -> NDArray[np.int64]:

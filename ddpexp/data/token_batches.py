@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.order import Order, Permutation
+from ddpexp.data.order import STRIDE, Order, Permutation, permutation
 from ddpexp.errors import RefusedError
 
 _SPREAD = 1.06  # the longest sample of a bucket as a multiple of the shortest: about 3 % of a batch is padding then
 _BATCHES = 2  # of a bucket at least, although its lengths differ by more: else there would be many batches half full
-_STRIDE = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,20 @@ class ByTokens:
 
     lengths: NDArray[np.float64]
     most_tokens: int  # of a batch, with its padding
-    _permutations: dict[tuple[int, int, int], Permutation] = field(default_factory=dict, compare=False)
-    _sequence: NDArray[np.int64] = field(init=False)  # the samples by length
-    _buckets: Sequence[_Bucket] = field(init=False)
-    _ends: NDArray[np.int64] = field(init=False)  # of each bucket, in batches
 
-    def __post_init__(self) -> None:
-        """Divide the samples into buckets."""
-        sequence = np.argsort(self.lengths, kind="stable")
-        buckets = _divided(self.lengths[sequence], self.most_tokens)
-        for name, value in {
-            "_sequence": sequence,
-            "_buckets": buckets,
-            "_ends": np.cumsum([bucket.num_batches for bucket in buckets]),
-        }.items():
-            object.__setattr__(self, name, value)
+    @cached_property
+    def _sequence(self) -> NDArray[np.int64]:
+        """The samples by length."""
+        return np.argsort(self.lengths, kind="stable")
+
+    @cached_property
+    def _buckets(self) -> Sequence[_Bucket]:
+        return _divided(self.lengths[self._sequence], self.most_tokens)
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """The end of each bucket, in batches."""
+        return np.cumsum([bucket.num_batches for bucket in self._buckets])
 
     @property
     def samples_per_epoch(self) -> int:
@@ -131,12 +130,7 @@ class ByTokens:
         return longest
 
     def _shuffle(self, seed: int, epoch: int, number: int) -> Permutation:
-        key = seed, epoch, number
-        if key not in self._permutations:
-            if any(known[:2] != key[:2] for known in self._permutations):
-                self._permutations.clear()
-            self._permutations[key] = Permutation(self._buckets[number].count, seed * _STRIDE + number + 1, epoch)
-        return self._permutations[key]
+        return permutation(self._buckets[number].count, seed * int(STRIDE) + number + 1, epoch)
 
 
 def by_tokens(lengths: NDArray[np.float64], most_tokens: int) -> ByTokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.order import Order, Permutation, by_value, mix
+from ddpexp.data.order import STRIDE, Order, Permutation, mix, permutation, piecewise, uniforms
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular, read_regular_text
 
 FILES = (".npy", ".txt", ".csv")
-_STRIDE = np.uint64(0x9E3779B97F4A7C15)
 _DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # not 1_0 and other texts that Python reads
 
 
@@ -76,8 +75,7 @@ class _Draws:
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         stretch = self.stretches(positions)
-        words = mix(self._key + stretch.astype(np.uint64) * _STRIDE)
-        within = (words >> np.uint64(11)) * 2.0**-53
+        within = uniforms(mix(self._key + stretch.astype(np.uint64) * STRIDE))
         # The stretches begin elsewhere in each epoch, so that no two samples always share one.
         at = stretch + within + self._shift
         at -= np.where(at >= self.table.samples_per_epoch, self.table.samples_per_epoch, 0)
@@ -88,13 +86,13 @@ class _Draws:
     def _key(self) -> np.uint64:
         key = np.frombuffer(b"ddpdraws", dtype="<u8").astype(np.uint64)
         for part in (self.stretches.length, self.stretches.seed, self.stretches.epoch):
-            key = mix((key ^ np.uint64(part % 2**64)) + _STRIDE)
+            key = mix((key ^ np.uint64(part % 2**64)) + STRIDE)
         word: np.uint64 = key[0]
         return word
 
     @cached_property
     def _shift(self) -> float:
-        return float(mix(np.array([self._key ^ _STRIDE], np.uint64))[0] >> np.uint64(11)) * 2.0**-53
+        return float(uniforms(mix(np.array([self._key ^ STRIDE], np.uint64)))[0])
 
 
 @dataclass(frozen=True)
@@ -106,31 +104,8 @@ class Passes:
 
     def order(self, seed: int, epoch: int) -> Order:
         """Return the stretch of one epoch."""
-        return _Stretch(epoch * self.samples_per_epoch, self.num_samples, seed)
-
-
-@dataclass(frozen=True)
-class _Stretch:
-    """A stretch of the passes over the data, of which only those are shuffled whose positions are asked for."""
-
-    first: int
-    num_samples: int
-    seed: int
-    _last: dict[int, Permutation] = field(default_factory=dict)  # the pass that was asked for last
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices at these positions. Shapes: any; the result has the same."""
-        passes, places = np.divmod(np.asarray(positions, np.int64).ravel() + self.first, self.num_samples)
-        indices = np.empty_like(places)
-        for number, chosen in by_value(passes):
-            indices[chosen] = self._pass(number)(places[chosen])
-        return indices.reshape(np.shape(positions))
-
-    def _pass(self, number: int) -> Permutation:
-        if number not in self._last:
-            self._last.clear()
-            self._last[number] = Permutation(self.num_samples, self.seed, number)
-        return self._last[number]
+        first, length = epoch * self.samples_per_epoch, self.num_samples
+        return lambda positions: piecewise(positions + first, length, lambda number: permutation(length, seed, number))
 
 
 def class_balanced(classes: NDArray[Any]) -> NDArray[np.float64]:
@@ -187,25 +162,27 @@ def as_numbers(values: Any, key: str) -> NDArray[np.float64]:
         raise RefusedError(f"holds something other than numbers: {error}", key=key) from None
 
 
-def checked_weights(values: Any, num_samples: int | None, key: str) -> NDArray[np.float64]:
-    """Return weights as numbers; `key` is the override that gives them, None as number of samples: not known yet.
+def checked_amounts(values: Any, num_samples: int | None, name: str, key: str) -> NDArray[np.float64]:
+    """Return the amounts called `name` as numbers; `key` is the override that gives them.
+
+    None as number of samples: it is not known yet.
 
     Raises:
-        RefusedError: they are negative, not finite, all zero, or not one for each sample.
+        RefusedError: they are negative, not finite, or not one for each sample.
     """
-    weights = as_numbers(values, key)
-    if weights.ndim != 1 or (num_samples is not None and len(weights) != num_samples):
-        raise RefusedError(
-            f"gives {len(weights) if weights.ndim == 1 else f'an array of shape {weights.shape}'} "
-            f"{'weights ' if weights.ndim == 1 else ''}for {num_samples:,} training samples",
-            key=key,
-            suggestion="Give one for each sample, including held-out samples.",
-        )
-    wrong = np.flatnonzero(~(weights >= 0) | np.isinf(weights))
+    amounts = as_numbers(values, key)
+    _check_count(amounts, num_samples, f"{name}s", key)
+    wrong = np.flatnonzero(~(amounts >= 0) | np.isinf(amounts))
     if wrong.size:
         raise RefusedError(
-            f"The weight of sample {wrong[0]} is {weights[wrong[0]]:g}", key=key, suggestion="Use 0 or more."
+            f"The {name} of sample {wrong[0]} is {amounts[wrong[0]]:g}", key=key, suggestion="Use 0 or more."
         )
+    return amounts
+
+
+def checked_weights(values: Any, num_samples: int | None, key: str) -> NDArray[np.float64]:
+    """Return weights as `checked_amounts`; not all may be zero. Raises: RefusedError."""
+    weights = checked_amounts(values, num_samples, "weight", key)
     if not weights.any():
         raise RefusedError(
             "All weights are 0, so there is nothing to draw", key=key, suggestion="Give some samples a weight above 0."
@@ -214,16 +191,20 @@ def checked_weights(values: Any, num_samples: int | None, key: str) -> NDArray[n
 
 
 def checked_groups(values: NDArray[Any], num_samples: int | None, name: str) -> NDArray[Any]:
-    """Return the groups that `data.group_by` names.
-
-    Raises:
-        RefusedError: they are not one for each sample.
-    """
-    if num_samples is not None and len(values) != num_samples:
-        raise RefusedError(
-            f"gives {len(values):,} values for {num_samples:,} training samples", key="data.group_by", value=name
-        )
+    """Return the groups that `data.group_by` names. Raises: RefusedError, if they are not one for each sample."""
+    _check_count(values, num_samples, "values", f"data.group_by={name}")
     return values
+
+
+def _check_count(values: NDArray[Any], num_samples: int | None, things: str, key: str) -> None:
+    if values.ndim != 1 or num_samples not in (None, len(values)):
+        given = f"{len(values):,} {things}" if values.ndim == 1 else f"an array of shape {values.shape}"
+        samples = "" if num_samples is None else f" for {num_samples:,} training samples"
+        raise RefusedError(
+            f"gives {given}{samples}",
+            key=key,
+            suggestion="Give one for each sample, including held-out samples.",
+        )
 
 
 def _is_number(text: str) -> bool:

@@ -199,8 +199,7 @@ def _check_values(data: Data, num_train: Any) -> None:
     weighted = isinstance(data.weights, str) and data.weights != "balanced"
     by_file = [name is not None and name.endswith((".npy", ".txt", ".csv")) for name in (data.group_by, data.lengths)]
     if weighted or any(by_file):
-        from ddpexp.data.lengths import checked_lengths  # late: numpy
-        from ddpexp.data.weights import checked_groups, checked_weights, read_values
+        from ddpexp.data.weights import checked_amounts, checked_groups, checked_weights, read_values  # late: numpy
 
         count = num_train if isinstance(num_train, int) else None
         if weighted:
@@ -208,7 +207,7 @@ def _check_values(data: Data, num_train: Any) -> None:
         if data.group_by is not None and by_file[0]:
             checked_groups(read_values(data.group_by, "data.group_by"), count, data.group_by)
         if data.lengths is not None and by_file[1]:
-            checked_lengths(read_values(data.lengths, "data.lengths"), count, f"data.lengths={data.lengths}")
+            checked_amounts(read_values(data.lengths, "data.lengths"), count, "length", f"data.lengths={data.lengths}")
 
 
 def call_prepare(request: Mapping[str, Any]) -> Any:

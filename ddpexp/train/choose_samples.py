@@ -16,12 +16,21 @@ from ddpexp.data.base import IndexData, Subset
 from ddpexp.data.batch_plan import counted
 from ddpexp.data.columns import column_of, labels_of, places_in
 from ddpexp.data.datasets import Splits, belongs_on_device, choose_samples, device_bytes, kind_of, on_device, select
-from ddpexp.data.lengths import ByLength, checked_lengths
+from ddpexp.data.lengths import ByLength
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.partition import Part, fold_parts, fraction_parts
 from ddpexp.data.streams import Stream
 from ddpexp.data.token_batches import by_tokens
-from ddpexp.data.weights import FILES, Passes, Weighted, checked_groups, checked_weights, class_balanced, read_values
+from ddpexp.data.weights import (
+    FILES,
+    Passes,
+    Weighted,
+    checked_amounts,
+    checked_groups,
+    checked_weights,
+    class_balanced,
+    read_values,
+)
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError, subject
 from ddpexp.settings.data import Data
@@ -184,7 +193,7 @@ def _by_length(splits: Splits, whole: IndexData, name: str, experiment: Experime
             "length of each training sample",
             key=key,
         )
-    lengths = checked_lengths(values, len(whole), key)[places_in(train, whole)]
+    lengths = checked_amounts(values, len(whole), "length", key)[places_in(train, whole)]
     most_tokens = experiment.data.batch_tokens
     if most_tokens is None:
         return ByLength(splits.order or train, lengths, experiment.trainer.global_batch_size)

@@ -17,10 +17,11 @@ from torch import Tensor
 from ddpexp.data.base import IndexData
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches, units_per_sample
-from ddpexp.data.datasets import Arrays, hold_out
-from ddpexp.data.order import Order, Permutation, Shuffled
+from ddpexp.data.datasets import Arrays
+from ddpexp.data.order import Order, Permutation
 from ddpexp.distributed.transfers import to_device
 from ddpexp.errors import RefusedError
+from tests.orders import Shuffled, hold_out
 from tests.refusals import is_about, refused
 
 CPU = torch.device("cpu")

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
 from ddpexp.data.adapters import MapStyle
-from ddpexp.data.datasets import Arrays, IndexData, Splits, Subset, choose_samples, hold_out, on_device
+from ddpexp.data.datasets import Arrays, IndexData, Splits, Subset, choose_samples, on_device
 from ddpexp.data.order import Order
 from ddpexp.errors import RefusedError
+from tests.orders import hold_out
 from tests.refusals import refused
 
 CPU = torch.device("cpu")

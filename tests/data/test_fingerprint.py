@@ -17,9 +17,10 @@ from torch.utils.data import Dataset
 
 import ddpexp.data.fingerprint
 from ddpexp.data.adapters import MapStyle, adapted
-from ddpexp.data.datasets import Arrays, Splits, hold_out
+from ddpexp.data.datasets import Arrays, Splits
 from ddpexp.data.fingerprint import carried_over, contents, differences, fingerprint
 from tests.conftest import PATIENCE
+from tests.orders import hold_out
 
 
 @dataclass

@@ -11,9 +11,9 @@ import torch
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Arrays
-from ddpexp.data.lengths import ByLength, checked_lengths, padding
-from ddpexp.data.order import Shuffled
-from ddpexp.data.weights import Weighted
+from ddpexp.data.lengths import ByLength, padding
+from ddpexp.data.weights import Weighted, checked_amounts
+from tests.orders import Shuffled
 from tests.refusals import refused
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.6, 10_007).round()  # as those of sentences: 55, and up to 500
@@ -75,4 +75,4 @@ def test_any_place_is_found_directly_and_the_same_at_every_number_of_workers() -
 )
 def test_what_is_no_length_is_refused(values: list[Any], message: str) -> None:
     with refused(message):
-        checked_lengths(values, 3, "data.lengths=x")
+        checked_amounts(values, 3, "length", "data.lengths=x")

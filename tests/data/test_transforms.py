@@ -16,12 +16,13 @@ from ddpexp.config.parse import parse
 from ddpexp.data.adapters import MapStyle, adapted
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Arrays, Splits, hold_out
+from ddpexp.data.datasets import Arrays, Splits
 from ddpexp.data.transforms import Transformed
 from ddpexp.distributed.world import World
 from ddpexp.errors import CodeError
 from ddpexp.train.choose_samples import arrange
 from ddpexp.train.transform_samples import own_arguments
+from tests.orders import hold_out
 from tests.refusals import refused
 
 CPU = torch.device("cpu")
@@ -201,4 +202,4 @@ def test_a_data_function_with_an_argument_of_that_name_gets_it() -> None:
     assert made is not None
     experiment = parse(made.values)
     assert own_arguments(experiment.data, experiment.trust) == {"transform": {"_target_": f"{__name__}.Seeded"}}
-    assert not isinstance(arrange(Splits(Items(), {}), experiment, ALONE).train, Transformed)
+    assert not isinstance(arrange(Splits(adapted(Items()), {}), experiment, ALONE).train, Transformed)

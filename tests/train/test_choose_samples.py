@@ -17,10 +17,10 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Arrays, Splits
 from ddpexp.data.lengths import ByLength
-from ddpexp.data.order import Shuffled
 from ddpexp.data.token_batches import ByTokens
 from ddpexp.distributed.world import World
 from ddpexp.train.choose_samples import arrange
+from tests.orders import Shuffled
 from tests.refusals import refused
 
 CPU = torch.device("cpu")

@@ -19,12 +19,13 @@ from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.data.adapters import MapStyle
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device
+from ddpexp.data.datasets import Splits, choose_samples, on_device
 from ddpexp.strategy.replica import clip_values
 from ddpexp.train.keep_best import with_value
 from ddpexp.train.progress import Progress
 from tests.conftest import Ddpexp
 from tests.fitting import ALONE, Kept, Once, fit_alone, loop_alone, sgd
+from tests.orders import hold_out
 from tests.points import Recipe
 
 CODE = """\

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpexp.data.cifar10.classes import KINDS
+from ddpexp.data.order import uniforms
 
 Floats = NDArray[np.float64]
 
@@ -37,7 +38,7 @@ def draw(num: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         part = slice(start, min(start + _CHUNK, num))
         raw = words.random_raw((part.stop - part.start) * _WORDS).reshape(-1, _WORDS)
         labels[part] = raw[:, 0] % np.uint64(len(KINDS))
-        traits = (raw[:, 1:_TRAITS] >> np.uint64(11)) * 2.0**-53
+        traits = uniforms(raw[:, 1:_TRAITS])
         noise = raw[:, _TRAITS:].astype("<u8").view(np.uint8).reshape(-1, 3, SIDE, SIDE)
         images[part] = _pictures(labels[part], traits, noise)
     return images, labels

@@ -7,13 +7,13 @@ import random
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.order import mix
+from ddpexp.data import order
+from ddpexp.data.order import STRIDE, mix
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 _TRIES = 10
-_STRIDE = np.uint64(0x9E3779B97F4A7C15)
 _CROP, _FLIP, _CHANGES, _MIX = (np.uint64(number << 32) for number in range(4))  # streams of a sample
 
 
@@ -91,7 +91,6 @@ def mixes(key: int, samples: Integers, mixup: float, cutmix: float, size: int) -
 
 def uniforms(key: int, samples: Integers, stream: np.uint64, count: int) -> Floats:
     """Draw `count` numbers in [0, 1) for each sample. Shapes: samples (n,), the result (count, n)."""
-    words = mix(np.uint64(key) + samples.astype(np.uint64) * _STRIDE)
-    steps = (stream + np.arange(count, dtype=np.uint64)) * _STRIDE
-    numbers: Floats = (mix(words[None] + steps[:, None]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return numbers
+    words = mix(np.uint64(key) + samples.astype(np.uint64) * STRIDE)
+    steps = (stream + np.arange(count, dtype=np.uint64)) * STRIDE
+    return order.uniforms(mix(words[None] + steps[:, None]))

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Splits
-from ddpexp.data.order import mix
+from ddpexp.data.order import STRIDE, mix
 from ddpexp.distributed.rng import AUGMENT, seed_of
 from ddpexp.distributed.transfers import moved, rows
 
@@ -58,7 +58,7 @@ class Draws:
 
 
 def _words(key: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:
-    return mix(np.uint64(key) + samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return mix(np.uint64(key) + samples.astype(np.uint64) * STRIDE)
 
 
 @dataclass(frozen=True)

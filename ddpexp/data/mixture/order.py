@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddpexp.data.mixture.weights import quotas
-from ddpexp.data.order import Order, TrainingOrder, by_value, mix
+from ddpexp.data.order import STRIDE, Order, TrainingOrder, by_value, mix, piecewise, uniforms
 
-_STRIDE = np.uint64(0x9E3779B97F4A7C15)
 _MASK = 2**64 - 1
 _MOST_ORDERS = 256
 
@@ -32,9 +31,8 @@ class Cycle:
         self.length = int(self.counts.sum())
         sources = np.repeat(np.arange(len(counts)), self.counts)
         ranks = np.concatenate([np.arange(count) for count in counts])
-        words = mix(np.arange(1, self.length + 1, dtype=np.uint64) * _STRIDE + np.uint64(seed & _MASK))
-        shifts = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
-        by_time = np.argsort((ranks + shifts) / self.counts[sources], kind="stable")
+        words = mix(np.arange(1, self.length + 1, dtype=np.uint64) * STRIDE + np.uint64(seed & _MASK))
+        by_time = np.argsort((ranks + uniforms(words)) / self.counts[sources], kind="stable")
         self.sources = sources[by_time]
         self.ranks = np.empty_like(ranks)  # the number of a source's samples before each position
         for source in range(len(counts)):
@@ -97,9 +95,8 @@ class _EpochOrder:
         offset = 0
         for source, (order, length) in enumerate(zip(self.mixture.sources, self.mixture.lengths, strict=True)):
             chosen = np.flatnonzero(sources == source)
-            epochs, places = np.divmod(visits[chosen], order.samples_per_epoch)
-            for epoch, of_epoch in by_value(epochs):
-                indices[chosen[of_epoch]] = offset + self._order_of(source, epoch)(places[of_epoch])
+            in_epochs = partial(self._order_of, source)
+            indices[chosen] = offset + piecewise(visits[chosen], order.samples_per_epoch, in_epochs)
             offset += length
         return indices
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpexp.data.order import STRIDE, mix, uniforms
+
 Floats = NDArray[np.float64]
 Words = NDArray[np.uint64]
 
@@ -37,7 +39,6 @@ GAIN = (1.2, 2.2)  # over 1 the middle of a line is evenly full, with soft edges
 INTENSITY = (0.75, 1.0)
 NOISE = 0.05
 
-_GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
@@ -182,8 +183,8 @@ def _draw_chunk(pens: list[Pen], keys: Words, images: NDArray[np.uint8], labels:
     choice = _words(keys, 0, 2)
     labels[:] = choice[:, 0] % np.uint64(10)
     traits = _normals(_words(keys, 2, 6))
-    levels = _uniforms(_words(keys, 8, 3))
-    waves = _uniforms(_words(keys, 11, 8))
+    levels = uniforms(_words(keys, 8, 3))
+    waves = uniforms(_words(keys, 11, 8))
     jitter = _normals(_words(keys, 19, 2 * most)).reshape(num, most, 2) * JITTER
     grains = _words(keys, 19 + 2 * most, SIDE * SIDE // 8).astype("<u8", copy=False)
     noise = grains.view(np.uint8).reshape(num, SIDE, SIDE)
@@ -293,8 +294,8 @@ def _curve(num_points: int, num_dabs: int) -> tuple[Floats, Floats]:
 
 def _keys(seed: int, start: int, stop: int) -> Words:
     """One well-mixed word for each sample of the seed."""
-    base = _mix(np.array([seed & _MASK], np.uint64))
-    return _mix(base + np.arange(start, stop, dtype=np.uint64) * np.uint64(_GOLDEN))
+    base = mix(np.array([seed & _MASK], np.uint64))
+    return mix(base + np.arange(start, stop, dtype=np.uint64) * STRIDE)
 
 
 def _words(keys: Words, start: int, count: int) -> Words:
@@ -302,25 +303,8 @@ def _words(keys: Words, start: int, count: int) -> Words:
 
     Shapes: (samples, count).
     """
-    counters = np.arange(start + 1, start + count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    return _mix(keys[:, None] + counters)
-
-
-def _mix(words: Words) -> Words:
-    """Scramble each word (the finaliser of SplitMix64); arithmetic is modulo 2**64.
-
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-    """
-    mixed: Words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
-
-
-def _uniforms(words: Words) -> Floats:
-    """Turn words into numbers on [0, 1)."""
-    result: Floats = (words >> np.uint64(11)) * 2.0**-53
-    return result
+    counters = np.arange(start + 1, start + count + 1, dtype=np.uint64) * STRIDE
+    return mix(keys[:, None] + counters)
 
 
 def _normals(words: Words) -> Floats:

@@ -17,7 +17,7 @@ from PIL import Image
 from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Splits
 from ddpexp.data.open_image import open_image
-from ddpexp.data.order import Order, Permutation, by_value
+from ddpexp.data.order import STRIDE, Order, Permutation, piecewise
 from ddpexp.data.tar_shards.remote import RemoteShard
 from ddpexp.errors import DdpexpError, RefusedError
 
@@ -198,13 +198,13 @@ class _EpochBlocks:
         """Return the indices at these positions. Shapes: any; the result has the same."""
         size, length = self.blocks.block_samples, self.blocks.samples_per_epoch
         window = size * self.blocks.window_blocks
-        flat = np.asarray(positions, np.int64).ravel()
-        places = np.empty_like(flat)
-        numbers, within = np.divmod(flat, window)
-        for number, chosen in by_value(numbers):
+
+        def within(number: int) -> Order:
             first = number * window
-            seed = self.seed * 0x9E3779B97F4A7C15 + number + 1
-            places[chosen] = first + Permutation(min(window, length - first), seed, self.epoch)(within[chosen])
+            shuffle = Permutation(min(window, length - first), self.seed * int(STRIDE) + number + 1, self.epoch)
+            return lambda places: first + shuffle(places)
+
+        places = piecewise(np.ravel(positions), window, within)
         slots, rest = np.divmod(places, size)
         if self.permutation is not None:
             whole = np.flatnonzero(slots < self.permutation.length)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import hold_out
 from ddpexp.data.image_folder import draws
 from ddpexp.data.image_folder.dataset import load
 from ddpexp.data.image_folder.prepare import prepare
 from ddpexp.data.prefetch import ahead
 from ddpexp.errors import CodeError, LoaderError
+from tests.orders import hold_out
 from tests.refusals import refused
 
 CPU = torch.device("cpu")

@@ -16,12 +16,13 @@ from torch.nn import functional
 
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Arrays, Splits, belongs_on_device, hold_out, on_device
+from ddpexp.data.datasets import Arrays, Splits, belongs_on_device, on_device
 from ddpexp.data.images import dataset
 from ddpexp.data.images.dataset import Images, load
 from ddpexp.data.images.files import prepare
 from ddpexp.system.hardware import count_gpus
 from tests.conftest import Ddpexp, finish
+from tests.orders import hold_out
 
 CPU = torch.device("cpu")
 COUNT, HEIGHT, WIDTH = 60, 6, 5

@@ -15,13 +15,13 @@ from torch.utils.data import TensorDataset
 from ddpexp.data.adapters import adapted
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
-from ddpexp.data.datasets import Arrays, Splits, hold_out
+from ddpexp.data.datasets import Arrays, Splits
 from ddpexp.data.mixture.dataset import mix
 from ddpexp.data.mixture.order import MixtureOrder, _cycle
 from ddpexp.data.mixture.weights import quotas, stages
-from ddpexp.data.order import Shuffled
 from ddpexp.errors import DdpexpError
 from tests.conftest import Ddpexp
+from tests.orders import Shuffled, hold_out
 from tests.points import Recipe
 from tests.refusals import refused
 from tests.test_interruptions import kill_everything, same

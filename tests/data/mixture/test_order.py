@@ -11,7 +11,8 @@ import pytest
 
 from ddpexp.data.mixture.order import MixtureOrder
 from ddpexp.data.mixture.weights import quotas
-from ddpexp.data.order import Order, Permutation, Shuffled
+from ddpexp.data.order import Order, Permutation
+from tests.orders import Shuffled
 
 WORDS = 2**64
 STRIDE = 0x9E3779B97F4A7C15

@@ -18,10 +18,10 @@ from PIL import Image
 
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
-from ddpexp.data.datasets import hold_out
 from ddpexp.data.tar_shards.dataset import BlockOrder, load
 from ddpexp.data.tar_shards.prepare import prepare
 from ddpexp.errors import DdpexpError
+from tests.orders import hold_out
 from tests.refusals import refused
 
 
