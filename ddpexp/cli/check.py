@@ -15,8 +15,7 @@ import yaml
 
 from ddpexp.check.job import Check, Finding, Part, temporary_folder
 from ddpexp.check.verdict import judge
-from ddpexp.cli.composing import compose_experiment
-from ddpexp.cli.launching import check_runs_once
+from ddpexp.cli.start import check_runs_once, compose_experiment
 from ddpexp.cli.verb import Call
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.parse import load

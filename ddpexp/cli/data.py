@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddpexp.cli.composing import compose_experiment
+from ddpexp.cli.start import compose_experiment
 from ddpexp.cli.verb import Call
 from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Experiment

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 
-from ddpexp.cli.composing import compose_experiment
-from ddpexp.cli.launching import check_started_once
+from ddpexp.cli.start import check_started_once, compose_experiment
 from ddpexp.cli.verb import Call
 from ddpexp.doctor.job import Diagnosis, ElsewhereError, NoAnswerError
 from ddpexp.doctor.judge import headline, judge

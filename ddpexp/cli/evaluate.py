@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import redirect_stdout
 
-from ddpexp.cli.launching import launch
+from ddpexp.cli.start import launch
 from ddpexp.cli.verb import Call
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher

@@ -6,26 +6,18 @@ import os
 import re
 from collections.abc import Sequence
 
-from ddpexp.cli import no_verb, verbs
-from ddpexp.cli.verb import HELP
+from ddpexp.cli.verb import CONFIG_DIR, HELP, MULTIRUN, Verb
 from ddpexp.config.registry import forks_workers, key_of
 
-_NO_QUESTION = (
-    "--config-dir",
-    "-cd",
-    "--config-name",
-    "-cn",
-    "--multirun",
-    "-m",
-)  # options with which the command trains
+# Options with which the command trains.
+_NO_QUESTION = (*CONFIG_DIR, "--config-name", "-cn", *MULTIRUN)
 
 
-def will_fork(argv: list[str]) -> bool:
+def will_fork(verb: Verb | None, argv: Sequence[str]) -> bool:
     """Guess from the arguments alone whether workers will be forked here; a wrong guess costs time, nothing else."""
-    verb = verbs.find(argv[0]) if argv else None
     if verb is None:
         asks = any(argument.startswith("-") and not argument.startswith(_NO_QUESTION) for argument in argv)
-        return bool(argv) and not asks and no_verb.unknown(argv[0]) is None and _forks_here(argv, _chosen(argv))
+        return bool(argv) and not asks and _forks_here(argv, _chosen(argv))
     if HELP & set(argv) or (verb.missing and len(argv) == 1):
         return False
     if verb.forks == "stored launcher":
@@ -46,7 +38,7 @@ def _forks_here(argv: Sequence[str], launchers: Sequence[str]) -> bool:
     )
 
 
-def _launcher_of_run(arguments: list[str]) -> list[str]:
+def _launcher_of_run(arguments: Sequence[str]) -> list[str]:
     """Read from the run directory among the arguments which launcher it was started with.
 
     Nothing where that is not plain to see.

@@ -11,9 +11,8 @@ from functools import partial
 from types import FrameType
 from typing import TextIO
 
-from ddpexp.cli import no_verb, verbs
+from ddpexp.cli import verbs
 from ddpexp.cli.forks import will_fork
-from ddpexp.cli.launching import check_runs_once, launch
 from ddpexp.cli.verb import HELP, Verb
 from ddpexp.compat.python import calling_frame
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
@@ -46,10 +45,10 @@ def main() -> int:
         print_message(NOT_LINUX)
         return EXIT_REFUSED
     with ExitStack() as leaving:
-        return outcome.exit_code_of(lambda: _answer(argv, leaving), "--json" in argv)
+        return outcome.exit_code_of(lambda: _dispatch(argv, leaving), "--json" in argv)
 
 
-def _answer(argv: list[str], leaving: ExitStack) -> int:
+def _dispatch(argv: list[str], leaving: ExitStack) -> int:
     """Do what the arguments ask for.
 
     Until there is something to undo a signal ends this process where it is (`start`): as an error it would go through
@@ -58,12 +57,14 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
     if (wrong := secrets.unusable()) is not None:
         raise RefusedError(wrong)
     raise_files()
+    verb = verbs.find(argv[0]) if argv else None
+    if argv and verb is None:
+        verbs.check_is_no_verb(argv[0])
     # The fork server imports torch while Hydra composes here: it is the longer of the two, so it starts first.
-    server = Server() if will_fork(argv) and holds_command() else None
+    server = Server() if will_fork(verb, argv) and holds_command() else None
     if server is not None:
         leaving.callback(server.close)
     try:
-        verb = verbs.find(argv[0]) if argv else None
         return _train(argv, server) if verb is None else _call(verb, argv[1:], server)
     except ModuleNotFoundError as error:
         if error.name not in _REQUIRED:
@@ -88,44 +89,26 @@ def _call(verb: Verb, argv: list[str], server: Server | None) -> int:
 
 
 def _train(argv: list[str], server: Server | None) -> int:
+    """Train, explain what can be typed, or answer a question such as `--cfg job`."""
     if not argv:
         from ddpexp.cli import help as answers
 
         print_message(answers.first())
         return EXIT_REFUSED
-    if (error := no_verb.unknown(argv[0])) is not None:
-        raise error
     if HELP & set(argv):
         from ddpexp.cli import help as answers
 
         return answers.explain([argument for argument in argv if argument not in HELP], by_name=False)
-    if (error := no_verb.misplaced(argv)) is not None:
-        raise error
+    verbs.check_stands_first(argv)
     gc.disable()  # next to nothing of what is imported and composed is garbage: 20 ms of a start
     try:
+        from ddpexp.cli.start import train
         from ddpexp.config.compose import compose_command
-        from ddpexp.config.parse import parse
-        from ddpexp.config.sweeps import Swept
 
         composed = compose_command(argv)
     finally:
         gc.enable()
-    if composed is None:
-        return EXIT_DONE
-    if isinstance(composed, Swept):
-        from ddpexp.sweep.run import run_sweep
-
-        check_runs_once("run the whole sweep")
-        outcome.stop_on_signals()
-        return run_sweep(composed, server)
-    experiment = parse(composed.values)
-    for warning in composed.warnings:
-        if os.environ.get("RANK", "0") == "0":
-            print_message(f"ddpexp: warning: {warning}")
-
-    from ddpexp.run.training import Training
-
-    return launch(experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server)
+    return EXIT_DONE if composed is None else train(composed, server)
 
 
 def _take_local_rank(argv: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddpexp.cli.composing import compose_experiment
+from ddpexp.cli.start import compose_experiment
 from ddpexp.cli.verb import Call
 from ddpexp.config.facts import refers
 from ddpexp.config.sampling import training_plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddpexp.cli.launching import launch
+from ddpexp.cli.start import launch
 from ddpexp.cli.verb import Call
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from ddpexp.cli.launching import check_runs_once, launch
+from ddpexp.cli.start import launch, sweep
 from ddpexp.cli.verb import Call
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.parse import load
@@ -28,12 +28,8 @@ def resume(call: Call) -> int:
     """Resume a run or a sweep, and return the exit code."""
     if any(SweepDir(Path(operand)).is_sweep() for operand in call.operands):
         from ddpexp.sweep.again import resumed
-        from ddpexp.sweep.run import run_sweep
 
-        sweep = resumed(call.operands, call.command)
-        check_runs_once("run the whole sweep")
-        outcome.stop_on_signals()
-        return run_sweep(sweep, call.server)
+        return sweep(resumed(call.operands, call.command), call.server)
     return launch(*resumed_run(call), call.server)
 
 

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from ddpexp.cli.verb import Option, Verb
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from itertools import pairwise
 
+from ddpexp.cli.verb import Option, Verb
+from ddpexp.errors import RefusedError
+
+_WORD = re.compile(r"[A-Za-z][\w-]*")  # neither key=value nor an option
+_EXAMPLE = "python -m ddpexp recipe=mnist trainer.gpus=2"
 _JSON = Option("--json", "for programs")
 _FOLDER = "paths"
 _CHECKPOINT = dict.fromkeys(
@@ -376,3 +386,50 @@ def listed() -> list[str]:
     """Return the table: a line for each verb."""
     width = max(map(len, NAMES))
     return [f"  {verb.name:<{width}}  {verb.summary}" for verb in VERBS]
+
+
+def check_is_no_verb(argument: str) -> None:
+    """Check the first word of a training.
+
+    Raises:
+        RefusedError: it is a directory, or written like a verb.
+    """
+    is_word = _WORD.fullmatch(argument) is not None
+    near = _near(argument.lower()) if is_word else None
+    if argument.lower() == "train":
+        reason = "is not a command, for ddpexp trains when it gets none"
+        raise RefusedError(reason, place=argument, suggestion=f"Leave it out, as in {_EXAMPLE}.")
+    if near is not None:
+        raise RefusedError("is not a command", place=argument, suggestion=f"Did you mean ddpexp {near}?")
+    if (is_word or "/" in argument) and os.path.isdir(argument):
+        typed = shlex.quote(argument)
+        raise RefusedError(
+            "is a directory",
+            place=argument,
+            suggestion=f"Say first what to do with it, such as ddpexp status {typed} or ddpexp resume {typed}.",
+        )
+    if is_word:
+        lines = "\n".join(listed())
+        raise RefusedError(
+            "is not a command",
+            place=argument,
+            suggestion=f"To train, write key=value, as in {_EXAMPLE}. The commands are:\n{lines}",
+        )
+
+
+def _near(word: str) -> str | None:
+    """Return the verb that another program calls so, or that is written nearly so."""
+    counterpart = next((verb.name for verb in VERBS if word in verb.also), None)
+    return counterpart or next(iter(difflib.get_close_matches(word, NAMES, n=1, cutoff=0.7)), None)
+
+
+def check_stands_first(argv: Sequence[str]) -> None:
+    """Check that no argument of a training is a verb.
+
+    Raises:
+        RefusedError: one is.
+    """
+    for before, word in pairwise(argv):
+        if word in NAMES and not before.startswith("-"):
+            reason = "is a command and stands first"
+            raise RefusedError(reason, place=word, suggestion=f"Type python -m ddpexp {word} ... .")

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from ddpexp.cli import main, no_verb, verbs
+from ddpexp.cli import main, verbs
 from ddpexp.cli.help import answer, first
 from ddpexp.cli.keys import Catalogue, typed
 from ddpexp.config.compose import overview
 from ddpexp.config.folders import conf_folder
+from ddpexp.errors import RefusedError
 from tests.conftest import PATIENCE, Ddpexp
 from tests.listed import listed, unwrapped
 from tests.refusals import refused
@@ -243,32 +244,30 @@ def test_for_an_unknown_command_the_nearest_is_suggested(
     (tmp_path / "a b").mkdir()
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
-    error = no_verb.unknown(word)
-    assert error is not None
-    assert (error.place, error.suggestion.endswith(suggestion)) == (word, True)
+    with pytest.raises(RefusedError) as caught:
+        verbs.check_is_no_verb(word)
+    assert (caught.value.place, caught.value.suggestion.endswith(suggestion)) == (word, True)
 
 
-@pytest.mark.parametrize("word", ["resume", "trainer.gpus", "recipe=mnist", "--help", "+x=1", "a/b/c"])
-def test_a_command_an_override_and_a_path_are_no_unknown_commands(word: str) -> None:
-    assert no_verb.unknown(word) is None
+@pytest.mark.parametrize("word", ["trainer.gpus", "recipe=mnist", "--help", "+x=1", "a/b/c"])
+def test_an_override_and_a_path_are_no_unknown_commands(word: str) -> None:
+    verbs.check_is_no_verb(word)
 
 
 def test_a_command_behind_an_override_is_refused() -> None:
-    error = no_verb.misplaced(["trainer.seed=1", "resume"])
-    assert error is not None
-    assert (error.place, "python -m ddpexp resume" in error.suggestion) == ("resume", True)
+    with refused("resume: python -m ddpexp resume"):
+        verbs.check_stands_first(["trainer.seed=1", "resume"])
     for words in ("--config-dir data recipe=mnist", "recipe=mnist trainer.seed=1"):
-        assert no_verb.misplaced(words.split()) is None
+        verbs.check_stands_first(words.split())
 
 
 def test_an_unknown_command_lists_the_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with refused("deploy: python -m ddpexp recipe=mnist") as caught:
-        main._train(["deploy", "x", "run.dir=run"], None)
+        verbs.check_is_no_verb("deploy")
     lines = caught.value.suggestion.splitlines()[1:]
     assert lines == verbs.listed()
     assert [line.split()[0] for line in lines] == list(verbs.NAMES)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_command_without_arguments_says_what_to_type_first(ddpexp: Ddpexp) -> None:

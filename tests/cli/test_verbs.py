@@ -74,14 +74,14 @@ def test_a_directory_is_no_override(tmp_path: Path) -> None:
         ("evaluate", False),
         ("export run --out x", False),
         ("plan recipe=mnist", False),
-        ("evalute run", False),
     ],
 )
 def test_a_fork_server_starts_where_workers_will_be_forked(
     words: str, forks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    assert will_fork(words.split()) is forks
+    argv = words.split()
+    assert will_fork(verbs.find(argv[0]), argv) is forks
 
 
 def test_a_verb_about_one_directory_takes_one_that_is_there(tmp_path: Path) -> None:

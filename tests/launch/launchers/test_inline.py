@@ -11,7 +11,7 @@ import time
 import pytest
 
 from ddpexp.cli.forks import will_fork
-from ddpexp.cli.launching import check_started_once
+from ddpexp.cli.start import check_started_once
 from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.launchers.inline import Inline
 from tests.conftest import Ddpexp, Done, living
@@ -184,8 +184,8 @@ def test_a_second_signal_ends_a_worker_that_is_stuck(recipe: Recipe) -> None:
 
 
 def test_no_fork_server_is_started_for_it() -> None:
-    assert will_fork(["recipe=mnist"])
-    assert not will_fork(["recipe=mnist", "launcher=inline"])
+    assert will_fork(None, ["recipe=mnist"])
+    assert not will_fork(None, ["recipe=mnist", "launcher=inline"])
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,61 @@
-"""Launch the job of a verb, unless something else has started several of this command."""
+"""What a training and the verbs that start jobs share: the experiment of some overrides, and the launch of a job."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 
+from ddpexp.config.compose import compose
+from ddpexp.config.parse import parse
+from ddpexp.config.plugins import launcher_name
+from ddpexp.config.resolve import Composed
+from ddpexp.config.schema import Experiment
+from ddpexp.config.sweeps import Swept
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.rendezvous.environment import externally_started, ignored_variables
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
+from ddpexp.run.training import Training
 from ddpexp.system.terminal import print_message
+
+
+def train(composed: Composed | Swept, server: Server | None) -> int:
+    """Train the run or the sweep that was composed, and return the exit code."""
+    if isinstance(composed, Swept):
+        return sweep(composed, server)
+    experiment = parsed(composed)
+    return launch(experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server)
+
+
+def sweep(swept: Swept, server: Server | None) -> int:
+    """Run the jobs of a sweep, and return the exit code."""
+    from ddpexp.sweep.run import run_sweep  # late: most commands train one run
+
+    check_runs_once("run the whole sweep")
+    outcome.stop_on_signals()
+    return run_sweep(swept, server)
+
+
+def compose_experiment(overrides: Sequence[str]) -> tuple[Experiment, Composed]:
+    """Compose the experiment that the overrides of a verb describe, as a training with them would.
+
+    Raises:
+        RefusedError: a training would be refused.
+    """
+    composed = compose(list(overrides))
+    assert composed is not None  # a verb has no option that only asks for the configuration
+    return parsed(composed), composed
+
+
+def parsed(composed: Composed) -> Experiment:
+    """Return the experiment, and print the warnings: one of several commands does."""
+    experiment = parse(composed.values)
+    for warning in composed.warnings if os.environ.get("RANK", "0") == "0" else ():
+        print_message(f"ddpexp: warning: {warning}")
+    return experiment
 
 
 def launch(launcher: Launcher, job: Job, server: Server | None) -> int:
@@ -33,8 +77,6 @@ def check_started_once(launcher: Launcher, job: Job, environ: Mapping[str, str] 
     if not launcher.stands_alone or job.request.nodes not in ("auto", 1):
         return
     if (started := externally_started(environ)) is not None:
-        from ddpexp.config.plugins import launcher_name  # late: it imports yaml, and every command starts here
-
         starter, count, right = started
         raise RefusedError(
             f"{starter} has started {count} of these commands, and launcher={launcher_name(type(launcher))} would run "
