@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from ddpexp.checkpoint import initial
 from ddpexp.checkpoint.format import folder_name
@@ -28,10 +28,10 @@ from ddpexp.system import files
 
 _PREFIX, _OWNER = "ddpexp-check-", "owner.json"
 
-Part = Literal[
-    "one", "resumed", "two", "two_resumed"
-]  # workers; `resumed` from the first checkpoint of the part before
-_EARLIER: Mapping[Part, Part] = {"resumed": "one", "two": "resumed", "two_resumed": "two"}
+Part = Literal["one", "one_resumed", "two", "two_resumed"]
+"""With one or two workers; `resumed` begins at the first checkpoint of the part before it."""
+Answer: TypeAlias = Mapping[str, Any] | str
+"""What rank zero found in a part, or why nothing was found."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class Check(Job):
         text = with_facts(self._text, self.experiment.data, data)
         files.write(self.run.config, checked_text(text))
         files.write_json(self.run.manifest, {"format": FORMAT})
-        resumes = self.part.endswith("resumed")
-        if self.part in _EARLIER:
-            earlier = self._folder / _EARLIER[self.part] / "checkpoints"
+        resumes, parts = self.part.endswith("resumed"), get_args(Part)
+        if self.part == "one":
+            pretrained.fetch(self.experiment.model, text)
+        else:
+            earlier = self._folder / parts[parts.index(self.part) - 1] / "checkpoints"
             if resumes:
                 (earlier / folder_name(1)).rename(self.run.checkpoints / folder_name(1))
             shutil.rmtree(earlier, ignore_errors=True)  # there is room for those of one part
-        if self.part == "one":
-            pretrained.fetch(self.experiment.model, text)
         found = {} if resumes else initial.located(self.experiment.run, lambda warning: None)
         request = {
             "config": text,
@@ -99,10 +99,10 @@ class Check(Job):
         """Return what is left: nothing."""
         return "the check is not finished, and its folder is removed"
 
-    def answer(self) -> Mapping[str, Any] | None:
-        """Return what rank zero found; None if it did not get that far."""
+    def answer(self) -> Answer:
+        """Return what was found."""
         path = self.run.path / "answer.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        return json.loads(path.read_text()) if path.exists() else "there is no answer"
 
 
 @contextmanager

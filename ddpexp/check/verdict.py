@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from ddpexp.check.job import Finding
+from ddpexp.check.job import Answer, Finding, Part
 from ddpexp.config.schema import Experiment
 
 _TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, of sums in another order
-Records = Mapping[str, Mapping[int, Mapping[str, float]]]
+Records: TypeAlias = Mapping[Part, Mapping[int, Mapping[str, float]]]
 """Of the training steps of each part, by step."""
 
 
 def judge(
-    parts: Mapping[str, Mapping[str, Any] | str | None],
+    parts: Mapping[Part, Answer],
     records: Records,
     experiment: Experiment,
 ) -> list[Finding]:
@@ -61,7 +61,7 @@ def _both(one: Finding, two: Finding) -> Finding:
 
 def _judge_resume(
     name: Literal["one", "two"],
-    parts: Mapping[str, Mapping[str, Any] | str | None],
+    parts: Mapping[Part, Answer],
     records: Records,
     experiment: Experiment,
 ) -> Finding:
@@ -69,7 +69,7 @@ def _judge_resume(
 
     Both have this number of workers.
     """
-    again = {"one": "resumed", "two": "two_resumed"}[name]
+    again: Part = "one_resumed" if name == "one" else "two_resumed"
     one, resumed = parts[name], parts[again]
     assert isinstance(one, Mapping)
     if not isinstance(resumed, Mapping) or resumed["weights"] is None:
@@ -95,10 +95,10 @@ def _judge_resume(
     return Finding("resume", False, f"the second step gives other weights after a resume than without one: {where}.")
 
 
-def _judge_ranks(one: Mapping[str, Any], two: Mapping[str, Any] | str | None, experiment: Experiment) -> Finding | None:
+def _judge_ranks(one: Mapping[str, Any], two: Answer, experiment: Experiment) -> Finding | None:
     """Return the problem of two workers that fail, or that compute different losses for the same batch."""
     if not isinstance(two, Mapping):
-        return Finding("two", False if two and two.startswith("rank ") else None, f"at two workers: {two}")
+        return Finding("two", False if two.startswith("rank ") else None, f"at two workers: {two}")
     for where, what, losses in (
         ("", one["step"], two["losses"]),
         (" in evaluation", one["eval_step"], two["eval_losses"]),
@@ -114,7 +114,7 @@ def _judge_ranks(one: Mapping[str, Any], two: Mapping[str, Any] | str | None, ex
 
 
 def _judge_steps(
-    one: Mapping[str, Any], two: Mapping[str, Any] | str | None,
+    one: Mapping[str, Any], two: Answer,
     records: Records, experiment: Experiment,
 ) -> Finding:  # fmt: skip
     """Compare the steps of one and of two workers."""

@@ -56,8 +56,8 @@ def _check(request: Mapping[str, Any], control: Control) -> None:
     worker.restore(context, built)
     examined = _Examined(context, built)
     try:
-        parts = {"one": examined.alone, "two": examined.together}
-        answer = parts.get(request["part"], examined.trained)()
+        parts = {"one": examined.try_recipe, "two": examined.compare_ranks}
+        answer = parts.get(request["part"], examined.train)()
     finally:
         built.loop.logger.close()
     if world.is_rank_zero:
@@ -81,20 +81,19 @@ class _Examined:
         )
         self._findings: list[Finding] = []
 
-    def alone(self) -> dict[str, Any]:
+    def try_recipe(self) -> dict[str, Any]:
         """Try the recipe, then train. Ranks: the only one."""
         loop, subject = self._built.loop, self._subject
         evals = loop.evals if loop.options.eval_every else {}
         before = self._attributes()
         self._try("data", lambda: trials.different_samples(loop.train, evals), "the same samples at the same index")
-        steps = _read(lambda: list(replace(loop.train, num_workers=0).steps(0, 2)))
-        looked = next(iter(_read(lambda: [next(iter(evals.values())).first()] if evals else [])), None)
-        firsts = [batches[0] for batches in steps]
-        batch = looked if looked is not None else firsts[0] if steps else None
-        if steps and batch is not None:
-            self._try_batches(steps, batch, evals)
-        draws = _read(lambda: [trials.draws_on_host(subject, firsts[0])])
-        answer = self.trained()
+        steps = _or_empty(lambda: list(replace(loop.train, num_workers=0).steps(0, 2)))
+        first_batches = [batches[0] for batches in steps]
+        eval_batches = _or_empty(lambda: [batches.first() for batches in list(evals.values())[:1]])
+        if first_batches:
+            self._try_batches(steps, [*eval_batches, *first_batches][0], evals)
+        draws = _or_empty(lambda: [trials.draws_on_host(subject, first_batches[0])])
+        answer = self.train()
         return {
             **answer,
             "changed": before.changed(self._attributes()),
@@ -104,27 +103,28 @@ class _Examined:
             "draws_on_host": draws == [True],
         }
 
-    def _try_batches(self, steps: list[list[Any]], batch: Any, evals: Mapping[str, EvalBatches]) -> None:
+    def _try_batches(self, steps: list[list[Any]], eval_batch: Any, evals: Mapping[str, EvalBatches]) -> None:
         """Try the recipe with the micro-batches of two steps, and with a batch of an evaluation."""
-        subject, firsts = self._subject, [batches[0] for batches in steps]
-        self._try("forward", lambda: trials.different_losses(subject, firsts[0]), "the same loss for the same batch")
+        subject, first_batches = self._subject, [batches[0] for batches in steps]
+        first = first_batches[0]
+        self._try("forward", lambda: trials.different_losses(subject, first), "the same loss for the same batch")
         is_repeatable = "forward" not in self._problems
         if subject.is_manual:
-            batches = [one for step in steps for one in step]
+            batches = [batch for step in steps for batch in step]
             self._try("calls", lambda: uneven_calls(subject, batches), "workers meet in the same calls for every batch")
         if is_repeatable:
-            problems, fine = self._sums_of_train_step(firsts[0])
-            self._try("sums", lambda: [*problems, *trials.wrong_sums(subject, batch)], fine)
-        self._try("metrics", lambda: self._names(firsts, evals), "the same metrics for every batch")
-        self._try("parameters", lambda: self._unused(firsts), "every parameter gets a gradient")
+            problems, fine = self._sums_of_train_step(first)
+            self._try("sums", lambda: [*problems, *trials.wrong_sums(subject, eval_batch)], fine)
+        self._try("metrics", lambda: self._names(first_batches, evals), "the same metrics for every batch")
+        self._try("parameters", lambda: self._unused(first_batches), "every parameter gets a gradient")
         if is_repeatable and not self._problems & {"sums", "metrics"}:
-            self._try("last", lambda: self._last(firsts[0], evals), "the last batches are as the first ones")
+            self._try("last", lambda: self._last(first, evals), "the last batches are as the first ones")
 
     @property
     def _problems(self) -> set[str]:
         return {finding.check for finding in self._findings if finding.ok is False}
 
-    def together(self) -> dict[str, Any]:
+    def compare_ranks(self) -> dict[str, Any]:
         """Compare what the ranks compute for the same batch, then train. Ranks: all; communicates."""
         loop, world, before = self._built.loop, self._context.world, self._attributes()
         losses = torch.zeros(2, world.world_size, dtype=torch.float64, device=world.device)
@@ -137,11 +137,11 @@ class _Examined:
                 losses[row, world.rank] = torch.nan
         world.sum(losses)
         trained, evaluated = losses.tolist()
-        answer = self.trained()
+        answer = self.train()
         changed = before.changed(self._attributes())
         return {**answer, "losses": trained, "eval_losses": evaluated, "changed": changed}
 
-    def trained(self) -> dict[str, Any]:
+    def train(self) -> dict[str, Any]:
         """Train to the last step; return the hash of the weights and what was found. Ranks: all; communicates."""
         loop, context = self._built.loop, self._context
         digest = None
@@ -177,7 +177,7 @@ class _Examined:
         """Return the problem of what a train_step gives update.backward, and what is known if there is none."""
         if not self._subject.is_manual:
             return [], "loss and metrics are sums over samples"
-        found = _read(lambda: [means_in_train_step(self._subject, batch)])
+        found = _or_empty(lambda: [means_in_train_step(self._subject, batch)])
         problem, are_sums = found[0] if found else (None, False)
         losses = "losses of train_step are sums over samples" if are_sums else "losses of train_step are not checked"
         evals = ", and so are loss and metrics of an evaluation" if are_sums else "; those of an evaluation are sums"
@@ -257,7 +257,7 @@ class _Examined:
         return f"{type(error).__name__}: {error}{place}"
 
 
-def _read(function: Callable[[], list[Any]]) -> list[Any]:
+def _or_empty(function: Callable[[], list[Any]]) -> list[Any]:
     try:
         return function()
     except Exception:  # training reports it

@@ -17,11 +17,12 @@ import torch
 
 from ddpexp.check import trials
 from ddpexp.check.attributes import Attributes
-from ddpexp.check.job import temporary_folder
+from ddpexp.check.job import Part, temporary_folder
+from ddpexp.check.short_run import shortened
 from ddpexp.check.subject import Subject
 from ddpexp.check.train_step_trials import means_in_train_step, never_trained, uneven_calls
 from ddpexp.check.verdict import judge
-from ddpexp.cli.check import check, shortened
+from ddpexp.cli.check import check
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import load, parse
 from ddpexp.config.schema import Experiment
@@ -293,7 +294,7 @@ TWO: Mapping[str, Any] = {
 }  # fmt: skip
 RECORDS: Mapping[str, Mapping[int, Mapping[str, float]]] = {
     "one": {1: {"train/loss": 1.0, "train/grad_norm": 2.0}, 2: {"train/loss": 0.9}},
-    "resumed": {2: {"train/loss": 0.90001}},
+    "one_resumed": {2: {"train/loss": 0.90001}},
     "two_resumed": {2: {"train/loss": 0.9}},
     "two": {1: {"train/loss": 1.0, "train/grad_norm": 2.00001}},
 }  # fmt: skip
@@ -307,9 +308,9 @@ def verdict(
     *overrides: str,
     two_resumed: Any = None,
 ) -> dict[str, tuple[bool | None, str]]:
-    parts = {
+    parts: dict[Part, Any] = {
         "one": one,
-        "resumed": {"weights": "a", "findings": []} if resumed is None else resumed,
+        "one_resumed": {"weights": "a", "findings": []} if resumed is None else resumed,
         "two": two,
         "two_resumed": {"weights": two["weights"] if isinstance(two, dict) else "b", "findings": []}
         if two_resumed is None
@@ -396,7 +397,7 @@ def test_on_a_gpu_a_resume_is_compared_within_rounding_unless_algorithms_are_det
     one, resumed = {**ONE, "device": "cuda"}, {"weights": "c", "findings": []}
     assert verdict(one, TWO, RECORDS, resumed)["resume"][0] is True
     assert verdict(one, TWO, RECORDS, resumed, "trainer.deterministic=true")["resume"][0] is False
-    assert verdict(one, TWO, {**RECORDS, "resumed": {2: {"train/loss": 0.8}}}, resumed)["resume"][0] is False
+    assert verdict(one, TWO, {**RECORDS, "one_resumed": {2: {"train/loss": 0.8}}}, resumed)["resume"][0] is False
     assert verdict(ONE, TWO, RECORDS, resumed)["resume"][0] is False
 
 
