@@ -68,16 +68,20 @@ trainer:
 # key
 
 
+@pytest.fixture(scope="module")
+def catalogue() -> Catalogue:
+    return Catalogue(overview([], None))
+
+
 @pytest.mark.parametrize("option", NAMES, ids=str)
-def test_every_key_of_every_option_is_explained_by_a_comment(option: Path) -> None:
+def test_every_key_of_every_option_is_explained_by_a_comment(catalogue: Catalogue, option: Path) -> None:
     group, name = option.parts
-    found = Catalogue(overview([], None)).option(group, name)
+    found = catalogue.option(group, name)
     assert found.about
     assert not [key.name for key in found.keys if not key.meaning and not key.name.endswith("._target_")]
 
 
-def test_the_keys_of_the_command_are_explained_too() -> None:
-    catalogue = Catalogue(overview([], None))
+def test_the_keys_of_the_command_are_explained_too(catalogue: Catalogue) -> None:
     for section in catalogue.sections:
         assert catalogue.about(section)
         assert not [

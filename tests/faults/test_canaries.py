@@ -216,11 +216,11 @@ def sparse(path: Path) -> None:
 
 WORLD = {"nodes": 1, "world_size": 1, "device": "cpu", "backend": "gloo"}
 CONFIGS: dict[str, Callable[[Place], object]] = {
-    "texts of texts in a key": tree(lambda config: config.update(yaml.safe_load(bomb()), logger="${x7}")),
     "a terabyte": replaced("config.yaml", sparse),
+    **{f"poison: {name}": tree(change) for name, (change, _) in POISON.items()},
+    "texts of texts in a key": tree(lambda config: config.update(yaml.safe_load(bomb()), logger="${x7}")),
     "texts of texts": added(bomb()),
     "lists of lists": added(doubled()),
-    **{f"poison: {name}": tree(change) for name, (change, _) in POISON.items()},
     **{f"raw: {name}": raw(text) for name, text in RAW.items()},
     "a circle": added("x1: ${x2}\nx2: ${x1}\n"),
     "a default of defaults": added("x1: " + "${oc.env:NONE," * 300 + "x" + "}" * 300 + "\n"),
@@ -442,12 +442,16 @@ FOLDERS = {
 }  # fmt: skip
 
 
-def everything(place: Place) -> Iterator[tuple[str, ...]]:
-    """Yield every verb."""
+def trainings(place: Place) -> Iterator[tuple[str, ...]]:
+    """Yield a run and a sweep, and what reads that."""
     yield (*TINY, "run.dir=one", "logger=tensorboard", "trainer.gpus=2")
     yield "-m", *TINY, "hydra.sweep.dir=several", "trainer.seed=0,1", "sweep.slots=2"
     yield "table", "several"
-    yield "status", "several"
+
+
+def other_verbs(place: Place) -> Iterator[tuple[str, ...]]:
+    """Yield every other verb."""
+    yield "status", "run"
     yield "resume", "run", LONGER
     yield "evaluate", "run"
     yield "plan", *TINY
@@ -455,10 +459,10 @@ def everything(place: Place) -> Iterator[tuple[str, ...]]:
     yield "help", "trainer", "launcher=slurm", "evaluate"
     yield "completion", "bash"
     yield "--cfg", "job"
-    yield "member", "one"
+    yield "member", "run"
 
 
-def every_start(place: Place) -> Iterator[tuple[str, ...]]:
+def other_starts(place: Place) -> Iterator[tuple[str, ...]]:
     """Yield further ways to start the ranks."""
     yield *TINY, "run.dir=two", "launcher.start_method=spawn"
     yield *TINY, "run.dir=three", "launcher=elastic"
@@ -467,7 +471,7 @@ def every_start(place: Place) -> Iterator[tuple[str, ...]]:
 
 @pytest.mark.variants(1)
 @pytest.mark.fault("S4")
-@pytest.mark.parametrize("words", [everything, every_start], ids=lambda words: words.__name__)
+@pytest.mark.parametrize("words", [trainings, other_verbs, other_starts], ids=lambda words: words.__name__)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_no_verb_runs_the_code_of_the_current_folder(
     place: Place, name: str, words: Callable[[Place], Iterator[tuple[str, ...]]]
@@ -478,7 +482,7 @@ def test_no_verb_runs_the_code_of_the_current_folder(
         assert sorted(path.name for path in place.canaries.iterdir()) == [], (overrides, done)
         assert done.code in (0, 2), (overrides, done)
         assert "Traceback" not in done.err, (overrides, done.err)
-    if words is everything:
+    if words is trainings:
         assert (place.folder / "several/sweep.png").exists()  # what draws has found its own modules
 
 
