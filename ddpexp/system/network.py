@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, subject
 
 LOOPBACK = "127.0.0.1"
 GLOO_INTERFACE, NCCL_INTERFACE = INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -102,8 +102,9 @@ def check_loopback() -> None:
             pass
     except OSError as error:
         raise RefusedError(
-            f"the workers on this host connect to one another at {LOOPBACK}, which does not answer ({error}): "
-            "the loopback interface is down, as in a new network namespace",
+            "is down, as in a new network namespace: the workers on this host connect to one another at "
+            f"{LOOPBACK}, which does not answer ({error})",
+            place="the loopback interface",
             suggestion="Type: ip link set lo up.",
         ) from None
 
@@ -128,13 +129,15 @@ def check_resolves(host: str, typed: str) -> None:
         problem = problems.get(timeout=_SECONDS)
     except queue.Empty:
         raise RefusedError(
-            f"{typed}: no name server has answered for {host} within {_SECONDS:.0f} seconds",
+            f"No name server has answered for {host} within {_SECONDS:.0f} seconds",
             suggestion="Use its address, or enter it into /etc/hosts.",
+            **subject(typed),
         ) from None
     if problem is not None:
         raise RefusedError(
-            f"{typed}: the name {host} has no address on this host ({getattr(problem, 'strerror', None) or problem})",
+            f"The name {host} has no address on this host ({getattr(problem, 'strerror', None) or problem})",
             suggestion="Check the name, use its address, or enter it into /etc/hosts.",
+            **subject(typed),
         )
 
 

@@ -13,7 +13,7 @@ from ddpexp.cli import verbs
 from ddpexp.cli.completion import LINE, SHELLS, Line, candidates, completion, parse
 from tests.conftest import PATIENCE, ROOT, Ddpexp, python_path
 from tests.listed import options
-from tests.refusals import refused
+from tests.refusals import command_refused, refused
 from tests.typed import call
 
 
@@ -205,8 +205,7 @@ def test_another_shell_is_refused_with_those_that_there_are(monkeypatch: pytest.
 
 def test_hydras_own_completion_is_refused_with_ours(ddpexp: Ddpexp) -> None:
     done = ddpexp("--shell-completion", "install=bash")
-    assert (done.code, done.out) == (2, "")
-    assert 'eval "$(ddpexp completion bash)"' in done.err
+    command_refused(done, '--shell-completion: eval "$(ddpexp completion bash)"')
 
 
 def test_the_readme_says_how_each_shell_gets_it() -> None:

@@ -25,7 +25,7 @@ from ddpexp.checkpoint.weights import find
 from ddpexp.cli import evaluate as verbs
 from ddpexp.errors import RefusedError
 from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, python_path
-from tests.refusals import refused as is_refused
+from tests.refusals import command_refused, refused
 from tests.typed import call
 
 
@@ -69,12 +69,6 @@ def metrics(done: Done) -> dict[str, float]:
     return {name: float(value) for name, value in zip(fields[::2], fields[1::2], strict=True)}
 
 
-def refused(done: Done, sentence: str) -> None:
-    assert done.code == 2, (done.out, done.err)
-    assert re.search(sentence, done.err), done.err
-    assert "Traceback" not in done.err
-
-
 WORDS = [word for word in SMALL if not word.startswith("trainer.")]
 
 
@@ -98,10 +92,10 @@ def test_bare_weights_are_evaluated_with_the_overrides_of_a_recipe(
 ) -> None:
     weights = shutil.copy(trained.run / "checkpoints/step-00000010/model.safetensors", tmp_path / "weights.safetensors")
     assert metrics(evaluate(ddpexp, weights, *WORDS)) == pytest.approx(trained.result()["metrics"], rel=1e-5)
-    with is_refused(f"evaluate {weights}: recipe=mnist"):
+    with refused(f"evaluate {weights}: recipe=mnist"):
         verbs.evaluation_of(call("evaluate", str(weights)))
-    refused(evaluate(ddpexp, weights, *WORDS, "model=lenet"), r"another model")
-    with is_refused("recipe=mnsit: recipe=mnist?"):
+    command_refused(evaluate(ddpexp, weights, *WORDS, "model=lenet"), f"evaluate {weights}: another model")
+    with refused("recipe=mnsit: recipe=mnist?"):
         verbs.evaluation_of(call("evaluate", str(weights), "recipe=mnsit"))
 
 
@@ -109,13 +103,13 @@ def test_single_keys_of_the_run_can_be_changed_and_wrong_ones_are_refused(ddpexp
     fewer = metrics(evaluate(ddpexp, trained.run, "data.embedded_test=50"))
     assert fewer != pytest.approx(trained.result()["metrics"], rel=1e-5)
     for override, word in (("trainer.gpu=1", "trainer.gpus?"), ("model=lenet", "single keys")):
-        with is_refused(f"{override.partition('=')[0]}: {word}"):
+        with refused(f"{override.partition('=')[0]}: {word}"):
             verbs.evaluation_of(call("evaluate", str(trained.run), override))
 
 
 def test_what_is_not_there_is_refused_with_its_name(ddpexp: Ddpexp, tmp_path: Path, copied: Path) -> None:
     (tmp_path / "text.safetensors").write_text("these are no weights")
-    refused(evaluate(ddpexp, tmp_path / "text.safetensors", *WORDS), r"text\.safetensors .*safetensors")
+    command_refused(evaluate(ddpexp, tmp_path / "text.safetensors", *WORDS), "text.safetensors: as safetensors")
     (tmp_path / "empty").mkdir()
     shutil.rmtree(copied / "checkpoints")
     for words, expected in (
@@ -125,7 +119,7 @@ def test_what_is_not_there_is_refused_with_its_name(ddpexp: Ddpexp, tmp_path: Pa
         ([str(tmp_path / "empty"), *WORDS], "empty: no weights"),
         ([str(copied)], "checkpoints: complete"),
     ):
-        with is_refused(expected):
+        with refused(expected):
             verbs.evaluation_of(call("evaluate", *words))
 
 
@@ -136,8 +130,8 @@ def test_damaged_weights_are_refused_and_of_a_run_older_ones_evaluated_with_a_wa
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    refused(evaluate(ddpexp, path), r"its hash is not the one in the manifest")
-    refused(evaluate(ddpexp, path.parent), r"its hash is not the one in the manifest")
+    command_refused(evaluate(ddpexp, path), "model.safetensors: hash")
+    command_refused(evaluate(ddpexp, path.parent), "model.safetensors: hash")
     done = evaluate(ddpexp, copied)
     assert done.code == 0, done.err
     assert re.search(
@@ -149,12 +143,13 @@ def test_damaged_weights_are_refused_and_of_a_run_older_ones_evaluated_with_a_wa
 
 @pytest.mark.fault("S5")
 @pytest.mark.parametrize("key", ["model", "data", "task", "optimizer", "scheduler"])
-def test_a_run_directory_of_others_cannot_run_code(ddpexp: Ddpexp, copied: Path, key: str) -> None:
+def test_a_run_directory_of_others_cannot_run_code(copied: Path, key: str) -> None:
     text = (copied / "config.yaml").read_text()
     poisoned = re.sub(rf"^({key}:\n(?:  .*\n)*?)  _target_: .*$", r"\1  _target_: os.system", text, flags=re.MULTILINE)
     assert poisoned != text
     (copied / "config.yaml").write_text(poisoned)
-    refused(evaluate(ddpexp, copied), rf"^ddpexp: {key}\._target_=os\.system is not allowed: [^\n]*\n$")
+    with refused(f"{key}._target_=os.system: not allowed"):
+        verbs.evaluation_of(call("evaluate", str(copied)))
 
 
 @pytest.mark.fault("S5")
@@ -173,27 +168,26 @@ def test_run_trust_recorded_in_a_run_directory_is_ignored(ddpexp: Ddpexp, copied
         assert old in text
         text = text.replace(old, new)
     (copied / "config.yaml").write_text(text)
-    refused(
-        evaluate(ddpexp, copied),
-        r"names code of its own \(model\._target_=stranger\.Linear\), which runs only when it is restated",
-    )
+    command_refused(evaluate(ddpexp, copied), "copy: model._target_=stranger.Linear")
     assert not (tmp_path / "imported").exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "expected"),
     [
-        ("", r"is not the configuration of a run"),
-        ("run: {", r"cannot be read"),
-        ("run: !!python/object/apply:os.system ['touch imported']", r"cannot be read"),
-        ("run: {trust: [], code: null}", r"is missing"),
+        ("", "config.yaml: configuration of a run"),
+        ("run: {", "config.yaml: cannot be read"),
+        ("run: !!python/object/apply:os.system ['touch imported']", "config.yaml: cannot be read"),
+        ("run: {trust: [], code: null}", ": missing"),
     ],
 )
 def test_a_damaged_configuration_is_refused(
-    ddpexp: Ddpexp, copied: Path, tmp_path: Path, text: str, sentence: str
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     (copied / "config.yaml").write_text(text)
-    refused(evaluate(ddpexp, copied), sentence)
+    with refused(expected):
+        verbs.evaluation_of(call("evaluate", str(copied)))
     assert not (tmp_path / "imported").exists()
 
 
@@ -203,13 +197,9 @@ def test_how_a_run_was_started_does_not_matter_to_its_evaluation(ddpexp: Ddpexp,
         re.sub(r"^launcher:\n(?:  .*\n)*", "launcher:\n  _target_: os.system\n", text, flags=re.MULTILINE)
     )
     assert evaluate(ddpexp, copied).code == 0
-    refused(
-        evaluate(ddpexp, copied, "launcher=mpi"), r"^ddpexp: launcher=mpi needs a process that mpirun starts, [^\n]*\n$"
-    )
-    refused(
-        evaluate(ddpexp, copied, "launcher=mpl"),
-        r"^ddpexp: launcher=mpl is not a known option\. Did you mean launcher=mpi\?\n$",
-    )
+    command_refused(evaluate(ddpexp, copied, "launcher=mpi"), "launcher=mpi: mpirun")
+    with refused("launcher=mpl: launcher=mpi?"):
+        verbs.evaluation_of(call("evaluate", str(copied), "launcher=mpl"))
 
 
 def test_evaluate_alone_says_how_it_is_used_and_ends_with_2(ddpexp: Ddpexp) -> None:
@@ -242,7 +232,7 @@ def test_weights_start_another_run(ddpexp: Ddpexp, trained: Done, part: str) -> 
 def test_the_sets_to_evaluate_are_typed_with_split(ddpexp: Ddpexp, trained: Done) -> None:
     done = evaluate(ddpexp, "--split=eval", trained.run)
     assert {name.partition("/")[0] for name in metrics(done)} == {"eval"}
-    refused(evaluate(ddpexp, trained.run, "--split", "test"), r"^ddpexp: --split test [^\n]*\beval\.\n$")
+    command_refused(evaluate(ddpexp, trained.run, "--split", "test"), "--split test: eval")
 
 
 @pytest.mark.parametrize(
@@ -256,14 +246,14 @@ def test_the_sets_to_evaluate_are_typed_with_split(ddpexp: Ddpexp, trained: Done
     ],
 )
 def test_a_split_without_names_is_refused(options: list[str], expected: str) -> None:
-    with is_refused(expected):
+    with refused(expected):
         verbs.evaluation_of(call("evaluate", "run", *options))
 
 
 def test_a_run_without_checkpoints_starts_no_other(ddpexp: Ddpexp, copied: Path) -> None:
     shutil.rmtree(copied / "checkpoints")
     done = ddpexp(*SMALL, f"run.init_from={copied}")
-    refused(done, rf"^ddpexp: run\.init_from={re.escape(str(copied))}: \S+ holds no complete checkpoint\.\n$")
+    command_refused(done, f"run.init_from={copied}: checkpoints holds no complete checkpoint")
     assert not done.run.exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ddpexp.cli.resume import member_of
 from tests.conftest import ROOT, SMALL, Ddpexp
-from tests.refusals import refused
+from tests.refusals import command_refused, refused
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,6 @@ def test_several_commands_that_would_each_run_alone_are_refused(
         arguments = [arguments[0], str(ddpexp(*SMALL).run)]
     before = sorted(tmp_path.rglob("*"))
     done = ddpexp(*arguments, environ={"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
-    assert done.code == 2
-    assert done.err.startswith("ddpexp: torchrun has started 2 of these commands")
+    command_refused(done, "torchrun: 2 of these commands")
     assert done.err.endswith(f" {'without torchrun' if '-m' in arguments else 'launcher=torchrun-env'}.\n")
     assert sorted(tmp_path.rglob("*")) == before

@@ -21,6 +21,7 @@ import pytest
 
 from tests.conftest import PATIENCE, Done, finish
 from tests.data.conftest import NAMES, TEST_IMAGES, TEST_LABELS, Server, serve
+from tests.refusals import command_refused
 
 # The real command, but for the addresses of the mirrors and its patience with them, which no user can set.
 PROGRAM = """\
@@ -89,12 +90,11 @@ def files(commands: Commands, mnist_root: Path) -> Path:
     return commands.root
 
 
-def refused(done: Done) -> str:
+def refused(done: Done, expected: str) -> None:
     """Check that the command was refused with one sentence, and left nothing behind."""
-    assert (done.code, done.out) == (2, ""), (done.out, done.err)
+    command_refused(done, expected)
     assert done.err.count("\n") == 1, done.err
     assert not done.run.exists()
-    return done.err
 
 
 def bomb(size: int) -> bytes:
@@ -109,15 +109,15 @@ def bomb(size: int) -> bytes:
 WRONG: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "truncated": (
         lambda packed: packed[:1000],
-        "is cut off: its gzip data ends before the 10,008 bytes it must unpack to",
+        "cut off",
     ),
     "web page": (
         lambda packed: b"<!DOCTYPE html><p>Sign in</p>",
-        "is a web page (it begins with b'<!DOCTYPE html><p>Si'), not data",
+        "a web page",
     ),
     "bomb with a true beginning": (
         lambda packed: gzip.compress(gzip.decompress(packed)) + bomb(4 << 30),
-        "has more than 10,008 bytes once unpacked",
+        "more than 10,008 bytes",
     ),
 }
 
@@ -126,15 +126,15 @@ WRONG: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 @pytest.mark.fault(57, "S11")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_file_is_refused_before_any_worker_starts(commands: Commands, files: Path, wrong: str) -> None:
-    spoil, fault = WRONG[wrong]
+    spoil, word = WRONG[wrong]
     path = files / f"{TEST_LABELS}.gz"
     path.write_bytes(spoil(path.read_bytes()))
     process, run = commands.start("http://127.0.0.1:9/", "data.source=files")
     # A gigabyte: the bombs are of four. What the kernel reports of a child counts the peak of its parent before it, too.
     resource.prlimit(process.pid, resource.RLIMIT_DATA, (1 << 30, 1 << 30))
-    text = refused(finish(process, run))
-    assert text.startswith(f"ddpexp: {path} {fault}")
-    assert f"Replace it with the original {TEST_LABELS}, or delete it and set data.source=download" in text
+    done = finish(process, run)
+    refused(done, f"{path}: {word}")
+    assert "data.source=download" in done.err
     assert sorted(entry.name for entry in files.iterdir()) == sorted(f"{name}.gz" for name in NAMES)
 
 
@@ -160,9 +160,9 @@ def stall(handler: BaseHTTPRequestHandler) -> None:
 
 BAD: dict[str, tuple[Any, str]] = {
     "cut": (hang_up, "is cut off|broke off"),
-    "503": (unavailable, "HTTP Error 503: Service Unavailable"),
-    "slow": (stall, "stopped coming after 1,003 bytes"),
-    "bomb": (bomb(4 << 30), "continues after 7,840,016 bytes|magic number 0"),
+    "503": (unavailable, "503"),
+    "slow": (stall, "1,003 bytes"),
+    "bomb": (bomb(4 << 30), "7,840,016 bytes|magic number 0"),
 }
 
 
@@ -174,9 +174,9 @@ def test_a_bad_mirror_is_refused_with_its_address_and_nothing_is_kept(
 ) -> None:
     answer, fault = BAD[bad]
     mirror.answers[TEST_IMAGES] = answer
-    text = refused(commands(mirror.address, "data.source=download", **({"stall": 3.0} if bad == "slow" else {})))
-    assert f"MNIST could not be downloaded ({mirror.address}: " in text
-    assert re.search(fault, text), text
+    done = commands(mirror.address, "data.source=download", **({"stall": 3.0} if bad == "slow" else {}))
+    refused(done, f"MNIST: {mirror.address}")
+    assert re.search(fault, done.err), done.err
     assert not commands.root.exists()
 
 

@@ -23,7 +23,8 @@ import torch
 import yaml
 
 from ddpexp.checkpoint.format import seal
-from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done, python_path
+from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, python_path
+from tests.refusals import command_refused
 
 LONGER = "trainer.epochs=3"
 
@@ -103,15 +104,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def refused(done: Done, *parts: str) -> None:
-    assert done.code == 2, (done.code, done.out, done.err)
-    assert "Traceback" not in done.err
-    last = done.err.splitlines()[-1]
-    assert last.startswith("ddpexp: ")
-    for part in parts:
-        assert part in last, last
-
-
 # --- Code in place of data ---
 
 
@@ -128,7 +120,7 @@ def test_code_in_place_of_a_checkpoints_file_is_refused(
     for name in names[kind::2]:  # every file gets one of the two
         (newest(run) / name).write_bytes(content)
         rehash(newest(run))
-        refused(ddpexp("resume", str(run), LONGER), name, "cannot be read")
+        command_refused(ddpexp("resume", str(run), LONGER), f"{name}: cannot be read", out=None)
         (newest(run) / name).unlink()
         for other, original in saved.items():
             (newest(run) / other).write_bytes(original)
@@ -142,20 +134,20 @@ def test_code_in_place_of_a_checkpoints_file_is_refused(
 @pytest.mark.fault("S1")
 def test_code_in_place_of_weights_is_refused(ddpexp: Ddpexp, run: Path, canary: Path, tmp_path: Path) -> None:
     weights = tmp_path / "weights.safetensors"
-    for content, overrides, sentence in zip(
+    for content, overrides, word in zip(
         bombs(canary, tmp_path),
         [
             ("evaluate", str(weights), *(word for word in SMALL if not word.startswith("trainer."))),
             (*SMALL, f"run.init_from={weights}"),
         ],
-        ["cannot be read as safetensors: ", "holds code, posix.system, which is not run"],
+        ["cannot be read as safetensors", "posix.system"],
         strict=True,
     ):
         weights.write_bytes(content)
-        refused(ddpexp(*overrides), f"weights.safetensors {sentence}")
+        command_refused(ddpexp(*overrides), f"weights.safetensors: {word}")
     (newest(run) / "model.safetensors").write_bytes(weights.read_bytes())
     rehash(newest(run))
-    refused(ddpexp("evaluate", str(run)), "model.safetensors cannot be read as safetensors")
+    command_refused(ddpexp("evaluate", str(run)), "model.safetensors: cannot be read as safetensors")
 
 
 # --- More than there is room for ---
@@ -362,42 +354,42 @@ def call(target: str) -> dict[str, Any]:
 
 
 POISON: dict[str, tuple[Any, str]] = {
-    "task": (at("task", call("os.system")), "task._target_=os.system is not allowed"),
+    "task": (at("task", call("os.system")), "task._target_=os.system: not allowed"),
     "eval": (
         at("model", {"_target_": "builtins.eval", "_args_": ["1"]}),
-        "model._target_=builtins.eval is not allowed",
+        "model._target_=builtins.eval: not allowed",
     ),
     "nested": (
         at("model.layers", [1, [call("posix.system")]]),
-        "model.layers[1][0]._target_=posix.system is not allowed",
+        "model.layers[1][0]._target_=posix.system: not allowed",
     ),
     "partial": (
         at("optimizer", {"_target_": "functools.partial", "function": call("os.system"), "lr": 1}),
-        "optimizer._target_=functools.partial is not allowed",
+        "optimizer._target_=functools.partial: not allowed",
     ),
-    "prepare": (at("data.prepare", "os.system"), "data.prepare=os.system is not allowed"),
-    "launcher": (at("launcher", call("subprocess.Popen")), "launcher._target_=subprocess.Popen is not allowed"),
+    "prepare": (at("data.prepare", "os.system"), "data.prepare=os.system: not allowed"),
+    "launcher": (at("launcher", call("subprocess.Popen")), "launcher._target_=subprocess.Popen: not allowed"),
     "scheduler": (
         at("scheduler", call("hydra.utils.instantiate")),
-        "scheduler._target_=hydra.utils.instantiate is not allowed",
+        "scheduler._target_=hydra.utils.instantiate: not allowed",
     ),
-    "logger": (at("logger", call("os.system")), "logger._target_=os.system is not allowed"),
-    "resolver": (at("task._target_", "${oc.env:PAYLOAD}"), "task._target_=os.system is not allowed"),
+    "logger": (at("logger", call("os.system")), "logger._target_=os.system: not allowed"),
+    "resolver": (at("task._target_", "${oc.env:PAYLOAD}"), "run: task._target_=${oc.env:PAYLOAD}"),
     "trust": (
         lambda tree: (tree["run"].update(trust=["stranger"], code="."), tree["task"].update(_target_="stranger.Task")),
-        "names code of its own (task._target_=stranger.Task)",
+        "run: task._target_=stranger.Task",
     ),
     "hydra": (
         at("hydra", {"job_logging": {"handlers": {"a": {"class": "subprocess.Popen", "args": ["touch", "canary"]}}}}),
-        "hydra is not a known section",
+        "hydra: section",
     ),
     "setup": (
         at("launcher", {"_target_": "slurm", "setup": ["touch canary"]}),
-        'says itself what its launcher runs or connects to (launcher.setup=["touch canary"])',
+        'run: launcher.setup=["touch canary"]',
     ),
     "rendezvous": (
         at("launcher", {"_target_": "elastic", "rdzv_endpoint": "127.0.0.1:9"}),
-        'says itself what its launcher runs or connects to (launcher.rdzv_endpoint="127.0.0.1:9")',
+        "run: launcher.rdzv_endpoint=127.0.0.1:9",
     ),
 }
 RAW = {
@@ -412,15 +404,15 @@ RAW = {
 @pytest.mark.fault("S4", "S5")
 @pytest.mark.parametrize("poison", POISON)
 def test_a_poisoned_run_directory_runs_nothing(ddpexp: Ddpexp, run: Path, poison: str) -> None:
-    change, sentence = POISON[poison]
+    change, expected = POISON[poison]
     (ddpexp.folder / "stranger.py").write_text("open('canary', 'w')")
     tree = yaml.safe_load((run / "config.yaml").read_text())
     change(tree)
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     environ = {"PAYLOAD": "os.system", "PYTHONPATH": python_path(ROOT, ddpexp.folder)}
-    refused(ddpexp("resume", str(run), LONGER, environ=environ), sentence)
+    command_refused(ddpexp("resume", str(run), LONGER, environ=environ), expected)
     if poison in ("task", "nested", "resolver"):  # test_evaluate.py has the others
-        refused(ddpexp("evaluate", str(run), environ=environ), sentence)
+        command_refused(ddpexp("evaluate", str(run), environ=environ), expected)
     assert not (ddpexp.folder / "canary").exists()
 
 
@@ -428,5 +420,5 @@ def test_a_poisoned_run_directory_runs_nothing(ddpexp: Ddpexp, run: Path, poison
 @pytest.mark.parametrize("raw", RAW)
 def test_a_configuration_that_is_no_configuration_is_refused_at_once(ddpexp: Ddpexp, run: Path, raw: str) -> None:
     (run / "config.yaml").write_text(RAW[raw])
-    refused(ddpexp("resume", str(run)), "config.yaml")
+    command_refused(ddpexp("resume", str(run)), "config.yaml")
     assert not (ddpexp.folder / "canary").exists()

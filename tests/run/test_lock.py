@@ -26,6 +26,7 @@ from ddpexp.system.job_schedulers import ScheduledJob
 from ddpexp.system.job_schedulers.slurm import SLURM, SlurmScheduler
 from tests.conftest import PATIENCE, Ddpexp, finish, starts_of
 from tests.points import Recipe, wait_for
+from tests.refusals import command_refused
 
 SLOW = """\
 import time
@@ -238,8 +239,8 @@ def test_a_second_command_in_the_directory_of_a_living_one_is_refused_at_once(dd
         ("resume", str(run), "--config-dir", str(recipe.folder / "conf")),
     ):
         second = finish(*ddpexp.start(*overrides))
-        assert second.code == 2
-        assert f"is in use by process {process.pid} on {os.uname().nodename} since" in second.err
+        subject = run.name if overrides[0] == "resume" else f"run.dir={run.name}"
+        command_refused(second, f"{subject}: process {process.pid} on {os.uname().nodename}")
         assert second.err.count("\n") == 1, second.err  # a command that waits says so after a second
     assert {path: path.read_bytes() for path in before} == before
     assert not (run / "error.json").exists()

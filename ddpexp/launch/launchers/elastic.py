@@ -143,7 +143,8 @@ class Elastic(Launcher):
             )
         if code == LIST_LOST and phase == Phase.FIRST:
             raise RefusedError(
-                f"{endpoint}, which keeps the list of the machines, does not answer",
+                "The machine that keeps the list of the machines does not answer",
+                key=endpoint,
                 suggestion="Start the command on that machine too, and check that this one can reach it.",
             )
         if code == LIST_LOST:
@@ -156,8 +157,8 @@ class Elastic(Launcher):
             )
         elif code == FEW_CAME:
             error = RefusedError(
-                f"fewer than the {min_nodes} machines of trainer.nodes have joined at {endpoint} within "
-                "trainer.timeout.init_seconds",
+                f"Fewer than the {min_nodes} machines of trainer.nodes have joined within trainer.timeout.init_seconds",
+                key=endpoint,
                 suggestion="Start the command on the other machines too, or raise trainer.timeout.init_seconds.",
             )
             if not watch.has_run:
