@@ -19,7 +19,6 @@ import yaml
 from ddpexp.cli import verbs
 from ddpexp.cli.completion import SHELLS
 from ddpexp.cli.evaluate import evaluation_of
-from ddpexp.cli.export import check as check_export
 from ddpexp.cli.generate import Options
 from ddpexp.cli.help import answer
 from ddpexp.cli.new import DEFAULT, kinds
@@ -34,6 +33,7 @@ from ddpexp.config.parse import parse
 from ddpexp.config.resolve import Composed
 from ddpexp.config.restated import is_setting
 from ddpexp.config.sweeps import JobComposer, Swept
+from ddpexp.export.request import check as check_export
 from ddpexp.plan.layout import assume
 from ddpexp.run.stored_run import find_run, read_run
 from ddpexp.run.training import Training

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ddpexp.cli.api.opened import open_run
-from ddpexp.cli.export import described, export, request_of
+from ddpexp.cli.export import export
+from ddpexp.export.request import described, request_of
 from ddpexp.export.worker import _difference, export_model, inputs_of
 from ddpexp.run.stored_run import find_weights
 from tests.conftest import ROOT
