@@ -42,10 +42,7 @@ ROWS = [
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
 # The one module that has Hydra compose, the one that runs its sweepers, and their private names.
 HYDRA = {"config.tree", "sweep.hydra_sweeper", "compat.hydra"}
-OMEGACONF = {
-    *HYDRA, "compat.omegaconf", "config.interpolations", "config.resolve", "config.sentences",
-    "config.stored",
-}  # fmt: skip
+OMEGACONF = {*HYDRA, "compat.omegaconf", "config.interpolations", "config.resolve", "config.sentences"}
 # The stages of a configuration, in order: none imports a later one.
 STAGES = ["arguments", "override_checks", "tree", "resolve", "compose"]
 # What the command loads before it hands over to the workers.

@@ -15,6 +15,7 @@ from typing import Any
 import omegaconf
 import yaml
 from omegaconf import Container, Node, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 OMEGACONF_2_4 = tuple(map(int, omegaconf.__version__.split(".")[:2])) >= (2, 4)
 
@@ -49,6 +50,14 @@ def quick_yaml() -> Iterator[None]:
         yield
     finally:
         _utils.get_yaml_loader = get_yaml_loader
+
+
+def read_values(text: str) -> Any:
+    """Return the values of a text as OmegaConf reads its files: with numbers such as 1e-3, and each key once.
+
+    Raises: yaml.YAMLError.
+    """
+    return yaml.load(text, Loader=get_yaml_loader() if OMEGACONF_2_4 or not yaml.__with_libyaml__ else _quick_loader())
 
 
 @cache
@@ -131,14 +140,16 @@ def _place_of(node: Node) -> Place:
     return tuple(reversed(place))
 
 
-def root_of(node: Node) -> Any:
-    """Return the tree that a node belongs to.
+def tree_of(error: OmegaConfBaseException) -> dict[str, Any]:
+    """Return the tree that an error is about, unresolved; empty if it is about none.
 
     Private: `_get_root` of nodes, 2.3 and 2.4.
     Why: errors carry a node, and not its tree.
     When it goes: suggest only keys beside the unknown one.
     """
-    return node._get_root()
+    node = error.parent_node
+    tree: Any = OmegaConf.to_container(node._get_root(), resolve=False) if isinstance(node, Container) else {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def count_nodes(tree: Container, most: int) -> int:

@@ -22,6 +22,7 @@ from ddpexp.compat.omegaconf import (
 )
 from ddpexp.config import facts
 from ddpexp.config.hydra_section import answer
+from ddpexp.config.sentences import refusal
 from ddpexp.errors import RefusedError
 
 _RESOLVED, _NODES = 10_000, 200_000
@@ -99,15 +100,15 @@ def only_resolvers(allows: Callable[[Place, str], bool]) -> Iterator[dict[Place,
         yield refused
 
 
-def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+def resolved(values: Mapping[str, Any], place: object = "config.yaml") -> dict[str, Any]:
     """Resolve the interpolations of a tree.
 
     Raises:
-        RefusedError: there are too many, or one leads to nothing.
+        RefusedError: there are too many, one leads to nothing, or a value is missing.
     """
     with bounded_interpolations():
         try:
-            value = OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True)
+            tree = OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
-            raise RefusedError(f"cannot be resolved: {str(error).splitlines()[0]}", place="config.yaml") from None
-    return cast(dict[str, Any], value)
+            raise RefusedError(f"cannot be resolved: {refusal(error)}", place=place) from None
+    return {str(key): value for key, value in cast(dict[Any, Any], tree).items()}

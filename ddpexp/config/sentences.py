@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ddpexp.compat.omegaconf import root_of
+from ddpexp.compat.omegaconf import tree_of
 from ddpexp.config.build import did_you_mean, nearest, unknown_key
 from ddpexp.config.folders import LISTED, conf_folder, options, our_options
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
@@ -85,8 +84,8 @@ def _interpolated(error: OmegaConfBaseException) -> str:
     key = re.match(r"Interpolation key '([^']+)' not found", str(error))
     if key is not None and key[1].isupper():
         return f"A variable of the environment is written ${{oc.env:{key[1]}}}."
-    if key is not None and error.parent_node is not None:
-        near = nearest(key[1], _keys(root_of(error.parent_node)))
+    if key is not None:
+        near = nearest(key[1], _keys(tree_of(error)))
         return f"Did you mean ${{{near}}}?" if near else ""
     kind = re.match(r"Unsupported interpolation type (\S+)", str(error))
     if kind is not None:
@@ -159,7 +158,7 @@ def composition(message: str, cause: BaseException | None) -> RefusedError:  # n
         )
     unknown = re.match(r"Could not override '([^']+)'", message)
     if unknown and isinstance(cause, OmegaConfBaseException):
-        return unknown_key_of(unknown[1], cause)
+        return unknown_key_in(tree_of(cause), unknown[1])
     there = re.match(r"Could not append to config\. An item is already at '([^']+)'", message)
     if there:
         return RefusedError("is a key already", key=there[1], suggestion="Leave the + out.")
@@ -229,22 +228,25 @@ def _of_two_kinds(override: str) -> RefusedError:
     )
 
 
-def unknown_key_of(typed: str, cause: OmegaConfBaseException) -> RefusedError:
+def unknown_key_in(tree: Mapping[str, Any], typed: str) -> RefusedError:
     """Return the error of an unknown key: the nearest key at the level where it leaves the tree, or elsewhere."""
-    parent, key, full_key = cause.parent_node, str(cause.key), str(cause.full_key)
-    if not isinstance(parent, DictConfig) or not full_key.endswith(key):
+    section, names, rest = tree, list[str](), typed.split(".")
+    while len(rest) > 1 and isinstance(section, Mapping) and rest[0] in section:
+        section = section[rest[0]]
+        names.append(rest.pop(0))
+    if isinstance(section, list):
         return RefusedError("is not a known key", key=typed)
-    names = [str(name) for name in parent if name != "hydra"]
-    where = full_key[: -len(key)].rstrip(".")
+    where, key = ".".join(names), rest[0]
+    known = [str(name) for name in section if name != "hydra"] if isinstance(section, Mapping) else []
     if not where and key in our_options():
         listed = ", ".join(f"{key}={option}" for option in our_options()[key])
         return RefusedError(
             f"No {key} is chosen, by the recipe or by {key}=...", key=typed, suggestion=f"Available: {listed}."
         )
     others = _options_with(where, key) if not advice_on_key(key) else []
-    if others and nearest(key, names) is None:
+    if others and nearest(key, known) is None:
         return RefusedError(f"is not a known key: it is a key of {', '.join(others)}", key=typed)
-    return unknown_key(key + typed[len(full_key) :], names, where, _keys(root_of(parent)))
+    return unknown_key(".".join(rest), known, where, _keys(tree))
 
 
 def _options_with(group: str, key: str) -> list[str]:
@@ -258,16 +260,15 @@ def _options_with(group: str, key: str) -> list[str]:
     ]
 
 
-def _keys(tree: Any) -> list[str]:
+def _keys(tree: Mapping[str, Any]) -> list[str]:
     """Return the full keys of all values in a tree."""
-    plain = OmegaConf.to_container(tree, resolve=False) if OmegaConf.is_config(tree) else {}
 
     def walk(values: Any, where: str) -> Iterator[str]:
-        for key, value in values.items() if isinstance(values, dict) else ():
+        for key, value in values.items() if isinstance(values, Mapping) else ():
             yield f"{where}{key}"
             yield from walk(value, f"{where}{key}.")
 
-    return [key for key in walk(plain, "") if not key.startswith("hydra")]
+    return [key for key in walk(tree, "") if not key.startswith("hydra")]
 
 
 def first_line(error: Exception | str) -> str:

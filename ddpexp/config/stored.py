@@ -9,24 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ddpexp.compat.omegaconf import get_yaml_loader, quick_yaml
+from ddpexp.compat.omegaconf import read_values
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.declared import declared
 from ddpexp.config.folders import LISTED, added_folder, conf_folder, groups, options
-from ddpexp.config.interpolations import answered, bounded_interpolations, only_resolvers
+from ddpexp.config.interpolations import answered, only_resolvers, resolved
 from ddpexp.config.names import check_present
 from ddpexp.config.override_checks import check_chosen_once
 from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.replaced_targets import counts_unlisted, is_in, keys_of_target, typed_targets
 from ddpexp.config.resolve import offered_by_packages, text_of, trust_of
-from ddpexp.config.restated import Place, Reader, UnrestatedError, leaves, unrestated
+from ddpexp.config.restated import Place, Reader, UnrestatedError, leaves, unrestated, value_at
 from ddpexp.config.schema import Experiment
-from ddpexp.config.sentences import first_line, refusal, unknown_key_of
+from ddpexp.config.sentences import first_line, unknown_key_in
 from ddpexp.config.validate import ALERT_URL
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import check_yaml, shortest
@@ -36,8 +34,6 @@ _IN_LIST = re.compile(r"(?<=[\[,])\s*([^\[\],'\"{}\s]*\$\{oc\.env:[\w.-]+\}[^\[\
 """An item with a reference, which YAML takes only in quotes."""
 
 
-@bounded_interpolations()
-@quick_yaml()
 def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> tuple[Mapping[str, Any], str]:
     """Read a run directory's config.yaml and apply overrides to it; also return the result as text.
 
@@ -50,30 +46,26 @@ def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> t
         RefusedError: the file is damaged, or an override does not apply to it.
     """
     arguments = Arguments.of(argv)
-    cfg, stored = _loaded(path)
+    tree = _loaded(path)
     added = added_folder(arguments.config_dir)
     check_syntax(arguments.overrides)
     chosen = _chosen(arguments.overrides, keeps, added)
-    reader = Reader.of(arguments.overrides, stored, added, without=chosen)
+    reader = Reader.of(arguments.overrides, tree, added, without=chosen)
+    reader = reader.also(_choose(tree, chosen, keeps, added))
+    tree["run"] |= {"trust": [], "code": str(added.parent) if added is not None else None, "allow_changes": []}
+    if "${" in str(tree["run"].get("dir")):  # nothing reads it: the run is where its file is
+        tree["run"]["dir"] = str(path.parent.absolute())
     others = [override for override in arguments.overrides if override.partition("=")[0] not in chosen]
-    try:
-        with only_resolvers(lambda place, name: False):  # what the overrides replace is not resolved
-            reader = reader.also(_choose(cfg, chosen, keeps, added))
-            cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
-            cfg.run.allow_changes = []
-            if "${" in str(stored["run"].get("dir")):  # nothing reads it: the run is where its file is
-                cfg.run.dir = str(path.parent.absolute())
-            _override_all(cfg, others)
-        values, read = _resolved(cfg, reader)
-    except OmegaConfBaseException as error:
-        raise RefusedError(f"cannot be resolved: {refusal(error)}", place=path) from None
-    written: Any = OmegaConf.to_container(cfg, resolve=False)
-    if settings := unrestated(values, written, read, reader):
+    nodes = _remove_inherited(tree, typed_targets(others))
+    for override in others:
+        _override(tree, override, is_in(override, nodes) or counts_unlisted(override) or _is_field(override))
+    values, read = _resolved(tree, reader, path)
+    if settings := unrestated(values, tree, read, reader):
         raise UnrestatedError(shortest(path.parent), settings)
     if offered := offered_by_packages(values, _searched_packages):
-        written["run"]["trust"] = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
+        tree["run"]["trust"] = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
     check_present(values, trust_of(values))
-    return values, text_of(written)
+    return values, text_of(tree)
 
 
 def _searched_packages() -> Mapping[Path, str]:
@@ -83,48 +75,44 @@ def _searched_packages() -> Mapping[Path, str]:
     return searched_packages()
 
 
-def _resolved(cfg: DictConfig, reader: Reader) -> tuple[dict[str, Any], Mapping[Place, str]]:
-    """Return the values, and the resolvers that were refused; no values if they cannot be resolved without these.
-
-    Raises: OmegaConfBaseException.
-    """
+def _resolved(tree: Mapping[str, Any], reader: Reader, path: Path) -> tuple[dict[str, Any], Mapping[Place, str]]:
+    """Return the values, and the resolvers that were refused; no values if they cannot be resolved without these."""
 
     def allows(place: Place, name: str) -> bool:
         return reader.restates(place) or reader.trusts(name)
 
     with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}), only_resolvers(allows) as read:
         try:
-            values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-            return {str(key): value for key, value in values.items()}, read
-        except OmegaConfBaseException:
+            return resolved(tree, path), read
+        except RefusedError:
             if not read:
                 raise
             return {}, read
 
 
-def _loaded(path: Path) -> tuple[DictConfig, dict[str, Any]]:
-    """Return the configuration in a file, and as plain values with its references.
+def _loaded(path: Path) -> dict[str, Any]:
+    """Return the configuration in a file, with its references.
 
     Raises:
         RefusedError: it cannot be read, or is not of sections, which a reference could stand for.
     """
     try:
         check_yaml(path)
-        load_yaml(path.read_text())  # refuses tags, which OmegaConf's own loader takes
-        cfg = OmegaConf.load(path)
-    except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
+        text = path.read_text()
+        load_yaml(text)  # refuses tags, which OmegaConf's own loader takes
+        tree = read_values(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise RefusedError(f"cannot be read: {first_line(error)}", place=path) from None
-    stored: Any = OmegaConf.to_container(cfg, resolve=False)
-    if not isinstance(cfg, DictConfig) or not isinstance(stored.get("run"), dict):
+    if not isinstance(tree, dict) or not isinstance(tree.get("run"), dict):
         raise RefusedError("is not the configuration of a run", place=path)
-    for name, section in stored.items():
+    for name, section in tree.items():
         if name in Experiment.__dataclass_fields__ and not isinstance(section, dict | None):
             raise RefusedError(f"The key {name} is not a section with keys", place=path)
-    if place := next((place for place, value in leaves(stored) if isinstance(value, bytes)), None):
+    if place := next((place for place, value in leaves(tree) if isinstance(value, bytes)), None):
         raise RefusedError(
             f"The value of {'.'.join(map(str, place))} is binary", suggestion="Write a text.", place=path
         )
-    return cfg, stored
+    return tree
 
 
 def _chosen(overrides: Sequence[str], keeps: Collection[str], added: Path | None) -> dict[str, str]:
@@ -139,35 +127,24 @@ def _chosen(overrides: Sequence[str], keeps: Collection[str], added: Path | None
     return chosen
 
 
-def _choose(cfg: DictConfig, chosen: Mapping[str, str], keeps: Collection[str], added: Path | None) -> list[Place]:
+def _choose(tree: dict[str, Any], chosen: Mapping[str, str], keeps: Collection[str], added: Path | None) -> list[Place]:
     """Replace sections by chosen options, and return the places whose values are those of the options."""
     places: list[Place] = []
     for group, name in chosen.items():
         option = _listed(group, name, added) if group in LISTED else _option(group, name, added)
         places += [(group, str(key)) for key in option] if group in LISTED else [(group,)]
-        if group == "logger" and group in keeps and isinstance(loggers := cfg.get(group), DictConfig):
-            option[ALERT_URL] = OmegaConf.to_container(loggers, resolve=False).get(ALERT_URL)  # type: ignore[union-attr]
-        cfg[group] = option
+        if group == "logger" and group in keeps and isinstance(loggers := tree.get(group), dict):
+            option[ALERT_URL] = loggers.get(ALERT_URL)
+        tree[group] = option
     return places
 
 
-def _override_all(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    nodes = _remove_inherited(cfg, typed_targets(overrides))
-    OmegaConf.set_struct(cfg, True)
-    for override in overrides:
-        _override(cfg, override, is_in(override, nodes) or counts_unlisted(override) or _is_field(override))
-
-
-def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
+def _option(group: str, name: str, added: Path | None = None) -> dict[str, Any]:
     folders = [conf_folder(), *([added] if added is not None else []), *plugin_folders()]
     available = options(group, folders)
     if name not in available:
         suggestion = did_you_mean(name, available, f"{group}=")
         raise RefusedError("is not a known option", key=group, value=name, suggestion=suggestion)
-    option = OmegaConf.load(
-        next(folder / group / f"{name}.yaml" for folder in folders if (folder / group / f"{name}.yaml").is_file())
-    )
-    assert isinstance(option, DictConfig)
     if group == "recipe":
         raise RefusedError(
             "A run keeps its recipe",
@@ -175,6 +152,8 @@ def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
             value=name,
             suggestion="Leave it out, or start a new run with another run.dir.",
         )
+    file = next(path for folder in folders if (path := folder / group / f"{name}.yaml").is_file())
+    option: dict[str, Any] = read_values(file.read_text()) or {}
     if "defaults" in option:
         raise RefusedError(
             "is made of several files",
@@ -185,22 +164,20 @@ def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
     return option
 
 
-def _listed(group: str, names: str, added: Path | None) -> DictConfig:
+def _listed(group: str, names: str, added: Path | None) -> dict[str, Any]:
     """Return the options that `logger=NAMES` or `callbacks=NAMES` chooses: one, or a list in brackets."""
     if group == "callbacks":
         check_chosen_once(names)
     chosen = re.sub(r"^\[(.*)\]$", r"\1", names).split(",")
-    merged = OmegaConf.merge({}, *(_option(group, name.strip(), added) for name in chosen if name.strip()))
-    assert isinstance(merged, DictConfig)
-    return merged
+    return {key: node for name in chosen if name.strip() for key, node in _option(group, name.strip(), added).items()}
 
 
-def _remove_inherited(cfg: DictConfig, typed: Mapping[str, str]) -> list[str]:
+def _remove_inherited(tree: Mapping[str, Any], typed: Mapping[str, str]) -> list[str]:
     """Remove the keys of sections whose `_target_` is overridden with another one, and return those sections."""
     others = []
     for name, target in typed.items():
-        node = OmegaConf.select(cfg, name)
-        if isinstance(node, DictConfig) and node.get("_target_") != target:
+        node = value_at(tree, name.split("."))
+        if isinstance(node, dict) and node.get("_target_") != target:
             others.append(name)
             for key in keys_of_target(node, name):
                 del node[key]
@@ -215,22 +192,33 @@ def _is_field(override: str) -> bool:
     return section in ("trainer", "run", "predict") and f"{section}.{name}" in declared()
 
 
-def _override(cfg: DictConfig, override: str, adds: bool = False) -> None:
+def _override(tree: dict[str, Any], override: str, adds: bool) -> None:
+    """Set the value of a key that is there, or that an override may add."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise RefusedError(
             "is not an override", suggestion="Write key=value, for example trainer.gpus=2.", place=override
         )
     try:
-        value = yaml.load(_IN_LIST.sub(r'"\1"', text), Loader=get_yaml_loader())
-        if isinstance(OmegaConf.select(cfg, key), DictConfig):
-            raise RefusedError(
-                "replaces a section, and a run keeps its sections",
-                suggestion="Change single keys, such as trainer.gpus=2.",
-                key=override,
-            )
-        OmegaConf.update(cfg, key, value, force_add=adds)
+        value = read_values(_IN_LIST.sub(r'"\1"', text))
     except yaml.YAMLError:
         raise RefusedError("is not an override: its value is not YAML", place=override) from None
-    except (ConfigKeyError, ConfigAttributeError) as error:
-        raise unknown_key_of(key, error) from None
+    *names, last = key.replace("[", ".").replace("]", "").split(".")
+    node: Any = tree
+    for name in names:
+        inner = value_at(node, [name])
+        if adds and not isinstance(inner, dict | list):
+            inner = node[name] = {}
+        node = inner
+    if isinstance(value_at(node, [last]), dict):
+        raise RefusedError(
+            "replaces a section, and a run keeps its sections",
+            suggestion="Change single keys, such as trainer.gpus=2.",
+            key=override,
+        )
+    if isinstance(node, list) and last.isdecimal() and int(last) < len(node):
+        node[int(last)] = value
+    elif isinstance(node, dict) and (adds or last in node):
+        node[last] = value
+    else:
+        raise unknown_key_in(tree, key)

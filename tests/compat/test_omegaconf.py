@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ddpexp.compat.omegaconf import (
     Place,
     count_nodes,
-    get_yaml_loader,
     guarded_resolvers,
     observed_interpolations,
     quick_yaml,
-    root_of,
+    read_values,
+    tree_of,
 )
 from ddpexp.config.folders import conf_folder
 
@@ -102,8 +103,15 @@ def test_the_nodes_of_a_tree_are_counted_without_being_resolved() -> None:
     cfg = OmegaConf.create({"a": [1, 2, {"b": "${nowhere}"}], "c": None})
     assert count_nodes(cfg, 100) == 6
     assert count_nodes(cfg, 2) >= 2
-    assert root_of(cfg.a[2]) is cfg
+
+
+def test_an_error_has_the_tree_that_it_is_about() -> None:
+    cfg = OmegaConf.create({"a": [1, {"b": "${nowhere}"}], "c": None})
+    with pytest.raises(OmegaConfBaseException) as error:
+        OmegaConf.to_container(cfg, resolve=True)
+    assert tree_of(error.value) == {"a": [1, {"b": "${nowhere}"}], "c": None}
+    assert tree_of(OmegaConfBaseException("about nothing")) == {}
 
 
 def test_one_value_is_read_as_in_a_file() -> None:
-    assert yaml.load("1e-3", Loader=get_yaml_loader()) == 1e-3
+    assert read_values("1e-3") == 1e-3
