@@ -8,7 +8,6 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 from ddpexp.config.defaults import MISSING, default_of
@@ -16,7 +15,6 @@ from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.plugins import full_name
 from ddpexp.errors import RefusedError
 from ddpexp.errors import shown as shown
-from ddpexp.settings.key import Key, annotations_of, declaration
 from ddpexp.settings.node import Node
 
 _SURE, _NEAR = 0.85, 0.65  # how similar a word is to what it may be meant for; 1 is equal
@@ -77,7 +75,7 @@ def build(cls: type[T], values: Any, where: str) -> T:
     for key in values:
         if key not in names:
             raise unknown_key(str(key), names, where)
-    hints = annotations_of(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     built: dict[str, Any] = {}
     for field in (field for field in dataclasses.fields(cls) if field.init):  # type: ignore[arg-type]
         key = f"{where}.{field.name}"
@@ -90,15 +88,6 @@ def build(cls: type[T], values: Any, where: str) -> T:
                 "is missing", key=key, suggestion=f"Give it a value, for example in the recipe or as {key}=... ."
             )
     return cls(**built)
-
-
-def _in_range(value: Any, declared: Key, hint: Any, key: str) -> Any:
-    """Return a value of the type `hint`; raises RefusedError if it is outside the declared range."""
-    if declared.accepts(value):
-        return value
-    text = shown(value)
-    advice = next((f" {one}" for pattern, one in declared.advice.items() if re.fullmatch(pattern, text)), "")
-    raise RefusedError(key=key, value=text, suggestion=f"Use {declared.usage(hint)}.{advice}")
 
 
 def node_of(values: Any, where: str) -> Node:
@@ -196,76 +185,60 @@ def _listed(words: Iterable[str]) -> str:
     return ", ".join(words) or "nothing"
 
 
-class _MismatchError(Exception):
-    """A value is not of the type of its key."""
-
-    def __init__(self, value: Any, hint: Any, key: str) -> None:
-        super().__init__(key)
-        self.value, self.hint, self.key = value, hint, key
-
-
 def convert(value: Any, hint: Any, key: str) -> Any:
     """Return `value` as the annotated type `hint`; a whole number may stand for a float, a list for a tuple.
 
     Raises:
         RefusedError: another type or a word outside the choices, with the nearest choice; a number out of range.
     """
-    try:
-        return _converted(value, hint, key)
-    except _MismatchError as error:
-        raise _wrong(error.value, error.hint, error.key) from None
-
-
-def _converted(value: Any, hint: Any, key: str) -> Any:
-    origin = typing.get_origin(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        declared, plain = declaration(hint)
-        return _in_range(_converted(value, plain, key), declared, plain, key)
+        plain, spec, *_ = arguments
+        converted = convert(value, plain, key)
+        spec.check(converted, plain, key)
+        return converted
     if origin in (Union, types.UnionType):
-        return _one_of(value, typing.get_args(hint), key)
+        fitting = next((one for one in arguments if _fits(value, one)), None)
+        if fitting is None:
+            raise _wrong(value, hint, key)
+        return convert(value, fitting, key)
     if hint is Node:
         return node_of(value, key)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return build(hint, value, key)
     if origin is tuple and isinstance(value, (list, tuple)):
-        item_hint = typing.get_args(hint)[0]
         keys = [f"{key}[{index}]" if isinstance(item, Mapping) else key for index, item in enumerate(value)]
-        return tuple(_converted(item, item_hint, item_key) for item, item_key in zip(value, keys, strict=True))
+        return tuple(convert(item, arguments[0], item_key) for item, item_key in zip(value, keys, strict=True))
     if origin is Mapping and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        inner = typing.get_args(hint)[1]
-        return types.MappingProxyType({name: _converted(one, inner, f"{key}.{name}") for name, one in value.items()})
-    if origin is Literal and value in typing.get_args(hint) and not isinstance(value, bool):
-        return value
+        items = {name: convert(item, arguments[1], f"{key}.{name}") for name, item in value.items()}
+        return types.MappingProxyType(items)
+    if not _fits(value, hint):
+        raise _wrong(value, hint, key)
+    return float(value) if hint is float else value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether `value` is of the type `hint`; any mapping is of the type of a dataclass."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
-        return value
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if origin in (tuple, Mapping, Literal):
-        raise _MismatchError(value, hint, key)
-    if isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool)):
-        return value
-    raise _MismatchError(value, hint, key)
-
-
-def _one_of(value: Any, hints: tuple[Any, ...], key: str) -> Any:
-    for hint in hints:
-        if _holds_sections(value, hint):
-            return _converted(value, hint, key)  # its own error names the key inside
-    for hint in hints:
-        if dataclasses.is_dataclass(hint):
-            continue  # a section, which the value is not
-        with suppress(_MismatchError, RefusedError):
-            return _converted(value, hint, key)
-    raise _MismatchError(value, Union[hints], key)  # noqa: UP007
-
-
-def _holds_sections(value: Any, hint: Any) -> bool:
-    """Return whether a value is a section, or a list of sections, and a type stands for one."""
-    if isinstance(value, Mapping):
-        return dataclasses.is_dataclass(hint)
-    if typing.get_origin(hint) is not tuple or not isinstance(value, (list, tuple)) or not value:
-        return False
-    return dataclasses.is_dataclass(typing.get_args(hint)[0]) and all(isinstance(item, Mapping) for item in value)
+        return True
+    if origin is Annotated:
+        return _fits(value, arguments[0])
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in arguments)
+    if dataclasses.is_dataclass(hint):
+        return isinstance(value, Mapping)
+    if origin is Literal:
+        return value in arguments and not isinstance(value, bool)
+    if origin is tuple:
+        return isinstance(value, (list, tuple)) and all(_fits(item, arguments[0]) for item in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            isinstance(name, str) and _fits(item, arguments[1]) for name, item in value.items()
+        )
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else origin or hint)
 
 
 def _wrong(value: Any, hint: Any, key: str) -> RefusedError:

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ddpexp.errors import RefusedError, shown
+
 OnResume = Literal["free", "typed", "fixed"]
 """Whether a run may be resumed with another value: in any case, if it is typed, or never."""
 
@@ -36,19 +38,28 @@ class Key:
     synonyms: Mapping[str, str] = field(default_factory=dict)  # values of other frameworks likewise, by the value here
     advice: Mapping[str, str] = field(default_factory=dict)  # by patterns of values for which no single value stands
 
-    def accepts(self, value: Any) -> bool:
-        """Return whether a value of the right type is in the range."""
+    def check(self, value: Any, hint: Any, key: str) -> None:
+        """Check a value of the type `hint`, which is the type of the key `key`.
+
+        Raises:
+            RefusedError: it is outside the range, or does not match the pattern.
+        """
         if isinstance(value, str):
-            return self.pattern is None or re.fullmatch(self.pattern, value) is not None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return True
-        return (
-            not math.isnan(value)
-            and (self.above is None or value > self.above)
-            and (self.at_least is None or value >= self.at_least)
-            and (self.below is None or value < self.below)
-            and (self.at_most is None or value <= self.at_most)
-        )
+            is_accepted = self.pattern is None or re.fullmatch(self.pattern, value) is not None
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            is_accepted = True
+        else:
+            is_accepted = (
+                not math.isnan(value)
+                and (self.above is None or value > self.above)
+                and (self.at_least is None or value >= self.at_least)
+                and (self.below is None or value < self.below)
+                and (self.at_most is None or value <= self.at_most)
+            )
+        if not is_accepted:
+            text = shown(value)
+            advice = next((f" {one}" for pattern, one in self.advice.items() if re.fullmatch(pattern, text)), "")
+            raise RefusedError(key=key, value=text, suggestion=f"Use {self.usage(hint)}.{advice}")
 
     @property
     def is_range(self) -> bool:
