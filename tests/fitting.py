@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.config.build import build
-from ddpexp.config.defaults import default_of
+from ddpexp.config.declared import default_of
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.order import Permutation

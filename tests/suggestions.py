@@ -11,7 +11,7 @@ import yaml
 
 from ddpexp.cli import verbs
 from ddpexp.config import suggestions
-from ddpexp.config.declared import SECTIONS
+from ddpexp.config.declared import FIELDS
 from ddpexp.config.folders import conf_folder, groups, options
 from ddpexp.config.suggestions import is_placeholder, overrides_in
 from ddpexp.settings.data import DATA_KEYS
@@ -31,7 +31,7 @@ def refusals(suggestion: str, shipped_only: bool = False) -> Iterator[str]:
             yield f"there is no command {name}"
     yield from suggestions.refusals(suggestion)
     for section, rest, value in overrides_in(suggestion) if shipped_only else ():
-        if section not in SECTIONS or section == "data" or not rest:
+        if section not in FIELDS or section == "data" or not rest:
             yield from _shipped_refusals(section, rest, value)
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from ddpexp.cli.keys import Catalogue, Key, typed
 from ddpexp.config.compare import resume_rule
 from ddpexp.config.compose import overview
-from ddpexp.config.declared import SECTIONS, declared
-from ddpexp.config.defaults import MISSING, default_of
+from ddpexp.config.declared import FIELDS, MISSING, declared, default_of
 from ddpexp.settings.key import Key as Declaration
 from tests.conftest import ROOT
 
@@ -32,7 +31,7 @@ COLUMNS = "| key | default | values | on resume | elsewhere | meaning |\n|---|--
 def tables() -> Iterator[str]:
     """Yield a table for each section, and one for each option with keys of its own."""
     catalogue = Catalogue(overview([], None))
-    for section in SECTIONS:
+    for section in FIELDS:
         if section != "recipe":  # it has no default to show
             keys = [key for key in catalogue.keys(section) if key.name in declared()]
             yield from _table(section, catalogue.about(section) if section != "data" else ALL_DATA, keys)

@@ -17,7 +17,7 @@ import yaml
 from ddpexp.config.build import literals, spoken
 from ddpexp.config.comments import Comments, comments_of
 from ddpexp.config.compose import Overview
-from ddpexp.config.declared import SECTIONS
+from ddpexp.config.declared import FIELDS
 from ddpexp.config.instantiate import Trust, locate
 from ddpexp.config.registry import key_of
 from ddpexp.config.strategies import options_of
@@ -263,7 +263,7 @@ def _hints(section: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the types of a section's keys, as far as they can be had without torch and without others' code."""
     if section == "strategy":
         return annotations_of(options_of(str(values.get("kind"))) or Options)
-    common = annotations_of(SECTIONS[section]) if section in SECTIONS else {}
+    common = annotations_of(FIELDS[section]) if section in FIELDS else {}
     if section == "data":
         return {**_of_callable(values.get("prepare"), "data.prepare"), **common}
     return _of_callable(values.get("_target_"), section) if section in _CALLED else common

@@ -15,7 +15,7 @@ from ddpexp.cli.verb import Call
 from ddpexp.config import strategies
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.compose import overview
-from ddpexp.config.declared import SECTIONS
+from ddpexp.config.declared import FIELDS
 from ddpexp.config.folders import LISTED
 from ddpexp.config.instantiate import Trust, locate
 from ddpexp.config.registry import keys_of
@@ -81,9 +81,9 @@ def _sections() -> Iterator[tuple[str, Schema]]:
         about = {"description": catalogue.about(name)}
         if name == "data":
             kinds = [locate(key, Trust(), "data.prepare") for key in keys_of("data.prepare")]
-            yield name, {**_called(_union(name, [SECTIONS[name], *kinds], catalogue, said)), **about}
-        elif name in SECTIONS:
-            yield name, {**_object(SECTIONS[name], name, said), **about}
+            yield name, {**_called(_union(name, [FIELDS[name], *kinds], catalogue, said)), **about}
+        elif name in FIELDS:
+            yield name, {**_object(FIELDS[name], name, said), **about}
         elif name == "strategy":
             kinds = [strategies.options_of(kind) for kind in strategies.kinds()]
             yield name, {**_union(name, kinds, catalogue, said), **about, "additionalProperties": False}

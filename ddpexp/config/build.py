@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from ddpexp.config.defaults import MISSING, default_of
+from ddpexp.config.declared import MISSING, SECTIONS, default_of
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.plugins import full_name
 from ddpexp.errors import RefusedError
@@ -20,16 +20,6 @@ from ddpexp.settings.node import Node
 _SURE, _NEAR = 0.85, 0.65  # how similar a word is to what it may be meant for; 1 is equal
 _NUMBER = re.compile(r"[+-]?\d+\.?\d*(e[+-]?\d+)?", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
-_CHOSEN = (
-    "model",
-    "data",
-    "optimizer",
-    "scheduler",
-    "launcher",
-    "logger",
-    "callbacks",
-    "strategy",
-)  # sections of groups
 _TRUTHS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _SECONDS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
@@ -158,7 +148,7 @@ def unknown_key(
     head, _, rest = key.partition(".")
     last = key.rpartition(".")[2]
     advice = _NO_SUCH_KEY.get(typed, "") or advice_on_key(last)
-    if not advice and where in _CHOSEN and key in ("name", "type"):
+    if not advice and where in SECTIONS and SECTIONS[where].is_group and key in ("name", "type"):
         advice = f" An option is chosen as {where}=NAME, with the names that ddpexp help {where} lists."
     if not advice:
         alike = (nearest(head, known, _SURE) if not rest else None) or nearest(typed.replace("/", "."), keys, _SURE)

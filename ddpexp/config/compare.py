@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ddpexp.config import strategies
 from ddpexp.config.build import shown
+from ddpexp.config.declared import SECTIONS
 from ddpexp.config.registry import key_of
 from ddpexp.errors import RefusedError
 from ddpexp.settings.data import CommonData
@@ -38,14 +39,6 @@ _ON_RESUME: Mapping[str, Key] = {
 }
 _STEPS = ("trainer.epochs", "trainer.max_steps")
 LENGTH = (*_STEPS, "trainer.max_seconds")
-_OBJECTS = (
-    "task",
-    "model",
-    "data",
-    "optimizer",
-    "scheduler",
-    "callbacks",
-)  # sections with the arguments of a call; the others have known keys
 
 
 @dataclass(frozen=True)
@@ -191,7 +184,7 @@ def _of_a_newer_version(key: str, new: Mapping[str, Any]) -> bool:
     Its default changes nothing.
     """
     section, _, rest = key.partition(".")
-    if section not in _OBJECTS:
+    if SECTIONS[section].target != "_target_":
         return True
     node: Any = new[section]
     if section == "callbacks":

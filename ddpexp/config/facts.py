@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpexp.config.build import did_you_mean
+from ddpexp.config.declared import SECTIONS
 from ddpexp.errors import RefusedError
 
-SECTIONS = ("model", "task", "callbacks")  # the others are checked before the data is prepared
+_READERS = [name for name, section in SECTIONS.items() if section.reads_facts]
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _REFERENCE = re.compile(rf"\$\{{facts:({_NAME.pattern})\}}")
 
@@ -54,10 +55,10 @@ def check(values: Mapping[str, Any]) -> None:
             raise RefusedError(
                 "The facts come from the data's preparation", key=key, value=text, suggestion="Write the value itself."
             )
-        if section not in SECTIONS:
+        if section not in _READERS:
             raise RefusedError(
                 f"The section {section} is checked before the data is prepared, so it cannot refer to facts of the "
-                f"data, as {', '.join(SECTIONS[:-1])} and {SECTIONS[-1]} can",
+                f"data, as {', '.join(_READERS[:-1])} and {_READERS[-1]} can",
                 key=key,
                 value=text,
                 suggestion="Write the value itself.",

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import get_args
 
 from ddpexp.config.arguments import ONE_RUN
-from ddpexp.config.declared import declared
+from ddpexp.config.declared import declared, takes_number
 from ddpexp.config.folders import LISTED, our_options
 from ddpexp.config.hydra_section import check_has_effect
-from ddpexp.config.kinds import several, takes_number
-from ddpexp.config.override_syntax import check_syntax
+from ddpexp.config.override_syntax import check_syntax, several
 from ddpexp.errors import RefusedError
 
 _NO_NAME = re.compile(

@@ -8,13 +8,14 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ddpexp.config.declared import takes_number, takes_text
 from ddpexp.config.folders import our_options
-from ddpexp.config.kinds import several, takes_number, takes_text
 from ddpexp.errors import RefusedError
 from ddpexp.system.text import is_utf8
 
 _TRAINS = ("train", "fit", "run", "start", "launch", "main")  # names for it in other programs
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+_MOST_NUMBERS = 1000  # of a range that is suggested
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*")
 _DASHES, _QUOTES = "\u2010\u2011\u2012\u2013\u2014\u2212", "\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb"
 _FUNCTIONS = {  # of Hydra's sweeps
@@ -253,3 +254,17 @@ def _no_function(override: str, key: str, value: str, is_read: Callable[[str], b
             place=override,
         )
     return None
+
+
+def several(value: object) -> str | None:
+    """Return how a sweep's values are typed that somebody has written as one, such as `0.1:0.01` or `0..3`."""
+    if isinstance(value, list | tuple):
+        numbers = [str(item) for item in value]
+        return ",".join(numbers) if len(numbers) > 1 and all(map(_NUMBER.fullmatch, numbers)) else None
+    text = str(value).strip()
+    if (ends := re.fullmatch(r"(\d+)(?:\.\.+|-)(\d+)", text)) is not None:
+        first, last = int(ends[1]), int(ends[2])
+        return f"range({first},{last + 1})" if 0 < last - first < _MOST_NUMBERS else None
+    inside = text[1:-1] if text[:1] + text[-1:] in ("[]", "{}", "()") else text
+    numbers = [part for part in re.split(r"[\s,:;]+", inside) if part]
+    return ",".join(numbers) if len(numbers) > 1 and all(map(_NUMBER.fullmatch, numbers)) else None

@@ -14,8 +14,7 @@ import yaml
 
 from ddpexp.config import facts, fused, registry, strategies
 from ddpexp.config.build import build, convert, did_you_mean, nearest, node_of, unknown_key
-from ddpexp.config.declared import declared
-from ddpexp.config.defaults import default_of
+from ddpexp.config.declared import declared, default_of
 from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.instantiate import Trust, check_target, check_trusted, locate
 from ddpexp.config.plugins import installed

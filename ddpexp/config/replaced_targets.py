@@ -10,14 +10,14 @@ from typing import Any
 
 import yaml
 
-from ddpexp.config.folders import LISTED
+from ddpexp.config.declared import SECTIONS
 from ddpexp.config.registry import keys_of
 from ddpexp.errors import RefusedError
 from ddpexp.loggers.remote.base import Keys
 from ddpexp.settings.data import DATA_KEYS
 from ddpexp.system.yaml_text import load_yaml
 
-SECTIONS = ("task", "model", "data", "optimizer", "scheduler", "strategy", "launcher", *LISTED)
+_SECTIONS = [name for name, section in SECTIONS.items() if section.target]
 _TARGET = re.compile(r"\+{0,2}((?:task|model|data|optimizer|scheduler)(?:\.\w+)*)\._target_=(.*)")
 _OF_REMOTE_LOGGERS = re.compile(rf"logger\.([\w-]+)\.(?:{'|'.join(Keys.__dataclass_fields__)})")
 
@@ -103,7 +103,7 @@ def _inherited(files: Sequence[tuple[Path, str]], typed: Mapping[str, str]) -> t
     replaced: set[str] = set()
     for path, package in files:
         values = in_package(package, _read(path))
-        for section in SECTIONS:
+        for section in _SECTIONS:
             node = values.get(section)
             if not isinstance(node, Mapping):
                 continue
@@ -111,7 +111,7 @@ def _inherited(files: Sequence[tuple[Path, str]], typed: Mapping[str, str]) -> t
                 raise _no_effect(typed[section], section, path, node[_name(section)])
         _merge(merged, values)
         _merge(wanted, values, replaced)
-    surplus = [key for section in SECTIONS for key in _surplus(merged.get(section), wanted.get(section), section)]
+    surplus = [key for section in _SECTIONS for key in _surplus(merged.get(section), wanted.get(section), section)]
     return surplus, replaced
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from ddpexp.config import trusted
-from ddpexp.config.declared import SECTIONS
+from ddpexp.config.declared import FIELDS
 from ddpexp.config.facts import refers
 from ddpexp.config.instantiate import RECIPES, TORCH, Trust, locate
 from ddpexp.config.plugins import plugin_folders
@@ -329,7 +329,7 @@ def _is_foreign(values: Any, place: Place) -> bool:
         if isinstance(values, Mapping) and "_target_" in values:
             target, where = values["_target_"], ".".join(map(str, place[:end]))
     if target is None:
-        return place[0] not in (*SECTIONS, "strategy")
+        return place[0] not in (*FIELDS, "strategy")
     return key_of(where, target) is None and target not in TORCH and not str(target).startswith(RECIPES)
 
 

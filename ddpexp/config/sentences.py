@@ -14,10 +14,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ddpexp.compat.omegaconf import tree_of
 from ddpexp.config.build import did_you_mean, nearest, unknown_key
+from ddpexp.config.declared import takes_fraction, takes_list, takes_number
 from ddpexp.config.folders import LISTED, conf_folder, options, our_options
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.hydra_section import no_effect
-from ddpexp.config.kinds import takes_fraction, takes_list, takes_number
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.errors import RefusedError, subject
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ddpexp.config.build import convert
-from ddpexp.config.declared import SECTIONS
+from ddpexp.config.declared import FIELDS
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.settings.key import annotations_of, declaration
 
@@ -34,7 +34,7 @@ def refusals(suggestion: str) -> Iterator[str]:
     DIR is accepted as a value.
     """
     for section, rest, value in overrides_in(suggestion):
-        if section in SECTIONS and section != "data" and rest:
+        if section in FIELDS and section != "data" and rest:
             yield from _typed_refusals(f"{section}.{rest}", value)
 
 
@@ -48,7 +48,7 @@ def overrides_in(suggestion: str) -> Iterator[tuple[str, str, str]]:
 
 def _typed_refusals(key: str, value: str) -> Iterator[str]:
     section, *names = key.split(".")
-    hint = _hint(SECTIONS[section], names)
+    hint = _hint(FIELDS[section], names)
     if hint is None:
         yield f"{key} is not a key"
     elif value and not is_placeholder(value):

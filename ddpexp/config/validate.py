@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from ddpexp.config.check_optimizer import arguments_of, check_has_average, check_optimizer
+from ddpexp.config.declared import default_of
 from ddpexp.config.numerics import check_param_dtype, check_speed
 from ddpexp.config.param_groups import check_layers_and_late_starts, check_param_groups
 from ddpexp.config.sampling import check_epoch, check_sampling, training_micro_batch_size, training_plan
@@ -163,10 +164,9 @@ def _check_init(run: Run) -> None:
     """Check the keys beside run.init_from."""
     if run.init_from is not None:
         return
-    defaults = {"init_checkpoint": "last", "init_weights": "raw", "init_rename": None, "init_skip": ()}
-    for name, default in defaults.items():
+    for name in ("init_checkpoint", "init_weights", "init_rename", "init_skip"):
         value = getattr(run, name)
-        if value != default and value:
+        if value and value != default_of(f"run.{name}"):
             text = f"[{','.join(value)}]" if isinstance(value, tuple) else "..." if name == "init_rename" else value
             raise RefusedError(
                 "is for the weights of run.init_from, and there are none",

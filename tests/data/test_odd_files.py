@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from ddpexp.config.build import build
-from ddpexp.config.defaults import default_of
+from ddpexp.config.declared import default_of
 from ddpexp.data import weights
 from ddpexp.data.arrays.prepare import prepare as prepare_arrays
 from ddpexp.data.hf.prepare import prepare as prepare_hf

@@ -13,7 +13,7 @@ import pytest
 
 from ddpexp.config.build import build, convert
 from ddpexp.config.comments import comments_of
-from ddpexp.config.defaults import MISSING, default_of
+from ddpexp.config.declared import MISSING, default_of
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.registry import keys_of, path_of
 from ddpexp.config.strategies import options_of
