@@ -30,7 +30,7 @@ from ddpexp.cli.verb import Call
 from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import conf_folder, groups
 from ddpexp.config.parse import parse
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.config.restated import is_setting
 from ddpexp.config.sweeps import JobComposer, Swept
 from ddpexp.export.request import check as check_export
@@ -288,7 +288,7 @@ def accept_sweep(swept: Swept) -> None:
     accept_composed(JobComposer(swept).compose(words, Path("job")))
 
 
-def accept_composed(made: Composed) -> None:
+def accept_composed(made: ResolvedConfig) -> None:
     experiment = parse(made.values)
     assume(Training(experiment, made.text, made.overrides, ["ddpexp"]), experiment.launcher)
 

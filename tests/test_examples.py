@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.settings.node import Node
 from examples.mine.mine import Stable
 from examples.nextbyte.nextbyte import load as load_text
@@ -156,7 +156,7 @@ def test_a_text_that_a_gpt_cannot_learn_is_refused(path: str | None, context: in
 def test_the_schedule_of_the_readme_is_accepted_and_has_a_plateau() -> None:
     overrides = ["recipe=mine", "scheduler._target_=mine.Stable", "scheduler.decay=0.2"]
     composed = compose_command(["--config-dir", str(EXAMPLES / "mine/conf"), *overrides])
-    assert isinstance(composed, Composed)
+    assert isinstance(composed, ResolvedConfig)
     assert parse(composed.values).scheduler == Node("mine.Stable", {"decay": 0.2})
     factors = [Stable(0.2).factor(step, 1000) for step in (0, 99, 800, 900, 999)]
     assert factors == pytest.approx([0.01, 1.0, 1.0, 0.5, 0.005])

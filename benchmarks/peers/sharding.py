@@ -82,7 +82,7 @@ def main() -> None:
 def strategy_of(overrides: list[str], world: World, factory: Callable[[], nn.Module], loads: bool = False) -> Strategy:
     """Build a strategy as a run does; one that `loads` a checkpoint has no values to begin with."""
     composed = compose(["recipe=mnist", "trainer.channels_last=false", "trainer.device=cpu", *overrides])
-    experiment = parse(composed.values)  # type: ignore[union-attr]
+    experiment = parse(composed.values)
     options = experiment.strategy.to_be_loaded() if loads else experiment.strategy
     return builder_of(options)(
         options, world, factory, trainer=experiment.trainer, gradient_accumulation_steps=1, prepare=lambda models: None
@@ -181,7 +181,7 @@ class Saved:
             return nn.Sequential(*(layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())))
 
         self.world, self.strategy = world, strategy_of(overrides, world, factory, loads)
-        self.trainer = parse(compose(["recipe=mnist"]).values).trainer  # type: ignore[union-attr]
+        self.trainer = parse(compose(["recipe=mnist"]).values).trainer
         make = lambda _: {"optimizer": torch.optim.SGD(self.strategy.parameters(), lr=1e-4, momentum=0.9)}  # noqa: E731
         self.optimizers = self.strategy.build_optimizers(make)
         writer = Writer(folder, world, keep_last=1)

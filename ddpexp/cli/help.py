@@ -76,7 +76,7 @@ def answer(argv: Sequence[str], by_name: bool) -> str:
         RefusedError: arguments that cannot be composed, or a part that is not known.
     """
     typed = Arguments.of(argv)
-    arguments, directory = typed.settings, typed.config_dir
+    arguments, directory = typed.overrides_without_mode, typed.config_dir
     catalogue = Catalogue(overview([], directory)) if by_name else None
     if catalogue is None:
         choices = [argument for argument in arguments if "=" in argument or argument[:1] == "~"]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.config.plugins import launcher_name
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.config.schema import Experiment
 from ddpexp.config.sweeps import Swept
 from ddpexp.errors import RefusedError
@@ -22,7 +22,7 @@ from ddpexp.run.training import Training
 from ddpexp.system.terminal import print_message
 
 
-def train(composed: Composed | Swept, server: Server | None) -> int:
+def train(composed: ResolvedConfig | Swept, server: Server | None) -> int:
     """Train the run or the sweep that was composed, and return the exit code."""
     if isinstance(composed, Swept):
         return sweep(composed, server)
@@ -39,18 +39,17 @@ def sweep(swept: Swept, server: Server | None) -> int:
     return run_sweep(swept, server)
 
 
-def compose_experiment(overrides: Sequence[str]) -> tuple[Experiment, Composed]:
+def compose_experiment(overrides: Sequence[str]) -> tuple[Experiment, ResolvedConfig]:
     """Compose the experiment that the overrides of a verb describe, as a training with them would.
 
     Raises:
         RefusedError: a training would be refused.
     """
     composed = compose(list(overrides))
-    assert composed is not None  # a verb has no option that only asks for the configuration
     return parsed(composed), composed
 
 
-def parsed(composed: Composed) -> Experiment:
+def parsed(composed: ResolvedConfig) -> Experiment:
     """Return the experiment, and print the warnings: one of several commands does."""
     experiment = parse(composed.values)
     for warning in composed.warnings if os.environ.get("RANK", "0") == "0" else ():

@@ -37,19 +37,18 @@ class Arguments:
     overrides: tuple[str, ...] = ()  # as typed
     options: tuple[str, ...] = ()  # the other arguments
     config_dir: str | None = None
-    multirun: bool = False
-    cfg: str | None = None  # which configuration Hydra is asked to print
-    question: bool = False  # whether Hydra is only asked something, such as --cfg or --info
+    is_sweep: bool = False
+    cfg: str | None = None  # which configuration Hydra prints
+    only_prints: bool = False  # whether Hydra only prints something, as with --cfg or --info
     version: bool = False
-    help: bool = False
 
     @classmethod
     def of(cls, argv: Sequence[str]) -> Arguments:
         """Parse a command line.
 
         Raises:
-            RefusedError: an option that is unknown, does not apply or is given twice, or one without the question that
-                it belongs to.
+            RefusedError: an option that is unknown, does not apply or is given twice, or one without the option that it
+                belongs to.
         """
         if "--version" in argv:
             return cls(version=True)
@@ -71,6 +70,10 @@ class Arguments:
         if (typed.package or typed.resolve) and not typed.cfg:
             option = "--package" if typed.package else "--resolve"
             raise RefusedError(f"goes with a question, such as --cfg job {option}", key=option)
+        if typed.multirun and typed.cfg:
+            raise RefusedError(
+                "shows one run", suggestion="Leave -m out, and give each key one value.", place=f"--cfg {typed.cfg}"
+            )
         if typed.config_path or typed.config_name or typed.experimental_rerun:
             raise RefusedError(
                 "--config-path, --config-name and --experimental-rerun do not apply",
@@ -82,25 +85,20 @@ class Arguments:
                 key="--shell-completion",
                 suggestion='Type eval "$(ddpexp completion bash)" (ddpexp help completion).',
             )
+        only_prints = bool(typed.hydra_help or typed.cfg or typed.info)
         return cls(
             overrides=tuple(typed.overrides),
             options=tuple(argument for argument in argv if argument not in typed.overrides),
             config_dir=folder,
-            multirun=typed.multirun,
+            is_sweep=(typed.multirun or any(map(_MULTIRUN.match, typed.overrides))) and not (only_prints or typed.help),
             cfg=typed.cfg,
-            question=bool(typed.hydra_help or typed.cfg or typed.info),
-            help=typed.help,
+            only_prints=only_prints,
         )
 
     @property
-    def settings(self) -> list[str]:
-        """The overrides but for hydra.mode=MULTIRUN, which says what -m says."""
+    def overrides_without_mode(self) -> list[str]:
+        """The overrides except for hydra.mode=MULTIRUN, which is -m in other words."""
         return [override for override in self.overrides if not _MULTIRUN.match(override)]
-
-    @property
-    def is_sweep(self) -> bool:
-        """Whether the command is a sweep, which a question such as --help is not."""
-        return (self.multirun or len(self.settings) < len(self.overrides)) and not (self.question or self.help)
 
 
 class _Parser(ArgumentParser):

@@ -12,50 +12,51 @@ from ddpexp.config.arguments import ONE_RUN, Arguments
 from ddpexp.config.folders import LISTED, added_folder
 from ddpexp.config.hydra_section import check_of_one_run
 from ddpexp.config.override_checks import check_overrides
-from ddpexp.config.resolve import Composed, resolve
+from ddpexp.config.resolve import ResolvedConfig, resolve
 from ddpexp.config.sweeps import Swept, compose_sweep
 from ddpexp.config.tree import SweepInFileError, ask_hydra, compose_tree
-from ddpexp.errors import RefusedError
 
 
-def compose_command(argv: Sequence[str]) -> Composed | Swept | None:
+def compose_command(argv: Sequence[str]) -> ResolvedConfig | Swept | None:
     """Compose the run or the sweep of a command line; `hydra.mode` in a config file makes a sweep, too.
 
-    Returns None after answering a question such as `--cfg job`.
+    Returns None after printing what an option such as `--cfg job` asks for.
 
     Raises:
         RefusedError: whatever Hydra or OmegaConf refuses.
     """
     arguments = Arguments.of(argv)
+    if arguments.version:
+        print(f"ddpexp {__version__}")
+        return None
+    if arguments.only_prints:
+        check_overrides(arguments.overrides, only_prints=True)
+        ask_hydra(arguments)
+        return None
     if arguments.is_sweep:
         return compose_sweep(arguments)
     try:
-        return _compose(arguments)
+        return compose_run(arguments)
     except SweepInFileError:
         return compose_sweep(arguments)
 
 
-def compose(argv: Sequence[str]) -> Composed | None:
-    """Compose one run. Returns None after answering a question such as `--cfg job`.
+def compose(argv: Sequence[str]) -> ResolvedConfig:
+    """Compose one run.
 
     Raises:
         RefusedError: whatever Hydra or OmegaConf refuses. SweepInFileError: a config file makes it a sweep.
     """
-    return _compose(Arguments.of(argv))
+    return compose_run(Arguments.of(argv))
 
 
-def _compose(arguments: Arguments) -> Composed | None:
-    if arguments.version:
-        print(f"ddpexp {__version__}")
-        return None
-    if arguments.multirun and arguments.cfg:
-        raise RefusedError(
-            "shows one run", suggestion="Leave -m out, and give each key one value.", place=f"--cfg {arguments.cfg}"
-        )
-    check_overrides(arguments.overrides, arguments.question)
-    if arguments.question:
-        ask_hydra(arguments)
-        return None
+def compose_run(arguments: Arguments) -> ResolvedConfig:
+    """Compose the run of a command.
+
+    Raises:
+        RefusedError: whatever Hydra or OmegaConf refuses. SweepInFileError: a config file makes it a sweep.
+    """
+    check_overrides(arguments.overrides)
     tree = compose_tree(arguments.overrides, added_folder(arguments.config_dir))
     tree.check_is_one_run()
     check_of_one_run(arguments.overrides)

@@ -1,11 +1,9 @@
-"""Hydra's own section: which settings count here, which are refused as without effect, and `${hydra:...}`."""
+"""Hydra's own section: which settings count here, which are refused as without effect."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from ddpexp.system.yaml_text import load_yaml
 
 # Settings with an effect, wherever they are written. Of the others what Hydra fills in itself differs from command to
 # command.
-_OBEYED = re.compile(
+_SUPPORTED = re.compile(
     r"hydra[./](mode$|sweep\.dir$|sweeper\b|help\b|job\.name$|job\.config\.override_dirname\.)|"
     r"hydra\.(hydra_help|searchpath|overrides|runtime|job\.(override_dirname|config_name|num|id))\b"
 )
@@ -42,8 +40,6 @@ _ADVICE = (
     ("hydra_logging", "A run's log is run.log in its directory, and each rank's ranks/RANK.log."),
 )
 _NO_CHOICE = (None, "none", "default", "basic")
-_ANSWERED = ("runtime.cwd", "runtime.version", "runtime.choices", "job.name", "job.config_name", "mode")
-_FORMED = re.compile(r"\$\{hydra:([\w./-]+)\}")
 
 
 def check_has_effect(override: str) -> None:
@@ -93,7 +89,7 @@ def check_files(files: Sequence[tuple[Path, str]]) -> None:
         if not isinstance(written, Mapping) or path.is_relative_to(conf_folder()):
             continue
         for group, option in _choices(written.get("defaults")):
-            if group.startswith("hydra/") and not _OBEYED.match(group) and option not in _NO_CHOICE:
+            if group.startswith("hydra/") and not _SUPPORTED.match(group) and option not in _NO_CHOICE:
                 raise no_effect(f"{path} chooses {group}={option}", group)
         for key, value in _settings(in_package(package, written).get("hydra"), "hydra"):
             raise no_effect(f"{path} sets {key}={shown(value)}", key)
@@ -132,60 +128,5 @@ def _settings(values: Any, where: str) -> Iterator[tuple[str, Any]]:
     if isinstance(values, Mapping) and where != "hydra.callbacks":
         for key, value in values.items():
             yield from _settings(value, f"{where}.{key}")
-    elif values and not _OBEYED.match(where) and values != _UNCHANGED.get(where):
+    elif values and not _SUPPORTED.match(where) and values != _UNCHANGED.get(where):
         yield where, values
-
-
-# What `${hydra:...}` stands for
-
-
-def answers_of(section: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what `${hydra:...}` can be answered with, by its words; `overrides` are as typed."""
-    values: dict[str, Any] = {name: reduce(getitem, name.split("."), section) for name in _ANSWERED}
-    values["mode"] = values["mode"] or "RUN"
-    values["job.override_dirname"] = dirname(section, overrides)
-    return values
-
-
-def dirname(section: Mapping[str, Any], overrides: Sequence[str]) -> str:
-    """Return overrides as part of a path, as Hydra does; without those that may have such a part themselves."""
-    conf = section["job"]["config"]["override_dirname"]
-    left_out = ("run.dir", *conf["exclude_keys"])
-    texts = [
-        override
-        for override in overrides
-        if "${" not in override and not re.match(r"[+~]*hydra[./]", override)
-        if override.partition("=")[0].lstrip("+~") not in left_out
-    ]
-    return str(conf["item_sep"]).join(sorted(texts)).replace("=", str(conf["kv_sep"]))
-
-
-def written_out(text: str, answers: Mapping[str, Any]) -> str:
-    """Put the answers into a text that is kept as it is written for other references: nobody else can give them."""
-    return _FORMED.sub(lambda reference: str(answer(answers, reference[1])), text)
-
-
-def answer(answers: Mapping[str, Any], path: str) -> Any:
-    """Return what `${hydra:PATH}` stands for.
-
-    Raises:
-        ValueError: nothing, with the reason.
-    """
-    name = next((name for name in answers if path == name or path.startswith(f"{name}.")), None)
-    if name is not None:
-        value = answers[name]
-        if path == name:
-            return value
-        rest = path[len(name) + 1 :]
-        if isinstance(value, Mapping) and rest in value:
-            return value[rest]
-        raise ValueError(f"${{hydra:{path}}} has no value: no option of {rest} is chosen")
-    if path in ("runtime.output_dir", "run.dir", "sweep.subdir"):
-        raise ValueError(
-            f"${{hydra:{path}}} has no value: the run directory is made when the configuration is accepted. Type "
-            "run.dir=..., and "
-            f"write ${{run.dir}}"
-        )
-    if path in ("job.num", "sweep.dir"):
-        raise ValueError(f"${{hydra:{path}}} has a value only in the jobs of a sweep (-m)")
-    raise ValueError(f"${{hydra:{path}}} has no value here: there is {', '.join(answers)}")

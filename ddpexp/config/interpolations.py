@@ -1,13 +1,16 @@
-"""Interpolations within bounds.
+"""Interpolations: within bounds, with the values of `${hydra:...}`, and only by the resolvers that are allowed.
 
 A few lines of `${...}` can stand for more values, more text and more time than there are.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import getitem
 from typing import Any, cast
 
 from omegaconf import Container, OmegaConf
@@ -21,15 +24,13 @@ from ddpexp.compat.omegaconf import (
     register_resolver,
 )
 from ddpexp.config import facts
-from ddpexp.config.hydra_section import answer
 from ddpexp.config.sentences import refusal
 from ddpexp.errors import RefusedError
 
 _RESOLVED, _NODES = 10_000, 200_000
-_CHARACTERS, _LONGEST = (
-    8 << 20,
-    1 << 16,
-)  # of all texts, and of one: of that the next is made of, before it can be counted
+_CHARACTERS, _LONGEST = 8 << 20, 1 << 16  # of all results together, and of one
+_HYDRA_VALUES = ("runtime.cwd", "runtime.version", "runtime.choices", "job.name", "job.config_name", "mode")
+_HYDRA_REFERENCE = re.compile(r"\$\{hydra:([\w./-]+)\}")
 _SECONDS = 3.0  # of this process's own work, however busy the machine is
 
 
@@ -70,14 +71,65 @@ def bounded_interpolations() -> Iterator[None]:
         ) from None
 
 
+def hydra_values(section: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of `${hydra:PATH}` by PATH, from Hydra's section; `overrides` are as typed."""
+    values: dict[str, Any] = {name: reduce(getitem, name.split("."), section) for name in _HYDRA_VALUES}
+    values["mode"] = values["mode"] or "RUN"
+    values["job.override_dirname"] = override_dirname(section, overrides)
+    return values
+
+
+def override_dirname(section: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """Return overrides as part of a path, as Hydra does; without those that may have such a part themselves."""
+    conf = section["job"]["config"]["override_dirname"]
+    left_out = ("run.dir", *conf["exclude_keys"])
+    texts = [
+        override
+        for override in overrides
+        if "${" not in override and not re.match(r"[+~]*hydra[./]", override)
+        if override.partition("=")[0].lstrip("+~") not in left_out
+    ]
+    return str(conf["item_sep"]).join(sorted(texts)).replace("=", str(conf["kv_sep"]))
+
+
 @contextmanager
-def answered(answers: Mapping[str, Any]) -> Iterator[None]:
-    """Have `${hydra:...}` stand for these answers in what is resolved inside; what else is asked for is refused."""
-    register_resolver("hydra", lambda path: answer(answers, path), replace=True)
+def hydra_resolver(values: Mapping[str, Any]) -> Iterator[None]:
+    """Have OmegaConf resolve `${hydra:PATH}` to one of these values inside the block; every other path is refused."""
+    register_resolver("hydra", lambda path: _hydra_value(values, path), replace=True)
     try:
         yield
     finally:
         OmegaConf.clear_resolver("hydra")
+
+
+def replace_hydra_references(text: str, values: Mapping[str, Any]) -> str:
+    """Replace `${hydra:PATH}` in a text that keeps other references: only this command knows the values."""
+    return _HYDRA_REFERENCE.sub(lambda reference: str(_hydra_value(values, reference[1])), text)
+
+
+def _hydra_value(values: Mapping[str, Any], path: str) -> Any:
+    """Return the value of `${hydra:PATH}`.
+
+    Raises:
+        ValueError: it has none, with the reason.
+    """
+    name = next((name for name in values if path == name or path.startswith(f"{name}.")), None)
+    if name is not None:
+        value = values[name]
+        if path == name:
+            return value
+        rest = path[len(name) + 1 :]
+        if isinstance(value, Mapping) and rest in value:
+            return value[rest]
+        raise ValueError(f"${{hydra:{path}}} has no value: no option of {rest} is chosen")
+    if path in ("runtime.output_dir", "run.dir", "sweep.subdir"):
+        raise ValueError(
+            f"${{hydra:{path}}} has no value: the run directory is made when the configuration is accepted. Type "
+            "run.dir=..., and write ${run.dir}"
+        )
+    if path in ("job.num", "sweep.dir"):
+        raise ValueError(f"${{hydra:{path}}} has a value only in the jobs of a sweep (-m)")
+    raise ValueError(f"${{hydra:{path}}} has no value here: there is {', '.join(values)}")
 
 
 @contextmanager

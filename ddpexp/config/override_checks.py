@@ -19,7 +19,7 @@ _NO_NAME = re.compile(
 )  # what Hydra does not read as a text
 
 
-def check_overrides(overrides: Sequence[str], question: bool = False, in_sweep: bool = False) -> None:
+def check_overrides(overrides: Sequence[str], only_prints: bool = False, in_sweep: bool = False) -> None:
     """Check overrides that Hydra would accept without effect, or reject with a traceback.
 
     Raises:
@@ -35,7 +35,7 @@ def check_overrides(overrides: Sequence[str], question: bool = False, in_sweep: 
                 key="sweep.dir",
                 suggestion=f"Did you mean hydra.sweep.dir={value} (with -m){of_run}?",
             )
-        if not question:
+        if not only_prints:
             check_has_effect(argument)
         if key in our_options():
             _check_choice(argument, key, value)

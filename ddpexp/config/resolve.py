@@ -15,9 +15,13 @@ from omegaconf.resolvers import oc
 
 from ddpexp.compat.omegaconf import register_resolver
 from ddpexp.config import facts
-from ddpexp.config.hydra_section import answers_of, written_out
 from ddpexp.config.instantiate import Trust
-from ddpexp.config.interpolations import answered, bounded_interpolations
+from ddpexp.config.interpolations import (
+    bounded_interpolations,
+    hydra_resolver,
+    hydra_values,
+    replace_hydra_references,
+)
 from ddpexp.config.names import check_present, named
 from ddpexp.config.plugins import offered_targets
 from ddpexp.config.sentences import one_sentence
@@ -31,8 +35,8 @@ if TYPE_CHECKING:  # a stored configuration is resolved without Hydra
 
 
 @dataclass(frozen=True)
-class Composed:
-    """A composed configuration: plain values, and what they were composed from."""
+class ResolvedConfig:
+    """A composed and resolved configuration: plain values, and what they were composed from."""
 
     values: Mapping[str, Any]  # resolved
     text: str  # YAML, resolved but for references to the environment, which may be secrets
@@ -40,19 +44,19 @@ class Composed:
     warnings: tuple[str, ...]
 
 
-def resolve(tree: Tree, directory: Path | None = None, job: Mapping[str, Any] = MappingProxyType({})) -> Composed:
+def resolve(tree: Tree, directory: Path | None = None, job: Mapping[str, Any] = MappingProxyType({})) -> ResolvedConfig:
     """Resolve a tree and check what only its values show.
 
-    Of a job of a sweep, `directory` is the run directory, and `job` has its answers to `${hydra:...}`.
+    For a job of a sweep, `directory` is its run directory, and `job` has its own values of `${hydra:...}`.
 
     Raises:
         RefusedError: a value of another type, a name that is not defined, a file that grants trust, or one that the
             command chooses and that an option of ours hides.
     """
     unresolved = {name: section for name, section in tree.values.items() if name != "sweep"}
-    answers = {**answers_of(tree.hydra, tree.overrides), **job}
-    with one_sentence(), bounded_interpolations(), answered(answers):
-        values, written = _with_and_without_secrets(unresolved, answers)
+    of_hydra = {**hydra_values(tree.hydra, tree.overrides), **job}
+    with one_sentence(), bounded_interpolations(), hydra_resolver(of_hydra):
+        values, written = _resolve_twice(unresolved, of_hydra)
     check_values(values, tree)
     for resolved in (values, written):
         resolved["run"]["code"] = str(tree.added.parent) if tree.added else None
@@ -62,7 +66,7 @@ def resolve(tree: Tree, directory: Path | None = None, job: Mapping[str, Any] = 
     if offered := offered_by_packages(values, lambda: tree.packages):
         values["run"]["trust"] = written["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
     check_present(values, trust_of(values))
-    return Composed(values, text_of(written), tree.overrides, warnings_of(tree))
+    return ResolvedConfig(values, text_of(written), tree.overrides, warnings_of(tree))
 
 
 def resolved_at(tree: Tree, *keys: str) -> list[Any]:
@@ -72,7 +76,7 @@ def resolved_at(tree: Tree, *keys: str) -> list[Any]:
         RefusedError: a reference leads to nothing.
     """
     cfg = OmegaConf.create({**tree.values, "hydra": dict(tree.hydra)})
-    with one_sentence(), bounded_interpolations(), answered(answers_of(tree.hydra, tree.overrides)):
+    with one_sentence(), bounded_interpolations(), hydra_resolver(hydra_values(tree.hydra, tree.overrides)):
         nodes = [OmegaConf.select(cfg, key) for key in keys]
         return [OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node for node in nodes]
 
@@ -91,21 +95,21 @@ def text_with_facts(text: str, data_facts: Mapping[str, Any]) -> str:
     return text_of(facts.resolve(load_yaml(text), data_facts)) if facts.refers(text) else text
 
 
-def _with_and_without_secrets(values: Mapping[str, Any], answers: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the resolved values, and those as they are written down.
+def _resolve_twice(values: Mapping[str, Any], of_hydra: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the resolved values, and those for config.yaml.
 
-    What reads the environment, directly or through other keys, stays a reference there. `answers` are the values of
-    `${hydra:...}`, which only this command knows.
+    A value that reads the environment, directly or through other keys, stays a reference there. `of_hydra` are the
+    values of `${hydra:...}`, which only this command knows.
     """
     cfg = OmegaConf.create(dict(values))
     with _reads_of_environment() as reads:
 
-        def resolved(value: Any, read: Callable[[], Any]) -> tuple[Any, Any]:
+        def resolve(value: Any, read: Callable[[], Any]) -> tuple[Any, Any]:
             if isinstance(value, dict):
-                pairs = {key: resolved(inner, partial(_item, read, key)) for key, inner in value.items()}
+                pairs = {key: resolve(inner, partial(_item, read, key)) for key, inner in value.items()}
                 return {key: pair[0] for key, pair in pairs.items()}, {str(key): pair[1] for key, pair in pairs.items()}
             if isinstance(value, list):
-                items = [resolved(inner, partial(_item, read, index)) for index, inner in enumerate(value)]
+                items = [resolve(inner, partial(_item, read, index)) for index, inner in enumerate(value)]
                 return [item[0] for item in items], [item[1] for item in items]
             if not isinstance(value, str) or ("${" not in value and value != "???"):
                 return value, value
@@ -116,10 +120,10 @@ def _with_and_without_secrets(values: Mapping[str, Any], answers: Mapping[str, A
                 if isinstance(node, Container)
                 else node
             )
-            is_open = reads or "${" in facts.without_references(str(plain))
-            return plain, written_out(value, answers) if is_open else plain
+            stays_reference = reads or "${" in facts.without_references(str(plain))
+            return plain, replace_hydra_references(value, of_hydra) if stays_reference else plain
 
-        return resolved(dict(values), lambda: cfg)
+        return resolve(dict(values), lambda: cfg)
 
 
 def _item(read: Callable[[], Any], key: Any) -> Any:

@@ -15,7 +15,7 @@ from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.declared import declared
 from ddpexp.config.folders import LISTED, added_folder, conf_folder, groups, options
-from ddpexp.config.interpolations import answered, only_resolvers, resolved
+from ddpexp.config.interpolations import hydra_resolver, only_resolvers, resolved
 from ddpexp.config.names import check_present
 from ddpexp.config.override_checks import check_chosen_once
 from ddpexp.config.override_syntax import check_syntax
@@ -81,7 +81,7 @@ def _resolved(tree: Mapping[str, Any], reader: Reader, path: Path) -> tuple[dict
     def allows(place: Place, name: str) -> bool:
         return reader.restates(place) or reader.trusts(name)
 
-    with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}), only_resolvers(allows) as read:
+    with hydra_resolver({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}), only_resolvers(allows) as read:
         try:
             return resolved(tree, path), read
         except RefusedError:

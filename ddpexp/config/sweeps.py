@@ -10,8 +10,9 @@ from typing import Any
 
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.folders import added_folder, conf_folder
-from ddpexp.config.hydra_section import check_code_of_sweeper, dirname
+from ddpexp.config.hydra_section import check_code_of_sweeper
 from ddpexp.config.instantiate import Trust
+from ddpexp.config.interpolations import override_dirname
 from ddpexp.config.override_checks import (
     check_override_of_sweep,
     check_overrides,
@@ -19,7 +20,7 @@ from ddpexp.config.override_checks import (
     check_typed_once,
 )
 from ddpexp.config.replaced_targets import forced, is_in, typed_targets
-from ddpexp.config.resolve import Composed, resolve, resolved_at
+from ddpexp.config.resolve import ResolvedConfig, resolve, resolved_at
 from ddpexp.config.tree import SweepTree, Tree, compose_sweep_tree, compose_tree, sweeper_targets, with_values
 from ddpexp.config.value_checks import warnings_of
 from ddpexp.errors import RefusedError
@@ -67,7 +68,7 @@ def compose_sweep(arguments: Arguments) -> Swept:
     Raises:
         RefusedError: whatever Hydra or OmegaConf refuses, and Hydra's settings that would have no effect.
     """
-    typed = arguments.settings
+    typed = arguments.overrides_without_mode
     for text in typed:
         check_override_of_sweep(text)
     check_overrides(typed, in_sweep=True)
@@ -117,7 +118,7 @@ class JobComposer:
         key = override.partition("=")[0]
         return key in self._swept.keys and re.match(r"\w+\.", key) is not None
 
-    def compose(self, overrides: Sequence[str], run: Path, number: int = 0) -> Composed:
+    def compose(self, overrides: Sequence[str], run: Path, number: int = 0) -> ResolvedConfig:
         """Compose the job with this number from all its overrides; `run` is its directory.
 
         Raises:
@@ -135,8 +136,8 @@ class JobComposer:
         if rest not in self._bases:
             self._bases[rest] = compose_tree(rest, added_folder(self._swept.config_dir))
         tree = replace(with_values(self._bases[rest], forced(values, ())), overrides=tuple(overrides))
-        answers = {
+        of_hydra = {
             "job.num": number, "sweep.dir": self._swept.directory, "mode": "MULTIRUN",
-            "job.override_dirname": dirname(self._swept.composed.tree.hydra, overrides),
+            "job.override_dirname": override_dirname(self._swept.composed.tree.hydra, overrides),
         }  # fmt: skip
-        return resolve(tree, run, answers)
+        return resolve(tree, run, of_hydra)

@@ -148,8 +148,6 @@ def _of_overrides(overrides: Sequence[str], description: str) -> StoredRun:
             "is not in a run directory", place=description, suggestion="Name its recipe, for example recipe=mnist."
         )
     composed = compose(list(overrides))
-    if composed is None:
-        raise RefusedError(f"{' '.join(overrides)} is not a configuration", place=description)
     return StoredRun(parse(composed.values), composed.text, None)
 
 

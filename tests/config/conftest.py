@@ -13,6 +13,5 @@ from ddpexp.system.yaml_text import load_yaml
 @pytest.fixture(scope="module")
 def base() -> dict[str, Any]:
     composed = compose(["recipe=mnist", "trainer.gpus=1"])
-    assert composed is not None
     tree: dict[str, Any] = load_yaml(composed.text)
     return tree

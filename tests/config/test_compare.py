@@ -16,7 +16,6 @@ from ddpexp.errors import RefusedError
 
 def tree(*overrides: str) -> dict[str, Any]:
     composed = compose(["recipe=mnist", *overrides])
-    assert composed is not None
     found: dict[str, Any] = yaml.safe_load(composed.text)
     return found
 

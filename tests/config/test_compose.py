@@ -16,10 +16,10 @@ from omegaconf import OmegaConf
 
 from ddpexp.compat.omegaconf import register_resolver
 from ddpexp.config.arguments import Arguments
-from ddpexp.config.compose import compose
+from ddpexp.config.compose import compose, compose_command
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.parse import load, parse
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.config.schema import Experiment
 from ddpexp.config.stored import override_file
 from ddpexp.config.sweeps import JobComposer, compose_sweep
@@ -28,7 +28,7 @@ from ddpexp.settings.node import Node
 from tests.listed import options
 
 
-def composed(*overrides: str) -> Composed:
+def composed(*overrides: str) -> ResolvedConfig:
     found = compose(list(overrides))
     assert found is not None
     return found
@@ -275,7 +275,7 @@ def test_an_overridden_target_inherits_no_keys_of_another_one(
     assert yaml.safe_load(made.text)[section] == made.values[section]
     assert made.overrides == tuple(typed)
     parse(made.values)
-    assert compose([*typed, "--cfg", "job"]) is None
+    assert compose_command([*typed, "--cfg", "job"]) is None
     assert yaml.safe_load(capsys.readouterr().out)[section] == made.values[section]
 
 
@@ -617,7 +617,7 @@ def test_a_config_folder_with_recipes_of_which_none_is_chosen_draws_a_warning(mi
 # What is written down
 
 
-def roundtrip(made: Composed, folder: Path) -> Experiment:
+def roundtrip(made: ResolvedConfig, folder: Path) -> Experiment:
     return load(made.text)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import added_folder
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.errors import RefusedError
 
 
@@ -94,7 +94,7 @@ def test_the_name_of_a_folder_may_have_characters_of_hydras_grammar(tmp_path: Pa
     (folder / "recipe").mkdir(parents=True)
     (folder / "recipe/mine.yaml").write_text("# @package _global_\ndefaults: [/recipe/mnist]\ntrainer: {seed: 77}\n")
     composed = compose_command(["--config-dir", str(folder), "recipe=mine"])
-    assert isinstance(composed, Composed)
+    assert isinstance(composed, ResolvedConfig)
     assert composed.values["trainer"]["seed"] == 77
 
 

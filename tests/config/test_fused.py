@@ -17,7 +17,6 @@ from ddpexp.settings.node import Node
 
 def experiment(*overrides: str) -> Experiment:
     made = compose(["recipe=mnist", *overrides])
-    assert made is not None
     return parse(made.values)
 
 

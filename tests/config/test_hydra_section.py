@@ -10,7 +10,7 @@ import yaml
 
 from ddpexp.config.compose import compose, compose_command
 from ddpexp.config.parse import load, parse
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.config.stored import override_file
 from ddpexp.config.sweeps import JobComposer, Swept
 from ddpexp.config.tree import SweepInFileError
@@ -35,9 +35,9 @@ def recipe(folder: Path, text: str, name: str = "mine") -> list[str]:
     return ["--config-dir", str(folder / "conf"), f"recipe={name}"]
 
 
-def one(overrides: list[str]) -> Composed:
+def one(overrides: list[str]) -> ResolvedConfig:
     found = compose_command(overrides)
-    assert isinstance(found, Composed)
+    assert isinstance(found, ResolvedConfig)
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ddpexp.config.compose import compose
 from ddpexp.config.interpolations import resolved
-from ddpexp.config.resolve import Composed, text_of, text_with_facts
+from ddpexp.config.resolve import ResolvedConfig, text_of, text_with_facts
 from ddpexp.config.stored import override_file
 from ddpexp.errors import RefusedError
 from ddpexp.system.secrets import masked, referenced
@@ -50,13 +50,12 @@ def typed(place: tuple[Any, ...]) -> str:
     return ".".join(map(str, place))
 
 
-def composed_or_refused(argv: list[str]) -> Composed | str:
+def composed_or_refused(argv: list[str]) -> ResolvedConfig | str:
     """Return what a command composes, or why it is refused."""
     try:
         composed = compose(argv)
     except RefusedError as error:
         return str(error)
-    assert composed is not None
     return composed
 
 

@@ -9,7 +9,7 @@ import pytest
 from ddpexp.config.build import unknown_key
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.config.sweeps import Swept
 from ddpexp.errors import RefusedError
 
@@ -17,7 +17,7 @@ from ddpexp.errors import RefusedError
 def refusal(*words: str) -> str:
     try:
         made = compose_command(list(words))
-        assert isinstance(made, Composed)
+        assert isinstance(made, ResolvedConfig)
         parse(made.values)
     except RefusedError as error:
         said = str(error)
@@ -448,9 +448,9 @@ def test_what_is_suggested_for_a_sweep_is_one() -> None:
 def test_a_quoted_text_is_a_text_also_for_the_grammar_of_hydra(project: Path) -> None:
     """What the answers suggest is accepted."""
     for word in ('run.dir="a=b"', "run.dir=a", "optimizer.lr=0.1", "trainer.clip_grad_norm=null", "~model.hidden"):
-        assert isinstance(compose_command([word]), Composed)
+        assert isinstance(compose_command([word]), ResolvedConfig)
     made = compose_command(["launcher=elastic", 'launcher.rdzv_conf="last_call_timeout=5"'])
-    assert isinstance(made, Composed)
+    assert isinstance(made, ResolvedConfig)
     assert made.values["launcher"]["rdzv_conf"] == "last_call_timeout=5"
 
 
@@ -639,7 +639,7 @@ def test_a_module_with_a_dash_is_to_be_renamed(project: Path) -> None:
 @pytest.mark.parametrize("time", ["60", "1:25", "1:00:00", "2-0", "2-12:30:00", "unlimited"])
 def test_every_form_of_time_that_slurm_reads_is_accepted(time: str) -> None:
     made = compose_command(["launcher=slurm", f"launcher.time={time}"])
-    assert isinstance(made, Composed)
+    assert isinstance(made, ResolvedConfig)
     parse(made.values)
 
 
@@ -657,5 +657,5 @@ def test_windows_line_ends_and_comments_before_the_package_are_no_mistake(projec
     (project / "mine/conf/recipe/windows.yaml").write_bytes(text.encode())
     for recipe in ("windows", "windows.yaml", "mine"):
         made = compose_command(["--config-dir", "mine/conf", f"recipe={recipe}"])
-        assert isinstance(made, Composed)
+        assert isinstance(made, ResolvedConfig)
         assert made.values["recipe"]["name"] == recipe.removesuffix(".yaml")

@@ -42,7 +42,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def composed(*overrides: str) -> list[str]:
     made = compose(["recipe=mnist", f"optimizer._target_={CLASS}", "optimizer.lr=0.1", *overrides])
-    assert made is not None
     assert parse(made.values).optimizer.target == CLASS
     found: list[str] = made.values["run"]["trust"]
     return found

@@ -68,7 +68,6 @@ def environ(warm_environ: dict[str, str]) -> dict[str, str]:
 
 def experiment(*words: str) -> Any:
     composed = compose([*SMALL, *words])
-    assert composed is not None
     return parse(composed.values)
 
 
@@ -293,7 +292,6 @@ def experiment_of(configs: Path, *words: str) -> Any:
     composed = compose(
         ["--config-dir", str(configs), *(word for word in SMALL if not word.startswith("model=")), *words]
     )
-    assert composed is not None
     return parse(composed.values)
 
 
@@ -517,7 +515,6 @@ def test_a_short_run_has_the_overrides_of_the_plan_but_its_own_length() -> None:
         "trainer.log_every=3",
     } <= set(words)
     composed = compose([*run_words(list(SMALL), 2, 3, 4, 1, 36, 3, Path("there"))])
-    assert composed is not None
     assert parse(composed.values).trainer.epochs is None
 
 

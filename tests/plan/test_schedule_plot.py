@@ -46,7 +46,6 @@ def test_the_sketch_has_the_rate_upwards_and_the_steps_to_the_right() -> None:
 @pytest.mark.parametrize("scheduler", ["cosine", "plateau", "torch"])
 def test_the_curves_are_the_rates_of_a_run(scheduler: str) -> None:
     made = compose(["recipe=mnist", f"scheduler={scheduler}"])
-    assert made is not None
     groups: list[dict[str, Any]] = [{"params": [torch.nn.Parameter()]}, {"params": [torch.nn.Parameter()], "lr": 0.5}]
     curves = curves_of(parse(made.values), {"optimizer": torch.optim.SGD(groups, lr=0.1)}, 10, 40)
     assert list(curves) == ["lr/0", "lr/1"]

@@ -47,7 +47,6 @@ def environ(warm_environ: dict[str, str]) -> dict[str, str]:
 
 def outcome(*words: str, layout: Layout = FOUR, facts: Facts = FACTS) -> Outcome:
     composed = compose([*SMALL, *words])
-    assert composed is not None
     batch = plan_batches(128, 16, layout.world_size)
     return Outcome(parse(composed.values), Assumed(layout, 2), batch, facts, 5, 10, None)
 

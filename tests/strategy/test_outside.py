@@ -16,7 +16,7 @@ from ddpexp.config.build import build
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.config.registry import keys_of
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.config.validate import check
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -174,7 +174,7 @@ def test_options_without_a_builder_are_refused(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", keys_of("strategy"))
 def test_every_kind_names_its_builder_and_its_estimator(kind: str) -> None:
     composed = compose(["recipe=mnist", f"strategy={kind}"])
-    assert isinstance(composed, Composed)
+    assert isinstance(composed, ResolvedConfig)
     options = parse(composed.values).strategy
     assert callable(strategies.builder_of(options))
     assert type(strategies.estimator_of(options)) is not Estimator
@@ -209,7 +209,7 @@ class Picky(DDPOptions):
 
 def test_a_strategy_of_others_states_rules_on_every_section_like_ours() -> None:
     composed = compose(["recipe=mnist", "optimizer=sgd"])
-    assert isinstance(composed, Composed)
+    assert isinstance(composed, ResolvedConfig)
     ours = parse(composed.values)
     picky = replace(ours, strategy=Picky(**vars(ours.strategy)))
     check(picky)
@@ -221,7 +221,7 @@ def test_a_strategy_of_others_states_rules_on_every_section_like_ours() -> None:
 
 def test_an_evaluation_takes_the_batches_of_the_ranks_that_share_none(tmp_path: Path) -> None:
     composed = compose(["recipe=mnist", "data.source=embedded", "trainer.global_batch_size=6"])
-    assert isinstance(composed, Composed)
+    assert isinstance(composed, ResolvedConfig)
     whole = parse(composed.values)
     experiment = replace(whole, strategy=Pairs(**vars(whole.strategy)))
     evaluation = Evaluation(StoredWeights(tmp_path, StoredRun(experiment, composed.text, None)))

@@ -62,7 +62,6 @@ def rows() -> Arrays:
 
 def arranged(data: Any, *overrides: str) -> Splits:
     made = compose(["data.source=embedded", "trainer.global_batch_size=20", "trainer.gpus=1", *overrides])
-    assert made is not None
     return arrange(Splits(adapted(data), {}), parse(made.values), ALONE)
 
 
@@ -187,7 +186,6 @@ def test_lengths_are_those_of_the_samples_that_are_trained_on(tmp_path: Path) ->
 )
 def test_no_part_is_taken_of_data_whose_order_is_of_all_its_samples(key: str) -> None:
     made = compose(["data.source=embedded", "trainer.gpus=1", *key.split()])
-    assert made is not None
     with refused(key.split()[0]):
         arrange(Splits(rows(), {}, Shuffled(200)), parse(made.values), ALONE)
 

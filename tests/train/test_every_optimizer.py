@@ -53,7 +53,6 @@ def experiments() -> Mapping[str, Experiment]:
     found = {}
     for name in OPTIMIZERS:
         made = compose(["recipe=mnist", f"optimizer={name}"])
-        assert made is not None
         found[name] = parse(made.values)
     return found
 
@@ -157,7 +156,6 @@ def test_the_parts_of_a_combined_optimizer_follow_the_groups_and_rates_of_the_co
     made = compose([
         "recipe=mnist", "optimizer=muon", "trainer.param_groups=[{match: ['hidden.*'], lr_scale: 0.1}]",
     ])  # fmt: skip
-    assert made is not None
     model = net("muon")
     optimizer = build(parse(made.values), model)
     assert [(group["name"], group["lr"], len(group["params"])) for group in optimizer.param_groups] == [

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ddpexp.config.compose import compose_command
 from ddpexp.config.param_groups import check_param_groups
 from ddpexp.config.parse import parse
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
 from ddpexp.settings.parameters import FreezeUntil, ParamGroup
@@ -49,7 +49,7 @@ class Tied(nn.Module):
 @cache
 def composed(*overrides: str) -> Mapping[str, Any]:
     result = compose_command([*TINY, *overrides])
-    assert isinstance(result, Composed)
+    assert isinstance(result, ResolvedConfig)
     return result.values
 
 
@@ -130,7 +130,7 @@ def test_a_list_in_place_of_a_section_of_the_recipe_needs_null_first() -> None:
     with refused("trainer.param_groups: null"):
         compose_command([*example, "trainer.param_groups={match: [a], lr: 1}"])
     accepted = compose_command([*example, "trainer.freeze_until=null", override])
-    assert isinstance(accepted, Composed)
+    assert isinstance(accepted, ResolvedConfig)
     assert accepted.values["trainer"]["freeze_until"] == [{"step": 1, "match": ["a"]}]
 
 

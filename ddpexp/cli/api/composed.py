@@ -37,7 +37,6 @@ def compose(arguments: Sequence[str]) -> Composed:
             "ddpexp.compose composes one experiment", suggestion="Leave -m out, and give each key one value."
         )
     composed = compose_run(words)
-    assert composed is not None  # there is no option that asks about the configuration
     for text in composed.warnings:
         warnings.warn(text, stacklevel=2)
     return Composed(parse(composed.values), tuple(composed.overrides), dict(composed.values))

@@ -13,7 +13,7 @@ import torch
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.config.schema import Experiment
 from ddpexp.data.arrays import to_predict
 from ddpexp.data.arrays.dataset import load
@@ -252,7 +252,7 @@ def test_arrays_of_an_npz_file_are_chosen_by_names_that_it_has() -> None:
 
 def experiment(*overrides: str) -> Experiment:
     composed = compose_command(["recipe=mnist", "data=arrays", *overrides])
-    assert isinstance(composed, Composed)
+    assert isinstance(composed, ResolvedConfig)
     return parse(composed.values)
 
 

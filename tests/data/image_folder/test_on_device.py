@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.data.image_folder import colors, device_colors
 from ddpexp.data.image_folder.dataset import load
 from ddpexp.data.image_folder.images import ImageFolder
@@ -157,6 +157,6 @@ def test_a_gpu_computes_what_a_cpu_does(photos: Path) -> None:
 
 def test_images_of_many_sizes_cannot_be_kept_on_the_device() -> None:
     composed = compose_command(["recipe=mnist", "data=image_folder", "data.root=x", "data.on_device=true"])
-    assert isinstance(composed, Composed)
+    assert isinstance(composed, ResolvedConfig)
     with refused("data.on_device=true"):
         parse(composed.values)

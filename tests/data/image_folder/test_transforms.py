@@ -12,7 +12,7 @@ from PIL import Image
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.distributed.world import World
@@ -42,7 +42,7 @@ def first_batch(photos: Path, micro: int, rank: int, ranks: int, *overrides: str
     trust = f"run.trust=[{__name__},albumentations]"
     typed = ["recipe=mnist", "data=image_folder", f"data.root={photos}", "data.size=16", trust]
     composed = compose_command([*typed, f"data.transform={transform}", *overrides])
-    assert isinstance(composed, Composed)
+    assert isinstance(composed, ResolvedConfig)
     experiment = parse(composed.values)
     splits = load_sets(experiment, prepare(experiment.data, experiment.trust))
     splits = arrange(splits, experiment, World(0, 0, 0, 1, 1, CPU))
