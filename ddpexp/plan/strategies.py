@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from ddpexp.system.oom import available_bytes
 
 _AGAIN = "trainer.activation_checkpointing"
 _AGAIN_TIME = 4 / 3  # of a pass: forward is done twice, and backward takes as long as two
-Plans = Callable[[Sequence[Sequence[str]], PlanArguments], Sequence[Outcome | DdpexpError]]
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,11 @@ def _key(word: str) -> str:
     return word.partition("=")[0].removeprefix("strategy.")
 
 
-def compare(arguments: PlanArguments, plans: Plans) -> Comparison:
-    """Plan every strategy with the overrides of a run; those that divide layers only if they can or are typed.
+def runs_of(arguments: PlanArguments, choices: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the overrides of a run with each choice of a strategy.
 
     Raises:
-        RefusedError: none of them is possible; --calibrate, which measures one run.
+        RefusedError: --calibrate, which measures one run.
     """
     if arguments.calibrate:
         raise RefusedError(
@@ -114,8 +113,17 @@ def compare(arguments: PlanArguments, plans: Plans) -> Comparison:
             "--strategies finds.",
         )
     common = [word for word in arguments.run if not word.startswith(("strategy=", "strategy.", f"{_AGAIN}="))]
-    choices = candidates(arguments.run)
-    found = plans([[*common, *choice] for choice in choices], arguments)
+    return [[*common, *choice] for choice in choices]
+
+
+def compare(
+    arguments: PlanArguments, choices: Sequence[Sequence[str]], found: Sequence[Outcome | DdpexpError]
+) -> Comparison:
+    """Compare what was found for each choice; one that divides layers is left out if it cannot, unless it was typed.
+
+    Raises:
+        RefusedError: none of them is possible.
+    """
     possible = [outcome for outcome in found if isinstance(outcome, Outcome)]
     if not possible:
         raise next(error for error in found if isinstance(error, DdpexpError))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.data.batch_plan import plan_batches
-from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.plan.activations import _Kept
 from ddpexp.plan.arguments import PlanArguments
@@ -22,7 +22,7 @@ from ddpexp.plan.fits import check_fits, verdict
 from ddpexp.plan.layout import Assumed
 from ddpexp.plan.memory import AVERAGE
 from ddpexp.plan.outcome import Outcome
-from ddpexp.plan.strategies import candidates, compare
+from ddpexp.plan.strategies import candidates, compare, runs_of
 from ddpexp.strategy.estimator import Facts, Parameter
 from ddpexp.strategy.fsdp.estimator import FSDPEstimator
 from ddpexp.train.activation_checkpointing import outermost
@@ -190,18 +190,21 @@ def test_what_does_not_fit_is_refused_with_what_takes_less() -> None:
 def test_a_strategy_that_is_refused_stays_in_the_comparison_with_its_reason() -> None:
     planned = outcome("strategy=ddp")
 
-    def plans(runs: Sequence[Sequence[str]], _: PlanArguments) -> list[Outcome | DdpexpError]:
-        return [planned if "strategy=ddp" in run else RefusedError("not so") for run in runs]
+    def rows(arguments: PlanArguments) -> list[dict[str, Any]]:
+        choices = candidates(arguments.run)
+        runs = runs_of(arguments, choices)
+        found = [planned if "strategy=ddp" in run else RefusedError("not so") for run in runs]
+        return list(compare(arguments, choices, found).as_dict()["strategies"])
 
     arguments = PlanArguments(("recipe=mnist",), strategies=True, memory_gb=0.1)
-    rows = compare(arguments, plans).as_dict()["strategies"]
-    assert [row.get("verdict") or row["refused"] for row in rows] == ["too large", "too large", "not so", "not so"]
-    typed = compare(replace(arguments, run=(*arguments.run, "strategy=pipeline")), plans).as_dict()["strategies"]
+    verdicts = [row.get("verdict") or row["refused"] for row in rows(arguments)]
+    assert verdicts == ["too large", "too large", "not so", "not so"]
+    typed = rows(replace(arguments, run=(*arguments.run, "strategy=pipeline")))
     assert typed[-2] == {"overrides": "strategy=pipeline", "refused": "not so"}
     with pytest.raises(RefusedError, match=r"^not so$"):
-        compare(arguments, lambda runs, _: [RefusedError("not so") for _ in runs])
+        compare(arguments, [("strategy=ddp",)], [RefusedError("not so")])
     with refused("calibrate"):
-        compare(replace(arguments, calibrate=True), plans)
+        runs_of(replace(arguments, calibrate=True), [])
 
 
 def test_the_command_compares_them(ddpexp: Ddpexp) -> None:
