@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ddpexp.config.facts import refers
-from ddpexp.config.resolve import Composed
+from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.config.sampling import training_plan
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import DdpexpError
@@ -31,7 +31,7 @@ class Foreseen:
     resumes: RunDir | None
 
 
-def foresee(experiment: Experiment, composed: Composed, overrides: Sequence[str], cores: int | None) -> Foreseen:
+def foresee(experiment: Experiment, composed: ResolvedConfig, overrides: Sequence[str], cores: int | None) -> Foreseen:
     """Return what the overrides say of a run, on machines with so many cores.
 
     Raises:
