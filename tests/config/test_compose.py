@@ -26,6 +26,7 @@ from ddpexp.config.sweeps import JobComposer, compose_sweep
 from ddpexp.errors import RefusedError, StoppedError
 from ddpexp.settings.node import Node
 from tests.listed import options
+from tests.refusals import refused
 
 
 def composed(*overrides: str) -> ResolvedConfig:
@@ -336,7 +337,7 @@ def test_the_jobs_of_a_sweep_inherit_no_keys_of_another_target() -> None:
     composer = JobComposer(compose_sweep(Arguments.of(typed)))
     job = composer.compose(["run.trust=[zoo]", "model._target_=zoo.resnet", "model.classes=20"], Path("/x"))
     assert job.values["model"] == {"_target_": "zoo.resnet", "classes": 20}
-    with pytest.raises(RefusedError, match=r"^model\.classes is not a known key\. "):
+    with refused("model.classes: known key"):
         composer.compose(
             ["run.trust=[zoo]", "model._target_=ddpexp.recipes.mnist.LeNet", "model.classes=20"], Path("/x")
         )
@@ -734,7 +735,7 @@ def test_a_key_that_is_newer_than_the_run_can_be_overridden(written: Path) -> No
     assert "  max_seconds: null\n" in text
     written.write_text(text.replace("  max_seconds: null\n", ""))
     assert override_file(written, ["trainer.max_seconds=5"])[0]["trainer"]["max_seconds"] == 5
-    with pytest.raises(RefusedError, match=r"trainer\.max_second is not a known key"):
+    with refused("trainer.max_second: known key"):
         override_file(written, ["trainer.max_second=5"])
 
 
@@ -755,7 +756,7 @@ def test_another_target_over_a_run_directorys_file_inherits_nothing(written: Pat
     assert values["data"] == {"_target_": "zoo.load", **GENERAL, "count": 3} == yaml.safe_load(text)["data"]
     values, _ = override_file(written, ["data._target_=mnist", "data.root=x"])
     assert (values["data"]["root"], values["data"]["source"]) == ("x", "auto")
-    with pytest.raises(RefusedError, match=r"data\.count is not a known key"):
+    with refused("data.count: known key"):
         override_file(written, ["data._target_=mnist", "data.count=3"])
 
 
@@ -797,7 +798,7 @@ def test_a_run_directorys_file_is_not_believed_in_matters_of_trust(written: Path
     "text", ["", "- a\n", "a: [1\n", "run: 3\n", "run:\n", "x: !!python/object/apply:os.system ['x']\n", "\0"]
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(RefusedError, match=r"config\.yaml (cannot be read|is not the configuration of a run)"):
+    with refused("config.yaml: "):
         override_file(write(tmp_path / "config.yaml", text), [])
 
 

@@ -13,6 +13,7 @@ from ddpexp.config.instantiate import TORCH, Trust, check_trusted, instantiate, 
 from ddpexp.errors import RefusedError
 from ddpexp.settings.node import Node
 from tests.conftest import ROOT
+from tests.refusals import refused
 
 STRANGERS = [
     "os.system",
@@ -76,7 +77,8 @@ def test_names_outside_the_allowlist_are_refused_with_their_key(target: str, whe
     assert str(caught.value).startswith(f"{where}._target_={target}")
     with pytest.raises(RefusedError):
         instantiate(Node(target), Trust(), where)
-    assert set(sys.modules) == before
+    # what reads the names of installed packages imports a part of `email` once
+    assert not {name for name in set(sys.modules) - before if not name.startswith("email.")}
 
 
 @pytest.mark.parametrize("target", [None, 5, ["os.system"], {"_target_": "os.system"}, True])
@@ -107,9 +109,9 @@ def test_a_refused_module_is_not_imported(tmp_path: Path, monkeypatch: pytest.Mo
     marker = tmp_path / "imported"
     (tmp_path / "stranger.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Net: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RefusedError, match=r"add run\.trust=\[stranger\]"):
+    with refused("model._target_=stranger.Net: run.trust=[stranger]"):
         instantiate(Node("stranger.Net"), Trust(), "model")
-    with pytest.raises(RefusedError, match=r"add run\.trust=\[stranger\]"):
+    with refused("model._target_=stranger.Net: run.trust=[stranger]"):
         locate("stranger.Net", Trust(), "model")
     assert not marker.exists()
     assert "stranger" not in sys.modules
@@ -151,7 +153,7 @@ def test_a_namesake_from_elsewhere_is_not_taken_for_the_users_module(tmp_path: P
     (tmp_path / "os.py").write_text("")
     (tmp_path / "torch").mkdir()
     for target in ("os.system", "torch.load"):
-        with pytest.raises(RefusedError, match="Give yours another name"):
+        with refused("model._target_: another name"):
             locate(target, Trust(code=tmp_path), "model")
 
 
@@ -160,10 +162,10 @@ def test_what_only_shows_up_in_a_trusted_module_is_not_trusted(tmp_path: Path, m
     monkeypatch.syspath_prepend(tmp_path)
     trust = Trust(code=tmp_path)
     try:
-        with pytest.raises(RefusedError, match="reaches the module os through another one"):
+        with refused("model._target_=borrower.os.system: the module os"):
             locate("borrower.os.system", trust, "model")
         for target in ("borrower.system", "borrower.Popen", "borrower.value"):
-            with pytest.raises(RefusedError, match="is not a class or function of an allowed module"):
+            with refused(f"model._target_={target}: allowed module"):
                 locate(target, trust, "model")
     finally:
         sys.modules.pop("borrower", None)
@@ -185,9 +187,10 @@ def test_the_refusal_of_a_near_miss_names_what_was_meant(tmp_path: Path) -> None
         ("mien.Net", "mine.Net"),
         ("shedule.Triangl", "schedule.Triangl"),
     ]:
-        with pytest.raises(RefusedError, match=rf" Did you mean {meant}\?$"):
+        with refused(f"model._target_={target}: {meant}?"):
             check_trusted({"_target_": target}, Trust(code=tmp_path), "model")
-    with pytest.raises(RefusedError, match=r" add run\.trust=\[schedulefree\]"):  # schedule.py has nothing like it
+    # schedule.py has nothing like it
+    with refused("optimizer._target_=schedulefree.AdamWScheduleFree: run.trust=[schedulefree]"):
         check_trusted({"_target_": "schedulefree.AdamWScheduleFree"}, Trust(code=tmp_path), "optimizer")
 
 
@@ -220,7 +223,7 @@ def test_a_partial_node_gives_a_function_that_takes_the_rest() -> None:
 
 
 def test_arguments_that_do_not_fit_are_refused_with_their_section() -> None:
-    with pytest.raises(RefusedError, match=r"^model: torch.nn.Linear cannot be called with these keys: .*'width'"):
+    with refused("torch.nn.Linear: ~model.width"):
         instantiate(Node("torch.nn.Linear", {"width": 3, "in_features": 1, "out_features": 1}), Trust(), "model")
 
 
@@ -254,12 +257,8 @@ def test_only_the_functions_meant_for_it_are_open_to_a_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "advice"),
-    [
-        ("momentum", " If a file sets it, ~optimizer.momentum leaves it out."),
-        ("_target", " Did you mean optimizer._target_?"),
-    ],
+    ("key", "suggestion"), [("momentum", "~optimizer.momentum"), ("_target", "optimizer._target_?")]
 )
-def test_for_a_key_that_does_not_fit_the_error_says_how_to_remove_it(key: str, advice: str) -> None:
-    with pytest.raises(RefusedError, match=f"{re.escape(advice)}$"):
+def test_for_a_key_that_does_not_fit_the_error_says_how_to_remove_it(key: str, suggestion: str) -> None:
+    with refused(f"torch.nn.Linear: {suggestion}"):
         instantiate(Node("torch.nn.Linear", {"in_features": 1, "out_features": 1, key: 0}), Trust(), "optimizer")

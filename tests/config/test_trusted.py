@@ -13,6 +13,7 @@ from ddpexp.config import trusted
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
+from tests.refusals import refused
 from tests.typed import call
 
 CLASS = "helpful.optim.Careful"
@@ -47,23 +48,14 @@ def composed(*overrides: str) -> list[str]:
     return found
 
 
-def refused(*argv: str) -> str:
-    with pytest.raises(RefusedError) as caught:
-        trust(call("trust", *argv))
-    return str(caught.value)
-
-
 def test_a_class_that_is_trusted_once_needs_no_override(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RefusedError) as caught:
-        composed()
-    sentence = (
-        f" If this code is yours, add run.trust=[helpful]. To trust it once for all commands: ddpexp trust {CLASS}."
-    )
-    assert str(caught.value).endswith(sentence)
+    for suggestion in ("run.trust=[helpful]", f"ddpexp trust {CLASS}"):
+        with refused(f"optimizer._target_={CLASS}: {suggestion}"):
+            composed()
     assert trust(call("trust", CLASS)) == 0
     assert capsys.readouterr().out == f"{CLASS} of helpful-kit 1.0 ({site / 'helpful'}) is trusted.\n"
     assert composed() == [CLASS]
-    with pytest.raises(RefusedError, match="Careless is not allowed"):
+    with refused("optimizer._target_=helpful.optim.Careless: not allowed"):
         composed("optimizer._target_=helpful.optim.Careless")
     assert trust(call("trust")) == 0
     assert capsys.readouterr().out == f"{CLASS}  helpful-kit 1.0  {site / 'helpful'}\n"
@@ -94,10 +86,10 @@ def test_a_module_of_that_name_in_another_place_is_not_trusted(
     (stranger / "helpful/optim.py").write_text("class Careful: ...\n")
     monkeypatch.chdir(stranger)
     monkeypatch.syspath_prepend(str(stranger))
-    with pytest.raises(RefusedError) as caught:
+    with refused(f"optimizer._target_={CLASS}: at {site / 'helpful'}, and here it is {stranger / 'helpful'}"):
         composed()
-    assert f" It is trusted at {site / 'helpful'}, and here it is {stranger / 'helpful'}: " in str(caught.value)
-    assert "which is not where the package helpful-kit is installed" in refused("helpful")
+    with refused("trust helpful: helpful-kit"):
+        trust(call("trust", "helpful"))
 
 
 def test_a_new_version_at_the_same_place_stays_trusted(site: Path) -> None:
@@ -120,20 +112,21 @@ def test_an_editable_package_is_trusted_where_its_code_is(
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "word"),
     [
-        ("os.system", "trust os.system: Python's own modules can run any program, so they are never trusted."),
-        ("torch", "trust torch: Functions of it can load files that run code. Name the class that you need, in full."),
-        ("ddpexp.train", "trust ddpexp.train: Classes and functions of ddpexp need no trust."),
-        ("nowhere.Net", "trust nowhere.Net: There is no installed package with a module nowhere."),
-        ("helpful-kit", "trust helpful-kit: use the name of a package, or of a class in it, such as package.Class."),
-        ("helpful_kit", "trust helpful_kit: There is no installed package with a module helpful_kit."),
-        ("run.trust=[helpful]", "trust run.trust=[helpful]: The command takes names"),
-        ("--force", "trust --force is not an option. Available: --remove, --help."),
+        ("os.system", "never trusted"),
+        ("torch", "the class that you need"),
+        ("ddpexp.train", "no trust"),
+        ("nowhere.Net", "module nowhere"),
+        ("helpful-kit", "package.Class"),
+        ("helpful_kit", "module helpful_kit"),
+        ("run.trust=[helpful]", "package.Class"),
+        ("--force", "--remove, --help"),
     ],
 )
-def test_what_cannot_be_trusted_is_refused(site: Path, name: str, sentence: str) -> None:
-    assert refused(name).startswith(sentence)
+def test_what_cannot_be_trusted_is_refused(site: Path, name: str, word: str) -> None:
+    with refused(f"trust {name}: {word}"):
+        trust(call("trust", name))
     assert not trusted.list_file().exists()
 
 
@@ -143,17 +136,20 @@ def test_a_list_that_others_can_write_or_that_is_damaged_counts_for_nothing(site
     path = trusted.list_file()
     assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o666)
-    with pytest.raises(RefusedError, match="others can write it"):
+    with refused("trusted.json: chmod 600"):
         composed()
     path.chmod(0o600)
     path.write_text("[")
-    assert "cannot be read" in refused()
-    with pytest.raises(RefusedError, match="cannot be read"):
-        composed()
+    for command in (lambda: trust(call("trust")), composed):
+        with refused("trusted.json: cannot be read"):
+            command()
 
 
 def test_removing_what_is_not_trusted_names_what_is(site: Path) -> None:
-    assert refused("--remove", "helpful") == "trust --remove helpful: The name is not trusted; nothing is."
+    with refused("trust --remove helpful: nothing is"):
+        trust(call("trust", "--remove", "helpful"))
     trust(call("trust", CLASS))
-    assert refused("--remove", "helpful") == f"trust --remove helpful: The name is not trusted; {CLASS} is."
-    assert refused("--remove").startswith("trust --remove: name what")
+    with refused(f"trust --remove helpful: {CLASS} is"):
+        trust(call("trust", "--remove", "helpful"))
+    with refused("trust --remove: ddpexp trust"):
+        trust(call("trust", "--remove"))
