@@ -143,8 +143,8 @@ def failure_of(error: RefusedError) -> Failure:
 
 
 def _drop_refused(error: End) -> None:
-    if isinstance(error, DdpexpError) and error.suggestion:
-        from ddpexp.config.suggestions import drop_refused  # late: it loads the schema, which only errors need here
+    if isinstance(error, DdpexpError) and "=" in error.suggestion:
+        from ddpexp.config.suggestions import drop_refused  # late: it loads the schema, and what may not be installed
 
         drop_refused(error)
 
