@@ -76,7 +76,7 @@ def request_of(weights: StoredWeights, out: Path, format_name: str) -> dict[str,
         "out": str(out.absolute()),
         "format": format_name,
         "data": prepare(run.experiment.data, run.experiment.trust, stored=run.home is not None),
-        "made": {
+        "provenance": {
             "ddpexp": __version__,
             "run": str(run.home.path.resolve()) if run.home is not None else None,
             "weights": weights.path.name,

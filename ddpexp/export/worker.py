@@ -53,23 +53,23 @@ def main(request: Mapping[str, Any]) -> dict[str, Any]:
 def export_model(request: Mapping[str, Any]) -> dict[str, Any]:
     """Write the folder, complete or not at all; return the names of its files and the greatest difference."""
     experiment, source, out = load(request["config"]), Path(request["weights"]), Path(request["out"])
-    kind, averaged = request["format"], open_checkpoint(source).has_average
+    format_name, averaged = request["format"], open_checkpoint(source).has_average
     model = saved_model(experiment, source, averaged)
     inputs = _inputs(experiment, request["data"])
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
-        export(source, temporary, averaged, False, _HF_FILE_BYTES if kind == "hf" else 1 << 62)
-        if not isinstance(model, nn.Module):
-            if kind not in ("safetensors", "hf"):
-                raise RefusedError(
-                    f"is for one model, and this recipe has {', '.join(model)}",
-                    place=f"--format {kind}",
-                    suggestion="Use safetensors.",
-                )
-            difference = None
-        else:
-            difference = _written(kind, _plain(experiment, temporary), model, inputs, temporary)
-        record = {**request["made"], "format": kind, "difference": difference}
+        export(source, temporary, averaged, False, _HF_FILE_BYTES if format_name == "hf" else 1 << 62)
+        difference = None
+        if isinstance(model, nn.Module):
+            expected, exported = _outputs(model, inputs), _model_without_adapters(experiment, temporary)
+            difference = _difference(expected, _write_format(format_name, exported, inputs, temporary))
+        elif format_name not in ("safetensors", "hf"):
+            raise RefusedError(
+                f"is for one model, and this recipe has {', '.join(model)}",
+                place=f"--format {format_name}",
+                suggestion="Use safetensors.",
+            )
+        record = {**request["provenance"], "format": format_name, "difference": difference}
         files.write_json(temporary / RECORD, record)
         if out.is_dir():
             out.rmdir()  # it is empty
@@ -80,29 +80,28 @@ def export_model(request: Mapping[str, Any]) -> dict[str, Any]:
     return {"files": names, "difference": difference}
 
 
-def _written(kind: str, plain: nn.Module, model: nn.Module, inputs: Tensor, folder: Path) -> float:
-    """Write a format that is not safetensors; return the greatest difference from the model."""
-    expected = _outputs(model, inputs)
-    if kind in ("safetensors", "hf"):
-        return _difference(expected, _outputs(plain, inputs))
+def _write_format(format_name: str, model: nn.Module, inputs: Tensor, folder: Path) -> list[Tensor]:
+    """Write a model, whose weights are there as safetensors, in its format; return what it gives for the inputs."""
+    if format_name in ("safetensors", "hf"):
+        return _outputs(model, inputs)
     for path in list(folder.iterdir()):
         path.unlink()
-    path = folder / f"model.{kind}"
-    if kind == "pt":
-        torch.save(plain.state_dict(), path)
-        return _difference(expected, _outputs(plain, inputs))
+    path = folder / f"model.{format_name}"
+    if format_name == "pt":
+        torch.save(model.state_dict(), path)
+        return _outputs(model, inputs)
     rows = torch.export.Dim("batch", min=1)
-    if kind == "pt2":
+    if format_name == "pt2":
         with torch.no_grad():
-            program = torch.export.export(plain, (inputs,), dynamic_shapes=({0: rows},))
+            program = torch.export.export(model, (inputs,), dynamic_shapes=({0: rows},))
         torch.export.save(program, path)
-        return _difference(expected, _outputs(program.module(), inputs))  # no file that may hold code is loaded
-    _export_onnx(plain, inputs, rows, path)
+        return _outputs(program.module(), inputs)  # no file that may hold code is loaded
+    _export_onnx(model, inputs, rows, path)
     import onnxruntime  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     results = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
-    return _difference(expected, [torch.from_numpy(result) for result in results])
+    return [torch.from_numpy(result) for result in results]
 
 
 def _export_onnx(plain: nn.Module, inputs: Tensor, rows: Any, path: Path) -> None:
@@ -117,7 +116,7 @@ def _export_onnx(plain: nn.Module, inputs: Tensor, rows: Any, path: Path) -> Non
         )  # fmt: skip
 
 
-def _plain(experiment: Experiment, folder: Path) -> nn.Module:
+def _model_without_adapters(experiment: Experiment, folder: Path) -> nn.Module:
     """Return the model without adapters, with the exported weights."""
     model = build_model(replace(experiment, trainer=replace(experiment.trainer, lora=None)), trains=False)
     weights = folder if (folder / "model.safetensors.index.json").exists() else folder / "model.safetensors"

@@ -92,7 +92,7 @@ def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: W
     }
     arrays = {
         key: _gathered([batch[key] for batch in own], np.dtype(dtype), shape, batches, world, control)
-        for key, (dtype, shape) in _kinds(own, world).items()
+        for key, (dtype, shape) in _agreed_row_types(own, world).items()
     }
     if world.is_rank_zero:
         _write(out, arrays, made)
@@ -141,14 +141,14 @@ def _own(task: HasPredict, model: Any, batches: EvalBatches, out: Path, control:
             return
         count = min(batches.batch_size, batches.num_samples - begin)
         arrays = as_arrays(task.predict(model, batch), count, f"samples {begin} to {begin + count - 1}")
-        kind = _kind(arrays)
+        row_types = _row_types(arrays)
         if first is None:
-            check_holds(out, {name: shape for name, (_, shape) in kind.items()})
-            first = kind
-        if kind != first:
+            check_holds(out, {name: shape for name, (_, shape) in row_types.items()})
+            first = row_types
+        if row_types != first:
             raise DdpexpError(
-                f"predict returned {_listed(kind)} for the samples {begin} to {begin + count - 1}, but "
-                f"{_listed(first)} for the samples before",
+                f"predict returned {_described(row_types)} for the samples {begin} to {begin + count - 1}, but "
+                f"{_described(first)} for the samples before",
                 suggestion="Return rows of one shape and type for every batch.",
             )
         yield arrays
@@ -188,29 +188,30 @@ def as_arrays(predicted: Any, count: int, where: str) -> Arrays:
     return arrays
 
 
-def _kind(arrays: Arrays) -> dict[str, Any]:
+def _row_types(arrays: Arrays) -> dict[str, Any]:
     """Return the type and the shape of a row of each array, as JSON."""
     return {name: [array.dtype.str, list(array.shape[1:])] for name, array in arrays.items()}
 
 
-def _listed(kind: Mapping[str, Any]) -> str:
+def _described(row_types: Mapping[str, Any]) -> str:
     return ", ".join(
-        f"{name} {np.dtype(dtype)} {' x '.join(map(str, shape)) or 'numbers'}" for name, (dtype, shape) in kind.items()
+        f"{name} {np.dtype(dtype)} {' x '.join(map(str, shape)) or 'numbers'}"
+        for name, (dtype, shape) in row_types.items()
     )
 
 
-def _kinds(own: list[Arrays], world: World) -> dict[str, Any]:
-    """Return the kind of each array, on which all ranks agree. Ranks: all; communicates."""
-    kinds = [kind for kind in world.gather_values(_kind(own[0]) if own else None) if kind is not None]
-    if not kinds:
+def _agreed_row_types(own: list[Arrays], world: World) -> dict[str, Any]:
+    """Return the type and the shape of a row of each array, on which all ranks agree. Ranks: all; communicates."""
+    found = [types for types in world.gather_values(_row_types(own[0]) if own else None) if types is not None]
+    if not found:
         raise DdpexpError("the data set is empty: there is nothing to predict")
-    other = next((kind for kind in kinds if kind != kinds[0]), None)
+    other = next((types for types in found if types != found[0]), None)
     if other is not None:
         raise DdpexpError(
-            f"predict returned {_listed(other)} for some batches, and {_listed(kinds[0])} for others",
+            f"predict returned {_described(other)} for some batches, and {_described(found[0])} for others",
             suggestion="Return rows of one shape and type for every batch.",
         )
-    result: dict[str, Any] = kinds[0]
+    result: dict[str, Any] = found[0]
     return result
 
 
