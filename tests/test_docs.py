@@ -239,7 +239,7 @@ def accept(words: Sequence[str]) -> None:
     if verb is None:
         accept_run(words)
         return
-    call = verb.call(words[1:], ["ddpexp", *words])
+    call = verb.parse(words[1:], ["ddpexp", *words])
     if verb.operands == "overrides":
         accept_run(call.operands)
         if verb.name == "plan":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ddpexp.cli.keys import Catalogue, Key, typed
+from ddpexp.cli.keys import Catalogue, KeyHelp, typed
 from ddpexp.config.compare import resume_rule
 from ddpexp.config.compose import overview
 from ddpexp.config.declared import FIELDS, MISSING, declared, default_of
@@ -42,13 +42,13 @@ def tables() -> Iterator[str]:
             yield from _table(f"{group}={name}", option.about, keys)
 
 
-def _table(title: str, about: str, keys: Sequence[Key]) -> Iterator[str]:
+def _table(title: str, about: str, keys: Sequence[KeyHelp]) -> Iterator[str]:
     rows = [_row(key) for key in keys if not key.is_section]
     if rows:
         yield "\n\n".join(filter(None, (f"## {title}", _plain(about), "\n".join([COLUMNS, *rows]))))
 
 
-def _row(key: Key) -> str:
+def _row(key: KeyHelp) -> str:
     declaration, _ = declared().get(key.name, (Declaration(), None))
     default = default_of(key.name)
     rule = resume_rule(key.name, {name: inner for name, (inner, _) in declared().items()})

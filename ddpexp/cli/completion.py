@@ -26,7 +26,7 @@ from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.system.yaml_text import load_yaml
 
 if TYPE_CHECKING:
-    from ddpexp.cli.keys import Catalogue, Key
+    from ddpexp.cli.keys import Catalogue, KeyHelp
 
 SHELLS = ("bash", "zsh", "fish")
 LINE = "_DDPEXP_LINE"  # what is typed so far, up to the cursor
@@ -272,7 +272,7 @@ def _names(catalogue: Catalogue, begin: str, multirun: bool) -> Iterator[Word]:
                 yield Word(f"{key.name}=", _described(key), False)
 
 
-def _described(key: Key) -> str:
+def _described(key: KeyHelp) -> str:
     return f"({key.typed.partition('=')[2]}) {key.meaning}"
 
 

@@ -18,7 +18,7 @@ def will_fork(verb: Verb | None, argv: Sequence[str]) -> bool:
     if verb is None:
         asks = any(argument.startswith("-") and not argument.startswith(_NO_QUESTION) for argument in argv)
         return bool(argv) and not asks and _forks_here(argv, _chosen(argv))
-    if HELP & set(argv) or (verb.missing and len(argv) == 1):
+    if HELP & set(argv) or (verb.missing_prompt and len(argv) == 1):
         return False
     if verb.forks == "stored launcher":
         return _forks_here(argv, _chosen(argv) or _launcher_of_run(argv[1:]))

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from ddpexp.cli import verbs
-from ddpexp.cli.keys import Catalogue, Key, Option, nearest
+from ddpexp.cli.keys import Catalogue, KeyHelp, OptionHelp, nearest
 from ddpexp.cli.verb import Call
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import did_you_mean
@@ -153,7 +153,7 @@ def _group(catalogue: Catalogue, name: str) -> str:
     return "\n\n".join([head, *whatever, *(_option(one, is_section) for one in options)])
 
 
-def _all_options(catalogue: Catalogue) -> Iterator[Option]:
+def _all_options(catalogue: Catalogue) -> Iterator[OptionHelp]:
     for group in catalogue.groups:
         for name in catalogue.options(group):
             yield catalogue.option(group, name)
@@ -176,17 +176,17 @@ def _section(catalogue: Catalogue, name: str) -> str:
     return _titled(title, catalogue.about(name), catalogue.keys(name))
 
 
-def _option(option: Option, in_tree: bool) -> str:
+def _option(option: OptionHelp, in_tree: bool) -> str:
     title = f"{option.group}={option.name}"
     chooses = f"It chooses {', '.join(option.chooses)}." if option.chooses else ""
     return _titled(title if in_tree else f"+{title}", "\n".join(filter(None, [option.about, chooses])), option.keys)
 
 
-def _titled(title: str, about: str, keys: Sequence[Key]) -> str:
+def _titled(title: str, about: str, keys: Sequence[KeyHelp]) -> str:
     return "\n".join(filter(None, [_lines(about, f"{title}: ") if about else f"{title}:", *map(_key, keys)]))
 
 
-def _key(key: Key) -> str:
+def _key(key: KeyHelp) -> str:
     line = f"  {key.typed}"
     if key.kind:
         beside = [f"{line:<{_KIND - 2}}  {key.kind}", f"{line}  {key.kind}"]

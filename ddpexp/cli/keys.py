@@ -39,7 +39,7 @@ _NONE = Comments("", {}, None)
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyHelp:
     """A key, as it is typed."""
 
     name: str
@@ -60,14 +60,14 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Option:
+class OptionHelp:
     """An option of a group: a file."""
 
     group: str
     name: str
     about: str
     chooses: tuple[str, ...]  # options of other groups, as they are typed: what a recipe's list of defaults overrides
-    keys: tuple[Key, ...]
+    keys: tuple[KeyHelp, ...]
 
 
 class Catalogue:
@@ -98,7 +98,7 @@ class Catalogue:
         """Return the options of a group."""
         return sorted({path.stem for folder in self._overview.folders for path in (folder / group).glob("*.yaml")})
 
-    def keys(self, section: str) -> list[Key]:
+    def keys(self, section: str) -> list[KeyHelp]:
         """Return the keys of a section as the overrides compose it, in the order of its files."""
         found = list(self._keys(section, self.values[section], self._overview.choices))
         return (
@@ -113,7 +113,7 @@ class Catalogue:
         said = self._comments(section, chosen).about if chosen is not None else ""
         return said or self._in_tree(self._overview.choices).get(section, "")
 
-    def option(self, group: str, name: str) -> Option:
+    def option(self, group: str, name: str) -> OptionHelp:
         """Return an option of a group, with its keys and their defaults in the option's own file."""
         comments = self._comments(group, name)
         try:
@@ -121,20 +121,20 @@ class Catalogue:
         except (ValueError, yaml.YAMLError):
             values = None  # choosing it reports the error
         values = values if isinstance(values, dict) else {}
-        keys: list[Key] = []
+        keys: list[KeyHelp] = []
         for section, inner in _sections(_place(group, comments), values):
             keys += self._keys(section, inner, {**self._overview.choices, group: name})
-        return Option(group, name, comments.about, tuple(_chosen(values.get("defaults"))), tuple(keys))
+        return OptionHelp(group, name, comments.about, tuple(_chosen(values.get("defaults"))), tuple(keys))
 
-    def _keys(self, section: str, values: Any, choices: Mapping[str, str]) -> Iterator[Key]:
+    def _keys(self, section: str, values: Any, choices: Mapping[str, str]) -> Iterator[KeyHelp]:
         said = self._in_tree(choices)
         hints = _hints(section, values) if isinstance(values, Mapping) else {}
         for name, value, hint in _entries(section, values, hints):
             meaning = said.get(name, "")
             if not isinstance(value, Mapping) or not value:
-                yield Key(name, value, _kind(name, value, hint), _values(value, hint), meaning)
+                yield KeyHelp(name, value, _kind(name, value, hint), _values(value, hint), meaning)
             elif meaning:
-                yield Key(name, None, _SECTION, (), meaning)
+                yield KeyHelp(name, None, _SECTION, (), meaning)
 
     def _in_tree(self, choices: Mapping[str, str]) -> dict[str, str]:
         """Return what the comments say of each key.
@@ -308,7 +308,7 @@ def _values(default: Any, hint: Any) -> tuple[str, ...]:
     return tuple(values)
 
 
-def nearest(name: str, keys: Sequence[Key]) -> list[Key]:
+def nearest(name: str, keys: Sequence[KeyHelp]) -> list[KeyHelp]:
     """Return the keys that a name means: itself, those below it, or those that end like it."""
     exact = [key for key in keys if key.name == name or key.name.startswith(f"{name}.")]
     return exact or [key for key in keys if key.name.endswith(f".{name}")]

@@ -81,7 +81,7 @@ def _call(verb: Verb, argv: list[str], server: Server | None) -> int:
     if HELP & set(argv):
         show(verb.help())
         return EXIT_DONE
-    call = verb.call(argv, sys.argv, server)
+    call = verb.parse(argv, sys.argv, server)
     function = verb.load()
     if verb.is_interruptible:
         outcome.stop_on_signals()

@@ -67,11 +67,10 @@ class Verb:
     operands: Operands = "overrides"
     options: tuple[Option, ...] = ()
     notes: str = ""  # below the options
-    instead: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what to type for options of other programs, without dashes
+    # What to type for other programs' options, by their names without dashes.
+    foreign_options: Mapping[str, str] = field(default_factory=dict)
     list_more: str = ""  # module:function that returns the last lines of the usage
-    missing: str = ""  # the question if there are no operands; empty: it needs none
+    missing_prompt: str = ""  # the question if there are no operands; empty: it needs none
     forks: Forks = "never"
     is_interruptible: bool = False  # whether a stop signal raises StoppedError from the start, to undo what was begun
     also: tuple[str, ...] = ()  # what other programs call it
@@ -96,7 +95,7 @@ class Verb:
         options = "\n".join(map(_explained, self.options))
         return "\n\n".join(filter(None, [self.usage, self.about, options, self.notes, listed]))
 
-    def call(self, argv: Sequence[str], command: Sequence[str] = (), server: Server | None = None) -> Call:
+    def parse(self, argv: Sequence[str], command: Sequence[str] = (), server: Server | None = None) -> Call:
         """Return what `argv`, the words behind the verb, ask for; `command` is the whole command line.
 
         Raises:
@@ -128,8 +127,8 @@ class Verb:
                 )
             else:
                 operands.append(word)
-        if self.missing and not operands:
-            raise RefusedError(f"{self.missing}\n{self.help()}")
+        if self.missing_prompt and not operands:
+            raise RefusedError(f"{self.missing_prompt}\n{self.help()}")
         return Call(self.name, operands, typed, command, server)
 
     def _is_value(self, words: Sequence[str], option: Option) -> bool:
@@ -168,7 +167,7 @@ class Verb:
             return RefusedError(reason, place=place, suggestion=f"Leave {word} out, and give each key one value.")
         name = word.partition("=")[0]
         key = name.lstrip("-").replace("-", "_")
-        suggestion = self.instead.get(key, "")
+        suggestion = self.foreign_options.get(key, "")
         if not suggestion and self.takes_overrides:
             suggestion = advice_on_key(key)
             if not suggestion and (section := section_with(key)) is not None:

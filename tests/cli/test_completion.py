@@ -182,7 +182,7 @@ def test_a_shell_waits_for_completions_for_a_limited_time(place: Path) -> None:
     os.mkfifo(pipe)  # whoever opens it waits, as on a network's disk that does not answer
     program = (
         "from ddpexp.cli import completion as c, verbs; c._SECONDS = 0.5\n"
-        f"c.candidates = lambda *_: open({str(pipe)!r}).readlines()\nc.completion(verbs.of('completion').call(['bash'])); print('came back')"
+        f"c.candidates = lambda *_: open({str(pipe)!r}).readlines()\nc.completion(verbs.of('completion').parse(['bash'])); print('came back')"
     )
     environ = {**os.environ, "PYTHONPATH": python_path(), LINE: "ddpexp trainer."}
     done = subprocess.run(

@@ -23,6 +23,7 @@ from ddpexp.sweep.rows import rows_of
 from ddpexp.system.text import first_few
 
 if TYPE_CHECKING:
+    from ddpexp.cli.api.child import Ended
     from ddpexp.config.restated import UnrestatedError
     from ddpexp.config.schema import Experiment
 
@@ -249,13 +250,8 @@ class Run:
         Raises:
             RefusedError, RunFailedError, RunInterruptedError: As for `ddpexp.run`.
         """
-        from ddpexp.cli.api.child import run_command
-        from ddpexp.cli.api.start import check_success
-
-        source = self.path if checkpoint == "last" else self._checkpoint(checkpoint).folder
         options = ["--json"] if split is None else ["--json", f"--split={split}"]
-        ended = run_command(["evaluate", str(source), *self._trusted(), *overrides, *options], None, quiet, True)
-        check_success(ended, run=self)
+        ended = self._run_verb("evaluate", checkpoint, [*overrides, *options], quiet, captures=True)
         return _numbers(json.loads(ended.out)["metrics"])
 
     def predict(
@@ -282,13 +278,26 @@ class Run:
         Raises:
             RefusedError, RunFailedError, RunInterruptedError: As for `ddpexp.run`.
         """
+        options = [f"--out={out}"] if split is None else [f"--out={out}", f"--split={split}"]
+        self._run_verb("predict", checkpoint, [*overrides, *options], quiet)
+        return Path(out)
+
+    def _run_verb(
+        self,
+        verb: str,
+        checkpoint: Literal["best", "last"] | int,
+        arguments: Sequence[str],
+        quiet: bool,
+        captures: bool = False,
+    ) -> Ended:
+        """Run a verb about a checkpoint in a process of its own, with what this object trusts."""
         from ddpexp.cli.api.child import run_command
         from ddpexp.cli.api.start import check_success
 
         source = self.path if checkpoint == "last" else self._checkpoint(checkpoint).folder
-        options = [f"--out={out}"] if split is None else [f"--out={out}", f"--split={split}"]
-        check_success(run_command(["predict", str(source), *self._trusted(), *overrides, *options], None, quiet))
-        return Path(out)
+        ended = run_command([verb, str(source), *self._trusted(), *arguments], None, quiet, captures)
+        check_success(ended, run=self)
+        return ended
 
     def experiment(self) -> Experiment:
         """Return the typed configuration.
