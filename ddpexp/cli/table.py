@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import suppress
 
 from ddpexp.cli.verb import Call
 from ddpexp.config.build import did_you_mean
@@ -15,13 +14,10 @@ from ddpexp.sweep import comparison, table_files
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.arguments import Arguments
 from ddpexp.sweep.as_json import table_as_dict
+from ddpexp.sweep.drawing import Drawing
 from ddpexp.sweep.grid import limit, show
-from ddpexp.sweep.rows import Goal, Row, with_defaults
-from ddpexp.system import files
-from ddpexp.system.programs import python
+from ddpexp.sweep.rows import Row, with_defaults
 from ddpexp.system.terminal import print_json, print_message
-
-_DRAWING_SECONDS = 120.0
 
 
 def table(call: Call) -> int:
@@ -56,7 +52,11 @@ def table(call: Call) -> int:
         )
     folder = arguments.out or arguments.sweep
     if folder is not None:
-        _save(folder, arguments, rows, goal)
+        with suppress(OSError):  # `save` reports it
+            folder.mkdir(parents=True, exist_ok=True)
+        drawing = Drawing(arguments.paths, goal, folder)
+        table_files.save(folder, rows, goal, drawing)
+        drawing.close()
     return EXIT_DONE
 
 
@@ -76,38 +76,3 @@ def _with_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
                 suggestion=did_you_mean(name, sorted(names), "--columns ").lstrip(),
             )
     return filled
-
-
-def _save(folder: Path, arguments: Arguments, rows: Sequence[Row], goal: Goal) -> None:
-    """Write the files; report where they are, or why they could not be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        table_files.save(folder, rows, goal)
-    except OSError as error:
-        print_message(
-            f"ddpexp: {folder} cannot be written ({error.strerror}), so the table is in no file: name a folder with "
-            "--out FOLDER."
-        )
-        return
-    names = ["sweep.csv", "sweep.md", *(["sweep.png"] if _draw(folder, arguments, goal) else [])]
-    print_message(f"written: {', '.join(names)} in {files.typed(folder)}", sys.stdout)
-
-
-def _draw(folder: Path, arguments: Arguments, goal: Goal) -> bool:
-    """Draw the plot in a separate process: the plotting library is large, and has its own exit handlers."""
-    words = [*map(files.shortest, arguments.paths)]
-    words += [f"sweep.objective={goal.metric}", f"sweep.mode={goal.mode}"] if goal.metric is not None else []
-    program = python("ddpexp.sweep.picture:main", words, str(folder))
-    try:
-        done = subprocess.run(
-            program, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DRAWING_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        print_message(f"ddpexp: sweep.png is left out: {error}")
-        return False
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        print_message(
-            f"ddpexp: sweep.png is left out: {lines[-1] if lines else f'drawing ended with {done.returncode}'}"
-        )
-    return done.returncode == 0

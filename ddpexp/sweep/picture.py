@@ -125,19 +125,16 @@ def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal[
         bottom[0].supxlabel(text, fontsize=8, color=FAINT, x=0.995, ha="right")
 
 
-def draw_later(words: Sequence[str]) -> int:
-    """Import what draws while the last jobs of a sweep run, and call `main` at the end of the standard input."""
-    os.nice(10)
+def draw_later(words: Sequence[str], out: str, niceness: int) -> int:
+    """Entry point of a process: import what draws, and call `main` at the end of the standard input."""
+    os.nice(niceness)
     _import_matplotlib()
     sys.stdin.read()
-    return main(words)
+    return main(words, out)
 
 
 def main(words: Sequence[str], out: str | None = None) -> int:
-    """Subprocess entry point: draw what `ddpexp table` with these operands shows.
-
-    `out` is the folder of the plot; without one it is that of the sweep.
-    """
+    """Draw what `ddpexp table` with these operands shows; without `out` into the folder of the sweep."""
     try:
         arguments = Arguments.of(words, {"--out": out} if out is not None else {})
         goal = arguments.goal()

@@ -6,21 +6,18 @@ import csv
 import io
 import os
 import re
+import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ddpexp.sweep.comparison import (
-    sorted_rows,
-)
+from ddpexp.sweep.comparison import sorted_rows
+from ddpexp.sweep.drawing import Drawing
 from ddpexp.sweep.grid import Grid
 from ddpexp.sweep.rows import Goal, Row
 from ddpexp.sweep.table import best_text, cell_text, count_text, jobs_grid, seeds_grid
 from ddpexp.system import files
-
-if TYPE_CHECKING:
-    pass
+from ddpexp.system.terminal import print_message
 
 
 def as_csv(rows: Sequence[Row]) -> str:
@@ -60,13 +57,19 @@ def as_markdown(rows: Sequence[Row], goal: Goal) -> str:
     return "\n".join([*parts, f"{_escaped(count_text(rows))}.{_escaped(best_text(rows, goal))}\n"])
 
 
-def save(folder: Path, rows: Sequence[Row], goal: Goal) -> None:
-    """Write sweep.csv and sweep.md into a folder, each as a whole.
-
-    Raises: OSError.
-    """
-    files.write(folder / "sweep.csv", as_csv(rows))
-    files.write(folder / "sweep.md", as_markdown(rows, goal))
+def save(folder: Path, rows: Sequence[Row], goal: Goal, drawing: Drawing | None = None) -> None:
+    """Write sweep.csv, sweep.md and the plot, each as a whole; report where they are, or why there is none."""
+    try:
+        files.write(folder / "sweep.csv", as_csv(rows))
+        files.write(folder / "sweep.md", as_markdown(rows, goal))
+    except OSError as error:
+        print_message(
+            f"ddpexp: warning: {folder} cannot be written ({error.strerror}), so the table is in no file: name another "
+            "folder with ddpexp table ... --out FOLDER."
+        )
+        return
+    names = ["sweep.csv", "sweep.md", *(["sweep.png"] if drawing is not None and drawing.finish() else [])]
+    print_message(f"written: {', '.join(names)} in {files.typed(folder)}", sys.stdout)
 
 
 def _markdown(grid: Grid) -> str:

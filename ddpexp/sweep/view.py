@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -11,18 +10,18 @@ from typing import TYPE_CHECKING
 
 from ddpexp.sweep import table as tables
 from ddpexp.sweep import table_files
+from ddpexp.sweep.drawing import Drawing
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.grid import limit, show
 from ddpexp.sweep.rows import Goal, Reader
 from ddpexp.system import files
-from ddpexp.system.programs import python
 from ddpexp.system.terminal import print_message
 
 if TYPE_CHECKING:
     from rich.live import Live
 
 _SECONDS = 1.0  # between two updates
-_DRAWING_SECONDS = 60.0
+_NICENESS = 10  # of drawing, beside the last jobs
 
 
 class View:
@@ -35,7 +34,7 @@ class View:
         self._live: Live | None = None
         self._shows = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._at = 0.0
-        self._picture: subprocess.Popen[bytes] | None = None
+        self._drawing: Drawing | None = None
 
     def look(self) -> None:
         """Update the display, if it is time to."""
@@ -50,22 +49,14 @@ class View:
 
     def last_begin(self) -> None:
         """Prepare for the plot: no more jobs are waiting."""
-        if self._picture is None and self._draws:
-            arguments = [str(self._folder.path), f"sweep.mode={self._goal.mode}"]
-            arguments += [f"sweep.objective={self._goal.metric}"] if self._goal.metric is not None else []
-            with suppress(OSError):  # no more processes: there is no picture then
-                self._picture = subprocess.Popen(
-                    python("ddpexp.sweep.picture:draw_later", arguments),
-                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-                )  # fmt: skip
+        if self._drawing is None and self._draws:
+            self._drawing = Drawing([self._folder.path], self._goal, self._folder.path, _NICENESS)
 
     def close(self) -> None:
         """Remove the live table; do not wait for the plot."""
         self._take_away()
-        if self._picture is not None:
-            self._picture.kill()
-            self._picture.communicate()
-            self._picture = None
+        if self._drawing is not None:
+            self._drawing.close()
 
     def finish(self) -> None:
         """Show the final table, and write it and the plot to the sweep's directory."""
@@ -73,33 +64,8 @@ class View:
         rows = self._reader.rows()
         again = f"python -m ddpexp table {files.typed(self._folder.path)} --all"
         show(tables.render(rows, self._goal, limit(), messages=0, again=again))  # what failed is listed below
-        try:
-            table_files.save(self._folder.path, rows, self._goal)
-        except OSError as error:
-            print_message(
-                f"ddpexp: warning: {self._folder.path} cannot be written ({error.strerror}): the table is in no file"
-            )
-            return
-        names = ["sweep.csv", "sweep.md", *(["sweep.png"] if self._drawn() else [])]
-        print_message(f"written: {', '.join(names)} in {files.typed(self._folder.path)}", sys.stdout)
-
-    def _drawn(self) -> bool:
         self.last_begin()
-        if self._picture is None:
-            return False
-        process, self._picture = self._picture, None
-        try:
-            _, stderr = process.communicate(timeout=_DRAWING_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            stderr = b"it takes too long"
-        if process.returncode:
-            lines = stderr.decode(errors="replace").strip().splitlines()
-            print_message(
-                f"ddpexp: sweep.png is left out: {lines[-1] if lines else f'drawing ended with {process.returncode}'}"
-            )
-        return process.returncode == 0
+        table_files.save(self._folder.path, rows, self._goal, self._drawing)
 
     def _draw(self) -> None:
         from rich.live import Live

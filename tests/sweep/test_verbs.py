@@ -114,7 +114,7 @@ def test_a_directory_that_cannot_be_written_is_reported_and_the_table_is_shown(t
     done = ddpexp("table", made.path, "--out", tmp_path / "file")
     assert done.returncode == 0
     assert "Best (lowest eval/loss): 0.5" in done.stdout
-    assert "cannot be written (File exists)" in done.stderr
+    assert "cannot be written (Not a directory)" in done.stderr
     assert "--out FOLDER" in done.stderr
 
 
@@ -137,7 +137,7 @@ def test_a_directory_that_cannot_be_written_is_reported_and_the_table_is_shown(t
         (["table", "SWEEP", "--json", "--csv"], "table: incompatible"),
         (["status", "SWEEP", "--jsn"], "status --jsn: --json?"),
         (["table", "SWEPE"], "SWEPE: ./SWEEP?"),
-        (["table", "empty"], "empty: no sweep"),
+        (["table", "empty"], "empty: neither a sweep"),
         (["status"], "status: one directory"),
         (["status", "SWEEP", "SWEEP"], "status: one directory"),
         (["status", "--hlep"], "status --hlep: --help?"),
