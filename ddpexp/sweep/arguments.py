@@ -12,7 +12,8 @@ from ddpexp.config.build import did_you_mean
 from ddpexp.config.foreign import value_here
 from ddpexp.errors import RefusedError
 from ddpexp.sweep.folder import SweepDir
-from ddpexp.sweep.rows import Goal, Row, directories, goal_of, rows_of, with_defaults
+from ddpexp.sweep.record import Goal
+from ddpexp.sweep.rows import Row, directories, goal_of, rows_of, with_defaults
 
 _KEYS = ("sweep.objective", "sweep.mode")
 

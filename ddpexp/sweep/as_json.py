@@ -5,12 +5,12 @@ The keys are stable; docs/python.md explains them. Numbers that are not finite a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from ddpexp.sweep.comparison import best_first, best_of, over_seeds, sorted_rows
-from ddpexp.sweep.rows import Goal, Row
+from ddpexp.sweep.comparison import best_of, over_seeds, sorted_rows
+from ddpexp.sweep.record import Goal, is_finite
+from ddpexp.sweep.rows import Row
 
 
 def row_as_dict(row: Row) -> dict[str, Any]:
@@ -50,11 +50,11 @@ def table_as_dict(rows: Sequence[Row], goal: Goal) -> dict[str, Any]:
                 "std": finite(groups[place].std),
                 "interval": [finite(end) for end in groups[place].interval or ()] or None,
             }
-            for place in best_first([group.mean for group in groups], goal)
+            for place in goal.order([group.mean for group in groups])
         ],
     }
 
 
 def finite(value: float | None) -> float | None:
     """Return a number, or None where it is not finite."""
-    return value if value is not None and math.isfinite(value) else None
+    return value if is_finite(value) else None

@@ -7,13 +7,9 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ddpexp.sweep.rows import Goal, Row
-
-if TYPE_CHECKING:
-    pass
-
+from ddpexp.sweep.record import Goal
+from ddpexp.sweep.rows import Row
 
 SEED, FOLD = "trainer.seed", "data.fold"
 
@@ -113,23 +109,10 @@ def over_seeds(rows: Sequence[Row]) -> list[Group]:
 
 def sorted_rows(rows: Sequence[Row], goal: Goal) -> list[Row]:
     """Return the rows, the best first; those that have nothing to compare come last, as they are."""
-    return [rows[place] for place in best_first([row.objective for row in rows], goal)]
+    return [rows[place] for place in goal.order([row.objective for row in rows])]
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
     """Return the metrics that rows can be compared by: those of evaluations, or else of training."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     return [name for name in names if not name.startswith("train/")] or list(names)
-
-
-def best_first(values: Sequence[float | None], goal: Goal) -> list[int]:
-    """Return places, that of the best value first; those of nothing comparable last, in their order."""
-    if goal.metric is None:
-        return list(range(len(values)))
-    sign = 1 if goal.mode == "min" else -1
-
-    def key(place: int) -> tuple[bool, float]:
-        value = values[place]
-        return (False, sign * value) if value is not None and math.isfinite(value) else (True, 0.0)
-
-    return sorted(range(len(values)), key=key)

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from ddpexp.sweep.rows import Goal
+from ddpexp.sweep.record import Goal
 from ddpexp.system.programs import python
 from ddpexp.system.terminal import print_message
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
 from ddpexp.run.directory import RunDir
-from ddpexp.sweep.files import number_of, records, whole_of
+from ddpexp.sweep.files import json_lines
 
 _OTHERS = 4  # how many must have come as far before the median is used
 
@@ -65,19 +64,9 @@ def prune_reason(
     return None
 
 
-def curve_of(metrics: Path, objective: str) -> Curve:
-    """Read the objective after each evaluation from a run's metrics.jsonl; non-finite values are left out."""
-    points = []
-    for record in records(metrics, objective):
-        step, value = whole_of(record.get("step")), number_of(record.get(objective, False))
-        if step is not None and value is not None and record[objective] is not None:
-            points.append((step, value))
-    return points
-
-
 def names_of(run: RunDir) -> list[str]:
     """Return the metrics that a run reports."""
-    return list(dict.fromkeys(name for record in records(run.metrics) for name in record if "/" in name))
+    return list(dict.fromkeys(name for record in json_lines(run.metrics) for name in record if "/" in name))
 
 
 def _best(curve: Curve, until: int, sign: float) -> float:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ddpexp.run import directory, lock
 from ddpexp.run.directory import RunDir
 from ddpexp.system import files
-from ddpexp.system.files import read_json
+from ddpexp.system.files import open_regular, read_json
 from ddpexp.system.secrets import masked_tree
 
 _TAIL_BYTES = 1 << 18  # of metrics.jsonl, which nearly always contain the newest values
@@ -26,7 +25,7 @@ _OURS = ("run.", "hydra.", "sweep.")  # keys of where and how a job runs, not of
 
 
 @dataclass(frozen=True)
-class Files:
+class RunFiles:
     """The contents of a run's files."""
 
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -40,7 +39,7 @@ class Files:
     is_there: bool = False  # a run has been started
 
     @classmethod
-    def of(cls, run: RunDir, metric: str | None, mask: Callable[[str], str]) -> Files:
+    def of(cls, run: RunDir, metric: str | None, mask: Callable[[str], str]) -> RunFiles:
         """Read all files; `metric` is searched for however old its newest value is."""
         problems: list[str] = []
         result, manifest = _object(run.result, problems), _object(run.manifest, problems)
@@ -54,7 +53,7 @@ class Files:
         last = result.get("metrics")
         if isinstance(last, Mapping):
             metrics |= {name: value for name in last if (value := number_of(last[name])) is not None}
-        done_step = whole_of(result.get("step"))
+        done_step = count_of(result.get("step"))
         ended = number_of(result.get("ended_at", False))
         return cls(
             overrides=set_by(masked_tree(run.read_overrides(), mask)),
@@ -69,7 +68,7 @@ class Files:
         )
 
 
-class Watched:
+class WatchedRun:
     """The files of a run, which are read again when they have changed."""
 
     def __init__(self, path: Path) -> None:
@@ -77,42 +76,42 @@ class Watched:
         self._run = run = RunDir(path)
         self._folder, self._result = str(path), str(run.result)
         self._others = [str(file) for file in (run.error, run.metrics, run.overrides, run.manifest, path / lock.NAME)]
-        self._seen: tuple[object, ...] = ()
-        self._files = Files()
+        self._version: tuple[object, ...] = ()
+        self._files = RunFiles()
 
-    def files(self, metric: str | None, mask: Callable[[str], str]) -> Files:
-        """Return their current contents; `metric` and `mask` as for `Files.of`."""
-        if seen(self._folder) is None:
-            return Files()
-        first = (metric, seen(self._result))
-        if first == self._seen[:2] and self._files.result.get("status") == "done":
+    def files(self, metric: str | None, mask: Callable[[str], str]) -> RunFiles:
+        """Return their current contents; `metric` and `mask` as for `RunFiles.of`."""
+        if version_of(self._folder) is None:
+            return RunFiles()
+        first = (metric, version_of(self._result))
+        if first == self._version[:2] and self._files.result.get("status") == "done":
             return self._files  # a start that makes it longer removes the result first
-        now = (*first, *map(seen, self._others))
-        if now != self._seen:
-            self._files, self._seen = Files.of(self._run, metric, mask), now
+        now = (*first, *map(version_of, self._others))
+        if now != self._version:
+            self._files, self._version = RunFiles.of(self._run, metric, mask), now
         return self._files
 
 
-def curve(path: Path, metric: str) -> list[tuple[int, float]]:
-    """Return all points of a metric that a run has recorded: steps and values."""
+def curve(metrics: Path, metric: str) -> list[tuple[int, float]]:
+    """Return the points of a metric that a metrics.jsonl records: steps and values, without those that are NaN."""
     points = {}
-    for record in records(RunDir(path).metrics, metric):
-        step, value = whole_of(record.get("step")), number_of(record.get(metric, False))
-        if step is not None and value is not None:
-            points[step] = value  # the last one, where a run was killed and did a step again
+    for record in json_lines(metrics, metric):
+        step, value = count_of(record.get("step")), number_of(record.get(metric))
+        if step is not None and value is not None and not math.isnan(value):
+            points[step] = value  # the last value, where a run was killed and repeated a step
     return sorted(points.items())
 
 
-def records(
-    metrics: Path, metric: str | None = None, on_damaged: Callable[[int], object] | None = None
+def json_lines(
+    path: Path, key: str | None = None, on_damaged: Callable[[int], object] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield what a metrics.jsonl records, where a metric is named only what may have it.
+    """Yield the objects in a file of JSON lines, with a key only those that may have it; nothing if it is unreadable.
 
-    Nothing where it cannot be read. `on_damaged` is called with the number of each line that is no record, except a
-    last line that is still being written.
+    `on_damaged` is called with the number of each line that is no object, except a last line that is still being
+    written.
     """
-    name, size, number = b"" if metric is None else json.dumps(metric).encode(), 0, 1
-    with suppress(OSError, ValueError), _open(metrics) as file:
+    name, size, number = b"" if key is None else json.dumps(key).encode(), 0, 1
+    with suppress(OSError, ValueError), open_regular(path) as file:
         while (line := file.readline(_LINE_BYTES)) and (size := size + len(line)) < files.JSON_BYTES:
             if name in line and (record := _record(line)):
                 yield record
@@ -152,7 +151,7 @@ def _reason(error: Exception) -> str:
 
 def _failure(error: Mapping[str, Any]) -> str | None:
     """Return in one line which rank failed, and why."""
-    rank, step = whole_of(error.get("rank")), whole_of(error.get("step"))
+    rank, step = count_of(error.get("rank")), count_of(error.get("step"))
     place = f"rank {rank}" if rank is not None else ""
     place += f" after step {step}" if place and step is not None else ""
     return ": ".join(filter(None, (place, text_of(error.get("kind")), text_of(error.get("message"))))) or None
@@ -163,7 +162,7 @@ def _newest_metrics(path: Path, metric: str | None) -> tuple[dict[str, float], i
 
     Raises: OSError, ValueError.
     """
-    with _open(path) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - _TAIL_BYTES))
         tail = file.read(_TAIL_BYTES)
@@ -176,7 +175,7 @@ def _newest_metrics(path: Path, metric: str | None) -> tuple[dict[str, float], i
     for line in reversed(tail.splitlines()[-_LAST_LINES:]):
         record = _record(line)
         if step is None:
-            step = whole_of(record.get("step"))
+            step = count_of(record.get("step"))
         found = _metrics(record)
         if found:
             kinds.add(any(one.startswith("train/") for one in found))
@@ -204,19 +203,7 @@ def _record(line: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _open(path: Path) -> IO[bytes]:
-    """Open a plain file that anybody may have made.
-
-    Raises: OSError.
-    """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW))  # noqa: SIM115
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise OSError("it is not a regular file")
-
-
-def seen(path: str | Path) -> object:
+def version_of(path: str | Path) -> object:
     """Return values that change whenever the file changes."""
     try:
         found = os.stat(path)
@@ -237,7 +224,7 @@ def number_of(value: Any) -> float | None:
         return None
 
 
-def whole_of(value: Any) -> int | None:
+def count_of(value: Any) -> int | None:
     """Return a count."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 else None
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml
 from ddpexp.config.restated import Reader, records_setting
 from ddpexp.errors import RefusedError
 from ddpexp.run import links
+from ddpexp.sweep.files import json_lines
 from ddpexp.system import files
 from ddpexp.system.files import open_to_append
 from ddpexp.system.limits import reason_with_limit
@@ -25,9 +25,7 @@ from ddpexp.system.terminal import print_message
 from ddpexp.system.yaml_text import load_yaml
 
 _NAME_BYTES = 120  # file systems take 255; a path has other parts too
-_LINE_BYTES = 1 << 20
 _OVERRIDES_CHARACTERS = 1 << 13  # of all overrides: Hydra takes seconds for more
-_JOBS = 10**9  # more than any sweep has, and a number that a file's name takes
 _OF_SWEEPERS = ("multirun.yaml", "optimization_results.yaml")  # written by Hydra's sweepers
 IS_JOB = re.compile(r"(\d{4,9})(?:_.*)?", re.DOTALL)
 """The name of a job's directory."""
@@ -117,18 +115,11 @@ class SweepDir:
         - `submitted`: `job`, `job_id` (the scheduler's, such as Slurm's 123_4), `job_scheduler` unless it is Slurm
         - `ended`: `job`, `status` (done, failed, interrupted, stopped), `exit_code`, `seconds`, `objective`, `message`
         """
-        try:
-            file = open(self.record, encoding="utf-8", errors="replace")  # noqa: SIM115
-        except OSError:
-            return
-        with file:
-            while line := file.readline(_LINE_BYTES):
-                try:
-                    event = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(event, dict) and isinstance(event.get("event"), str) and files.is_shallow(event, 2):
-                    yield event
+        return (
+            event
+            for event in json_lines(self.record)
+            if isinstance(event.get("event"), str) and files.is_shallow(event, 2)
+        )
 
 
 class Record:
@@ -178,21 +169,6 @@ def job_name(number: int, overrides: Sequence[str]) -> str:
         return name
     digest = hashlib.sha256("\0".join(overrides).encode()).hexdigest()[:8]
     return f"{name[: _NAME_BYTES - 9]}-{digest}"
-
-
-def overrides_of(event: Mapping[str, Any]) -> list[str] | None:
-    """Return the overrides of a `planned` event; None if it has none."""
-    overrides = event.get("overrides")
-    is_valid = isinstance(overrides, list) and all(isinstance(override, str) for override in overrides)
-    return overrides if is_valid else None
-
-
-def latest(events: Sequence[Mapping[str, Any]], kind: str) -> dict[int, Mapping[str, Any]]:
-    """Return each job's newest event of a kind, by the job's number."""
-    return {
-        event["job"]: event for event in events
-        if event["event"] == kind and isinstance(event.get("job"), int) and 0 <= event["job"] < _JOBS
-    }  # fmt: skip
 
 
 def restated_overrides(overrides: Sequence[str], typed: Sequence[str] = ()) -> list[str]:

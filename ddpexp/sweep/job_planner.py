@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ddpexp.checkpoint import initial
 from ddpexp.config.parse import parse
@@ -17,8 +16,9 @@ from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.run import resume
 from ddpexp.run.directory import RunDir
 from ddpexp.run.worker_request import worker_request
-from ddpexp.sweep.folder import SweepDir, job_name, latest, overrides_of
+from ddpexp.sweep.folder import SweepDir, job_name
 from ddpexp.sweep.job import Planned
+from ddpexp.sweep.record import JobRecord
 from ddpexp.sweep.slots import Slots
 from ddpexp.system.secrets import referenced
 
@@ -26,20 +26,17 @@ from ddpexp.system.secrets import referenced
 class JobPlanner:
     """The jobs of a sweep that were composed, and the numbers that earlier starts gave to theirs."""
 
-    def __init__(self, swept: Swept, folder: SweepDir, slots: Slots, earlier: Sequence[Mapping[str, Any]]) -> None:
-        """Take the sweep, its directory, the slots of this machine, and the events of earlier starts."""
+    def __init__(self, swept: Swept, folder: SweepDir, slots: Slots, earlier: Mapping[int, JobRecord]) -> None:
+        """Take the sweep, its directory, the slots of this machine, and the jobs of earlier starts."""
         self._folder, self._slots, self._is_stored = folder, slots, swept.is_stored
         self._composer = JobComposer(swept)
         self.keys = frozenset(key.lstrip("+~") for key in swept.keys)
         # The names are computed again instead of read, because they are paths and the log is not trusted.
-        recorded = {
-            job: overrides
-            for job, event in latest(earlier, "planned").items()
-            if (overrides := overrides_of(event)) is not None
-        }
-        self._numbers = {_identity(overrides): job for job, overrides in recorded.items()}
+        recorded = {number: job.overrides for number, job in earlier.items() if job.overrides is not None}
+        self._numbers = {_identity(overrides): number for number, overrides in recorded.items()}
         self._jobs: dict[int, Planned] = {}
-        self.names = {job: job_name(job, overrides) for job, overrides in recorded.items()}  # of earlier starts' jobs
+        # Of the jobs of earlier starts.
+        self.names = {number: job_name(number, overrides) for number, overrides in recorded.items()}
 
     def plan(self, arguments: Sequence[str]) -> Planned:
         """Return the job with these overrides.

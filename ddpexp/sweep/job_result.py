@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.run import directory
-from ddpexp.sweep.early import curve_of
-from ddpexp.sweep.files import number_of
+from ddpexp.sweep.files import curve, number_of
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job import Planned
 from ddpexp.system import files
@@ -55,7 +54,7 @@ class ResultReader:
         if isinstance(metrics, dict) and self.metric in metrics:
             value = number_of(metrics[self.metric])
             return math.nan if value is None else value
-        points = curve_of(job.run.metrics, self.metric)
+        points = curve(job.run.metrics, self.metric)
         return points[-1][1] if points else None
 
     def _reason(self, job: Planned, code: int) -> str:

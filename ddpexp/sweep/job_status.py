@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ddpexp.run import directory, lock
-from ddpexp.sweep.files import Files, text_of
+from ddpexp.sweep.files import RunFiles, text_of
+from ddpexp.sweep.record import JobRecord
 from ddpexp.system.job_schedulers import ScheduledJob, recorded_job, states
 from ddpexp.system.job_schedulers.base import JobState
 
 Status = Literal["waiting", "submitted", "running", "done", "stopped", "interrupted", "killed", "failed", "broken"]
-STATUSES: dict[str, str] = {
+STATUSES: dict[Status, str] = {
     "waiting": "it has not started yet",
     "submitted": "it waits in the scheduler's queue, or is about to begin",
     "running": "its command is running",
@@ -25,6 +26,7 @@ STATUSES: dict[str, str] = {
     "broken": "its files cannot be read",
 }
 """What a status means."""
+NOT_ENDED: tuple[Status, ...] = ("waiting", "submitted", "running")
 _QUERY_INTERVAL_FACTOR = 20.0  # times as long as the scheduler took to answer, until it is queried again
 
 
@@ -33,34 +35,31 @@ def explained() -> list[str]:
     return [f"  {name:<13}{meaning}" for name, meaning in STATUSES.items()]
 
 
-def status_of(path: Path, event: Mapping[str, Any], files: Files, queue: Queue) -> tuple[Status, str | None]:
-    """Return a job's status and a message, from its newest event in the sweep's record and from its own files."""
-    recorded, kind = files.result.get("status"), event.get("event")
+def status_of(path: Path, job: JobRecord, run: RunFiles, queue: Queue) -> tuple[Status, str | None]:
+    """Return a job's status and a message, from the sweep's log and from the files of its run."""
+    recorded = run.result.get("status")
     if recorded == "done":
-        return "done", text_of(files.result.get("stopped"))
+        return "done", text_of(run.result.get("stopped"))
     is_alive, owner = owner_is_alive(path, queue)
     if is_alive is not False:
         return "running", None if is_alive else f"whether {owner} is still running cannot be checked from this host"
-    if kind == "started" and owner_is_alive(path.parent, queue)[0] is not False:
+    if job.newest == "started" and owner_is_alive(path.parent, queue)[0] is not False:
         return "running", None  # its command has not got to the directory yet, or has just left it
-    if files.problem is not None:
-        return "broken", files.problem
+    if run.problem is not None:
+        return "broken", run.problem
     if recorded == "interrupted":
-        return ("stopped", text_of(event.get("message"))) if event.get("status") == "stopped" else ("interrupted", None)
+        return ("stopped", job.message) if job.status == "stopped" else ("interrupted", None)
     if recorded == "failed":
-        return "failed", files.failure or text_of(event.get("message"))
-    if recorded == "submitted" or (recorded is None and kind == "submitted"):
-        return _queued(recorded_job(event) or recorded_job(files.result), queue)
+        return "failed", run.failure or job.message
+    if recorded == "submitted" or (recorded is None and job.newest == "submitted"):
+        return _queued(job.scheduled or recorded_job(run.result), queue)
     if recorded is not None:
         return "broken", f"result.json says status {recorded!s}, which no run writes"
-    if kind == "ended":
-        status = event.get("status") if text_of(event.get("status")) else None
-        if status in STATUSES:
-            return status, text_of(event.get("message"))
-        return "broken", f"sweep.jsonl says status {status!s}, which no sweep writes"
-    if kind == "started" or files.is_there:
-        return "killed", None
-    return "waiting", None
+    if job.newest == "ended":
+        if job.status in STATUSES:
+            return job.status, job.message
+        return "broken", f"sweep.jsonl says status {job.status!s}, which no sweep writes"
+    return ("killed" if job.newest == "started" or run.is_there else "waiting"), None
 
 
 def _queued(job: ScheduledJob | None, queue: Queue) -> tuple[Status, str | None]:

@@ -15,7 +15,8 @@ from ddpexp.errors import EXIT_FAILED, EXIT_REFUSED, RefusedError
 from ddpexp.launch.supervise.signals import signals_as_bytes
 from ddpexp.launch.workers.client import Server
 from ddpexp.settings.sweep import Sweep
-from ddpexp.sweep.early import Curve, curve_of, prune_reason
+from ddpexp.sweep.early import Curve, prune_reason
+from ddpexp.sweep.files import curve
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job import Planned, Started, start
 from ddpexp.sweep.job_result import Ended, ResultReader
@@ -178,7 +179,7 @@ class LocalJobs:
             return
         for number in self._running.keys() | self._log.ended.keys():
             if number in self._running or number not in self._curves:
-                self._curves[number] = curve_of(self._log.planned[number].run.metrics, settings.objective)
+                self._curves[number] = curve(self._log.planned[number].run.metrics, settings.objective)
         for number, running in self._running.items():
             if running.pruned is None:
                 running.pruned = prune_reason(

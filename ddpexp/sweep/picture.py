@@ -19,7 +19,8 @@ from ddpexp.sweep.encoding import Encoding
 from ddpexp.sweep.plot_axis import FAINT, INK, PlottedSweep, is_drawable, is_lost, objective_axis, objectives, shortened
 from ddpexp.sweep.plot_curves import draw_curves
 from ddpexp.sweep.plot_panels import draw_panel
-from ddpexp.sweep.rows import Goal, Row
+from ddpexp.sweep.record import Goal
+from ddpexp.sweep.rows import Row
 from ddpexp.system import files
 from ddpexp.system.process import away_from_current_folder
 from ddpexp.system.terminal import print_message

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ddpexp.run.directory import RunDir
 from ddpexp.sweep.comparison import varying
 from ddpexp.sweep.encoding import Encoding, Look
 from ddpexp.sweep.files import curve
@@ -40,7 +41,8 @@ def draw_curves(figure: SubFigure, drawn: PlottedSweep) -> None:
 
     axes = figure.add_subplot()
     curves = {
-        row.path: [point for point in curve(row.path, drawn.objective) if is_drawable(point[1])] for row in drawn.rows
+        row.path: [point for point in curve(RunDir(row.path).metrics, drawn.objective) if is_drawable(point[1])]
+        for row in drawn.rows
     }
     rows = [row for row in drawn.rows if curves[row.path]]
     width, alpha = (1.6, 0.9) if len(rows) <= 12 else (1.2, 0.75) if len(rows) <= 60 else (0.9, 0.55)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from ddpexp.run import directory
 from ddpexp.run.directory import RunDir
-from ddpexp.sweep.files import Files, Watched, number_of, seen, set_by, text_of
-from ddpexp.sweep.folder import IS_JOB, SweepDir, latest
-from ddpexp.sweep.job_status import Queue, Status, status_of
+from ddpexp.sweep.files import RunFiles, WatchedRun, set_by, version_of
+from ddpexp.sweep.folder import IS_JOB, SweepDir
+from ddpexp.sweep.job_status import NOT_ENDED, Queue, Status, status_of
+from ddpexp.sweep.record import Goal, JobRecord, SweepRecord
 from ddpexp.system import files
 from ddpexp.system.job_schedulers import ScheduledJob, recorded_job
 from ddpexp.system.secrets import masked_tree, masker
@@ -27,22 +27,6 @@ from ddpexp.system.yaml_text import load_yaml
 UNFINISHED = ("interrupted", "killed", "failed")  # can be resumed
 
 _MESSAGE_CHARACTERS = 300
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What jobs are compared by."""
-
-    metric: str | None = None
-    mode: Literal["min", "max"] = "min"
-
-    def best(self, values: Sequence[float | None]) -> int | None:
-        """Return the place of the best value; None where there is none. What is not finite never wins."""
-        finite = [(value, place) for place, value in enumerate(values) if value is not None and math.isfinite(value)]
-        if self.metric is None or not finite:
-            return None
-        sign = 1 if self.mode == "min" else -1
-        return min(finite, key=lambda pair: (sign * pair[0], pair[1]))[1]
 
 
 @dataclass(frozen=True)
@@ -74,9 +58,10 @@ def rows_of(path: Path, objective: str | None = None) -> list[Row]:
 
 def goal_of(path: Path) -> Goal:
     """Return what the newest start of a sweep compares its jobs by."""
-    start = _start(path)
-    metric = start.get("objective")
-    return Goal(metric if isinstance(metric, str) else None, "max" if start.get("mode") == "max" else "min")
+    try:
+        return _read_record(path).goal
+    except ValueError:
+        return Goal()
 
 
 def directories(path: Path, depth: int = 3) -> Iterator[Path]:
@@ -102,120 +87,87 @@ class Reader:
         """Read nothing yet."""
         self._path = path
         self._metric = objective
-        self._record: tuple[object, list[dict[str, Any]]] = (None, [])
-        self._runs: dict[Path, Watched] = {}
+        self._version: object = None  # of the log that was read
+        self._record = SweepRecord()
+        self._runs: dict[Path, WatchedRun] = {}
         self._queue = Queue()
 
     def rows(self) -> list[Row]:
         """Return the rows as of now."""
-        folder, now = SweepDir(self._path), _Now(self._metric, self._queue, masker())
+        folder, mask = SweepDir(self._path), masker()
         if not folder.is_sweep():
             if not directory.is_ours(self._path) and not RunDir(self._path).result.is_file():
-                return [_broken(0, self._path, "it is no run directory")]
-            named = IS_JOB.fullmatch(self._path.name)
-            return [self._row(int(named[1]) if named else 0, self._path.name, self._path, (), {}, now)]
-        try:
-            events = self._events()
-        except ValueError as error:
-            return [_broken(0, self._path, f"{folder.record.name} {error}")]
-        recorded = next((event.get("objective") for event in reversed(events) if event["event"] == "sweep"), None)
-        now = replace(now, metric=self._metric or text_of(recorded))
-        other = {} if now.metric == recorded else {"objective": None}  # the record has only the sweep's own
-        submitted, newest = latest(events, "submitted"), _newest(events)
-        self._queue.add(job for event in submitted.values() if (job := recorded_job(event)) is not None)
-        rows = []
-        for number, planned in latest(events, "planned").items():
-            name = planned.get("name")
-            if isinstance(name, str) and _is_plain(name):
-                event = {**submitted.get(number, {}), **newest.get(number, {}), **other}
-                rows.append(self._row(number, name, self._path / name, _texts(planned.get("overrides")), event, now))
-        names = {row.name for row in rows}
-        for path in _jobs(self._path, names):  # jobs that the record lacks
-            rows.append(self._row(int(path.name.partition("_")[0]), path.name, path, (), {}, now))
+                return [_broken(self._path, "The directory holds no run")]
+            name = IS_JOB.fullmatch(self._path.name)
+            return [self._row(self._path, JobRecord(int(name[1]) if name else 0, self._path.name), self._metric, mask)]
+        version = version_of(folder.record)
+        if version != self._version:
+            try:
+                self._record = _read_record(self._path)
+            except ValueError as error:
+                return [_broken(self._path, f"{folder.record.name} {error}")]
+            self._version = version
+        metric = self._metric or self._record.goal.metric
+        jobs = {job.name: job for job in self._record.jobs.values() if job.name is not None}
+        if metric != self._record.goal.metric:  # the log has values of the sweep's own objective alone
+            jobs = {name: replace(job, objective=None) for name, job in jobs.items()}
+        jobs |= {name: JobRecord(int(name.partition("_")[0]), name) for name in _unrecorded(self._path, jobs)}
+        self._queue.add(job.scheduled for job in jobs.values() if job.scheduled is not None)
+        rows = [self._row(self._path / name, job, metric, mask) for name, job in jobs.items()]
         return sorted(rows, key=lambda row: (row.number, row.name))
 
-    def _events(self) -> list[dict[str, Any]]:
-        now = seen(SweepDir(self._path).record)
-        if now != self._record[0]:
-            self._record = (now, _events(self._path))
-        return self._record[1]
-
-    def _row(
-        self, number: int, name: str, path: Path, overrides: Sequence[str], event: Mapping[str, Any], now: _Now
-    ) -> Row:
+    def _row(self, path: Path, job: JobRecord, metric: str | None, mask: Callable[[str], str]) -> Row:
+        """Combine a job's own files with the sweep's log; where both have a fact, the files count."""
         if path not in self._runs:
-            self._runs[path] = Watched(path)
-        return _row_of(number, name, path, overrides, event, self._runs[path].files(now.metric, now.mask), now)
+            self._runs[path] = WatchedRun(path)
+        run = self._runs[path].files(metric, mask)
+        status, message = status_of(path, job, run, self._queue)
+        started, ended, seconds = _times(job, run, status)
+        objective = run.metrics.get(metric) if metric is not None else None
+        return Row(
+            number=job.number,
+            name=path.name,
+            path=path,
+            overrides={**set_by(job.overrides or ()), **run.overrides},
+            status=status,
+            objective=job.objective if objective is None and status not in NOT_ENDED else objective,
+            metrics=run.metrics,
+            step=run.step,
+            seconds=seconds,
+            job=job.scheduled or recorded_job(run.result),
+            message=None if message is None else _short(message),
+            started=started,
+            ended=ended,
+        )
 
 
-@dataclass(frozen=True)
-class _Now:
-    """What all rows of one reading share."""
-
-    metric: str | None
-    queue: Queue
-    mask: Callable[[str], str]
-
-
-def _row_of(
-    number: int, name: str, path: Path, overrides: Sequence[str], event: Mapping[str, Any], files: Files, now: _Now
-) -> Row:  # fmt: skip
-    """Combine a job's own files with the sweep's record; where both have a fact, the files count."""
-    status, message = status_of(path, event, files, now.queue)
-    is_ended = status not in ("waiting", "submitted", "running")
-    started, ended, seconds = _times(event, files, status, is_ended)
-    objective = files.metrics.get(now.metric) if now.metric is not None else None
-    if objective is None and is_ended and event.get("objective") is not None:
-        objective = number_of(event["objective"])
-    return Row(
-        number=number,
-        name=name,
-        path=path,
-        overrides={**set_by(overrides), **files.overrides},
-        status=status,
-        objective=objective,
-        metrics=files.metrics,
-        step=files.step,
-        seconds=seconds,
-        job=recorded_job(event) or recorded_job(files.result),
-        message=None if message is None else _short(message),
-        started=started,
-        ended=ended,
-    )
-
-
-def _times(
-    event: Mapping[str, Any], files: Files, status: Status, is_ended: bool
-) -> tuple[float | None, float | None, float | None]:
+def _times(job: JobRecord, run: RunFiles, status: Status) -> tuple[float | None, float | None, float | None]:
     """Return when a job's newest start began and ended, and the seconds between, or until now where it runs.
 
-    The sweep's record knows both moments, unless a command of its own, or a scheduler, has started the job since: then
+    The sweep's log has both moments, unless a command of its own, or a scheduler, has started the job since: then
     its files do.
     """
-    started, ended = number_of(event.get("started", False)), number_of(event.get("ended", False))
-    if started is None or (ended is not None and files.started is not None and files.started > ended):
-        by_record, started, ended = None, files.started, files.ended if files.ended is not None else ended
-    else:
-        by_record = number_of(event.get("seconds", False)) if ended is not None else None
-        ended = ended if ended is not None else files.ended
+    started, ended, seconds = job.started, job.ended, job.seconds
+    if started is None or (ended is not None and run.started is not None and run.started > ended):
+        started, ended, seconds = run.started, ended if run.ended is None else run.ended, None
+    elif ended is None:
+        ended = run.ended
     if ended is not None and started is not None and ended < started:
-        ended = None  # that was the start before
-    if not is_ended:
-        seconds = (
-            max(0.0, (time.time() if ended is None else ended) - started)
-            if status == "running" and started is not None
-            else None
-        )
-        return started, None, seconds
-    return started, ended, by_record if by_record is not None or ended is None or started is None else ended - started
+        ended = None  # of the start before
+    if status in NOT_ENDED:
+        until = time.time() if ended is None else ended
+        return started, None, max(0.0, until - started) if status == "running" and started is not None else None
+    if seconds is None and started is not None and ended is not None:
+        seconds = ended - started
+    return started, ended, seconds
 
 
-def _broken(number: int, path: Path, message: str) -> Row:
-    return Row(number, path.name, path, {}, "broken", None, {}, None, None, None, _short(message), None, None)
+def _broken(path: Path, message: str) -> Row:
+    return Row(0, path.name, path, {}, "broken", None, {}, None, None, None, _short(message), None, None)
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
-    """Read the record, which anybody may have made.
+def _read_record(path: Path) -> SweepRecord:
+    """Read the log of a directory, which anybody may have made; an empty record if there is none.
 
     Raises:
         ValueError: it is too large.
@@ -225,45 +177,16 @@ def _events(path: Path) -> list[dict[str, Any]]:
         size = folder.record.stat().st_size
         if size > files.JSON_BYTES:
             raise ValueError(f"has {size:,} bytes, more than {files.JSON_BYTES:,}")
-    events: list[dict[str, Any]] = masked_tree(list(folder.events())) if folder.is_sweep() else []
-    return events
+    return SweepRecord.of(masked_tree(list(folder.events())))
 
 
-def _start(path: Path) -> dict[str, Any]:
-    """Return the event of a sweep's newest start; empty where there is none."""
-    with suppress(ValueError):
-        return next((event for event in reversed(_events(path)) if event["event"] == "sweep"), {})
-    return {}
-
-
-def _newest(events: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return each job's newest status event, with the times of its start and end as `started` and `ended`."""
-    newest: dict[int, dict[str, Any]] = {}
-    for event in events:
-        number, kind = event.get("job"), event["event"]
-        if isinstance(number, int) and kind in ("started", "submitted", "ended"):
-            before = newest.get(number, {})
-            times = {"started": before.get("started", False)} if kind == "ended" else {}
-            newest[number] = {**event, **times, **({} if kind == "submitted" else {kind: event.get("time", False)})}
-    return newest
-
-
-def _jobs(path: Path, known_names: Collection[str]) -> list[Path]:
-    """Return the folders in a sweep's directory that are named as jobs are, but for those that are known."""
+def _unrecorded(path: Path, recorded: Collection[str]) -> list[str]:
+    """Return the folders in a sweep's directory that are named as jobs are, and that its log lacks."""
     try:
-        unknown = [entry for entry in os.scandir(path) if entry.name not in known_names]
-        return sorted(Path(entry.path) for entry in unknown if IS_JOB.fullmatch(entry.name) and entry.is_dir())
+        entries = [entry for entry in os.scandir(path) if entry.name not in recorded]
+        return [entry.name for entry in entries if IS_JOB.fullmatch(entry.name) and entry.is_dir()]
     except OSError:
         return []
-
-
-def _is_plain(name: str) -> bool:
-    """Return whether a name stays in its folder."""
-    return 0 < len(name) < 256 and not {"/", "\0"} & set(name) and name not in (".", "..")
-
-
-def _texts(value: Any) -> list[str]:
-    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def _short(text: str) -> str:

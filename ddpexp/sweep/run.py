@@ -16,7 +16,7 @@ from ddpexp.run.directory import check_name
 from ddpexp.settings.sweep import Sweep
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.hydra_sweeper import check_ends, is_grid, sweep_with
-from ddpexp.sweep.rows import Goal
+from ddpexp.sweep.record import Goal
 from ddpexp.sweep.runner import SweepFailed, SweepRunner
 from ddpexp.sweep.settings import settings_of
 from ddpexp.sweep.view import View

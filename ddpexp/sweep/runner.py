@@ -10,12 +10,13 @@ from ddpexp.errors import DdpexpError, FinishedError, RefusedError, StoppedError
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import directory, resume
 from ddpexp.settings.sweep import Sweep
-from ddpexp.sweep.folder import SweepDir, key_of, latest, restated_overrides
+from ddpexp.sweep.folder import SweepDir, key_of, restated_overrides
 from ddpexp.sweep.hydra_sweeper import is_grid
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_planner import JobPlanner
 from ddpexp.sweep.job_result import Ended, ResultReader
 from ddpexp.sweep.local_jobs import LocalJobs, WarmServer
+from ddpexp.sweep.record import SweepRecord
 from ddpexp.sweep.slots import Slots
 from ddpexp.sweep.submission import Submissions, submitter_of
 from ddpexp.sweep.sweep_log import SweepLog
@@ -37,7 +38,7 @@ class SweepRunner:
         self._swept, self._grid = swept, is_grid(swept)
         self._options = ["--config-dir", swept.config_dir] if swept.config_dir else []
         self._slots = Slots(settings.slots)
-        self._earlier = list(folder.events())
+        self._earlier = SweepRecord.of(folder.events()).jobs
         self._planner = JobPlanner(swept, folder, self._slots, self._earlier)
         self._server = WarmServer(server)
         self._results = ResultReader(folder, settings.objective)
@@ -101,11 +102,11 @@ class SweepRunner:
 
     def left_out(self) -> list[str]:
         """Return the names of jobs of earlier starts that are not finished, and that this start does not include."""
-        ended = {
-            job for job, event in latest(self._earlier, "ended").items() if event.get("status") in ("done", "stopped")
-        }
-        names = self._planner.names
-        return [name for job, name in names.items() if job not in self._log.planned and job not in ended]
+        return [
+            name
+            for number, name in self._planner.names.items()
+            if number not in self._log.planned and self._earlier[number].status not in ("done", "stopped")
+        ]
 
     def resume_arguments(self) -> list[str]:
         """Return the arguments with which to resume this sweep."""
@@ -119,7 +120,7 @@ class SweepRunner:
     def _unfinished(self, jobs: Sequence[Planned]) -> list[Planned]:
         """Return the jobs that are to be run, and note how the others ended."""
         undecided = {job.number for job in jobs} - self._log.ended.keys()
-        queued = self._submissions.find_queued(self._earlier, undecided)
+        queued = self._submissions.find_queued(job for job in self._earlier.values() if job.number in undecided)
         waiting = []
         for job in jobs:
             ended = self._log.ended.get(job.number) or queued.get(job.number) or self._ended_earlier(job)
@@ -131,9 +132,9 @@ class SweepRunner:
 
     def _ended_earlier(self, job: Planned) -> Ended | None:
         """Return how a job ended in an earlier start, if that is final."""
-        before = latest(self._earlier, "ended").get(job.number)
-        if before is not None and before.get("status") == "stopped" and self.settings.early_stop is not None:
-            return Ended("stopped", self._results.objective(job), str(before.get("message")))
+        before = self._earlier.get(job.number)
+        if before is not None and before.status == "stopped" and self.settings.early_stop is not None:
+            return Ended("stopped", self._results.objective(job), before.message or "")
         if not directory.is_ours(job.run.path):
             return None
         new_start = resume.Start(job.name, job.text, job.arguments)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from ddpexp.config.plugins import launcher_name
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher, Submitter
 from ddpexp.settings.sweep import Sweep
-from ddpexp.sweep.folder import SweepDir, latest
+from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_result import Ended, ResultReader
+from ddpexp.sweep.record import JobRecord
 from ddpexp.sweep.sweep_log import SweepLog
-from ddpexp.system.job_schedulers import ScheduledJob, recorded_job, states
+from ddpexp.system.job_schedulers import ScheduledJob, states
 
 
 def submitter_of(jobs: Sequence[Planned], settings: Sweep, is_grid: bool) -> Submitter | None:
@@ -55,13 +55,9 @@ class Submissions:
         self._folder, self._log, self._results, self._options = folder, log, results, options
         self._submitted: dict[int, ScheduledJob] = {}
 
-    def find_queued(self, earlier: Sequence[Mapping[str, Any]], numbers: Collection[int]) -> dict[int, Ended]:
-        """Return those of the jobs that an earlier start has submitted and that are still queued or running."""
-        submitted = {
-            number: job
-            for number, event in latest(earlier, "submitted").items()
-            if number in numbers and (job := recorded_job(event)) is not None
-        }
+    def find_queued(self, jobs: Iterable[JobRecord]) -> dict[int, Ended]:
+        """Return those jobs of earlier starts that are still queued or running at their scheduler, by number."""
+        submitted = {job.number: job.scheduled for job in jobs if job.scheduled is not None}
         if not submitted:
             return {}
         state_of = states(submitted.values())

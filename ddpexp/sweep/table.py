@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from ddpexp.sweep.comparison import (
     FOLD,
     Group,
-    best_first,
     best_of,
     metrics_of,
     num_distinguished_pairs,
@@ -22,7 +21,8 @@ from ddpexp.sweep.comparison import (
 from ddpexp.sweep.folder import IS_JOB
 from ddpexp.sweep.grid import DIRECTORY, Fitted, Grid
 from ddpexp.sweep.job_status import STATUSES
-from ddpexp.sweep.rows import Goal, Row
+from ddpexp.sweep.record import Goal
+from ddpexp.sweep.rows import Row
 from ddpexp.system import files
 from ddpexp.system.text import metric_text, one_line
 
@@ -112,7 +112,7 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     repeated = repeats(rows)
     by_fold = FOLD in repeated
     best = goal.best([group.mean for group in groups])
-    order = best_first([group.mean for group in groups], goal)
+    order = goal.order([group.mean for group in groups])
     lines = [
         [
             *map(cell_text, groups[place].overrides.values()),
@@ -234,8 +234,9 @@ def best_text(rows: Sequence[Row], goal: Goal) -> str:
         return ""
     if best is None:
         return f" None has {cell_text(goal.metric)} yet."
-    extreme = "lowest" if goal.mode == "min" else "highest"
-    return f" Best ({extreme} {cell_text(goal.metric)}): {shown(goal.metric, best.objective)}, {cell_text(best.name)}"
+    return (
+        f" Best ({goal.extreme} {cell_text(goal.metric)}): {shown(goal.metric, best.objective)}, {cell_text(best.name)}"
+    )
 
 
 def _turn(row: Row) -> tuple[int, float]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from ddpexp.sweep.comparison import sorted_rows
 from ddpexp.sweep.drawing import Drawing
 from ddpexp.sweep.grid import Grid
-from ddpexp.sweep.rows import Goal, Row
+from ddpexp.sweep.record import Goal
+from ddpexp.sweep.rows import Row
 from ddpexp.sweep.table import best_text, cell_text, count_text, jobs_grid, seeds_grid
 from ddpexp.system import files
 from ddpexp.system.terminal import print_message

@@ -13,7 +13,8 @@ from ddpexp.sweep import table_files
 from ddpexp.sweep.drawing import Drawing
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.grid import limit, show
-from ddpexp.sweep.rows import Goal, Reader
+from ddpexp.sweep.record import Goal
+from ddpexp.sweep.rows import Reader
 from ddpexp.system import files
 from ddpexp.system.terminal import print_message
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.sweep.early import curve_of, prune_reason
+from ddpexp.sweep.early import prune_reason
+from ddpexp.sweep.files import curve
 from tests.sweep.conftest import Sweeps
 
 FIVE = {number: [(10, float(number)), (20, float(number) / 2)] for number in range(5)}
@@ -56,8 +57,8 @@ def test_a_curve_is_read_up_to_what_is_written_whole(tmp_path: Path) -> None:
     path.write_text(
         '{"step": 4, "train/loss": 1}\n{"step": 4, "eval/loss": 2.5}\n[1]\n{"step": 8, "eval/loss": null}\n{"st'
     )
-    assert curve_of(path, "eval/loss") == [(4, 2.5)]
-    assert curve_of(tmp_path / "none", "eval/loss") == []
+    assert curve(path, "eval/loss") == [(4, 2.5)]
+    assert curve(tmp_path / "none", "eval/loss") == []
 
 
 WORDS = ("sweep.early_stop=halving", "sweep.early_stop_after=4", "sweep.early_stop_factor=2",

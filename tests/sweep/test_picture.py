@@ -21,7 +21,8 @@ from PIL import Image
 from ddpexp.sweep import picture
 from ddpexp.sweep.comparison import best_of
 from ddpexp.sweep.encoding import Encoding
-from ddpexp.sweep.rows import Goal, Row, rows_of
+from ddpexp.sweep.record import Goal
+from ddpexp.sweep.rows import Row, rows_of
 from tests.conftest import PATIENCE, ROOT
 from tests.sweep.made import Made
 from tests.test_layering import loaded_by, tops

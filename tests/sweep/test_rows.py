@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from ddpexp.run.directory import RunDir
 from ddpexp.sweep.files import curve
-from ddpexp.sweep.rows import Goal, Reader, Row, directories, goal_of, rows_of, with_defaults
+from ddpexp.sweep.record import Goal
+from ddpexp.sweep.rows import Reader, Row, directories, goal_of, rows_of, with_defaults
 from tests.sweep.made import POINTS, Made, hold, hold_dead, run
 
 
@@ -63,10 +65,10 @@ def test_a_run_directory_is_one_row_and_any_metric_can_be_named(trained: Path) -
 def test_the_curve_of_a_real_run_is_that_of_its_records(trained: Path) -> None:
     first = rows_of(trained)[0]
     lines = [json.loads(line) for line in (first.path / "metrics.jsonl").read_text().splitlines()]
-    points = curve(first.path, "eval/loss")
+    points = curve(RunDir(first.path).metrics, "eval/loss")
     assert points == [(line["step"], line["eval/loss"]) for line in lines if "eval/loss" in line]
     assert len(points) == 2
-    assert curve(first.path, "eval/nothing") == []
+    assert curve(RunDir(first.path).metrics, "eval/nothing") == []
 
 
 def test_a_job_that_has_not_begun_waits(tmp_path: Path) -> None:
@@ -296,7 +298,7 @@ def test_whatever_stands_in_a_file_there_is_a_row(tmp_path: Path, name: str, tex
     assert (row.status == "broken") == (row.message is not None)
     assert "\x1b" not in (row.message or "")
     goal_of(made.path)
-    curve(path, "eval/loss")
+    curve(RunDir(path).metrics, "eval/loss")
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,7 @@ def test_what_is_no_plain_file_keeps_nobody_waiting(tmp_path: Path, name: str, k
     row = one(made.path)
     assert row.status in ("failed", "broken")
     assert (row.status == "broken") == (name in ("result.json", "manifest.json", "metrics.jsonl"))
-    curve(path.parent, "eval/loss")
+    curve(RunDir(path.parent).metrics, "eval/loss")
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc", "", "..", "a\0b", 7, None, "x" * 300])
@@ -347,7 +349,7 @@ def test_a_record_that_is_too_large_is_reported(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run_is_refused_as_such(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    assert (one(tmp_path).status, one(tmp_path).message) == ("broken", "it is no run directory")
+    assert (one(tmp_path).status, one(tmp_path).message) == ("broken", "The directory holds no run")
     assert one(tmp_path / "missing").status == "broken"
 
 

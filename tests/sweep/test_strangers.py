@@ -12,7 +12,7 @@ import yaml
 
 from ddpexp.run.directory import RunDir
 from ddpexp.sweep.again import resumed
-from ddpexp.sweep.early import curve_of
+from ddpexp.sweep.files import curve
 from ddpexp.sweep.folder import SweepDir, runs_code
 from tests.conftest import SMALL, finish
 from tests.refusals import refused
@@ -201,7 +201,7 @@ def test_what_a_job_of_others_has_recorded_holds_nobody_up(sweeps: Sweeps, tmp_p
 def test_a_record_that_no_run_writes_is_no_point_of_a_curve(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{line}\n{{"step": 2, "eval/loss": 0.5}}\n')
-    assert curve_of(path, "eval/loss") == [(2, 0.5)]
+    assert curve(path, "eval/loss") == [(2, 0.5)]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from ddpexp.sweep import comparison, table, table_files
 from ddpexp.sweep.grid import Fitted, show
-from ddpexp.sweep.rows import Goal, Row, rows_of
+from ddpexp.sweep.record import Goal
+from ddpexp.sweep.rows import Row, rows_of
 from ddpexp.system.job_schedulers import ScheduledJob
 from ddpexp.system.job_schedulers.slurm import SLURM
 from tests.sweep.made import Made

@@ -17,7 +17,7 @@ from ddpexp.run import directory as directories
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import config_options, trust_arguments
 from ddpexp.run.stored_config import check_config, check_config_exists, read_config
-from ddpexp.sweep.files import records
+from ddpexp.sweep.files import json_lines
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.rows import rows_of
 from ddpexp.system.text import first_few
@@ -134,7 +134,7 @@ class Run:
         A damaged line is left out with a warning, but for a last one that is still being written.
         """
         damaged: list[int] = []
-        found = [_numbers(record) for record in records(self._files.metrics, on_damaged=damaged.append)]
+        found = [_numbers(record) for record in json_lines(self._files.metrics, on_damaged=damaged.append)]
         if damaged:
             lines = f"line{'s' if len(damaged) > 1 else ''} {first_few(list(map(str, damaged)))}"
             warnings.warn(f"{self._files.metrics}, {lines}: damaged, so left out of the metrics.", stacklevel=2)
