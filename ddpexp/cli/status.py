@@ -19,9 +19,9 @@ from ddpexp.sweep.arguments import look
 from ddpexp.sweep.as_json import row_as_dict
 from ddpexp.sweep.folder import SweepDir, read_command, restated_overrides
 from ddpexp.sweep.grid import Fitted, Grid, limit, show
-from ddpexp.sweep.job_status import STATUSES
+from ddpexp.sweep.job_status import STATUSES, UNFINISHED
 from ddpexp.sweep.record import Goal
-from ddpexp.sweep.rows import UNFINISHED, Row, goal_of, rows_of
+from ddpexp.sweep.rows import Row, goal_of, rows_of
 from ddpexp.system import files
 from ddpexp.system.job_schedulers import ScheduledJob, states
 from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from ddpexp.cli.verb import Call
 from ddpexp.config.build import did_you_mean
@@ -54,9 +54,8 @@ def table(call: Call) -> int:
     if folder is not None:
         with suppress(OSError):  # `save` reports it
             folder.mkdir(parents=True, exist_ok=True)
-        drawing = Drawing(arguments.paths, goal, folder)
-        table_files.save(folder, rows, goal, drawing)
-        drawing.close()
+        with closing(Drawing(arguments.paths, goal, folder)) as drawing:
+            table_files.save(folder, rows, goal, drawing)
     return EXIT_DONE
 
 

@@ -23,9 +23,9 @@ class Arguments:
     """The parsed arguments."""
 
     paths: Sequence[Path]  # the sweeps and runs
-    objective: str | None
-    mode: Literal["min", "max"] | None
-    out: Path | None
+    objective: str | None = None
+    mode: Literal["min", "max"] | None = None
+    out: Path | None = None
     columns: Sequence[str] | None = None
     whole: bool = False  # all columns, however wide the terminal is
     csv: bool = False

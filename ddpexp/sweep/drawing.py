@@ -18,13 +18,13 @@ class Drawing:
 
     def __init__(self, paths: Iterable[Path], goal: Goal, folder: Path, niceness: int = 0) -> None:
         """Start the process; `folder` gets the plot of the sweeps and runs in `paths`."""
-        words = [*map(str, paths)]
-        words += [f"sweep.objective={goal.metric}", f"sweep.mode={goal.mode}"] if goal.metric is not None else []
         self._process: subprocess.Popen[bytes] | None = None
         self._problem = ""
         try:
             self._process = subprocess.Popen(
-                python("ddpexp.sweep.picture:draw_later", words, str(folder), niceness),
+                python(
+                    "ddpexp.sweep.picture:draw_later", [*map(str, paths)], goal.metric, goal.mode, str(folder), niceness
+                ),
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
         except OSError as error:  # no more processes

@@ -6,7 +6,7 @@ import hashlib
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,15 +90,16 @@ class SweepDir:
         if self.logs.is_dir() and not self.logs.is_symlink():
             yield from ((path, ["a file"]) for path in self.logs.iterdir())
 
-    @contextmanager
-    def refusing(self) -> Iterator[None]:
-        """Convert OSError to RefusedError."""
-        try:
-            yield
-        except OSError as error:
-            raise RefusedError(
-                f"cannot be written: {reason_with_limit(error, self.path)}", key="hydra.sweep.dir", value=self.path
-            ) from None
+    def mask_records(self) -> None:
+        """Mask the secrets in what Hydra's sweepers have written by themselves. Raises OSError."""
+        for path in (self.path / name for name in _OF_SWEEPERS):
+            if path.is_file() and masked(text := path.read_text(errors="surrogateescape")) != text:
+                files.write(path, text)
+
+    def not_writable(self, error: OSError) -> RefusedError:
+        """Return the error for a directory that cannot be written."""
+        reason = reason_with_limit(error, self.path)
+        return RefusedError(f"cannot be written: {reason}", key="hydra.sweep.dir", value=self.path)
 
     def log(self, number: int) -> Path:
         """Return the file with the output of a job's command."""
@@ -149,13 +150,6 @@ class Record:
         """Close the file."""
         with suppress(OSError):
             self._file.close()
-
-
-def mask_records(folder: Path) -> None:
-    """Mask the secrets in what Hydra's sweepers have written by themselves. Raises OSError."""
-    for path in (folder / name for name in _OF_SWEEPERS):
-        if path.is_file() and masked(text := path.read_text(errors="surrogateescape")) != text:
-            files.write(path, text)
 
 
 def job_name(number: int, overrides: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import RangeSweep
@@ -18,9 +17,8 @@ from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.sweeps import Swept
 from ddpexp.config.tree import one_sentence
 from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.sweep.folder import key_of, mask_records
+from ddpexp.sweep.folder import SweepDir, key_of
 from ddpexp.sweep.job_result import Ended
-from ddpexp.system.limits import reason_with_limit
 
 _MOST = 10_000  # jobs of a grid: each is composed and checked before the first starts
 
@@ -31,14 +29,14 @@ RunBatch = Callable[[Sequence[Sequence[str]]], Sequence[Ended]]
 class _Launcher:
     """In place of Hydra's launcher: runs a batch of jobs with the sweep's own function."""
 
-    def __init__(self, run_batch: RunBatch, counts_failures: bool, folder: Path) -> None:
+    def __init__(self, run_batch: RunBatch, counts_failures: bool, folder: SweepDir) -> None:
         self._run_batch, self._counts_failures, self._folder = run_batch, counts_failures, folder
         self.began = self.has_run = False  # a batch
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run the jobs of a batch and return their objectives."""
         self.began = True
-        mask_records(self._folder)
+        self._folder.mask_records()
         ended = self._run_batch(job_overrides)
         self.has_run = True
         return [self._returned(overrides, result) for overrides, result in zip(job_overrides, ended, strict=True)]
@@ -49,7 +47,7 @@ class _Launcher:
         return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=ended.objective)
 
 
-def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
+def sweep_with(swept: Swept, folder: SweepDir, run_batch: RunBatch) -> None:
     """Run the jobs of the chosen sweeper; each batch is the overrides of several jobs.
 
     Raises:
@@ -57,7 +55,7 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
     """
     cfg, loader, plugins = swept.composed.cfg, swept.composed.loader, Plugins.instance()
     with open_dict(cfg):
-        cfg.hydra.sweep.dir = str(folder)
+        cfg.hydra.sweep.dir = str(folder.path)
     launcher = _Launcher(run_batch, not is_grid(swept), folder)  # a grid continues whatever fails, batch by batch
     # Sweepers look up a launcher by name in a namespace package of Hydra; they get this one.
     plugins.instantiate_launcher = lambda **_: launcher  # type: ignore[method-assign,assignment]
@@ -73,9 +71,7 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
         except OSError as error:
             if launcher.began:
                 raise
-            raise RefusedError(
-                f"cannot be written: {reason_with_limit(error, folder)}", key="hydra.sweep.dir", value=folder
-            ) from None
+            raise folder.not_writable(error) from None
         except JobFailed:
             return  # more have failed than the sweeper takes, which the sweep itself says
         except (AssertionError, ValueError) as error:
@@ -88,7 +84,7 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
             raise RefusedError(_refusal(swept, error)) from None
         finally:
             with suppress(OSError):
-                mask_records(folder)
+                folder.mask_records()
 
 
 def _refusal(swept: Swept, error: Exception) -> str:

@@ -26,6 +26,8 @@ STATUSES: dict[Status, str] = {
     "broken": "its files cannot be read",
 }
 """What a status means."""
+FINAL: tuple[Status, ...] = ("done", "stopped")  # is not run again
+UNFINISHED: tuple[Status, ...] = ("interrupted", "killed", "failed")  # can be resumed
 NOT_ENDED: tuple[Status, ...] = ("waiting", "submitted", "running")
 _QUERY_INTERVAL_FACTOR = 20.0  # times as long as the scheduler took to answer, until it is queried again
 

@@ -126,24 +126,24 @@ def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal[
         bottom[0].supxlabel(text, fontsize=8, color=FAINT, x=0.995, ha="right")
 
 
-def draw_later(words: Sequence[str], out: str, niceness: int) -> int:
+def draw_later(
+    paths: Sequence[str], metric: str | None, mode: Literal["min", "max"], folder: str, niceness: int
+) -> int:
     """Entry point of a process: import what draws, and call `main` at the end of the standard input."""
     os.nice(niceness)
     _import_matplotlib()
     sys.stdin.read()
-    return main(words, out)
+    return main(paths, metric, mode, folder)
 
 
-def main(words: Sequence[str], out: str | None = None) -> int:
-    """Draw what `ddpexp table` with these operands shows; without `out` into the folder of the sweep."""
+def main(paths: Sequence[str], metric: str | None, mode: Literal["min", "max"], folder: str) -> int:
+    """Draw the sweeps and runs in `paths` into a folder; no best job is marked if `metric`, the objective, is None."""
+    read = Arguments([*map(Path, paths)]).rows
     try:
-        arguments = Arguments.of(words, {"--out": out} if out is not None else {})
-        goal = arguments.goal()
-        metric = goal.metric or _usual_metric(arguments.rows(None))
-        folder = arguments.out or arguments.sweep
-        if metric is None or folder is None:
-            raise RefusedError("no metric is recorded yet" if metric is None else "it needs a folder: --out FOLDER.")
-        draw(arguments.rows(metric), metric, goal.mode if goal.metric is not None else None, folder / NAME)
+        drawn = metric or _usual_metric(read(None))
+        if drawn is None:
+            raise RefusedError("no metric is recorded yet")
+        draw(read(drawn), drawn, mode if metric is not None else None, Path(folder) / NAME)
     except (RefusedError, OSError) as error:
         print_message(f"{NAME} cannot be drawn: {error}")
         return EXIT_REFUSED

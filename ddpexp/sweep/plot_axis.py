@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpexp.sweep.encoding import HUGE, Encoding
+from ddpexp.sweep.job_status import NOT_ENDED
 from ddpexp.sweep.rows import Row
 from ddpexp.system.text import one_line
 
@@ -113,7 +114,7 @@ def is_drawable(value: float | None) -> bool:
 
 def is_lost(row: Row) -> bool:
     """Return whether a job has ended without a value."""
-    return not is_drawable(row.objective) and row.status not in ("waiting", "submitted", "running")
+    return not is_drawable(row.objective) and row.status not in NOT_ENDED
 
 
 def shortened(text: str, limit: int = _LABEL) -> str:

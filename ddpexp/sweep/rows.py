@@ -24,8 +24,6 @@ from ddpexp.system.secrets import masked_tree, masker
 from ddpexp.system.text import one_line
 from ddpexp.system.yaml_text import load_yaml
 
-UNFINISHED = ("interrupted", "killed", "failed")  # can be resumed
-
 _MESSAGE_CHARACTERS = 300
 
 

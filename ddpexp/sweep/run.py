@@ -16,6 +16,7 @@ from ddpexp.run.directory import check_name
 from ddpexp.settings.sweep import Sweep
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.hydra_sweeper import check_ends, is_grid, sweep_with
+from ddpexp.sweep.job_status import FINAL
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.runner import SweepFailed, SweepRunner
 from ddpexp.sweep.settings import settings_of
@@ -23,8 +24,6 @@ from ddpexp.sweep.view import View
 from ddpexp.system import caller, files
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.terminal import print_message
-
-_FINAL = ("done", "stopped")  # how a job ends that is not run again
 
 
 def run_sweep(swept: Swept, server: Server | None) -> int:
@@ -49,11 +48,11 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
         view = View(folder, Goal(settings.objective, settings.mode), settings.picture)
         sweep = SweepRunner(swept, settings, folder, view, server)
         try:
-            sweep_with(swept, folder.path, sweep.run)
-            if sweep.began:  # and has not only printed what it would do
+            sweep_with(swept, folder, sweep.run)
+            if sweep.log.began:  # and has not only printed what it would do
                 view.finish()
         except StoppedError as error:
-            if not sweep.began:
+            if not sweep.log.began:
                 raise
             if not error.quiet:
                 raise StoppedError(error.signum, _how_to_resume(sweep)) from None
@@ -67,7 +66,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
             sweep.close()
         if held is not None:
             held.release()
-        if made and (sweep is None or not sweep.began):
+        if made and (sweep is None or not sweep.log.began):
             shutil.rmtree(folder.path, ignore_errors=True)  # a refused sweep leaves nothing behind
             with suppress(OSError):  # another sweep has started in one of them
                 for place in parents:
@@ -128,17 +127,17 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
 
 def _exit_code(sweep: SweepRunner) -> int:
     """Report how the sweep ended, and return the exit code. Raises SweepFailed if jobs failed."""
-    failed = [(name, ended) for name, ended in sweep.ends() if ended.status in ("failed", "interrupted")]
+    log = sweep.log
+    failed = log.ended_as("failed", "interrupted")
     if failed:
-        lines = [f"{len(failed)} of {sweep.num_jobs} jobs failed:"]
-        lines += [f"  {name}: {ended.message}" for name, ended in failed]
+        lines = [f"{len(failed)} of {len(log.planned)} jobs failed:"]
+        lines += [f"  {log.planned[number].name}: {log.ended[number].message}" for number in failed]
         raise SweepFailed("\n".join([*lines, _how_to_resume(sweep)]))
-    if (lost := sweep.lost_objective()) is not None:
+    if (lost := log.lost_objective()) is not None:
         raise SweepFailed(lost)
-    submitted = sweep.num_ended("submitted")
-    if submitted:
-        print_message(f"{submitted} of {sweep.num_jobs} jobs are submitted; how far they are: python -m ddpexp status "
-            f"{files.typed(sweep.folder.path)}", sys.stdout)  # fmt: skip
+    if submitted := log.ended_as("submitted"):
+        print_message(f"{len(submitted)} of {len(log.planned)} jobs are submitted; how far they are: python -m ddpexp "
+            f"status {files.typed(sweep.folder.path)}", sys.stdout)  # fmt: skip
     if left_out := sweep.left_out():
         print_message(
             f"ddpexp: warning: {len(left_out)} of the directory's jobs are not finished, and not part of this command: "
@@ -148,8 +147,8 @@ def _exit_code(sweep: SweepRunner) -> int:
 
 
 def _how_to_resume(sweep: SweepRunner) -> str:
-    done = sweep.num_ended(*_FINAL)
+    done = sweep.log.ended_as(*FINAL)
     return (
-        f"{done} of {sweep.num_jobs} jobs are done; resume the sweep with:\npython -m ddpexp "
+        f"{len(done)} of {len(sweep.log.planned)} jobs are done; resume the sweep with:\npython -m ddpexp "
         f"{shlex.join(sweep.resume_arguments())}"
     )

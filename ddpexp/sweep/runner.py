@@ -15,6 +15,7 @@ from ddpexp.sweep.hydra_sweeper import is_grid
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_planner import JobPlanner
 from ddpexp.sweep.job_result import Ended, ResultReader
+from ddpexp.sweep.job_status import FINAL
 from ddpexp.sweep.local_jobs import LocalJobs, WarmServer
 from ddpexp.sweep.record import SweepRecord
 from ddpexp.sweep.slots import Slots
@@ -42,29 +43,11 @@ class SweepRunner:
         self._planner = JobPlanner(swept, folder, self._slots, self._earlier)
         self._server = WarmServer(server)
         self._results = ResultReader(folder, settings.objective)
-        self._log = SweepLog(folder, settings, view)
-        self._submissions = Submissions(folder, self._log, self._results, self._options)
+        self.log = SweepLog(folder, settings, view)
+        self._submissions = Submissions(folder, self.log, self._results, self._options)
         self._local = LocalJobs(
-            settings, folder, self._slots, self._log, self._results, view, self._server, self._options
+            settings, folder, self._slots, self.log, self._results, view, self._server, self._options
         )
-
-    @property
-    def began(self) -> bool:
-        """Return whether this start has recorded anything."""
-        return self._log.began
-
-    @property
-    def num_jobs(self) -> int:
-        """Return the number of jobs of this start."""
-        return len(self._log.planned)
-
-    def num_ended(self, *statuses: str) -> int:
-        """Return how many jobs of this start have ended with one of these statuses."""
-        return sum(ended.status in statuses for ended in self._log.ended.values())
-
-    def ends(self) -> list[tuple[str, Ended]]:
-        """Return the names of the jobs of this start that have ended, in order, and how each ended."""
-        return [(self._log.planned[number].name, ended) for number, ended in sorted(self._log.ended.items())]
 
     def run(self, batch: Sequence[Sequence[str]]) -> list[Ended]:
         """Run the jobs with these overrides, as many at a time as there are slots; return how each ended.
@@ -92,20 +75,16 @@ class SweepRunner:
             self._submissions.follow(submitter, jobs)
         if self._local.stopped_by is not None:
             raise StoppedError(self._local.stopped_by)
-        if not self._grid and (lost := self.lost_objective()) is not None:
+        if not self._grid and (lost := self.log.lost_objective()) is not None:
             raise SweepFailed(lost)
-        return [self._log.ended.get(self._planner.plan(overrides).number, Ended("waiting")) for overrides in batch]
-
-    def lost_objective(self) -> str | None:
-        """Return a message if no job that is done reports the objective; None if one does, or if none is set."""
-        return self._log.lost_objective()
+        return [self.log.ended.get(self._planner.plan(overrides).number, Ended("waiting")) for overrides in batch]
 
     def left_out(self) -> list[str]:
         """Return the names of jobs of earlier starts that are not finished, and that this start does not include."""
         return [
             name
             for number, name in self._planner.names.items()
-            if number not in self._log.planned and self._earlier[number].status not in ("done", "stopped")
+            if number not in self.log.planned and self._earlier[number].status not in FINAL
         ]
 
     def resume_arguments(self) -> list[str]:
@@ -114,20 +93,20 @@ class SweepRunner:
 
     def close(self) -> None:
         """Close the log, and the server if this object has created it."""
-        self._log.close()
+        self.log.close()
         self._server.close()
 
     def _unfinished(self, jobs: Sequence[Planned]) -> list[Planned]:
         """Return the jobs that are to be run, and note how the others ended."""
-        undecided = {job.number for job in jobs} - self._log.ended.keys()
+        undecided = {job.number for job in jobs} - self.log.ended.keys()
         queued = self._submissions.find_queued(job for job in self._earlier.values() if job.number in undecided)
         waiting = []
         for job in jobs:
-            ended = self._log.ended.get(job.number) or queued.get(job.number) or self._ended_earlier(job)
+            ended = self.log.ended.get(job.number) or queued.get(job.number) or self._ended_earlier(job)
             if ended is None:
                 waiting.append(job)
             else:
-                self._log.ended[job.number] = ended
+                self.log.ended[job.number] = ended
         return waiting
 
     def _ended_earlier(self, job: Planned) -> Ended | None:
@@ -170,5 +149,5 @@ class SweepRunner:
         where = "" if all(job.submits for job in jobs) else f" on {self._slots}"
         title = f"sweep {what}{where} in {files.relative(self.folder.path)}"
         slots = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}
-        self._log.begin(self._swept.overrides, self._options, title, **slots)
-        self._log.add_jobs(jobs)
+        self.log.begin(self._swept.overrides, self._options, title, **slots)
+        self.log.add_jobs(jobs)

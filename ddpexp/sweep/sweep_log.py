@@ -40,10 +40,12 @@ class SweepLog:
             return
         print_message(title)
         command = {"words": list(overrides), "options": list(options)}
-        with self._folder.refusing():
+        try:
             self._folder.logs.mkdir(exist_ok=True)
             files.write_yaml(self._folder.command, command)
             self._record = Record(self._folder)
+        except OSError as error:
+            raise self._folder.not_writable(error) from None
         objective = {"objective": self._settings.objective, "mode": self._settings.mode}
         self._record.add("sweep", words=list(overrides), **facts, **objective)
 
@@ -88,19 +90,19 @@ class SweepLog:
             return True
         return metric in names
 
+    def ended_as(self, *statuses: str) -> list[int]:
+        """Return the numbers of the jobs that have ended with one of these statuses, in order."""
+        return [number for number, ended in sorted(self.ended.items()) if ended.status in statuses]
+
     def lost_objective(self) -> str | None:
         """Return a message if no job that is done reports the objective; None if one does, or if none is set."""
-        done = [self.planned[number] for number, ended in self.ended.items() if ended.status == "done"]
-        if (
-            self._settings.objective is None
-            or not done
-            or any(self.ended[job.number].objective is not None for job in done)
-        ):
+        done = self.ended_as("done")
+        if self._settings.objective is None or not done or any(self.ended[job].objective is not None for job in done):
             return None
         place = files.typed(self._folder.path)
         return (
-            f"{self._no_objective(done[0])} The jobs are done: python -m ddpexp table {place} sweep.objective=... "
-            "shows them."
+            f"{self._no_objective(self.planned[done[0]])} The jobs are done: python -m ddpexp table {place} "
+            "sweep.objective=... shows them."
         )
 
     def close(self) -> None:

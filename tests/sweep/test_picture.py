@@ -28,12 +28,11 @@ from tests.sweep.made import Made
 from tests.test_layering import loaded_by, tops
 
 
-def process(*overrides: str | Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def process(path: Path, out: Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    program = "import sys; from ddpexp.sweep.picture import main; sys.exit(main(sys.argv[1:2], *sys.argv[2:]))"
     return subprocess.run(
-        [sys.executable, "-c", "import sys; from ddpexp.sweep.picture import main; sys.exit(main(sys.argv[1:2], *sys.argv[2:]))",
-            *map(str, overrides)], cwd=ROOT, env={**os.environ,
-            **(environ or {})},
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
+        [sys.executable, "-c", program, path, "eval/loss", "min", out],
+        cwd=ROOT, env={**os.environ, **(environ or {})}, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
 
 
@@ -186,7 +185,7 @@ def test_a_home_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
         name: str(tmp_path / "file/none") for name in ("HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
     }
     (tmp_path / "tmp").mkdir()
-    done = process(made.path, environ={**nowhere, "TMPDIR": str(tmp_path / "tmp")})
+    done = process(made.path, made.path, environ={**nowhere, "TMPDIR": str(tmp_path / "tmp")})
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (made.path / "sweep.png").is_file()
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -198,33 +197,22 @@ def test_a_style_that_lies_about_changes_nothing(tmp_path: Path) -> None:
     picture.draw(rows_of(made.path), "eval/loss", "min", tmp_path / "one.png")
     style = tmp_path / "matplotlibrc"
     style.write_text("font.size: 30\nlines.linewidth: 9\naxes.facecolor: red\nno.such.key: 1\n")
-    done = process(made.path, environ={"MATPLOTLIBRC": str(style)})
+    done = process(made.path, made.path, environ={"MATPLOTLIBRC": str(style)})
     assert (done.returncode, done.stderr) == (0, "")
     assert (made.path / "sweep.png").read_bytes() == (tmp_path / "one.png").read_bytes()
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = sweep(tmp_path / "sweep", 3)
-    assert picture.main([str(made.path)], str(tmp_path / "none")) == 2
+    assert picture.main([str(made.path)], "eval/loss", "min", str(tmp_path / "none")) == 2
     said = capsys.readouterr()
     assert said.err.startswith("sweep.png cannot be drawn: ")
     assert said.err.count("\n") == 1
 
 
-def test_wrong_arguments_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = sweep(tmp_path / "sweep", 1)
-    for overrides in (
-        [],
-        [str(tmp_path / "none")],
-        ["--what"],
-        [str(made.path), "sweep.mode=least"],
-        [str(made.path), "--out"],
-    ):
-        assert picture.main(overrides) == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        assert said.err.startswith("sweep.png cannot be drawn: ")
-        assert said.err.count("\n") == 1
+def test_a_sweep_without_a_metric_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert picture.main([str(tmp_path)], None, "min", str(tmp_path)) == 2
+    assert capsys.readouterr().err == "sweep.png cannot be drawn: no metric is recorded yet\n"
 
 
 def test_only_drawing_imports_what_draws() -> None:
