@@ -36,7 +36,7 @@ from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Arrays
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.base import Strategy
 from ddpexp.train.checkpointer import Checkpointer
@@ -185,11 +185,11 @@ class Saved:
         make = lambda _: {"optimizer": torch.optim.SGD(self.strategy.parameters(), lr=1e-4, momentum=0.9)}  # noqa: E731
         self.optimizers = self.strategy.build_optimizers(make)
         writer = Writer(folder, world, keep_last=1)
-        self.checkpointer = Checkpointer(RunDir(folder), writer, self.strategy, Null(), world, {}, {}, b"")
+        self.checkpointer = Checkpointer(RunDir(folder), writer, self.strategy, Logger(), world, {}, {}, b"")
         batches = TrainBatches(Arrays((torch.zeros(8, 1),)), plan_batches(8, 1, 1), 0, 0, world.device)
         self.loop = Loop(
             task=Nothing(), strategy=self.strategy, optimizers=self.optimizers, schedule=Cosine(), world=world,
-            precision=Precision("fp32", world.device, False), train=batches, evals={}, logger=Null(),
+            precision=Precision("fp32", world.device, False), train=batches, evals={}, logger=Logger(),
             control=Control(None), options=self.trainer, num_steps=8, checkpointer=self.checkpointer,
         )  # fmt: skip
         if not loads:

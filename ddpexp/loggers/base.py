@@ -12,41 +12,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Logger(Protocol):
-    """A destination for scalars, text, images and histograms.
+class Logger:
+    """Base class of destinations for scalars, text, images and histograms; its methods record nothing.
 
     The class that `_target_` of a logger names is called with the run directory (a Path) and the keys beside
-    `_target_`, on rank zero only. Deriving from `Null` supplies the methods that a logger has no use for. Its class
-    method `check(experiment, where)`, if there is one, is called before, with the settings of the run and its own key.
+    `_target_`, on rank zero only; the other ranks hold this one. Its class method `check(experiment, where)`, if there
+    is one, is called before, with the settings of the run and its own key.
     """
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         """Record named values at a step."""
-        ...
 
     def text(self, name: str, text: str) -> None:
         """Record a text (Markdown) once."""
-        ...
 
     def image(self, name: str, pixels: Tensor, step: int) -> None:
         """Record an image. Shapes: (height, width, 3) uint8."""
-        ...
 
     def histogram(self, name: str, values: Tensor, step: int) -> None:
         """Record the distribution of values at a step. Shapes: any."""
-        ...
 
     def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
         """Record the hyperparameters, once, at the start."""
-        ...
 
     def done(self) -> None:
         """Record that the run is finished."""
-        ...
 
     def close(self) -> None:
         """Flush and close; nothing is recorded afterwards."""
-        ...
 
 
 @runtime_checkable
@@ -73,32 +66,7 @@ class Truncatable(Protocol):
         ...
 
 
-class Null:
-    """Record nothing: the logger of every rank except zero."""
-
-    def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def text(self, name: str, text: str) -> None:
-        """Do nothing."""
-
-    def image(self, name: str, pixels: Tensor, step: int) -> None:
-        """Do nothing."""
-
-    def histogram(self, name: str, values: Tensor, step: int) -> None:
-        """Do nothing."""
-
-    def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
-        """Do nothing."""
-
-    def done(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Many:
+class Many(Logger):
     """Record everything with several loggers, which get all names and texts with their secrets masked."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:

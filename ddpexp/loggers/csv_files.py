@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.loggers.append_file import AppendFile, length_in, truncate_file
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 
 _FOLDER = "csv"
 
 
-class CsvFiles(Null):
+class CsvFiles(Logger):
     """Write a row for each record: training to train.csv, each evaluation set to a file of its name.
 
     The first record of a file decides its columns; one with other names, as after a change on resume, begins another

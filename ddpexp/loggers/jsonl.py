@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.loggers.append_file import AppendFile, truncate_file
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 from ddpexp.system.files import Anchor, json_line
 
 
-class JsonLines(Null):
+class JsonLines(Logger):
     """Append scalars as lines of JSON; ignore everything else."""
 
     def __init__(self, path: Path) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from ddpexp.launch.workers.control import Control
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 from ddpexp.system.text import metric_text, one_line
 
 _MAX_RATES = 4  # of parameter groups, shown one by one
 
 
-class Progress(Null):
+class Progress(Logger):
     """Show how far the run is, and its metrics."""
 
     def __init__(self, control: Control, log: logging.Logger, num_steps: int) -> None:

@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.utils.tensorboard import summary
 
 from ddpexp.loggers.append_file import AppendFile, length_in, truncate_file
+from ddpexp.loggers.base import Logger
 
 
-class TensorBoard:
+class TensorBoard(Logger):
     """Write TensorBoard's event files to `tb` in the run directory; the x axis is the optimizer step.
 
     Each start of a run writes a file of its own. Every record is written immediately and atomically, so that a

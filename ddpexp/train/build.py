@@ -26,7 +26,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
-from ddpexp.loggers.base import Logger, Many, Null
+from ddpexp.loggers.base import Logger, Many
 from ddpexp.loggers.jsonl import JsonLines
 from ddpexp.loggers.progress import Progress
 from ddpexp.loggers.remote.follower import Followers
@@ -268,7 +268,7 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
         RefusedError: the configuration names what is no logger.
     """
     if not context.world.is_rank_zero:
-        return Null()
+        return Logger()
     run = context.run
     loggers: list[Logger] = [JsonLines(run.metrics), Progress(context.control, context.log, num_steps)]
     remote = [name for name in context.experiment.logger if is_remote(context.experiment, name)]

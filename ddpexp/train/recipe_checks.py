@@ -133,7 +133,7 @@ def check_logger(logger: Any, named_by: str) -> Logger:
         if not callable(getattr(logger, method, None)):
             raise RefusedError(
                 f"{named_by}: {type(logger).__name__} has no method {method}, so it is not a logger",
-                suggestion="Derive it from ddpexp.loggers.base.Null, and define what it records.",
+                suggestion="Derive it from ddpexp.loggers.base.Logger, and define what it records.",
             )
         check_signature(getattr(logger, method), method, arguments)
     if isinstance(logger, Truncatable):

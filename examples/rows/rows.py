@@ -3,10 +3,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.loggers.append_file import AppendFile, truncate_file
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 
 
-class Rows(Null):
+class Rows(Logger):
     """Rows of step, name and value, for spreadsheets."""
 
     def __init__(self, run_dir: Path, file: str) -> None:

@@ -31,7 +31,7 @@ from ddpexp.data.datasets import Arrays
 from ddpexp.distributed.rng import HostRandom
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.options import Options
 from ddpexp.strategy.replica import Replicas
@@ -88,13 +88,13 @@ def build(world: World, way: str, folder: Path) -> Loop:
         lambda model: {"optimizer": torch.optim.AdamW(strategy.parameters(), lr=0.1)}
     )
     average = WeightAverage.from_config(strategy.modules, trainer, 4)
-    checkpointer = Checkpointer(RunDir(folder), Writer(folder, world), strategy, Null(), world, {}, {}, b"")
+    checkpointer = Checkpointer(RunDir(folder), Writer(folder, world), strategy, Logger(), world, {}, {}, b"")
     random = RandomNumbers(HostRandom(0, world.rank), world)
     return Loop(
         task=Regress(), strategy=strategy, optimizers=optimizers, schedule=Cosine(), world=world,
         precision=Precision("fp32", world.device, False),
         train=TrainBatches(Arrays((torch.zeros(24, 9),)), plan, world.rank, 0, world.device), evals={},
-        logger=Null(), control=Control(None), options=trainer, num_steps=8, checkpointer=checkpointer,
+        logger=Logger(), control=Control(None), options=trainer, num_steps=8, checkpointer=checkpointer,
         average=average, further_states={"rank/random": random},
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ddpexp
-from ddpexp.loggers.base import Many, Null, Truncatable
+from ddpexp.loggers.base import Logger, Many, Truncatable
 from tests.conftest import Ddpexp, Done
 from tests.points import Recipe
 from tests.refusals import refused
@@ -21,10 +21,10 @@ CODE = """\
 from pathlib import Path
 
 from ddpexp.loggers.append_file import AppendFile, truncate_file
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 
 
-class Rows(Null):
+class Rows(Logger):
     # Rows of step, name and value.
     def __init__(self, run_dir, file="rows.csv"):
         self.file = AppendFile(run_dir / file)
@@ -44,7 +44,7 @@ class Rows(Null):
         self.file.close()
 
 
-class Counted(Null):
+class Counted(Logger):
     # Keeps what it needs to truncate its records, which is no length of a file; the file records its calls.
     def __init__(self, run_dir):
         self.path, self.count = run_dir / "counted.txt", 0
@@ -200,13 +200,13 @@ def test_an_object_that_is_no_logger_is_refused(recipe: Recipe) -> None:
 
 
 def test_only_loggers_that_can_be_truncated_are_called() -> None:
-    assert not isinstance(Null(), Truncatable)
-    both = Many([Null(), Null()])
+    assert not isinstance(Logger(), Truncatable)
+    both = Many([Logger(), Logger()])
     assert both.position() == {}
     both.truncate(None, 0)
 
 
-class Heard(Null):
+class Heard(Logger):
     """Keeps the names and texts that it is called with."""
 
     def __init__(self) -> None:

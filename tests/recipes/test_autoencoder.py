@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 from recipes.autoencoder import Autoencoder, Reconstruct
 
 SHAPE = (1, 16, 16)
@@ -62,7 +62,7 @@ def test_noise_is_added_in_training_alone() -> None:
 
 
 def test_pictures_are_sheets_of_images() -> None:
-    class Pictures(Null):
+    class Pictures(Logger):
         def image(self, name: str, pixels: Tensor, step: int) -> None:
             shown[name] = tuple(pixels.shape)
             assert pixels.dtype == torch.uint8

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddpexp.data.datasets import Arrays
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 from recipes.gan import GAN, WassersteinGAN, frechet, networks
 from tests.conftest import Ddpexp, Done
 from tests.fitting import Once, fit_alone
@@ -114,7 +114,7 @@ def test_the_generator_steps_when_it_is_due(fit: Callable[..., Once]) -> None:
 
 
 @dataclass
-class Pictures(Null):
+class Pictures(Logger):
     """A logger that keeps the images."""
 
     seen: list[tuple[str, tuple[int, ...], torch.dtype, int]] = field(default_factory=list)

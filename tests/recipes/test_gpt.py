@@ -12,7 +12,7 @@ import yaml
 from ddpexp.checkpoint.matching import Selection, match
 from ddpexp.config.folders import conf_folder
 from ddpexp.data.text.tokenizer import Chars
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 from ddpexp.strategy.fsdp.blocks import blocks_of
 from recipes.gpt import GPT, Cache, Conv1D, NextToken
 from tests.refusals import refused
@@ -146,7 +146,7 @@ def test_the_loss_counts_the_targets_that_count() -> None:
 
 
 def test_a_sample_is_logged_at_an_evaluation() -> None:
-    class Texts(Null):
+    class Texts(Logger):
         def text(self, name: str, text: str) -> None:
             texts[name] = text
 

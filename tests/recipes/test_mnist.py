@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 from recipes.mnist import Classify, LeNet, Linear, _grid
 from tests.conftest import Ddpexp
 
@@ -53,7 +53,7 @@ def test_the_grid_marks_wrong_guesses_in_red(count: int, rows: int) -> None:
 def test_inputs_that_are_no_images_are_classified_and_not_drawn(tmp_path: Path) -> None:
     model, letters = torch.nn.Embedding(9, 2), (torch.tensor([1, 2]), torch.tensor([0, 1]))
     assert Classify().step(model, letters)[1] == 2
-    Classify().on_eval(model, letters, Null(), 5)
+    Classify().on_eval(model, letters, Logger(), 5)
 
 
 def test_images_without_contrast_are_drawn_too() -> None:

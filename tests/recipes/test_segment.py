@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 from recipes.segment import Segment, UNet, draw, eval_view, load, prepare, train_view
 from tests.refusals import refused
 
@@ -115,7 +115,7 @@ def test_a_share_that_is_none_is_refused() -> None:
 
 
 def test_pictures_show_images_masks_and_what_is_found() -> None:
-    class Pictures(Null):
+    class Pictures(Logger):
         def image(self, name: str, pixels: Tensor, step: int) -> None:
             shown.append((name, tuple(pixels.shape), pixels.dtype))
 

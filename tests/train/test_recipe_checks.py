@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Splits
 from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.loggers.base import Many, Null
+from ddpexp.loggers.base import Logger, Many
 from ddpexp.train.process import message_or_place
 from ddpexp.train.recipe_checks import (
     check_logger,
@@ -189,18 +189,18 @@ def test_optimizers_without_names_are_refused(several: bool) -> None:
     assert check_optimizers({"net": optimizer}, Tasked().optimizers) == {"net": optimizer}
 
 
-class Swapped(Null):
+class Swapped(Logger):
     def scalars(self, values: object, step: int) -> None: ...  # type: ignore[override]
 
 
-class NoStep(Null):
+class NoStep(Logger):
     def position(self) -> dict[str, int]:
         return {}
 
     def truncate(self, position: object) -> None: ...
 
 
-class Whole(Null):
+class Whole(Logger):
     def position(self) -> object:
         return object()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpexp.loggers.append_file import AppendFile, truncate_file
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 from ddpexp.loggers.remote.base import Medium
 from ddpexp.system.files import json_line
 
@@ -22,7 +22,7 @@ CONFIG = "config"  # the name of the text that holds the configuration
 _BINS = 64  # of a histogram
 
 
-class MediaFile(Null):
+class MediaFile(Logger):
     """Append texts, images and histograms; scalars are in metrics.jsonl."""
 
     def __init__(self, run_dir: Path) -> None:

@@ -209,7 +209,7 @@ PACKAGE = {
     "acme/conf/logger/acme.yaml": "acme: {_target_: acme}\n",
     "acme/conf/logger/plain.yaml": "plain: {_target_: plain, file: rows}\n",
     "acme/__init__.py": """\
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 from ddpexp.loggers.remote.base import Remote
 
 class Tracker(Remote):
@@ -219,7 +219,7 @@ class Tracker(Remote):
     def send_checkpoint(self, folder, step):
         self.file.write_text(f"{step}")
 
-class Plain(Null):
+class Plain(Logger):
     def __init__(self, run_dir, file):
         pass
 """,

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpexp.loggers.base import Null
+from ddpexp.loggers.base import Logger
 from ddpexp.train.callbacks.histograms import Histograms
 from tests.train.callbacks.test_hooks import fitting, points  # noqa: F401
 
 NAMES = [f"model.{number}.{kind}" for number in (0, 3) for kind in ("bias", "weight")]
 
 
-class Keeps(Null):
+class Keeps(Logger):
     """Keeps the histograms."""
 
     def __init__(self) -> None:
