@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddpexp.config import strategies
+from ddpexp.config.arguments import override_key
 from ddpexp.config.build import shown
 from ddpexp.config.declared import SECTIONS
 from ddpexp.config.registry import key_of
@@ -155,7 +156,7 @@ def _keys(typed: Sequence[str], before: Sequence[str], old: Mapping[str, Any], n
     """
     keys = []
     for override in typed:
-        key = override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".")
+        key = override_key(override).partition("@")[0].replace("/", ".")
         if key and key != "recipe" and ("." in key or override not in before):
             keys.append(key)
         if key.endswith("._target_") and _at(old, key) != _at(new, key):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddpexp.config.arguments import override_key
 from ddpexp.config.build import shown
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.instantiate import Trust, targets
@@ -65,7 +66,7 @@ def check_of_one_run(overrides: Sequence[str]) -> None:
 
 
 def _key(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0].partition("@")[0]
+    return override_key(override).partition("@")[0]
 
 
 def no_effect(setting: str, key: str) -> RefusedError:

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from ddpexp.config.arguments import override_key
 from ddpexp.config.declared import SECTIONS
 from ddpexp.config.registry import keys_of
 from ddpexp.errors import RefusedError
@@ -30,8 +31,7 @@ def typed_targets(overrides: Sequence[str]) -> dict[str, str]:
 
 def is_in(override: str, nodes: Iterable[str]) -> bool:
     """Return whether an override sets a key in one of the sections."""
-    key = override.lstrip("+~").partition("=")[0]
-    return any(key.startswith(f"{node}.") for node in nodes)
+    return any(override_key(override).startswith(f"{node}.") for node in nodes)
 
 
 def forced(overrides: Sequence[str], nodes: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ddpexp.config.arguments import override_key
 from ddpexp.config.restated import to_restate
 from ddpexp.run.directory import RunDir
 from ddpexp.run.stored_config import parse_config
@@ -41,7 +42,7 @@ def restated_arguments(
 
     `folder` is the config folder, if it is the user's own: what its files set need not be restated.
     """
-    trust = [override for override in overrides if _key(override) == "run.trust"]
+    trust = [override for override in overrides if override_key(override) == "run.trust"]
     return [*options, *trust, *(setting.override for setting in to_restate(tree, folder))]
 
 
@@ -97,9 +98,5 @@ def merge_overrides(run: RunDir, overrides: Sequence[str]) -> list[str]:
 
     run.allow_changes is dropped, since it holds for one start only.
     """
-    keys = {"run.allow_changes", *map(_key, overrides)}
-    return [override for override in run.read_overrides() if _key(override) not in keys] + list(overrides)
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]
+    keys = {"run.allow_changes", *map(override_key, overrides)}
+    return [override for override in run.read_overrides() if override_key(override) not in keys] + list(overrides)

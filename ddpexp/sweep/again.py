@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpexp.config.arguments import Arguments
+from ddpexp.config.arguments import Arguments, override_key
 from ddpexp.config.sweeps import Swept, compose_sweep
 from ddpexp.errors import RefusedError
-from ddpexp.sweep.folder import SweepDir, key_of, read_command, restated_overrides
+from ddpexp.sweep.folder import SweepDir, read_command, restated_overrides
 from ddpexp.system import files
 
 _OPTIONS = ("--config-dir", "-cd")  # each takes a value
@@ -26,9 +26,8 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     folder = SweepDir(Path(argv[place]))
     typed = [*argv[:place], *argv[place + 1 :]]
     overrides, options = read_command(folder)
-    keys = {key_of(override) for override in typed}
-    of_one_start = ("hydra.sweep.dir", "run.allow_changes")
-    kept = [override for override in overrides if key_of(override) not in keys and key_of(override) not in of_one_start]
+    replaced = {"hydra.sweep.dir", "run.allow_changes", *map(override_key, typed)}  # the first two are of one start
+    kept = [override for override in overrides if override_key(override) not in replaced]
     missing = restated_overrides(kept, typed)
     if options and not any(argument.startswith(_OPTIONS) for argument in typed):
         missing = [*options, *missing]
@@ -40,10 +39,12 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
             suggestion=f"If it is yours: python -m ddpexp {again}",
             place=files.typed(folder.path),
         )
-    now = {key_of(override): override for override in typed if "=" in override and override[0] != "-"}
+    new = {override_key(override): override for override in typed if "=" in override and override[0] != "-"}
     # In their order, which determines the names of jobs; an override replaces all earlier ones of the same key.
     merged = [
-        now.pop(key_of(override), override) for override in overrides if override in kept or key_of(override) in now
+        new.pop(override_key(override), override)
+        for override in overrides
+        if override in kept or override_key(override) in new
     ]
     rest = [override for override in typed if override not in merged]
     swept = compose_sweep(Arguments.of([*merged, *rest]))

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from ddpexp.config.arguments import override_key
 from ddpexp.config.restated import Reader, records_setting
 from ddpexp.errors import RefusedError
 from ddpexp.run import links
@@ -176,7 +177,7 @@ def runs_code(override: str) -> bool:
 
     So does one that may refer to a file with such settings.
     """
-    key, value = key_of(override), override.partition("=")[2]
+    key, value = override_key(override), override.partition("=")[2]
     if key.startswith(_OF_SWEEPER) and not override.startswith(("+", "~")):
         return runs_code(override.removeprefix(_OF_SWEEPER))
     if key.startswith("hydra"):
@@ -186,11 +187,6 @@ def runs_code(override: str) -> bool:
     if "." not in key:  # another way to start the jobs; a file outside of the groups' folders, or a whole section
         return key == "launcher" or bool(set("/{$") & set(value))
     return key.startswith(("run.trust", "run.init_from", "launcher."))
-
-
-def key_of(override: str) -> str:
-    """Return the key of an override."""
-    return override.lstrip("+~").partition("=")[0]
 
 
 def read_command(folder: SweepDir) -> tuple[list[str], list[str]]:

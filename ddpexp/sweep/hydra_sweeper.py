@@ -13,11 +13,12 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import open_dict
 
 from ddpexp.compat.hydra import sweeper_context
+from ddpexp.config.arguments import override_key
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.sweeps import Swept
 from ddpexp.config.tree import one_sentence
 from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.sweep.folder import SweepDir, key_of
+from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job_result import Ended
 
 _MOST = 10_000  # jobs of a grid: each is composed and checked before the first starts
@@ -92,7 +93,7 @@ def _refusal(swept: Swept, error: Exception) -> str:
     typed = " ".join(
         override
         for override in swept.overrides
-        if override.startswith("hydra.sweeper.") or key_of(override) in swept.keys
+        if override.startswith("hydra.sweeper.") or override_key(override) in swept.keys
     )
     why = " ".join(str(error).split()).rstrip(".")
     return f"{swept.sweeper_choice} does not take one of: {typed}{f' ({why})' if why else ''}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddpexp.checkpoint import initial
+from ddpexp.config.arguments import override_key
 from ddpexp.config.parse import parse
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.schema import Experiment
@@ -45,9 +46,7 @@ class JobPlanner:
             RefusedError: it cannot run in a sweep, or not on this machine.
         """
         arguments, _ = referenced([argument for argument in arguments if not argument.startswith("sweep.")])
-        overrides = tuple(
-            argument for argument in arguments if argument.lstrip("+~").partition("=")[0].partition("@")[0] in self.keys
-        )
+        overrides = tuple(argument for argument in arguments if override_key(argument).partition("@")[0] in self.keys)
         number = self._numbers.setdefault(_identity(overrides), max(self._numbers.values(), default=-1) + 1)
         if number not in self._jobs:
             self._jobs[number] = self._compose(number, arguments, overrides)

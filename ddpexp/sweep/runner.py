@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from ddpexp.config.arguments import override_key
 from ddpexp.config.sweeps import Swept
 from ddpexp.errors import DdpexpError, FinishedError, RefusedError, StoppedError
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import directory, resume
 from ddpexp.settings.sweep import Sweep
-from ddpexp.sweep.folder import SweepDir, key_of, restated_overrides
+from ddpexp.sweep.folder import SweepDir, restated_overrides
 from ddpexp.sweep.hydra_sweeper import is_grid
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_planner import JobPlanner
@@ -57,7 +58,9 @@ class SweepRunner:
         """
         jobs = list({job.number: job for job in map(self._planner.plan, batch)}.values())
         if not jobs:
-            swept = " ".join(override for override in self._swept.overrides if key_of(override) in self._planner.keys)
+            swept = " ".join(
+                override for override in self._swept.overrides if override_key(override) in self._planner.keys
+            )
             raise RefusedError(f"the sweep has no jobs: one of {swept} gives no value.")
         submitter = submitter_of(jobs, self.settings, self._grid)
         if submitter is not None and submitter.dry_run:
