@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
 
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.run import directory
-from ddpexp.sweep.files import curve, number_of
+from ddpexp.sweep.files import RunFiles
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job import Planned
 from ddpexp.system import files
+from ddpexp.system.secrets import masker
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,10 @@ class ResultReader:
         return Ended("failed", self.objective(job), self._reason(job, code))
 
     def objective(self, job: Planned) -> float | None:
-        """Return the objective as of the last evaluation; of other metrics, the last record.
-
-        NaN if it was not finite.
-        """
+        """Return the newest value of the objective; NaN if it was not finite."""
         if self.metric is None:
             return None
-        try:
-            metrics = job.run.read(job.run.result).get("metrics")
-        except RefusedError:
-            return None
-        if isinstance(metrics, dict) and self.metric in metrics:
-            value = number_of(metrics[self.metric])
-            return math.nan if value is None else value
-        points = curve(job.run.metrics, self.metric)
-        return points[-1][1] if points else None
+        return RunFiles.of(job.run, self.metric, masker()).metrics.get(self.metric)
 
     def _reason(self, job: Planned, code: int) -> str:
         """Return in one line why a job failed."""
