@@ -38,7 +38,7 @@ from ddpexp.plan.layout import assume
 from ddpexp.run.stored_run import find_run, read_run
 from ddpexp.run.training import Training
 from ddpexp.sweep.again import resumed
-from ddpexp.sweep.arguments import Arguments
+from ddpexp.sweep.arguments import TableArguments
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.settings import settings_of
 from tests.conftest import ROOT, Ddpexp, finish
@@ -254,8 +254,8 @@ def accept(words: Sequence[str]) -> None:
         "generate": lambda call: call.typed(Options()),
         "predict": prediction_of,
         "export": lambda call: check_export(Path(call.options["--out"]), call.options["--format"]),
-        "table": lambda call: Arguments.of(call.operands, call.options),
-        "status": lambda call: Arguments.of(call.operands, {}),
+        "table": lambda call: call.typed(TableArguments.of(call.operands)),
+        "status": lambda call: TableArguments.of(call.operands),
         "sync": lambda call: read_run(find_run(call.source()[0], "sync"), call.source()[1], "sync", call.restate),
         "help": lambda call: answer(call.operands, by_name=True),
         "schema": lambda call: schema_of(call.operands),

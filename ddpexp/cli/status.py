@@ -15,7 +15,7 @@ from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import typed_arguments
 from ddpexp.sweep import comparison
 from ddpexp.sweep import table as tables
-from ddpexp.sweep.arguments import look
+from ddpexp.sweep.arguments import sweeps_and_runs
 from ddpexp.sweep.as_json import row_as_dict
 from ddpexp.sweep.folder import SweepDir, read_command, restated_overrides
 from ddpexp.sweep.grid import Fitted, Grid, limit, show
@@ -43,7 +43,7 @@ def status(call: Call) -> int:
             "takes one directory, of a run or of a sweep", place="status", suggestion="Type ddpexp status DIR."
         )
     place = Path(call.operands[0])
-    paths = look(place)
+    paths = sweeps_and_runs(place)
     if paths != [place]:
         example = files.typed(paths[-1])
         raise RefusedError(

@@ -6,13 +6,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from pathlib import Path
 
 from ddpexp.cli.verb import Call
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.sweep import comparison, table_files
 from ddpexp.sweep import table as tables
-from ddpexp.sweep.arguments import Arguments
+from ddpexp.sweep.arguments import TableArguments
 from ddpexp.sweep.as_json import table_as_dict
 from ddpexp.sweep.drawing import Drawing
 from ddpexp.sweep.grid import limit, show
@@ -26,7 +27,7 @@ def table(call: Call) -> int:
     Raises:
         RefusedError: invalid arguments, or nothing there.
     """
-    arguments = Arguments.of(call.operands, call.options)
+    arguments = call.typed(TableArguments.of(call.operands))
     goal = arguments.goal()
     rows = arguments.rows(goal.metric)
     metrics = comparison.metrics_of(rows)
@@ -42,15 +43,16 @@ def table(call: Call) -> int:
         print_json(table_as_dict(rows, goal))
         return EXIT_DONE
     again = f"python -m ddpexp table {shlex.join([*call.command[2:], '--all'])}"
-    chosen = rows if arguments.columns is None else _with_columns(rows, arguments.columns)
-    whole = arguments.whole or arguments.columns is not None
-    show(tables.render(chosen, goal, limit(), columns=arguments.columns, again=again), whole)
+    columns = None if arguments.columns is None else [name for name in arguments.columns.split(",") if name]
+    chosen = rows if columns is None else _with_columns(rows, columns)
+    whole = arguments.all or columns is not None
+    show(tables.render(chosen, goal, limit(), columns=columns, again=again), whole)
     if goal.metric is None and metrics:
         print_message(
             f"to have the best marked: sweep.objective={metrics[0]}, with sweep.mode=max where more is better",
             sys.stdout,
         )
-    folder = arguments.out or arguments.sweep
+    folder = arguments.sweep if arguments.out is None else Path(arguments.out)
     if folder is not None:
         with suppress(OSError):  # `save` reports it
             folder.mkdir(parents=True, exist_ok=True)

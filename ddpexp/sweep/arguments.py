@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ddpexp.config.build import did_you_mean
-from ddpexp.config.foreign import value_here
+from ddpexp.config.build import convert, did_you_mean
 from ddpexp.errors import RefusedError
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.record import Goal
@@ -19,59 +18,58 @@ _KEYS = ("sweep.objective", "sweep.mode")
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """The parsed arguments."""
+class TableArguments:
+    """What was typed.
 
-    paths: Sequence[Path]  # the sweeps and runs
+    Raises:
+        RefusedError: options are incompatible.
+    """
+
+    paths: Sequence[Path]  # of the sweeps and runs
     objective: str | None = None
     mode: Literal["min", "max"] | None = None
-    out: Path | None = None
-    columns: Sequence[str] | None = None
-    whole: bool = False  # all columns, however wide the terminal is
+    out: str | None = None
+    columns: str | None = None  # with commas between them
+    all: bool = False  # columns, however wide the terminal is
     csv: bool = False
     json: bool = False
 
-    @classmethod
-    def of(cls, operands: Sequence[str], options: Mapping[str, str]) -> Arguments:
-        """Read directories, keys and options.
-
-        Raises:
-            RefusedError: an unknown key, or a directory that holds neither a sweep nor a run.
-        """
-        places, values = [], {**options}
-        for operand in operands:
-            key, equals, value = operand.partition("=")
-            if (
-                equals and re.fullmatch(r"[\w.]+", key) and not Path(operand).exists()
-            ):  # a job's directory has = in its name too
-                if key not in _KEYS:
-                    suggestion = did_you_mean(key, _KEYS).lstrip()
-                    raise RefusedError("is not a known key of table", key=key, value=value, suggestion=suggestion)
-                values[key] = value
-            else:
-                places.append(Path(operand))
-        mode = values.get("sweep.mode")
-        if mode not in (None, "min", "max"):
-            here = value_here("sweep.mode", mode)
-            advice = f" Did you mean sweep.mode={here}?" if here else ""
-            raise RefusedError(f"is not one of min, max.{advice}", key="sweep.mode", value=mode)
-        paths = dict.fromkeys(path for place in places for path in look(place))
-        ways = [option for option in ("--columns", "--all", "--csv", "--json") if option in values]
+    def __post_init__(self) -> None:
+        """Check the options."""
+        ways = [f"--{name}" for name in ("columns", "all", "csv", "json") if getattr(self, name) not in (None, False)]
         if len(ways) > 1:
             raise RefusedError(
                 f"{' and '.join(ways)} are incompatible: --csv, --json and --all have every column", place="table"
             )
-        if "--out" in values and (prints := next((option for option in ("--csv", "--json") if option in values), None)):
+        if self.out is not None and (self.csv or self.json):
             raise RefusedError(
-                f"{prints} prints the table, but --out writes it into a folder, as sweep.csv too",
+                f"{ways[0]} prints the table, but --out writes it into a folder, as sweep.csv too",
                 place="table",
                 suggestion="Use only one of them.",
             )
-        out = Path(values["--out"]) if "--out" in values else None
-        columns = [name for name in values["--columns"].split(",") if name] if "--columns" in values else None
-        objective = values.get("sweep.objective")
-        flags = ("--all" in values, "--csv" in values, "--json" in values)
-        return cls(list(paths), objective, mode, out, columns, *flags)  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, operands: Sequence[str]) -> TableArguments:
+        """Read directories and keys; the options are added by `Call.typed`.
+
+        Raises:
+            RefusedError: an unknown key, or a directory that holds neither a sweep nor a run.
+        """
+        folders, values = [], {}
+        for operand in operands:
+            key, equals, value = operand.partition("=")
+            if not equals or not re.fullmatch(r"[\w.]+", key) or Path(operand).exists():  # job directories have = too
+                folders.append(Path(operand))
+            elif key in _KEYS:
+                values[key] = value
+            else:
+                suggestion = did_you_mean(key, _KEYS).lstrip()
+                raise RefusedError("is not a known key of table", key=key, value=value, suggestion=suggestion)
+        mode = values.get("sweep.mode")
+        if mode is not None:
+            mode = convert(mode, Literal["min", "max"], "sweep.mode")
+        paths = dict.fromkeys(path for folder in folders for path in sweeps_and_runs(folder))
+        return cls(list(paths), values.get("sweep.objective"), mode)
 
     @property
     def sweep(self) -> Path | None:
@@ -92,28 +90,28 @@ class Arguments:
         return rows if self.sweep is not None else with_defaults(rows)
 
 
-def look(place: Path) -> list[Path]:
-    """Return the sweeps and runs that a path means.
+def sweeps_and_runs(path: Path) -> list[Path]:
+    """Return the directories of sweeps and runs that are at a path or below it.
 
     Raises:
         RefusedError: there are none.
     """
-    paths = list(directories(place))
+    paths = list(directories(path))
     if paths:
         return paths
-    if place.is_file():
+    if path.is_file():
         raise RefusedError(
-            "is a file", suggestion=f"Name the directory of a run or a sweep, such as {place.parent}.", place=place
+            "is a file", suggestion=f"Name the directory of a run or a sweep, such as {path.parent}.", place=path
         )
-    if not place.is_dir():
+    if not path.is_dir():
         try:
-            beside = [path.name for path in place.parent.iterdir() if path.is_dir()]
+            others = [beside.name for beside in path.parent.iterdir() if beside.is_dir()]
         except OSError:
-            beside = []
-        near = did_you_mean(place.name, beside, f"{place.parent}/")
-        raise RefusedError(f"There is no such directory.{near if near.startswith(' Did') else ''}", place=place)
+            others = []
+        near = did_you_mean(path.name, others, f"{path.parent}/")
+        raise RefusedError(f"There is no such directory.{near if near.startswith(' Did') else ''}", place=path)
     raise RefusedError(
         "holds neither a sweep nor a run",
         suggestion="Name a directory of runs or sweeps, such as outputs/mnist.",
-        place=place,
+        place=path,
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
-from ddpexp.sweep.arguments import Arguments
+from ddpexp.sweep.arguments import TableArguments
 from ddpexp.sweep.comparison import SEED, best_of, metrics_of, varying
 from ddpexp.sweep.encoding import Encoding
 from ddpexp.sweep.plot_axis import FAINT, INK, PlottedSweep, is_drawable, is_lost, objective_axis, objectives, shortened
@@ -138,7 +138,7 @@ def draw_later(
 
 def main(paths: Sequence[str], metric: str | None, mode: Literal["min", "max"], folder: str) -> int:
     """Draw the sweeps and runs in `paths` into a folder; no best job is marked if `metric`, the objective, is None."""
-    read = Arguments([*map(Path, paths)]).rows
+    read = TableArguments([*map(Path, paths)]).rows
     try:
         drawn = metric or _usual_metric(read(None))
         if drawn is None:

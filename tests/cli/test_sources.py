@@ -16,7 +16,7 @@ from ddpexp.checkpoint.weights import check_usable
 from ddpexp.cli.evaluate import evaluate
 from ddpexp.cli.help import answer
 from ddpexp.cli.resume import resume
-from ddpexp.sweep.arguments import Arguments
+from ddpexp.sweep.arguments import TableArguments
 from tests.conftest import PATIENCE, ROOT, python_path
 from tests.refusals import refused
 from tests.typed import call
@@ -90,7 +90,7 @@ def test_what_a_plan_does_not_accept_is_refused(outputs: Path, overrides: Sequen
 
 def test_what_a_table_does_not_accept_is_refused(outputs: Path) -> None:
     with refused("outputs/mnist/1/metrics.jsonl: outputs/mnist/1."):
-        Arguments.of(["outputs/mnist/1/metrics.jsonl"], {})
+        TableArguments.of(["outputs/mnist/1/metrics.jsonl"])
     with refused("table --sort: sweep.objective=METRIC"):
         call("table", "outputs", "--sort", "x")
 
