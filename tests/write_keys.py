@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from ddpexp.cli.keys import Catalogue, KeyHelp, typed
 from ddpexp.config.compare import resume_rule
 from ddpexp.config.compose import overview
-from ddpexp.config.declared import FIELDS, MISSING, declared, default_of
+from ddpexp.config.declared import FIELDS, declared, default_of
+from ddpexp.config.keys import MISSING
 from ddpexp.settings.key import Key as Declaration
 from tests.conftest import ROOT
 

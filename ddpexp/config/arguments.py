@@ -108,11 +108,6 @@ class _Parser(ArgumentParser):
         raise RefusedError(message, suggestion="--help shows what can be typed.")
 
 
-def override_key(override: str) -> str:
-    """Return the key of an override, such as `model.hidden` of `+model.hidden=8`."""
-    return override.lstrip("+~").partition("=")[0]
-
-
 def _parser() -> ArgumentParser:
     """Return the parser of Hydra's options, some of which only get an answer that is better than Hydra's."""
     parser = _Parser(add_help=False)

@@ -10,8 +10,9 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from ddpexp.config.declared import MISSING, SECTIONS, default_of
+from ddpexp.config.declared import SECTIONS, default_of
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
+from ddpexp.config.keys import MISSING
 from ddpexp.config.plugins import full_name
 from ddpexp.errors import RefusedError
 from ddpexp.errors import shown as shown

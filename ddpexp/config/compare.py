@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddpexp.config import strategies
-from ddpexp.config.arguments import override_key
 from ddpexp.config.build import shown
 from ddpexp.config.declared import SECTIONS
+from ddpexp.config.keys import override_key, value_at
 from ddpexp.config.registry import key_of
 from ddpexp.errors import RefusedError
 from ddpexp.settings.data import CommonData
@@ -159,15 +159,9 @@ def _keys(typed: Sequence[str], before: Sequence[str], old: Mapping[str, Any], n
         key = override_key(override).partition("@")[0].replace("/", ".")
         if key and key != "recipe" and ("." in key or override not in before):
             keys.append(key)
-        if key.endswith("._target_") and _at(old, key) != _at(new, key):
+        if key.endswith("._target_") and value_at(old, key) != value_at(new, key):
             keys.append(key.removesuffix("._target_"))
     return keys
-
-
-def _at(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, Mapping) else None
-    return tree
 
 
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple, Union
 
 from ddpexp.config.folders import conf_folder
+from ddpexp.config.keys import MISSING, value_at
 from ddpexp.config.registry import keys_of
 from ddpexp.config.strategies import options_of
 from ddpexp.settings.data import CommonData
@@ -46,9 +47,6 @@ SECTIONS: Mapping[str, Section] = {
 }
 FIELDS: Mapping[str, type] = {name: section.fields for name, section in SECTIONS.items() if section.fields}
 
-MISSING = object()
-"""The value of a key without a default."""
-
 
 @cache
 def declared() -> Mapping[str, tuple[Key, Any]]:
@@ -74,7 +72,7 @@ def _defaults() -> Mapping[str, Any]:
 
 def default_of(key: str) -> Any:
     """Return the default in conf of a key that every run has, such as `trainer.seed`; `MISSING` for another one."""
-    return _value_at(_defaults(), key)
+    return value_at(_defaults(), key, MISSING)
 
 
 def takes_number(key: str) -> bool:
@@ -105,7 +103,7 @@ def _types_of(key: str) -> set[Any]:
         return _types_in(declared()[key][1])
     section, _, rest = key.partition(".")
     files = (conf_folder() / section).glob("*.yaml") if rest else ()
-    return {type(_value_at(load_yaml(path.read_text()), rest)) for path in files} - {type(None), type(MISSING)}
+    return {type(value_at(load_yaml(path.read_text()), rest)) for path in files} - {type(None)}
 
 
 def _types_in(hint: Any) -> set[Any]:
@@ -113,9 +111,3 @@ def _types_in(hint: Any) -> set[Any]:
     if origin in (Union, types.UnionType):
         return {part for inner in typing.get_args(hint) for part in _types_in(inner)}
     return {origin or hint} - {type(None)}
-
-
-def _value_at(values: Any, key: str) -> Any:
-    for name in key.split("."):
-        values = values.get(name, MISSING) if isinstance(values, Mapping) else MISSING
-    return values

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from ddpexp.config.arguments import override_key
 from ddpexp.config.declared import SECTIONS
+from ddpexp.config.keys import override_key, value_at
 from ddpexp.config.registry import keys_of
 from ddpexp.errors import RefusedError
 from ddpexp.loggers.remote.base import Keys
@@ -76,9 +76,7 @@ def without_inherited(
     if typed := typed_targets(overrides):
         before = compose([override for override in overrides if not is_in(override, typed)])
         for name, target in typed.items():
-            node: Any = before
-            for key in name.split("."):
-                node = node.get(key) if isinstance(node, Mapping) else None
+            node = value_at(before, name)
             same = isinstance(node, Mapping) and node.get("_target_") == target
             if not same and not is_in(f"{name}._target_", removed):
                 removed[name] = keys_of_target(node, name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ddpexp.config.arguments import override_key
+from ddpexp.config.keys import override_key
 from ddpexp.config.restated import to_restate
 from ddpexp.run.directory import RunDir
 from ddpexp.run.stored_config import parse_config

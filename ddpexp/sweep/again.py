@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpexp.config.arguments import Arguments, override_key
+from ddpexp.config.arguments import Arguments
+from ddpexp.config.keys import override_key
 from ddpexp.config.sweeps import Swept, compose_sweep
 from ddpexp.errors import RefusedError
 from ddpexp.sweep.folder import SweepDir, read_command, restated_overrides

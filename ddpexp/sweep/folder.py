@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ddpexp.config.arguments import override_key
+from ddpexp.config.keys import override_key
 from ddpexp.config.restated import Reader, records_setting
 from ddpexp.errors import RefusedError
 from ddpexp.run import links

@@ -13,8 +13,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import open_dict
 
 from ddpexp.compat.hydra import sweeper_context
-from ddpexp.config.arguments import override_key
 from ddpexp.config.interpolations import bounded_interpolations
+from ddpexp.config.keys import override_key
 from ddpexp.config.sweeps import Swept
 from ddpexp.config.tree import one_sentence
 from ddpexp.errors import DdpexpError, RefusedError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddpexp.checkpoint import initial
-from ddpexp.config.arguments import override_key
+from ddpexp.config.keys import override_key
 from ddpexp.config.parse import parse
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.schema import Experiment

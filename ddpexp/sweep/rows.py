@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from ddpexp.config.keys import MISSING, value_at
+from ddpexp.errors import shown
 from ddpexp.run import directory
 from ddpexp.run.directory import RunDir
 from ddpexp.sweep.files import RunFiles, WatchedRun, set_by, version_of
@@ -214,11 +216,6 @@ def _configuration(path: Path) -> Any:
 
 
 def _value(tree: Any, key: str) -> str | None:
-    """Return a value as it is typed; None where there is none, or a whole section."""
-    for part in key.split("."):
-        if not isinstance(tree, Mapping) or part not in tree:
-            return None
-        tree = tree[part]
-    if isinstance(tree, Mapping | list):
-        return None
-    return "null" if tree is None else str(tree).lower() if isinstance(tree, bool) else str(tree)
+    """Return a value as it is typed; None for a section or a list, or if there is none."""
+    value = value_at(tree, key, MISSING)
+    return None if value is MISSING or isinstance(value, Mapping | list) else shown(value)

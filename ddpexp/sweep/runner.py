@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ddpexp.config.arguments import override_key
+from ddpexp.config.keys import override_key
 from ddpexp.config.sweeps import Swept
 from ddpexp.errors import DdpexpError, FinishedError, RefusedError, StoppedError
 from ddpexp.launch.workers.client import Server

@@ -13,8 +13,9 @@ import pytest
 
 from ddpexp.config.build import build, convert
 from ddpexp.config.comments import comments_of
-from ddpexp.config.declared import MISSING, default_of
+from ddpexp.config.declared import default_of
 from ddpexp.config.folders import conf_folder
+from ddpexp.config.keys import MISSING
 from ddpexp.config.registry import keys_of, path_of
 from ddpexp.config.strategies import options_of
 from ddpexp.errors import RefusedError
