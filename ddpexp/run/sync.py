@@ -51,9 +51,7 @@ def check_usable(experiment: Experiment) -> None:
     """
     for name, node in experiment.logger.items():
         where = f"logger.{name}"
-        if is_remote_logger(where, node.target):
-            is_remote(experiment, name)
-            remote_keys(experiment, name)
+        if key_of(where, node.target) is not None and is_remote(experiment, name):
             problem = locate(node.target, experiment.trust, where).problem(where, node.kwargs, os.environ)
             if problem is not None:
                 raise RefusedError(problem)

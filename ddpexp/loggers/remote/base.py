@@ -120,8 +120,8 @@ class Remote:
             RefusedError: they contradict each other; names the keys.
         """
 
-    def place(self) -> str:
-        """Return where this sends to, without opening it: what was sent to another place is sent again to this one."""
+    def destination(self) -> str:
+        """Return where this sends to, without opening it; everything is sent again to a new destination."""
         return ""
 
     def open(self) -> None:

@@ -30,7 +30,7 @@ class Mark:
     sending: dict[str, int] = field(default_factory=dict)  # at least `sent`; between the two it may have arrived
     checkpoint: int | None = None  # the step of the checkpoint that was sent
     ended: bool = False  # the remote run has ended as done
-    place: str = ""  # a hash of where that is
+    destination: str = ""  # a hash of what the logger says
 
     @classmethod
     def of(cls, run_dir: Path, name: str) -> Mark:
@@ -44,11 +44,10 @@ class Mark:
         try:
             values = read_json(path)
             sent, sending = (
-                {str(key): int(step) for key, step in values[part].items()} for part in ("sent", "sending")
+                {str(name): int(step) for name, step in values[key].items()} for key in ("sent", "sending")
             )
-            return cls(
-                path, str(values["id"]), sent, sending, values.get("checkpoint"), bool(values["ended"]), values["place"]
-            )
+            checkpoint, ended, destination = values["checkpoint"], bool(values["ended"]), values["destination"]
+            return cls(path, str(values["id"]), sent, sending, checkpoint, ended, destination)
         except FileNotFoundError:
             mark = cls(path, secrets.token_hex(4))
         except (KeyError, TypeError, AttributeError):
@@ -59,16 +58,14 @@ class Mark:
 
     def write(self) -> None:
         """Replace the file. Raises OSError."""
-        values: dict[str, Any] = {"id": self.id, "sent": self.sent, "sending": self.sending}
-        values |= {"checkpoint": self.checkpoint, "ended": self.ended, "place": self.place}
-        write_json(self.path, values)
+        write_json(self.path, {name: value for name, value in vars(self).items() if name != "path"})
 
-    def move_to(self, place: str) -> None:
-        """Forget what was sent if that was to another place."""
-        place = sha256(place)[:16]
-        if self.place not in ("", place):
+    def move_to(self, destination: str) -> None:
+        """Forget what was sent to another destination."""
+        destination = sha256(destination)[:16]
+        if self.destination not in ("", destination):
             self.sent, self.sending, self.checkpoint, self.ended = {}, {}, None, False
-        self.place = place
+        self.destination = destination
 
 
 class Feed:
@@ -92,7 +89,7 @@ class Feed:
 
     def look(self) -> int:
         """Return how many rows are not sent, without sending any; everything that is recorded counts."""
-        self.mark.move_to(self._connect(self.mark.id).place())
+        self.mark.move_to(self._connect(self.mark.id).destination())
         self._pending += self._records.take(final=True)
         return self.num_left
 
@@ -138,7 +135,7 @@ class Feed:
     def _open(self) -> Remote:
         if self._remote is None:
             remote = self._connect(self.mark.id)
-            self.mark.move_to(remote.place())
+            self.mark.move_to(remote.destination())
             remote.open()
             sent, sending = self.mark.sent, self.mark.sending
             self._at = {**sent, **remote.arrived(sent, sending)}

@@ -42,7 +42,7 @@ class MLflow(Remote):
             )
         return None
 
-    def place(self) -> str:
+    def destination(self) -> str:
         """Return the server."""
         return os.environ.get("MLFLOW_TRACKING_URI", "")
 

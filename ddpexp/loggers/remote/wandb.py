@@ -50,7 +50,7 @@ class WandB(Remote):
         mode = keys.get("mode") or environ.get("WANDB_MODE", "online")
         return None if mode != "online" or _has_login(environ) else f"{key}: {_NO_LOGIN.format(key=key)}"
 
-    def place(self) -> str:
+    def destination(self) -> str:
         """Return the server, or that this is an offline run."""
         return os.environ.get("WANDB_BASE_URL", "online") if self._mode == "online" else self._mode
 

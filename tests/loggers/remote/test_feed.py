@@ -28,7 +28,7 @@ class Server(Remote):
         self.answers, self.opened, self.closed = answers, 0, 0
         self.where = ""
 
-    def place(self) -> str:
+    def destination(self) -> str:
         return self.where
 
     def open(self) -> None:
