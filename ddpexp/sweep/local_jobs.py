@@ -114,9 +114,9 @@ class LocalJobs:
                 self._prune()
                 self._check_objective()
                 self._kill_late()
-                self._view.look()
+                self._view.update()
                 if not waiting:
-                    self._view.last_begin()
+                    self._view.prepare_plot()
                 for key, _ in selector.select(_POLL_SECONDS):
                     if key.data == "signals":
                         self._handle_signals(signals)

@@ -16,7 +16,7 @@ from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.sweep.arguments import TableArguments
 from ddpexp.sweep.comparison import SEED, best_of, metrics_of, varying
 from ddpexp.sweep.encoding import Encoding
-from ddpexp.sweep.plot_axis import FAINT, INK, PlottedSweep, is_drawable, is_lost, objective_axis, objectives, shortened
+from ddpexp.sweep.plot_axis import FAINT, INK, PlottedSweep, is_drawable, is_lost, shortened
 from ddpexp.sweep.plot_curves import draw_curves
 from ddpexp.sweep.plot_panels import draw_panel
 from ddpexp.sweep.record import Goal
@@ -119,7 +119,7 @@ def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal[
     signs = {
         "hollow: not done": any(row.status != "done" and is_drawable(row.objective) for row in rows),
         "cross: no value": any(is_lost(row) for row in rows),
-        "arrow: beyond the axis": not all(map(objective_axis(drawn).holds, objectives(drawn))),
+        "arrow: beyond the axis": not all(map(drawn.axis.holds, drawn.objectives)),
     }
     if panels and any(signs.values()):
         text = "     ".join(sign for sign, is_there in signs.items() if is_there)

@@ -32,6 +32,16 @@ class PlottedSweep:
     best: Row | None
     encoding: Encoding
 
+    @property
+    def objectives(self) -> list[float]:
+        """Return the values that can be drawn."""
+        return [row.objective for row in self.rows if row.objective is not None and is_drawable(row.objective)]
+
+    @property
+    def axis(self) -> ObjectiveAxis:
+        """Return the vertical axis that all panels share."""
+        return ObjectiveAxis.of(self.objectives, self.mode)
+
 
 def set_plain_labels(axis: Any) -> None:
     """Label a logarithmic axis with plain numbers."""
@@ -95,16 +105,6 @@ class ObjectiveAxis:
             axes.set_ylim(self.low - room, self.high + room)
         if "accuracy" in objective and self.low >= 0 and self.high <= 1:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-
-
-def objective_axis(drawn: PlottedSweep) -> ObjectiveAxis:
-    """Return the vertical axis that all panels share."""
-    return ObjectiveAxis.of(objectives(drawn), drawn.mode)
-
-
-def objectives(drawn: PlottedSweep) -> list[float]:
-    """Return the values that can be drawn."""
-    return [row.objective for row in drawn.rows if row.objective is not None and is_drawable(row.objective)]
 
 
 def is_drawable(value: float | None) -> bool:

@@ -18,7 +18,6 @@ from ddpexp.sweep.plot_axis import (
     PlottedSweep,
     is_drawable,
     is_lost,
-    objective_axis,
     set_plain_labels,
     shortened,
 )
@@ -43,7 +42,7 @@ def draw_panel(axes: Axes, drawn: PlottedSweep, key: str) -> None:
         if is_scaled
         else {value: float(place) for place, value in enumerate(values)}
     )
-    axis, jitter = objective_axis(drawn), random.Random(0)
+    axis, jitter = drawn.axis, random.Random(0)
     num_jobs = Counter(row.overrides.get(key, "") for row in drawn.rows)
     size, alpha = (24, 0.85) if len(drawn.rows) <= 60 else (13, 0.55)
     dots: dict[tuple[str, bool], list[tuple[float, float, Any]]] = {}

@@ -37,12 +37,12 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
         print_message(f"ddpexp: warning: {warning}")
     _check_sweeper(swept, settings)
     check_ends(swept)
-    parents = [place for place in Path(swept.directory).parents if not place.exists()]
-    folder, made = _folder(swept)
-    held = None
+    parents = [parent for parent in Path(swept.directory).parents if not parent.exists()]
+    folder, is_new = _folder(swept)
+    own_lock = None
     sweep = None
     try:
-        held = lock.take(folder.path, folder.path / "none", files.relative(folder.path))
+        own_lock = lock.take(folder.path, folder.path / "none", files.relative(folder.path))
         folder.check_no_links()
         caller.report(caller.Directory(str(folder.path.absolute()), is_sweep=True))
         view = View(folder, Goal(settings.objective, settings.mode), settings.picture)
@@ -64,13 +64,13 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     finally:
         if sweep is not None:
             sweep.close()
-        if held is not None:
-            held.release()
-        if made and (sweep is None or not sweep.log.began):
+        if own_lock is not None:
+            own_lock.release()
+        if is_new and (sweep is None or not sweep.log.began):
             shutil.rmtree(folder.path, ignore_errors=True)  # a refused sweep leaves nothing behind
             with suppress(OSError):  # another sweep has started in one of them
-                for place in parents:
-                    place.rmdir()
+                for parent in parents:
+                    parent.rmdir()
 
 
 def _check_sweeper(swept: Swept, settings: Sweep) -> None:
@@ -105,7 +105,7 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
         if not swept.is_named:
             path.parent.mkdir(parents=True, exist_ok=True)
             return SweepDir(files.first_free(path)), True
-        made = not path.exists()
+        is_new = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RefusedError(
@@ -122,7 +122,7 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
             value=path,
             suggestion="Choose another directory, or remove this one.",
         )
-    return folder, made
+    return folder, is_new
 
 
 def _exit_code(sweep: SweepRunner) -> int:

@@ -21,7 +21,7 @@ from ddpexp.system.terminal import print_message
 if TYPE_CHECKING:
     from rich.live import Live
 
-_SECONDS = 1.0  # between two updates
+_UPDATE_SECONDS = 1.0
 _NICENESS = 10  # of drawing, beside the last jobs
 
 
@@ -33,42 +33,42 @@ class View:
         self._folder, self._goal, self._draws = folder, goal, draws
         self._reader = Reader(folder.path, goal.metric)
         self._live: Live | None = None
-        self._shows = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        self._at = 0.0
+        self._is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._updated = 0.0
         self._drawing: Drawing | None = None
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Update the display, if it is time to."""
-        if self._shows and time.monotonic() - self._at >= _SECONDS:
-            self._draw()
-            self._at = time.monotonic()
+        if self._is_terminal and time.monotonic() - self._updated >= _UPDATE_SECONDS:
+            self._draw_table()
+            self._updated = time.monotonic()
 
     def ended(self, text: str) -> None:
         """Report that a job has ended, if there is no live table."""
-        if not self._shows:
+        if not self._is_terminal:
             print_message(text, sys.stdout)
 
-    def last_begin(self) -> None:
-        """Prepare for the plot: no more jobs are waiting."""
+    def prepare_plot(self) -> None:
+        """Start the process that will draw the plot, if there is to be one; called when no more jobs are waiting."""
         if self._drawing is None and self._draws:
             self._drawing = Drawing([self._folder.path], self._goal, self._folder.path, _NICENESS)
 
     def close(self) -> None:
         """Remove the live table; do not wait for the plot."""
-        self._take_away()
+        self._remove_table()
         if self._drawing is not None:
             self._drawing.close()
 
     def finish(self) -> None:
         """Show the final table, and write it and the plot to the sweep's directory."""
-        self._take_away()
+        self._remove_table()
         rows = self._reader.rows()
         again = f"python -m ddpexp table {files.typed(self._folder.path)} --all"
         show(tables.render(rows, self._goal, limit(), messages=0, again=again))  # what failed is listed below
-        self.last_begin()
+        self.prepare_plot()
         table_files.save(self._folder.path, rows, self._goal, self._drawing)
 
-    def _draw(self) -> None:
+    def _draw_table(self) -> None:
         from rich.live import Live
 
         try:
@@ -79,9 +79,9 @@ class View:
             shown = tables.live(self._reader.rows(), self._goal, self._live.console.height)
             self._live.update(shown, refresh=True)
         except (OSError, ValueError):  # the reader has closed the pipe
-            self._live, self._shows = None, False
+            self._live, self._is_terminal = None, False
 
-    def _take_away(self) -> None:
+    def _remove_table(self) -> None:
         live, self._live = self._live, None
         if live is not None:
             with suppress(OSError, ValueError):
