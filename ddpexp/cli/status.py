@@ -18,7 +18,7 @@ from ddpexp.sweep import table as tables
 from ddpexp.sweep.arguments import sweeps_and_runs
 from ddpexp.sweep.as_json import row_as_dict
 from ddpexp.sweep.folder import SweepDir, read_command, restated_overrides
-from ddpexp.sweep.grid import Fitted, Grid, limit, show
+from ddpexp.sweep.grid import Column, Fitted, Grid, limit, show
 from ddpexp.sweep.job_status import STATUSES, UNFINISHED
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row, goal_of, rows_of
@@ -117,20 +117,19 @@ def _resume(row: Row) -> str:
 
 def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[ScheduledJob, JobState]) -> Grid:
     metrics = [goal.metric] if goal.metric is not None else comparison.metrics_of(rows)[:1]
-    header = ["status", "step", *map(one_line, metrics), "since", "where", "directory"]
-    lines = [
-        [
-            row.status,
-            "" if row.step is None else f"{row.step:,}",
-            *(tables.shown(name, row.metrics.get(name, row.objective)) for name in metrics),
-            _since(row),
-            _where(row, queue),
-            one_line(row.name),
-        ]
-        for row in rows
+    columns = [
+        Column("status", [row.status for row in rows]),
+        Column("step", ["" if row.step is None else f"{row.step:,}" for row in rows], is_right=True, drop=0),
     ]
-    right = [False, True, *[True] * len(metrics), False, False, False]
-    return Grid(header, lines, right, leaves=[header.index("step"), len(header) - 1])
+    for name in metrics:
+        values = [tables.shown(name, row.metrics.get(name, row.objective)) for row in rows]
+        columns.append(Column(one_line(name), values, is_right=True))
+    columns += [
+        Column("since", [_since(row) for row in rows]),
+        Column("where", [_where(row, queue) for row in rows]),
+        Column("directory", [one_line(row.name) for row in rows], drop=1, cut="end"),
+    ]
+    return Grid(columns)
 
 
 def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableType:

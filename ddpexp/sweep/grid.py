@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from ddpexp.system.terminal import within_patience
 
@@ -16,12 +17,9 @@ if TYPE_CHECKING:
     from rich.measure import Measurement
     from rich.table import Table
 
-DIRECTORY = "directory"
-"""The name of a column whose cells are cut to what is left; it is the last one."""
-
-_LEAST = 8  # characters of a job's directory, which hold its number
-_LEAST_PATH = 20  # of another directory, at its end
-_SHORT = 24  # characters of a value that is shown beside others
+_LEAST = 8  # characters of a cell that is cut at its end: a job's directory begins with its number
+_LEAST_PATH = 20  # characters of a cell that is cut at its start
+_MIDDLE = 24  # characters of a cell that is cut in the middle
 _PADDING = 3  # characters between columns
 _NAMED = 4  # columns that are named as left out
 _ANY_WIDTH = 10_000  # characters: more than any table has
@@ -32,16 +30,32 @@ _STYLES = {
 
 
 @dataclass(frozen=True)
+class Column:
+    """A column of strings."""
+
+    name: str
+    cells: Sequence[str]
+    is_right: bool = False  # aligned to the right, as numbers are
+    drop: float = math.inf  # a narrow terminal leaves out the column with the lowest number first; inf: never
+    cut: Literal["start", "middle", "end"] | None = None  # where a narrow terminal may cut the cells
+
+
+@dataclass(frozen=True)
 class Grid:
     """A table as strings."""
 
-    header: Sequence[str]
-    lines: Sequence[Sequence[str]]
-    right: Sequence[bool]  # columns of numbers
+    columns: Sequence[Column]
     best: int | None = None  # a line
-    leaves: Sequence[int] = ()  # the columns that a narrow terminal may do without, the first one first
-    values: int = 0  # the first columns, whose values may be cut
-    has_paths: bool = False  # directories that their ends tell apart
+
+    @property
+    def header(self) -> list[str]:
+        """Return the names of the columns."""
+        return [column.name for column in self.columns]
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """Return the cells line by line."""
+        return [list(line) for line in zip(*(column.cells for column in self.columns), strict=True)]
 
 
 class Fitted:
@@ -55,19 +69,19 @@ class Fitted:
         """First shorten names and long values, then leave out the least informative columns."""
         from rich.text import Text
 
-        grid, room = self._grid, options.max_width
-        left: list[int] = []
-        if sum(_widths(grid)) > room:
-            grid = _shortened(grid)
-            widths = _widths(grid)
-            for place in grid.leaves:
-                if sum(widths) > room:
-                    left.append(place)
-                    widths[place] = 0
-            grid = _with_ends(_without(grid, left), room)
-        yield _table(grid)
-        if left and self._again is not None:
-            names = [self._grid.header[place] for place in reversed(left)]  # what tells most apart first
+        columns, room = list(self._grid.columns), options.max_width
+        dropped: list[str] = []
+        if _width(columns) > room:
+            full_names = {column.drop: column.name for column in columns}
+            columns = _shortened(columns)
+            for column in sorted(columns, key=lambda column: column.drop):
+                if column.drop < math.inf and _width(columns) > room:
+                    columns.remove(column)
+                    dropped.append(full_names[column.drop])
+            columns = [_without_start(column, room - _width(columns) + _needed(column)) for column in columns]
+        yield _table(columns, self._grid.best)
+        if dropped and self._again is not None:
+            names = dropped[::-1]  # what tells most apart first
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED + 1 else ""
             named = ", ".join(names[:_NAMED] if more else names)
             count = "a column has" if len(names) == 1 else f"{len(names)} columns have"
@@ -77,53 +91,53 @@ class Fitted:
         """Return the full width."""
         from rich.measure import Measurement
 
-        return Measurement.get(console, options, _table(self._grid))
+        return Measurement.get(console, options, _table(self._grid.columns, self._grid.best))
 
 
-def _table(grid: Grid) -> Table:
+def _table(columns: Sequence[Column], best: int | None) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for name, right in zip(grid.header, grid.right, strict=True):
-        gives_way = name == DIRECTORY
+    cells = []
+    for column in columns:
         table.add_column(
-            Text(name), justify="right" if right else "left", no_wrap=not gives_way, overflow="ellipsis", min_width=4
-        )
-    status = grid.header.index("status") if "status" in grid.header else None
-    for number, line in enumerate(grid.lines):
-        cells = [Text(cell) for cell in line]
-        if status is not None:
-            cells[status].stylize(_STYLES.get(line[status], ""))
-        table.add_row(*cells, style="bold" if number == grid.best else None)
+            Text(column.name), justify="right" if column.is_right else "left",
+            no_wrap=column.cut not in ("start", "end"), overflow="ellipsis", min_width=4,
+        )  # fmt: skip
+        styles = _STYLES if column.name == "status" else {}
+        cells.append([Text(cell, styles.get(cell, "")) for cell in column.cells])
+    for number, line in enumerate(zip(*cells, strict=True)):
+        table.add_row(*line, style="bold" if number == best else None)
     return table
 
 
-def _widths(grid: Grid) -> list[int]:
-    """Return how many characters the columns need, each with its distance to the next.
+def _width(columns: Sequence[Column]) -> int:
+    """Return how many characters a table needs at least."""
+    return sum(map(_needed, columns)) + _PADDING * (len(columns) - 1)
 
-    Directories are cut to what is left.
-    """
+
+def _needed(column: Column) -> int:
     from rich.cells import cell_len
 
-    widths = []
-    for place, column in enumerate(zip(grid.header, *grid.lines, strict=True)):
-        needed = max(map(cell_len, column))
-        if column[0] == DIRECTORY:
-            needed = min(needed, _LEAST_PATH) if grid.has_paths else _LEAST
-        widths.append(needed + (_PADDING if place < len(grid.header) - 1 else 0))
-    return widths
+    if column.cut == "end":
+        return _LEAST
+    needed = max(map(cell_len, (column.name, *column.cells)))
+    return min(needed, _LEAST_PATH) if column.cut == "start" else needed
 
 
-def _shortened(grid: Grid) -> Grid:
-    """Shorten keys to their last part if that distinguishes them, and cut the middle of long values."""
-    short = [name.rpartition(".")[2] for name in grid.header]
-    header = [last if short.count(last) == 1 else name for name, last in zip(grid.header, short, strict=True)]
-    lines = [
-        [*(without_middle(value, _SHORT) for value in line[: grid.values]), *line[grid.values :]] for line in grid.lines
+def _shortened(columns: Sequence[Column]) -> list[Column]:
+    """Shorten names to their last part if that distinguishes them, and cut the middle of long values."""
+    short = [column.name.rpartition(".")[2] for column in columns]
+    return [
+        replace(
+            column,
+            name=last if short.count(last) == 1 else column.name,
+            cells=[without_middle(cell, _MIDDLE) for cell in column.cells] if column.cut == "middle" else column.cells,
+        )
+        for column, last in zip(columns, short, strict=True)
     ]
-    return replace(grid, header=header, lines=lines)
 
 
 def without_middle(text: str, limit: int) -> str:
@@ -131,22 +145,12 @@ def without_middle(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2 - 1]}…{text[-(limit // 2) :]}"
 
 
-def _without(grid: Grid, places: Collection[int]) -> Grid:
-    """Leave out columns."""
-
-    def rest(line: Sequence[Any]) -> list[Any]:
-        return [cell for place, cell in enumerate(line) if place not in places]
-
-    return replace(grid, header=rest(grid.header), lines=[rest(line) for line in grid.lines], right=rest(grid.right))
-
-
-def _with_ends(grid: Grid, room: int) -> Grid:
-    """Keep only the ends of long paths in the last column, which distinguish them."""
-    if not grid.has_paths or not grid.header or grid.header[-1] != DIRECTORY:
-        return grid
-    room = max(_LEAST_PATH, room - sum(_widths(grid)[:-1]))
-    lines = [[*line[:-1], line[-1] if len(line[-1]) <= room else f"…{line[-1][1 - room :]}"] for line in grid.lines]
-    return replace(grid, lines=lines)
+def _without_start(column: Column, room: int) -> Column:
+    """Keep only the ends of long paths, which distinguish them."""
+    room = max(_LEAST_PATH, room)
+    if column.cut != "start":
+        return column
+    return replace(column, cells=[text if len(text) <= room else f"…{text[1 - room :]}" for text in column.cells])
 
 
 def limit() -> int | None:

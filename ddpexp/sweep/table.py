@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ddpexp.sweep.comparison import (
     FOLD,
@@ -19,9 +19,9 @@ from ddpexp.sweep.comparison import (
     varying,
 )
 from ddpexp.sweep.folder import IS_JOB
-from ddpexp.sweep.grid import DIRECTORY, Fitted, Grid
+from ddpexp.sweep.grid import Column, Fitted, Grid
 from ddpexp.sweep.job_status import STATUSES
-from ddpexp.sweep.record import Goal
+from ddpexp.sweep.record import Goal, is_finite
 from ddpexp.sweep.rows import Row
 from ddpexp.system import files
 from ddpexp.system.text import metric_text, one_line
@@ -29,6 +29,7 @@ from ddpexp.system.text import metric_text, one_line
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+DIRECTORY = "directory"
 FACTS = ("status", "step", "time", DIRECTORY)
 """Columns that any table of jobs may have."""
 _STAY = 2  # keys that tell most jobs apart, which stay longer than other columns
@@ -53,10 +54,11 @@ def jobs_grid(
     """
     every = rows if every is None else every
     best = best_of(every, goal)
-    metrics = [goal.metric] if goal.metric is not None else metrics_of(every)[:_METRICS]
-    names = [*varying(every), *metrics, *([""] if best else []), *FACTS] if columns is None else columns
+    keys, metrics = varying(every), [goal.metric] if goal.metric is not None else metrics_of(every)[:_METRICS]
+    names = [*keys, *metrics, *([""] if best else []), *FACTS] if columns is None else columns
     together = len({row.path.parent for row in every}) == 1  # then their own names tell them apart
     repeats = together and all(IS_JOB.fullmatch(row.name) for row in every)
+    drops = _drops(every, keys, metrics, repeats) if columns is None else {}
 
     def cell(row: Row, name: str) -> str:
         if name == "":
@@ -79,29 +81,35 @@ def jobs_grid(
             return name in ("step", "time")
         return name in metrics or all(_is_number(row.overrides.get(name, "0")) for row in every)
 
-    lines = [[cell(row, name) for name in names] for row in rows]
-    place = next((number for number, row in enumerate(rows) if row is best), None)
-    values = len(varying(every)) if columns is None else 0
-    leaves = _leaves(every, names, values, len(metrics), repeats) if columns is None else []
-    return Grid(
-        [cell_text(name) for name in names], lines, list(map(is_right, names)), place, leaves, values, not repeats
-    )
+    def column(name: str) -> Column:
+        cells = [cell(row, name) for row in rows]
+        if name == DIRECTORY:
+            return Column(name, cells, drop=drops.get(name, math.inf), cut="end" if repeats else "start")
+        cut: Literal["middle"] | None = "middle" if name in keys else None
+        return Column(cell_text(name), cells, is_right(name), drops.get(name, math.inf), cut)
+
+    line = next((number for number, row in enumerate(rows) if row is best), None)
+    return Grid([column(name) for name in names], line)
 
 
-def _leaves(every: Sequence[Row], names: Sequence[str], keys: int, metrics: int, repeats: bool) -> list[int]:
-    """Return the columns that a narrow terminal may do without, the first one first.
+def _drops(every: Sequence[Row], keys: Sequence[str], metrics: Sequence[str], repeats: bool) -> dict[str, int]:
+    """Return the columns that a narrow terminal may do without, with their order.
 
     The time, the step, the directory where its name only repeats values, further metrics, the keys that tell fewest
     jobs apart. The key that tells most apart, the first metric and the status stay.
     """
-    at = {name: place for place, name in enumerate(names)}
-    weak = sorted(range(keys), key=lambda place: (num_distinguished_pairs(every, names[place]), -place))
-    others = list(range(keys, keys + metrics))
-    directory = [at[DIRECTORY]]
-    return [
-        at["time"], at["step"], *(directory if repeats else []), *reversed(others[2:]), *weak[:-_STAY], *others[1:2],
-        *weak[-_STAY:-1], *([] if repeats else directory),
+    weak = list(_weakest_first(every, keys))
+    order = [
+        "time", "step", *([DIRECTORY] if repeats else []), *reversed(metrics[2:]), *weak[:-_STAY], *metrics[1:2],
+        *weak[-_STAY:-1], *([] if repeats else [DIRECTORY]),
     ]  # fmt: skip
+    return {name: number for number, name in enumerate(order)}
+
+
+def _weakest_first(rows: Sequence[Row | Group], keys: Sequence[str]) -> dict[str, int]:
+    """Return the keys with their order, those that distinguish fewest rows first."""
+    weak = sorted(keys, key=lambda key: (num_distinguished_pairs(rows, key), -keys.index(key)))
+    return {key: number for number, key in enumerate(weak)}
 
 
 def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
@@ -109,29 +117,24 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     groups = over_seeds(rows)
     if not groups or goal.metric is None:
         return None
+    groups = [groups[position] for position in goal.order([group.mean for group in groups])]
+    best = 0 if is_finite(groups[0].mean) else None
     repeated = repeats(rows)
     by_fold = FOLD in repeated
-    best = goal.best([group.mean for group in groups])
-    order = goal.order([group.mean for group in groups])
-    lines = [
-        [
-            *map(cell_text, groups[place].overrides.values()),
-            shown(goal.metric, groups[place].mean),
-            shown(goal.metric, groups[place].std, "-"),
-            *([_interval(goal.metric, groups[place])] if by_fold else []),
-            _count(groups[place]),
-            "best" if place == best else "",
-        ]
-        for place in order
-    ]
-    keys = list(groups[0].overrides)
-    numeric = [all(_is_number(group.overrides[key]) for group in groups) for key in keys]
     counted = "runs" if len(repeated) > 1 else "folds" if by_fold else "seeds"
-    header = [*keys, f"mean {goal.metric}", "std", *(["95 % interval"] if by_fold else []), counted, ""]
-    aligned = [*numeric, *[True] * (4 if by_fold else 3), False]
-    place = order.index(best) if best is not None else None
-    leaves = sorted(range(len(keys)), key=lambda place: (num_distinguished_pairs(groups, keys[place]), -place))[:-1]
-    return Grid([cell_text(name) for name in header], lines, aligned, place, leaves, len(keys))
+    columns = []
+    weak = _weakest_first(groups, list(groups[0].overrides))
+    for key in groups[0].overrides:
+        cells = [cell_text(group.overrides[key]) for group in groups]
+        drop = weak[key] if weak[key] < len(weak) - 1 else math.inf
+        columns.append(Column(cell_text(key), cells, all(map(_is_number, cells)), drop, "middle"))
+    columns.append(Column(cell_text(f"mean {goal.metric}"), [shown(goal.metric, group.mean) for group in groups], True))
+    columns.append(Column("std", [shown(goal.metric, group.std, "-") for group in groups], True))
+    if by_fold:
+        columns.append(Column("95 % interval", [_interval(goal.metric, group) for group in groups], True))
+    columns.append(Column(counted, [_count(group) for group in groups], True))
+    columns.append(Column("", ["best" if number == best else "" for number in range(len(groups))]))
+    return Grid(columns, best)
 
 
 def render(

@@ -74,7 +74,7 @@ def save(folder: Path, rows: Sequence[Row], goal: Goal, drawing: Drawing | None 
 
 
 def _markdown(grid: Grid) -> str:
-    lines = [grid.header, ["---:" if right else "---" for right in grid.right], *grid.lines]
+    lines = [grid.header, ["---:" if column.is_right else "---" for column in grid.columns], *grid.lines]
     texts = []
     for number, line in enumerate(lines):
         cells = line if number == 1 else [_escaped(cell) for cell in line]
