@@ -37,9 +37,9 @@ from ddpexp.export.request import check as check_export
 from ddpexp.plan.layout import assume
 from ddpexp.run.stored_run import find_run, read_run
 from ddpexp.run.training import Training
-from ddpexp.sweep.again import resumed
 from ddpexp.sweep.arguments import TableArguments
 from ddpexp.sweep.folder import SweepDir
+from ddpexp.sweep.resume import resumed
 from ddpexp.sweep.settings import settings_of
 from tests.conftest import ROOT, Ddpexp, finish
 from tests.examples import DOCUMENTS, EXAMPLES

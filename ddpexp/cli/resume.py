@@ -27,7 +27,7 @@ from ddpexp.system.yaml_text import load_yaml
 def resume(call: Call) -> int:
     """Resume a run or a sweep, and return the exit code."""
     if any(SweepDir(Path(operand)).is_sweep() for operand in call.operands):
-        from ddpexp.sweep.again import resumed
+        from ddpexp.sweep.resume import resumed
 
         return sweep(resumed(call.operands, call.command), call.server)
     return launch(*resumed_run(call), call.server)

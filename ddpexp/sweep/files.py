@@ -21,7 +21,7 @@ from ddpexp.system.secrets import masked_tree
 _TAIL_BYTES = 1 << 18  # of metrics.jsonl, which nearly always contain the newest values
 _LAST_LINES = 50  # that are looked at for one line of training and one of an evaluation
 _LINE_BYTES = 1 << 20
-_OURS = ("run.", "hydra.", "sweep.")  # keys of where and how a job runs, not of what it is
+_HOW_IT_RUNS = ("run.", "hydra.", "sweep.")  # keys that are no columns of a table
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RunFiles:
         done_step = count_of(result.get("step"))
         ended = number_of(result.get("ended_at", False))
         return cls(
-            overrides=set_by(masked_tree(run.read_overrides(), mask)),
+            overrides=override_values(masked_tree(run.read_overrides(), mask)),
             result=masked_tree(result, mask),
             metrics=masked_tree(metrics, mask),
             step=step if done_step is None else done_step,
@@ -120,12 +120,12 @@ def json_lines(
             number += line.endswith(b"\n")
 
 
-def set_by(overrides: Sequence[str]) -> dict[str, str]:
+def override_values(overrides: Sequence[str]) -> dict[str, str]:
     """Return the values of overrides by their keys."""
     values = {}
     for override in overrides:
         key, equals, value = override.lstrip("+~").partition("=")
-        if not key.startswith(_OURS):
+        if not key.startswith(_HOW_IT_RUNS):
             values[key] = value if equals and not override.startswith("~") else "removed"
     return values
 
@@ -133,14 +133,14 @@ def set_by(overrides: Sequence[str]) -> dict[str, str]:
 def _object(path: Path, problems: list[str]) -> dict[str, Any]:
     """Read a JSON object; empty if there is none, with the reason if that is a problem."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {_reason(error)}")
         return {}
-    if isinstance(found, dict):
-        return found
+    if isinstance(content, dict):
+        return content
     problems.append(f"{path.name} holds no object")
     return {}
 
@@ -152,9 +152,9 @@ def _reason(error: Exception) -> str:
 def _failure(error: Mapping[str, Any]) -> str | None:
     """Return in one line which rank failed, and why."""
     rank, step = count_of(error.get("rank")), count_of(error.get("step"))
-    place = f"rank {rank}" if rank is not None else ""
-    place += f" after step {step}" if place and step is not None else ""
-    return ": ".join(filter(None, (place, text_of(error.get("kind")), text_of(error.get("message"))))) or None
+    where = f"rank {rank}" if rank is not None else ""
+    where += f" after step {step}" if where and step is not None else ""
+    return ": ".join(filter(None, (where, text_of(error.get("kind")), text_of(error.get("message"))))) or None
 
 
 def _newest_metrics(path: Path, metric: str | None) -> tuple[dict[str, float], int | None]:
@@ -166,26 +166,25 @@ def _newest_metrics(path: Path, metric: str | None) -> tuple[dict[str, float], i
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - _TAIL_BYTES))
         tail = file.read(_TAIL_BYTES)
-        name = b"" if metric is None else json.dumps(metric).encode()
-        if name not in tail and size > len(tail):
+        quoted = b"" if metric is None else json.dumps(metric).encode()
+        if quoted not in tail and size > len(tail):
             file.seek(max(0, size - files.JSON_BYTES))
             tail = file.read(files.JSON_BYTES)
+    newest_first = tail.splitlines()[::-1]
     values: dict[str, float] = {}
     step, kinds = None, set()
-    for line in reversed(tail.splitlines()[-_LAST_LINES:]):
+    for line in newest_first[:_LAST_LINES]:
         record = _record(line)
         if step is None:
             step = count_of(record.get("step"))
-        found = _metrics(record)
-        if found:
-            kinds.add(any(one.startswith("train/") for one in found))
-        values = {**found, **values}
+        metrics = _metrics(record)
+        if metrics:
+            kinds.add(any(name.startswith("train/") for name in metrics))
+        values = {**metrics, **values}
         if len(kinds) == 2:
             break
-    place = tail.rfind(name) if metric is not None and metric not in values else -1
-    if place >= 0:
-        end = tail.find(b"\n", place)
-        line = tail[tail.rfind(b"\n", 0, place) + 1 : end if end >= 0 else len(tail)]
+    if metric is not None and metric not in values:  # older than these lines
+        line = next((line for line in newest_first if quoted in line), b"")
         values = {**_metrics(_record(line)), **values}
     return values, step
 
@@ -197,19 +196,19 @@ def _metrics(record: Mapping[str, Any]) -> dict[str, float]:
 def _record(line: bytes) -> dict[str, Any]:
     """Parse a line; a truncated one is empty."""
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def version_of(path: str | Path) -> object:
     """Return values that change whenever the file changes."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def number_of(value: Any) -> float | None:

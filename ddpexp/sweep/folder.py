@@ -124,7 +124,7 @@ class SweepDir:
         )
 
 
-class Record:
+class EventLog:
     """Writes the log of events; each event is in the file when `add` returns."""
 
     def __init__(self, folder: SweepDir) -> None:

@@ -42,10 +42,10 @@ def status_of(path: Path, job: JobRecord, run: RunFiles, queue: Queue) -> tuple[
     recorded = run.result.get("status")
     if recorded == "done":
         return "done", text_of(run.result.get("stopped"))
-    is_alive, owner = owner_is_alive(path, queue)
+    is_alive, owner = _owner_is_alive(path, queue)
     if is_alive is not False:
         return "running", None if is_alive else f"whether {owner} is still running cannot be checked from this host"
-    if job.newest == "started" and owner_is_alive(path.parent, queue)[0] is not False:
+    if job.newest == "started" and _owner_is_alive(path.parent, queue)[0] is not False:
         return "running", None  # its command has not got to the directory yet, or has just left it
     if run.problem is not None:
         return "broken", run.problem
@@ -98,7 +98,7 @@ class Queue:
         return None if is_over is None else not is_over
 
 
-def owner_is_alive(path: Path, queue: Queue) -> tuple[bool | None, str]:
+def _owner_is_alive(path: Path, queue: Queue) -> tuple[bool | None, str]:
     """Return whether the command that owns a directory is running (None: cannot be checked here), and its name."""
     owner = lock.read(path / lock.NAME)
     if owner is None:

@@ -16,7 +16,7 @@ from ddpexp.config.keys import MISSING, value_at
 from ddpexp.errors import shown
 from ddpexp.run import directory
 from ddpexp.run.directory import RunDir
-from ddpexp.sweep.files import RunFiles, WatchedRun, set_by, version_of
+from ddpexp.sweep.files import RunFiles, WatchedRun, override_values, version_of
 from ddpexp.sweep.folder import IS_JOB, SweepDir
 from ddpexp.sweep.job_status import NOT_ENDED, Queue, Status, status_of
 from ddpexp.sweep.record import Goal, JobRecord, SweepRecord
@@ -128,7 +128,7 @@ class Reader:
             number=job.number,
             name=path.name,
             path=path,
-            overrides={**set_by(job.overrides or ()), **run.overrides},
+            overrides={**override_values(job.overrides or ()), **run.overrides},
             status=status,
             objective=job.objective if objective is None and status not in NOT_ENDED else objective,
             metrics=run.metrics,

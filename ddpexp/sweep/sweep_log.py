@@ -9,7 +9,7 @@ from ddpexp.config.build import did_you_mean
 from ddpexp.settings.metrics import TEST_SET
 from ddpexp.settings.sweep import Sweep
 from ddpexp.sweep.early import names_of
-from ddpexp.sweep.folder import Record, SweepDir
+from ddpexp.sweep.folder import EventLog, SweepDir
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_result import Ended
 from ddpexp.sweep.table import duration, shown
@@ -24,7 +24,7 @@ class SweepLog:
     def __init__(self, folder: SweepDir, settings: Sweep, view: View) -> None:
         """Write nothing yet."""
         self._folder, self._settings, self._view = folder, settings, view
-        self._record: Record | None = None
+        self._events: EventLog | None = None
         self._warned = False  # that a job does not report the objective
         self.planned: dict[int, Planned] = {}
         self.ended: dict[int, Ended] = {}
@@ -32,22 +32,22 @@ class SweepLog:
     @property
     def began(self) -> bool:
         """Return whether anything was recorded."""
-        return self._record is not None
+        return self._events is not None
 
     def begin(self, overrides: Sequence[str], options: Sequence[str], title: str, **facts: Any) -> None:
         """Record the sweep, once; from here on the directory belongs to it."""
-        if self._record is not None:
+        if self._events is not None:
             return
         print_message(title)
         command = {"words": list(overrides), "options": list(options)}
         try:
             self._folder.logs.mkdir(exist_ok=True)
             files.write_yaml(self._folder.command, command)
-            self._record = Record(self._folder)
+            self._events = EventLog(self._folder)
         except OSError as error:
             raise self._folder.not_writable(error) from None
         objective = {"objective": self._settings.objective, "mode": self._settings.mode}
-        self._record.add("sweep", words=list(overrides), **facts, **objective)
+        self._events.add("sweep", words=list(overrides), **facts, **objective)
 
     def add_jobs(self, jobs: Sequence[Planned]) -> None:
         """Record the jobs of a batch."""
@@ -58,8 +58,8 @@ class SweepLog:
 
     def add(self, event: str, **facts: Any) -> None:
         """Record an event."""
-        assert self._record is not None
-        self._record.add(event, **facts)
+        assert self._events is not None
+        self._events.add(event, **facts)
 
     def end(self, job: Planned, ended: Ended, code: int, seconds: float | None) -> None:
         """Record and show how a job ended."""
@@ -107,8 +107,8 @@ class SweepLog:
 
     def close(self) -> None:
         """Close the file."""
-        if self._record is not None:
-            self._record.close()
+        if self._events is not None:
+            self._events.close()
 
     def _warn_of_objective(self, job: Planned, until: str = "") -> None:
         """Warn that a job does not report the objective, once a sweep."""

@@ -16,7 +16,7 @@ from hydra.core.plugins import Plugins
 
 from ddpexp.config.compose import compose_command
 from ddpexp.config.sweeps import Swept
-from ddpexp.sweep.folder import Record, SweepDir, job_name
+from ddpexp.sweep.folder import EventLog, SweepDir, job_name
 from ddpexp.sweep.local_jobs import LocalJobs
 from ddpexp.sweep.run import run_sweep
 from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, finish
@@ -224,7 +224,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -
     recipe = Recipe(ddpexp, bad)
     sweep = SweepDir(ddpexp.folder / "sweep")
     sweep.path.mkdir()
-    record = Record(sweep)
+    record = EventLog(sweep)
     record.add("sweep", words=["-m"], slots=1, kind="cpu", objective="eval/loss", mode="min")
     names = [job_name(number, overrides) for number, overrides in enumerate(JOBS)]
     for number, overrides in enumerate(JOBS):

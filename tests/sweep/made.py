@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ddpexp.run.lock import Owner
-from ddpexp.sweep.folder import Record, SweepDir, job_name
+from ddpexp.sweep.folder import EventLog, SweepDir, job_name
 
 POINTS = ((10, 0.9), (20, 0.7), (30, 0.5))
 """A curve."""
@@ -28,7 +28,7 @@ class Made:
         self.add("sweep", words=["-m", "optimizer.lr=0.1,0.2"], slots=2, kind="cpu", objective=objective, mode=mode)
 
     def add(self, event: str, **facts: Any) -> None:
-        record = Record(SweepDir(self.path))
+        record = EventLog(SweepDir(self.path))
         record.add(event, **facts)
         record.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.sweep.folder import Record, SweepDir
+from ddpexp.sweep.folder import EventLog, SweepDir
 from ddpexp.system.streams import MaskedText
 from tests.conftest import PATIENCE, finish
 from tests.sweep.conftest import Sweeps
@@ -32,7 +32,7 @@ def test_a_job_that_cannot_write_its_last_line_still_ends(environ: dict[str, str
 def test_a_record_that_cannot_be_written_is_reported_once_and_ends_no_sweep(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = Record(SweepDir(tmp_path))
+    record = EventLog(SweepDir(tmp_path))
     record.close()
     record._file = MaskedText(open("/dev/full", "wb"))  # noqa: SIM115
     record.add("sweep")

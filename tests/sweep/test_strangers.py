@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from ddpexp.run.directory import RunDir
-from ddpexp.sweep.again import resumed
 from ddpexp.sweep.files import curve
 from ddpexp.sweep.folder import SweepDir, runs_code
+from ddpexp.sweep.resume import resumed
 from tests.conftest import SMALL, finish
 from tests.refusals import refused
 from tests.sweep.conftest import Sweeps
