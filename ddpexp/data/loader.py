@@ -30,7 +30,7 @@ from ddpexp.data.loader_limits import (
 from ddpexp.data.samples import describe_samples, first_mismatch, form, tensors_of, user_code_error
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import CodeError, LoaderError
-from ddpexp.system.process import die_with_parent
+from ddpexp.system.process import die_with_parent, how_ended
 
 Key = tuple[int, list[int]] | tuple[int, list[int], int]  # a micro-batch: its seed, its indices, the epoch's seed
 
@@ -245,7 +245,7 @@ def _raise_reaped(batches: Any, page: _Page) -> None:
     _raise_unsent(page)
     for worker, process in enumerate(worker_processes(batches)):
         if process.exitcode:
-            raise _lost(worker, _ended(process.exitcode)) from None
+            raise _lost(worker, how_ended(process.exitcode)) from None
 
 
 def _death(pid: int) -> str | None:
@@ -256,12 +256,7 @@ def _death(pid: int) -> str | None:
         return None
     if found is None or (found.si_code == os.CLD_EXITED and found.si_status == 0):
         return None
-    return _ended(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
-
-
-def _ended(code: int) -> str:
-    """Return how a process ended. Units: the exit code, or minus the signal number."""
-    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    return how_ended(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
 
 
 def _silent(worker: int, samples: str, seconds: float) -> LoaderError:

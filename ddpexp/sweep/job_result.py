@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from ddpexp.sweep.files import RunFiles
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job import Planned
 from ddpexp.system import files
+from ddpexp.system.process import how_ended
 from ddpexp.system.secrets import masker
 
 
@@ -49,8 +49,7 @@ class ResultReader:
     def _reason(self, job: Planned, code: int) -> str:
         """Return in one line why a job failed."""
         if code < 0:
-            has_name = -code in set(signal.Signals)  # most real-time signals have none
-            return f"its command was killed by {signal.Signals(-code).name if has_name else f'signal {-code}'}"
+            return f"its command {how_ended(code)}"
         if code != EXIT_REFUSED or job.submits:  # a start that is refused leaves what an earlier one has written
             with suppress(RefusedError, KeyError):
                 error = job.run.read(job.run.error)

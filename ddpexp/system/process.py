@@ -17,6 +17,14 @@ _POLL_SECONDS = 0.25
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
+def how_ended(code: int) -> str:
+    """Return how a process ended. Units: the exit code, or minus the signal number."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    has_name = -code in set(signal.Signals)  # most real-time signals have none
+    return f"was killed by {signal.Signals(-code).name if has_name else f'signal {-code}'}"
+
+
 def stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on; None when the process is gone. Source: proc(5), stat.
 

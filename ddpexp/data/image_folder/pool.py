@@ -19,7 +19,7 @@ import xxhash
 from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
-from ddpexp.system.process import die_with_parent
+from ddpexp.system.process import die_with_parent, how_ended
 from ddpexp.system.programs import python
 from ddpexp.system.terminal import print_message
 
@@ -196,10 +196,9 @@ def _close(stream: IO[str]) -> None:
 
 
 def _death(code: int) -> RefusedError:
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     hint = "perhaps because memory ran out" if code == -signal.SIGKILL else "see its output above"
     return RefusedError(
-        f"A process that prepares the images {how}: {hint}",
+        f"A process that prepares the images {how_ended(code)}: {hint}",
         key="data.root",
         suggestion="Start again to resume the preparation.",
     )

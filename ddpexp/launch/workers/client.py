@@ -19,6 +19,7 @@ from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system.limits import EXIT_NO_MEMORY, reason, reason_with_limit
 from ddpexp.system.memory_file import memory_file
 from ddpexp.system.oom import Memory
+from ddpexp.system.process import how_ended
 from ddpexp.system.programs import python
 
 # Modules that a worker needs before its first step. A missing one would cost seconds in every worker, so a test
@@ -147,10 +148,7 @@ class Server:
         """Return a text on how the process ended and the signal that killed it, once `receive` has returned None."""
         code = self._process.wait() if self._process is not None else None
         signum = -code if code is not None and code < 0 else None
-        if signum is not None:
-            how = f"was killed by {signal.Signals(signum).name}"
-        else:
-            how = "is gone" if code is None else f"ended with exit code {code}"
+        how = "is gone" if code is None else how_ended(code)
         text = f"the process that starts the workers {how}, and they with it"
         # When memory runs out, libraries abort, the dynamic loader exits with 127, and the kernel kills.
         allocation_failed = code == EXIT_NO_MEMORY or signum not in (signal.SIGKILL, None)
