@@ -14,15 +14,12 @@ from dataclasses import dataclass, field
 from ddpexp.errors import EXIT_FAILED, EXIT_REFUSED, RefusedError
 from ddpexp.launch.supervise.signals import signals_as_bytes
 from ddpexp.launch.workers.client import Server
-from ddpexp.settings.sweep import Sweep
 from ddpexp.sweep.early import Curve, prune_reason
 from ddpexp.sweep.files import curve
-from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job import Planned, Started, start
 from ddpexp.sweep.job_result import Ended, ResultReader
 from ddpexp.sweep.slots import Slots
 from ddpexp.sweep.sweep_log import SweepLog
-from ddpexp.sweep.view import View
 from ddpexp.system.limits import reason_with_limit
 
 _POLL_SECONDS = 0.5
@@ -78,19 +75,10 @@ class LocalJobs:
     """Starts and watches the processes of jobs; stops them early, restarts them, or kills them where necessary."""
 
     def __init__(
-        self,
-        settings: Sweep,
-        folder: SweepDir,
-        slots: Slots,
-        log: SweepLog,
-        results: ResultReader,
-        view: View,
-        server: WarmServer,
-        options: Sequence[str],
+        self, log: SweepLog, slots: Slots, results: ResultReader, server: WarmServer, options: Sequence[str]
     ) -> None:
         """Take what the jobs share; `options` are those of the sweep's command line that say where configs are."""
-        self._settings, self._folder, self._slots, self._log = settings, folder, slots, log
-        self._results, self._view, self._server, self._options = results, view, server, options
+        self._log, self._slots, self._results, self._server, self._options = log, slots, results, server, options
         self._running: dict[int, _Running] = {}
         self._attempts: dict[int, int] = {}
         self._curves: dict[int, Curve] = {}
@@ -114,9 +102,9 @@ class LocalJobs:
                 self._prune()
                 self._check_objective()
                 self._kill_late()
-                self._view.update()
+                self._log.view.update()
                 if not waiting:
-                    self._view.prepare_plot()
+                    self._log.view.prepare_plot()
                 for key, _ in selector.select(_POLL_SECONDS):
                     if key.data == "signals":
                         self._handle_signals(signals)
@@ -135,7 +123,7 @@ class LocalJobs:
             environ = self._slots.environ(slots, job.on_gpus) if job.workers is not None else {}
             try:
                 server = self._server.get(selector, self._log.planned.values()) if job.forks_here else None
-                process = start(job, self._options, server, environ, self._folder.log(job.number))
+                process = start(job, self._options, server, environ, self._log.folder.log(job.number))
             except (OSError, RefusedError) as error:  # no more processes, or files
                 self._slots.give_back(slots)
                 if self._running:
@@ -174,7 +162,7 @@ class LocalJobs:
 
     def _prune(self) -> None:
         """Send SIGTERM to jobs that early stopping rules out, so that they save and end."""
-        settings = self._settings
+        settings = self._log.settings
         if settings.early_stop is None or settings.objective is None:
             return
         for number in self._running.keys() | self._log.ended.keys():
@@ -216,12 +204,12 @@ class LocalJobs:
         if (
             ended.status == "failed"
             and code != EXIT_REFUSED
-            and running.attempt <= self._settings.retries
+            and running.attempt <= self._log.settings.retries
             and not self._stopping
         ):
             waiting.append(job)
         self._log.end(job, ended, code, time.monotonic() - running.since)
-        if ended.status == "failed" and self._settings.on_failure == "stop" and not self._stopping:
+        if ended.status == "failed" and self._log.settings.on_failure == "stop" and not self._stopping:
             self._stop()
             for other in self._running.values():
                 other.process.send(signal.SIGTERM)

@@ -20,6 +20,7 @@ from ddpexp.sweep.job_status import FINAL
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.runner import SweepFailed, SweepRunner
 from ddpexp.sweep.settings import settings_of
+from ddpexp.sweep.sweep_log import SweepLog
 from ddpexp.sweep.view import View
 from ddpexp.system import caller, files
 from ddpexp.system.limits import reason_with_limit
@@ -46,7 +47,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
         folder.check_no_links()
         caller.report(caller.Directory(str(folder.path.absolute()), is_sweep=True))
         view = View(folder, Goal(settings.objective, settings.mode), settings.picture)
-        sweep = SweepRunner(swept, settings, folder, view, server)
+        sweep = SweepRunner(swept, SweepLog(folder, settings, view), server)
         try:
             sweep_with(swept, folder, sweep.run)
             if sweep.log.began:  # and has not only printed what it would do
@@ -137,7 +138,7 @@ def _exit_code(sweep: SweepRunner) -> int:
         raise SweepFailed(lost)
     if submitted := log.ended_as("submitted"):
         print_message(f"{len(submitted)} of {len(log.planned)} jobs are submitted; how far they are: python -m ddpexp "
-            f"status {files.typed(sweep.folder.path)}", sys.stdout)  # fmt: skip
+            f"status {files.typed(log.folder.path)}", sys.stdout)  # fmt: skip
     if left_out := sweep.left_out():
         print_message(
             f"ddpexp: warning: {len(left_out)} of the directory's jobs are not finished, and not part of this command: "

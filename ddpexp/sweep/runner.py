@@ -10,8 +10,7 @@ from ddpexp.config.sweeps import Swept
 from ddpexp.errors import DdpexpError, FinishedError, RefusedError, StoppedError
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import directory, resume
-from ddpexp.settings.sweep import Sweep
-from ddpexp.sweep.folder import SweepDir, restated_overrides
+from ddpexp.sweep.folder import restated_overrides
 from ddpexp.sweep.hydra_sweeper import is_grid
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_planner import JobPlanner
@@ -22,7 +21,6 @@ from ddpexp.sweep.record import SweepRecord
 from ddpexp.sweep.slots import Slots
 from ddpexp.sweep.submission import Submissions, submitter_of
 from ddpexp.sweep.sweep_log import SweepLog
-from ddpexp.sweep.view import View
 from ddpexp.system import files
 from ddpexp.system.terminal import print_message
 
@@ -34,21 +32,18 @@ class SweepFailed(DdpexpError):
 class SweepRunner:
     """Runs the jobs of a sweep in its directory, batch by batch."""
 
-    def __init__(self, swept: Swept, settings: Sweep, folder: SweepDir, view: View, server: Server | None) -> None:
-        """Take the sweep, its directory (which this command has locked), and a warm server, if there is one."""
-        self.settings, self.folder = settings, folder
+    def __init__(self, swept: Swept, log: SweepLog, server: Server | None) -> None:
+        """Take the sweep, the log in its directory (which this command has locked), and a warm server, if any."""
+        self.log, self._settings, self._folder = log, log.settings, log.folder
         self._swept, self._grid = swept, is_grid(swept)
         self._options = ["--config-dir", swept.config_dir] if swept.config_dir else []
-        self._slots = Slots(settings.slots)
-        self._earlier = SweepRecord.of(folder.events()).jobs
-        self._planner = JobPlanner(swept, folder, self._slots, self._earlier)
+        self._slots = Slots(log.settings.slots)
+        self._earlier = SweepRecord.of(log.folder.events()).jobs
+        self._planner = JobPlanner(swept, log.folder, self._slots, self._earlier)
         self._server = WarmServer(server)
-        self._results = ResultReader(folder, settings.objective)
-        self.log = SweepLog(folder, settings, view)
-        self._submissions = Submissions(folder, self.log, self._results, self._options)
-        self._local = LocalJobs(
-            settings, folder, self._slots, self.log, self._results, view, self._server, self._options
-        )
+        self._results = ResultReader(log.folder, log.settings.objective)
+        self._submissions = Submissions(log, self._results, self._options)
+        self._local = LocalJobs(log, self._slots, self._results, self._server, self._options)
 
     def run(self, batch: Sequence[Sequence[str]]) -> list[Ended]:
         """Run the jobs with these overrides, as many at a time as there are slots; return how each ended.
@@ -62,7 +57,7 @@ class SweepRunner:
                 override for override in self._swept.overrides if override_key(override) in self._planner.keys
             )
             raise RefusedError(f"the sweep has no jobs: one of {swept} gives no value.")
-        submitter = submitter_of(jobs, self.settings, self._grid)
+        submitter = submitter_of(jobs, self._settings, self._grid)
         if submitter is not None and submitter.dry_run:
             self._submissions.show(submitter, [job for job in jobs if job.submits])
             return [Ended("submitted") for _ in batch]
@@ -92,7 +87,7 @@ class SweepRunner:
 
     def resume_arguments(self) -> list[str]:
         """Return the arguments with which to resume this sweep."""
-        return ["resume", files.shortest(self.folder.path), *self._options, *restated_overrides(self._swept.overrides)]
+        return ["resume", files.shortest(self._folder.path), *self._options, *restated_overrides(self._swept.overrides)]
 
     def close(self) -> None:
         """Close the log, and the server if this object has created it."""
@@ -115,7 +110,7 @@ class SweepRunner:
     def _ended_earlier(self, job: Planned) -> Ended | None:
         """Return how a job ended in an earlier start, if that is final."""
         before = self._earlier.get(job.number)
-        if before is not None and before.status == "stopped" and self.settings.early_stop is not None:
+        if before is not None and before.status == "stopped" and self._settings.early_stop is not None:
             return Ended("stopped", self._results.objective(job), before.message or "")
         if not directory.is_ours(job.run.path):
             return None
@@ -150,7 +145,7 @@ class SweepRunner:
         """Record the sweep and the jobs of a batch."""
         what = f"of {len(jobs)} job{'s' if len(jobs) > 1 else ''}" if self._grid else f"by {self._swept.sweeper_choice}"
         where = "" if all(job.submits for job in jobs) else f" on {self._slots}"
-        title = f"sweep {what}{where} in {files.relative(self.folder.path)}"
+        title = f"sweep {what}{where} in {files.relative(self._folder.path)}"
         slots = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}
         self.log.begin(self._swept.overrides, self._options, title, **slots)
         self.log.add_jobs(jobs)

@@ -9,7 +9,6 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher, Submitter
 from ddpexp.settings.sweep import Sweep
-from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_result import Ended, ResultReader
 from ddpexp.sweep.record import JobRecord
@@ -50,9 +49,9 @@ def submitter_of(jobs: Sequence[Planned], settings: Sweep, is_grid: bool) -> Sub
 class Submissions:
     """The jobs of a sweep that were submitted."""
 
-    def __init__(self, folder: SweepDir, log: SweepLog, results: ResultReader, options: Sequence[str]) -> None:
+    def __init__(self, log: SweepLog, results: ResultReader, options: Sequence[str]) -> None:
         """Take the options of the sweep's command line that say where configs are, and no jobs yet."""
-        self._folder, self._log, self._results, self._options = folder, log, results, options
+        self._log, self._results, self._options = log, results, options
         self._submitted: dict[int, ScheduledJob] = {}
 
     def find_queued(self, jobs: Iterable[JobRecord]) -> dict[int, Ended]:
@@ -67,7 +66,7 @@ class Submissions:
 
     def show(self, submitter: Submitter, jobs: Sequence[Planned]) -> None:
         """Print what would be submitted."""
-        submitter.submit(self._trainings(jobs), self._folder.path, lambda index, job_id: None)
+        submitter.submit(self._trainings(jobs), self._log.folder.path, lambda index, job_id: None)
 
     def submit(self, submitter: Submitter, jobs: Sequence[Planned]) -> None:
         """Submit the jobs and record their ids."""
@@ -79,7 +78,7 @@ class Submissions:
             self._submitted[job.number] = scheduled
             self._log.ended[job.number] = Ended("submitted")
 
-        submitter.submit(self._trainings(jobs), self._folder.path, submitted)
+        submitter.submit(self._trainings(jobs), self._log.folder.path, submitted)
 
     def follow(self, submitter: Submitter, jobs: Sequence[Planned]) -> None:
         """Wait until the submitted jobs have ended."""

@@ -23,7 +23,7 @@ class SweepLog:
 
     def __init__(self, folder: SweepDir, settings: Sweep, view: View) -> None:
         """Write nothing yet."""
-        self._folder, self._settings, self._view = folder, settings, view
+        self.folder, self.settings, self.view = folder, settings, view
         self._events: EventLog | None = None
         self._warned = False  # that a job does not report the objective
         self.planned: dict[int, Planned] = {}
@@ -41,12 +41,12 @@ class SweepLog:
         print_message(title)
         command = {"words": list(overrides), "options": list(options)}
         try:
-            self._folder.logs.mkdir(exist_ok=True)
-            files.write_yaml(self._folder.command, command)
-            self._events = EventLog(self._folder)
+            self.folder.logs.mkdir(exist_ok=True)
+            files.write_yaml(self.folder.command, command)
+            self._events = EventLog(self.folder)
         except OSError as error:
-            raise self._folder.not_writable(error) from None
-        objective = {"objective": self._settings.objective, "mode": self._settings.mode}
+            raise self.folder.not_writable(error) from None
+        objective = {"objective": self.settings.objective, "mode": self.settings.mode}
         self._events.add("sweep", words=list(overrides), **facts, **objective)
 
     def add_jobs(self, jobs: Sequence[Planned]) -> None:
@@ -69,7 +69,7 @@ class SweepLog:
             message=ended.message,
             **({"seconds": round(seconds, 3)} if seconds is not None else {}),
         )  # fmt: skip
-        self._view.ended(self._line(job, ended, seconds))
+        self.view.ended(self._line(job, ended, seconds))
         if ended.status == "done" and ended.objective is None:
             self._warn_of_objective(job)
 
@@ -79,7 +79,7 @@ class SweepLog:
         A metric of an evaluation may be said to be missing once there was one, a metric of training after the first
         record of training. A metric of the test set is known only at the end of a job.
         """
-        metric = self._settings.objective
+        metric = self.settings.objective
         if metric is None or metric.startswith(f"{TEST_SET}/"):
             return True
         names, of_training = names_of(job.run), metric.startswith("train/")
@@ -97,9 +97,9 @@ class SweepLog:
     def lost_objective(self) -> str | None:
         """Return a message if no job that is done reports the objective; None if one does, or if none is set."""
         done = self.ended_as("done")
-        if self._settings.objective is None or not done or any(self.ended[job].objective is not None for job in done):
+        if self.settings.objective is None or not done or any(self.ended[job].objective is not None for job in done):
             return None
-        place = files.typed(self._folder.path)
+        place = files.typed(self.folder.path)
         return (
             f"{self._no_objective(self.planned[done[0]])} The jobs are done: python -m ddpexp table {place} "
             "sweep.objective=... shows them."
@@ -112,18 +112,18 @@ class SweepLog:
 
     def _warn_of_objective(self, job: Planned, until: str = "") -> None:
         """Warn that a job does not report the objective, once a sweep."""
-        if self._settings.objective is not None and not self._warned:
+        if self.settings.objective is not None and not self._warned:
             self._warned = True
             print_message(f"ddpexp: warning: {self._no_objective(job, until)}")
 
     def _no_objective(self, job: Planned, until: str = "") -> str:
-        metric = self._settings.objective
+        metric = self.settings.objective
         assert metric is not None
         suggestion = did_you_mean(metric, names_of(job.run), "sweep.objective=")
         return f"sweep.objective={metric} is no metric that job {job.name} reports{until}.{suggestion}"
 
     def _line(self, job: Planned, ended: Ended, seconds: float | None) -> str:
-        metric = self._settings.objective
+        metric = self.settings.objective
         value = (
             f"  {metric} {shown(metric, ended.objective)}" if metric is not None and ended.objective is not None else ""
         )
