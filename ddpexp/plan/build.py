@@ -9,8 +9,8 @@ configuration.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ddpexp.config.schema import Experiment
 from ddpexp.config.strategies import estimator_of
 from ddpexp.data.adapters import MapStyle, sized
 from ddpexp.data.base import Subset
+from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, device_bytes, prefer_device
 from ddpexp.data.order import Listed
@@ -84,77 +85,174 @@ def collect(
     Raises:
         RefusedError: as a run would.
     """
-    trainer = experiment.trainer
-    data_size = experiment.strategy.data_rank(0, layout.world_size).size
-    plan = training_plan(experiment, data_size)
+    plan = training_plan(experiment, experiment.strategy.data_rank(0, layout.world_size).size)
     before = _own_memory()
+    with_data = num_samples is None
     if num_samples is None:
         splits = open_data(experiment, prepared, World.alone())
     else:
         splits = _placeholder(experiment, num_samples)
-    train, there = splits.train, num_samples is None and _on_device(experiment, splits)
-    data_bytes = max(0, _own_memory() - before) if num_samples is None else None
-    if isinstance(train, Stream):
-        train, steps_per_epoch = sized(train, plan.micro_batch_size), trainer.max_steps or 0
-        samples_per_epoch = steps_per_epoch * trainer.global_batch_size
-    else:
-        batches = TrainBatches(train, plan, 0, trainer.seed, _CPU, order=splits.order)
-        steps_per_epoch, samples_per_epoch = batches.steps_per_epoch, batches.samples_per_epoch
-    steps = {"steps_per_epoch": steps_per_epoch, "num_steps": count_steps(trainer, steps_per_epoch)}
-    notes = {
-        "data": "measured: what each worker has for itself" if data_bytes is not None else "left out: --num_samples"
-    }
-    models, single, device = _models(experiment, notes)
-    named, optimizers = _named(models), _optimizers(experiment, models, single)
-    of_the_model = _of_the_model(experiment, models, single, optimizers, notes)
+    on_device = with_data and _on_device(experiment, splits)
+    data_bytes = max(0, _own_memory() - before) if with_data else None
+    train, steps_per_epoch, samples_per_epoch = _sized(experiment, splits, plan)
+    built = _Built.of(experiment)
+    built.notes["data"] = "measured: what each worker has for itself" if with_data else "left out: --num_samples"
     estimator = estimator_of(experiment.strategy)
-    estimator.divide_models(models)
-    divided = list(_described(_named(models))) if experiment.strategy.divides_layers else []
-    if num_samples is None:
-        size, passes = plan.micro_batch_size, plan.gradient_accumulation_steps
+    of_whole_models, trained = built.facts(), [p for _, p in built.named() if p.requires_grad]
+    estimator.divide_models(built.models)
+    num_passes = plan.gradient_accumulation_steps
+    if with_data:
+        size = plan.micro_batch_size
         if isinstance(splits.order, ByTokens):
             size = len(splits.order.largest)
             train = Subset(train, Listed(splits.order.largest), 0, size)
-        of_a_pass = _of_a_pass(experiment, models, single, train, size, device, notes, passes)
+        of_a_pass = _of_a_pass(built, train, size, num_passes)
     else:
         of_a_pass = {"activations_bytes": None, "batch_bytes": None}
-        notes["activations"] = "left out: --num_samples gives no samples to measure them with"
+        built.notes["activations"] = "left out: --num_samples gives no samples to measure them with"
     sums_bytes, shared_bytes = estimator.reserved_bytes(
-        [p for _, p in named if p.requires_grad],
-        [buffer for module in models.values() for buffer in module.buffers()],
-        trainer, layout, plan.gradient_accumulation_steps,
-    )  # fmt: skip
+        trained, built.buffers(), experiment.trainer, layout, num_passes
+    )
     facts = Facts(
-        **of_the_model,
-        divided=divided,
-        buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
+        **of_whole_models,
+        divided=list(_described(built.named())) if experiment.strategy.divides_layers else [],
+        buffers_bytes=_num_bytes(built.buffers()),
         data_bytes=data_bytes,
-        device_data_bytes=device_bytes(splits) if there else 0,
+        device_data_bytes=device_bytes(splits) if on_device else 0,
         num_samples=samples_per_epoch,
         sums_bytes=sums_bytes,
         shared_bytes=shared_bytes,
         **of_a_pass,
-        num_passes=plan.gradient_accumulation_steps,
-        blocks_bytes=estimator.blocks_bytes(models) if layout.world_size > 1 else [],
-        notes=notes,
+        num_passes=num_passes,
+        blocks_bytes=estimator.blocks_bytes(built.models) if layout.world_size > 1 else [],
+        notes=built.notes,
     )
-    return facts, steps, optimizers
+    steps = {"steps_per_epoch": steps_per_epoch, "num_steps": count_steps(experiment.trainer, steps_per_epoch)}
+    return facts, steps, built.optimizers
 
 
-def _of_the_model(
-    experiment: Experiment, models: Models, single: bool, optimizers: Mapping[str, Optimizer], notes: dict[str, str]
-) -> dict[str, Any]:
-    """Return the facts about whole models and their optimizers, by the fields of `Facts`."""
-    return {
-        "parameters": list(_described(_named(models))),
-        "state_bytes": {
-            name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()
-        },
-        "optimizer_bytes": _optimizer_bytes(optimizers, models, notes),
-        "groups": list(_groups(experiment, models, single, optimizers)),
-        "late_starts": LateStarts.of(experiment.trainer, models, single).texts(),
-        "averaged_by": next((type(one).__name__ for one in optimizers.values() if isinstance(one, HasModes)), None),
-    }
+def _sized(experiment: Experiment, splits: Splits, plan: BatchPlan) -> tuple[Any, int, int]:
+    """Return the training data, of a stream a few samples, with the steps and the samples of an epoch."""
+    trainer = experiment.trainer
+    if isinstance(splits.train, Stream):
+        steps_per_epoch = trainer.max_steps or 0
+        return sized(splits.train, plan.micro_batch_size), steps_per_epoch, steps_per_epoch * trainer.global_batch_size
+    batches = TrainBatches(splits.train, plan, 0, trainer.seed, _CPU, order=splits.order)
+    return splits.train, batches.steps_per_epoch, batches.samples_per_epoch
+
+
+@dataclass(frozen=True)
+class _Built:
+    """The models of a run and their optimizers, without memory where their code works so."""
+
+    experiment: Experiment
+    models: Models
+    is_single: bool  # one module, not several by name
+    device: torch.device
+    optimizers: Mapping[str, Optimizer]
+    notes: dict[str, str]  # by what they are about
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> _Built:
+        notes: dict[str, str] = {}
+        built, device = _model(experiment, notes)
+        models, is_single = modules_of(built), isinstance(built, nn.Module)
+        for name, module in models.items():
+            if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
+                raise RefusedError(
+                    f"{name} has lazy parameters, whose size is known only after the first batch: a plan needs sizes",
+                    suggestion="Give its layers their input sizes.",
+                )
+            module.to(device)
+        task = instantiate(experiment.task, experiment.trust, "task")
+        parameters = [p for module in models.values() for p in module.parameters()]
+        optimizers = build_optimizers(experiment, task, models, is_single, lambda: parameters)
+        return cls(experiment, models, is_single, device, optimizers, notes)
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Return every parameter once, with the model that has it first."""
+        named: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, module in self.models.items():
+            for p in module.parameters():
+                named.setdefault(id(p), (name, p))
+        return list(named.values())
+
+    def buffers(self) -> list[Tensor]:
+        """Return the buffers of all models."""
+        return [buffer for module in self.models.values() for buffer in module.buffers()]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts about whole models and their optimizers, by the fields of `Facts`."""
+        return {
+            "parameters": list(_described(self.named())),
+            "state_bytes": {
+                name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in self.models.items()
+            },
+            "optimizer_bytes": self._optimizer_bytes(),
+            "groups": list(self._groups()),
+            "late_starts": LateStarts.of(self.experiment.trainer, self.models, self.is_single).texts(),
+            "averaged_by": next(
+                (type(optimizer).__name__ for optimizer in self.optimizers.values() if isinstance(optimizer, HasModes)),
+                None,
+            ),
+        }
+
+    def _groups(self) -> Iterator[ParamGroup]:
+        described = list(describe(self.models, self.is_single).values())
+        conditions = {group.name: "; ".join(group.conditions) for group in groups_of(self.experiment, described) or ()}
+        for optimizer, one in self.optimizers.items():
+            for number, group in enumerate(one.param_groups):
+                parameters, name = group["params"], str(group.get("name", number))
+                yield ParamGroup(
+                    optimizer,
+                    name,
+                    conditions.get(name, ""),
+                    len(parameters),
+                    sum(p.numel() for p in parameters),
+                    sum(p.numel() for p in parameters if p.requires_grad),
+                    float(group["lr"]),
+                    group.get("weight_decay"),
+                )
+
+    def _optimizer_bytes(self) -> int:
+        """Have each optimizer take a step, after which it holds what it keeps."""
+        parameters = [p for _, p in self.named()]
+        for p in parameters:
+            p.grad = torch.empty_like(p) if p.requires_grad else None
+        try:
+            for optimizer in self.optimizers.values():
+                if isinstance(optimizer, HasModes):
+                    optimizer.train()
+                optimizer.step()
+            states = [state for optimizer in self.optimizers.values() for state in optimizer.state.values()]
+            self.notes["optimizer"] = (
+                "measured after a step on the meta device" if "model" not in self.notes else "measured after a step"
+            )
+            return _num_bytes(tensor for state in states for tensor in tensors_of(state))
+        except Exception as error:
+            self.notes["optimizer"] = (
+                "assumed: two numbers for each trained one, because a step was not possible "
+                f"({type(error).__name__}: {error})"
+            )
+            return 2 * _num_bytes(p for p in parameters if p.requires_grad)
+        finally:
+            for p in parameters:
+                p.grad = None
+
+
+def _model(experiment: Experiment, notes: dict[str, str]) -> tuple[Any, torch.device]:
+    """Build the model or models as a worker does, without memory; where their code does not work so, in memory."""
+    try:
+        with _META:
+            return build_model(experiment), _META
+    except RefusedError:
+        raise
+    except Exception as error:
+        notes["model"] = (
+            f"built in memory, because its code does not work on torch's meta device ({type(error).__name__}: {error})"
+        )
+    bound_memory()
+    return build_model(experiment), _CPU
 
 
 def _described(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Parameter]:
@@ -169,20 +267,18 @@ def _on_device(experiment: Experiment, splits: Splits) -> bool:
     return prefer_device(splits) if wanted == "auto" else wanted
 
 
-def _of_a_pass(
-    experiment: Experiment, models: Models, single: bool, train: Any, num_samples: int, device: torch.device,
-    notes: dict[str, str], num_passes: int,
-) -> dict[str, Any]:  # fmt: skip
+def _of_a_pass(built: _Built, train: Any, num_samples: int, num_passes: int) -> dict[str, Any]:
     """Return the facts about a pass, by the fields of `Facts`: its batch, and what is kept for backward."""
+    experiment = built.experiment
     samples = min(num_samples, len(train), _MOST_SAMPLES)
     on_device = experiment.data.on_device is True
-    batch = to_device(EvalBatches(train, samples, 0, 1, _CPU, on_device=on_device).first(), device)
+    batch = to_device(EvalBatches(train, samples, 0, 1, _CPU, on_device=on_device).first(), built.device)
     scale = num_samples / samples
     found: dict[str, Any] = {
         "batch_bytes": round(scale * sum(t.numel() * t.element_size() for t in tensors_of(batch))),
         "activations_bytes": None,
     }
-    measured = measure(experiment, models, single, batch, notes)
+    measured = measure(experiment, built.models, built.is_single, batch, built.notes)
     if measured is not None:
         kept = estimator_of(experiment.strategy).kept_bytes(measured.of_stages, num_passes)
         found["activations_bytes"] = round(scale * kept)
@@ -198,94 +294,7 @@ def _placeholder(experiment: Experiment, num_samples: int) -> Splits:
     return Splits(samples, {}, Passes(per_epoch, len(samples)) if per_epoch is not None else None)
 
 
-def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool, torch.device]:
-    """Build the models as a worker does, without memory; where their code does not work so, in memory."""
-    device = _META
-    try:
-        with _META:
-            built = build_model(experiment)
-    except RefusedError:
-        raise
-    except Exception as error:
-        notes["model"] = (
-            f"built in memory, because its code does not work on torch's meta device ({type(error).__name__}: {error})"
-        )
-        device = _CPU
-        bound_memory()
-        built = build_model(experiment)
-    models = modules_of(built)
-    for name, module in models.items():
-        if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
-            raise RefusedError(
-                f"{name} has lazy parameters, whose size is known only after the first batch: a plan needs sizes",
-                suggestion="Give its layers their input sizes.",
-            )
-        module.to(device)
-    return models, isinstance(built, nn.Module), device
-
-
-def _optimizers(experiment: Experiment, models: Models, single: bool) -> Mapping[str, Optimizer]:
-    task = instantiate(experiment.task, experiment.trust, "task")
-    parameters = [p for module in models.values() for p in module.parameters()]
-    return build_optimizers(experiment, task, models, single, lambda: parameters)
-
-
-def _groups(
-    experiment: Experiment, models: Models, single: bool, optimizers: Mapping[str, Optimizer]
-) -> Iterator[ParamGroup]:
-    """Yield the parameter groups of the optimizers."""
-    described = list(describe(models, single).values())
-    conditions = {group.name: "; ".join(group.conditions) for group in groups_of(experiment, described) or ()}
-    for optimizer, one in optimizers.items():
-        for number, group in enumerate(one.param_groups):
-            parameters, name = group["params"], str(group.get("name", number))
-            yield ParamGroup(
-                optimizer, name, conditions.get(name, ""), len(parameters), sum(p.numel() for p in parameters),
-                sum(p.numel() for p in parameters if p.requires_grad), float(group["lr"]), group.get("weight_decay"),
-            )  # fmt: skip
-
-
-def _optimizer_bytes(optimizers: Mapping[str, Optimizer], models: Models, notes: dict[str, str]) -> int:
-    """Have each optimizer take a step, after which it holds what it keeps."""
-    parameters = [p for module in models.values() for p in module.parameters()]
-    for p in parameters:
-        p.grad = torch.empty_like(p) if p.requires_grad else None
-    try:
-        for optimizer in optimizers.values():
-            if isinstance(optimizer, HasModes):
-                optimizer.train()
-            optimizer.step()
-        tensors = [
-            value
-            for optimizer in optimizers.values()
-            for state in optimizer.state.values()
-            for value in tensors_of(state)
-        ]
-        notes["optimizer"] = (
-            "measured after a step on the meta device" if "model" not in notes else "measured after a step"
-        )
-        return _num_bytes(tensors)
-    except Exception as error:
-        notes["optimizer"] = (
-            "assumed: two numbers for each trained one, because a step was not possible "
-            f"({type(error).__name__}: {error})"
-        )
-        return 2 * _num_bytes([p for p in parameters if p.requires_grad])
-    finally:
-        for p in parameters:
-            p.grad = None
-
-
-def _named(models: Models) -> list[tuple[str, nn.Parameter]]:
-    """Return every parameter once, with the model that has it first."""
-    named: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, module in models.items():
-        for p in module.parameters():
-            named.setdefault(id(p), (name, p))
-    return list(named.values())
-
-
-def _num_bytes(tensors: Any) -> int:
+def _num_bytes(tensors: Iterable[Any]) -> int:
     """Add up the tensors among some values, each once."""
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors if isinstance(t, Tensor)}.values())
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddpexp.plan.gather import Curves
 from ddpexp.sweep.picture import save
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 _WIDTH, _HEIGHT = 60, 8  # characters
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _MOST_SKETCHES = 3
-
-Curves = Mapping[str, Sequence[tuple[int, float]]]
 
 
 def sketch(curves: Curves) -> list[str]:
