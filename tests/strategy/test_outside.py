@@ -32,6 +32,7 @@ from tests.conftest import Ddpexp, python_path
 from tests.examples import install
 from tests.fitting import TRAINER
 from tests.points import Recipe
+from tests.refusals import refused
 
 WORDS = ("optimizer=adamw", "trainer.gpus=2", "trainer.threads=1", "trainer.micro_batch_size=6")
 SHARDED = {"PYTHONPATH": python_path(Path(__file__).parent / "outside")}
@@ -163,11 +164,11 @@ class Mistyped(Options):
 def test_options_without_a_builder_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = {name: f"{__name__}.{name.capitalize()}" for name in ("bare", "mistyped")}
     monkeypatch.setattr(strategies, "installed", lambda section: offered)
-    with pytest.raises(RefusedError, match=r"strategy=bare: .*test_outside\.Bare names no function"):
+    with refused("test_outside.Bare: builder"):
         strategies.options_of("bare")
     mistyped = strategies.options_of("mistyped")
     assert mistyped is not None
-    with pytest.raises(RefusedError, match=r"strategy=mistyped: .*test_outside\.biuld cannot be imported"):
+    with refused("test_outside.biuld: cannot be imported"):
         strategies.builder_of(mistyped("mistyped"))
 
 
@@ -213,9 +214,9 @@ def test_a_strategy_of_others_states_rules_on_every_section_like_ours() -> None:
     ours = parse(composed.values)
     picky = replace(ours, strategy=Picky(**vars(ours.strategy)))
     check(picky)
-    with pytest.raises(RefusedError, match=r"^optimizer=sgd is not clipped\. Use another optimizer\.$"):
+    with refused("optimizer=sgd: not clipped"):
         check(replace(picky, trainer=replace(picky.trainer, clip_grad_norm=1.0)))
-    with pytest.raises(RefusedError, match=r"^strategy\.rounds=0: use a whole number from 1\.$"):
+    with refused("strategy.rounds=0: from 1"):
         build(Picky, {**vars(ours.strategy), "rounds": 0}, "strategy")
 
 

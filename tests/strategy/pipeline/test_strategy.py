@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.estimator import Facts, Parameter
@@ -24,6 +22,7 @@ from ddpexp.strategy.tensor.options import DividedLayers
 from tests.conftest import Ddpexp, Done
 from tests.fitting import STRATEGY, TRAINER, asked
 from tests.points import Recipe, weights
+from tests.refusals import refused
 
 OPTIONS = PipelineOptions("pipeline", 2, None, "1f1b")
 
@@ -56,55 +55,55 @@ def test_the_dimensions_of_parallelism_have_neighbours_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "trainer", "sentence"),
+    ("options", "trainer", "expected"),
     [
-        ({"split_before": ("a", "b")}, {}, "strategy.pp_size=2 stages all but the first begin with one. Name 1."),
-        ({"schedule": "interleaved"}, {}, "Use strategy.stages_per_worker=2 or more, or strategy.schedule=1f1b."),
-        ({"stages_per_worker": 2}, {}, "strategy.stages_per_worker=2 is for strategy.schedule=interleaved"),
-        ({"tp_plan": (DividedLayers("a", "colwise"),)}, {}, "strategy.tp_plan has no effect without"),
-        ({"tp_size": 2, "tp_plan": (DividedLayers((), "colwise"),)}, {}, "strategy.tp_plan[0].match is empty"),
-        ({}, {"reduction": "exact"}, "trainer.reduction=exact is incompatible with strategy=pipeline"),
-        ({}, {"compile": True}, "strategy=pipeline is incompatible with trainer.compile=true"),
-        ({}, {"param_dtype": "bf16"}, "Use trainer.param_dtype=fp32 trainer.precision=bf16."),
-        ({}, {"average_batch_norm": 3, "ema_decay": 0.9}, "incompatible with trainer.average_batch_norm=3"),
+        ({"split_before": ("a", "b")}, {}, "strategy.split_before: name 1"),
+        ({"schedule": "interleaved"}, {}, "strategy.schedule=interleaved: strategy.stages_per_worker=2"),
+        ({"stages_per_worker": 2}, {}, "strategy.stages_per_worker=2: strategy.schedule=interleaved"),
+        ({"tp_plan": (DividedLayers("a", "colwise"),)}, {}, "strategy.tp_plan: strategy.tp_size=2"),
+        ({"tp_size": 2, "tp_plan": (DividedLayers((), "colwise"),)}, {}, "strategy.tp_plan[0].match: empty"),
+        ({}, {"reduction": "exact"}, "trainer.reduction=exact: strategy=pipeline"),
+        ({}, {"compile": True}, "strategy=pipeline: trainer.compile=true"),
+        ({}, {"param_dtype": "bf16"}, "strategy=pipeline: trainer.param_dtype=fp32 trainer.precision=bf16"),
+        ({}, {"average_batch_norm": 3, "ema_decay": 0.9}, "strategy=pipeline: trainer.average_batch_norm=3"),
     ],
 )
 def test_what_a_stage_does_not_support_is_refused(
-    options: dict[str, Any], trainer: dict[str, Any], sentence: str
+    options: dict[str, Any], trainer: dict[str, Any], expected: str
 ) -> None:
-    with pytest.raises(RefusedError, match=re.escape(sentence)):
+    with refused(expected):
         replace(OPTIONS, **options).check(asked(**trainer))
 
 
 @pytest.mark.parametrize(
-    ("size", "world_size", "micro_batches", "sentence"),
+    ("size", "world_size", "micro_batches", "expected"),
     [
-        (2, 3, 4, "strategy.pp_size=2 does not divide 3 workers. Use 3."),
-        (4, 6, 4, "strategy.pp_size=4 does not divide 6 workers. Use 2 or 3 or 6."),
-        (2, 1, 4, "does not divide 1 worker. Use trainer.gpus=2, or strategy=ddp."),
-        (2, 4, 1, "there is 1. Use a smaller trainer.micro_batch_size, at most trainer.global_batch_size / 4."),
+        (2, 3, 4, "strategy.pp_size=2: use 3."),
+        (4, 6, 4, "strategy.pp_size=4: use 2 or 3 or 6."),
+        (2, 1, 4, "strategy.pp_size=2: trainer.gpus=2, or strategy=ddp"),
+        (2, 4, 1, "strategy.pp_size=2: trainer.global_batch_size / 4"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(size: int, world_size: int, micro_batches: int, sentence: str) -> None:
+def test_sizes_that_do_not_divide_are_refused(size: int, world_size: int, micro_batches: int, expected: str) -> None:
     layout = Layout(1, world_size, "cpu", "gloo", 1)
-    with pytest.raises(RefusedError, match=re.escape(sentence)):
+    with refused(expected):
         replace(OPTIONS, pp_size=size).check_layout(asked(), layout, micro_batches)
 
 
 @pytest.mark.parametrize(
-    ("options", "world_size", "micro_batches", "sentence"),
+    ("options", "world_size", "micro_batches", "expected"),
     [
-        ({"tp_size": 2}, 6, 4, "strategy.tp_size=2 does not divide the 3 workers that strategy.pp_size=2 leaves of 6 "),
-        ({"tp_size": 3, "dp_shard_size": 2}, 6, 4, "strategy.dp_shard_size=2 does not divide the 1 worker that strategy"),
-        ({"dp_shard_size": 3}, 8, 4, "strategy.pp_size=2 leaves of 8 workers. Use 1 or 2 or 4."),
-        ({"schedule": "interleaved", "stages_per_worker": 2}, 2, 5, "and 2 does not divide the 5 of a step. Change"),
+        ({"tp_size": 2}, 6, 4, "strategy.tp_size=2: use 1 or 3."),
+        ({"tp_size": 3, "dp_shard_size": 2}, 6, 4, "strategy.dp_shard_size=2: use 1."),
+        ({"dp_shard_size": 3}, 8, 4, "strategy.dp_shard_size=3: use 1 or 2 or 4."),
+        ({"schedule": "interleaved", "stages_per_worker": 2}, 2, 5, "strategy.schedule=interleaved: 5 of a step"),
     ],
 )  # fmt: skip
 def test_sizes_of_several_dimensions_that_do_not_divide_are_refused(
-    options: dict[str, Any], world_size: int, micro_batches: int, sentence: str
+    options: dict[str, Any], world_size: int, micro_batches: int, expected: str
 ) -> None:
     layout = Layout(1, world_size, "cpu", "gloo", 1)
-    with pytest.raises(RefusedError, match=re.escape(sentence)):
+    with refused(expected):
         replace(OPTIONS, **options).check_layout(asked(), layout, micro_batches)
 
 
@@ -384,23 +383,19 @@ def test_a_stage_that_hangs_is_named_and_not_the_one_that_waits_for_it(recipe: R
 
 @pytest.mark.variants(1)
 @pytest.mark.parametrize(
-    ("task", "model", "sentence"),
+    ("task", "model", "expected"),
     [
-        ("Without", "Net", "the task's step returned without calling the model"),
-        ("Twice", "Net", "the task's step calls the model twice in a micro-batch"),
-        (
-            "Sides",
-            "Varying",
-            "a tensor of shape [5, 8] in float32, and a tensor of shape [6, 8] in float32 for a batch",
-        ),
+        ("Without", "Net", "without calling the model"),
+        ("Twice", "Net", "calls the model twice"),
+        ("Sides", "Varying", "[5, 8] in float32"),
     ],
 )
 def test_what_stages_cannot_pass_on_ends_the_run_with_a_message(
-    recipe: Recipe, task: str, model: str, sentence: str
+    recipe: Recipe, task: str, model: str, expected: str
 ) -> None:
     done = recipe(*COMMON, *PIPELINE, f"task._target_=points.{task}", f"model._target_=points.{model}")
     assert done.code == 1
-    assert sentence in done.err
+    assert expected in done.err
 
 
 def test_an_optimizer_of_whole_matrices_is_refused(recipe: Recipe) -> None:
