@@ -34,8 +34,8 @@ def is_in(override: str, nodes: Iterable[str]) -> bool:
     return any(override_key(override).startswith(f"{node}.") for node in nodes)
 
 
-def forced(overrides: Sequence[str], nodes: Iterable[str]) -> list[str]:
-    """Return the overrides with those forced that no file lists: keys of the new targets, and others that count."""
+def with_plus_plus(overrides: Sequence[str], nodes: Iterable[str]) -> list[str]:
+    """Prefix ++ to the overrides whose key no file has: those in `nodes`, whose target is new, and unlisted ones."""
     return [
         f"++{override}"
         if override[:1] not in "+~" and (is_in(override, nodes) or counts_unlisted(override))
@@ -87,7 +87,7 @@ def without_inherited(
         for override in (f"++{key}=0", f"~{key}")
     ]
     rest = [override for override in overrides if override[0] != "~" or not is_in(override, removed)]
-    return [*deletions, *forced(rest, {*removed, *replaced})]
+    return [*deletions, *with_plus_plus(rest, {*removed, *replaced})]
 
 
 def _inherited(files: Sequence[tuple[Path, str]], typed: Mapping[str, str]) -> tuple[list[str], set[str]]:

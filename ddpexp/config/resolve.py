@@ -59,7 +59,7 @@ def resolve(tree: Tree, directory: Path | None = None, job: Mapping[str, Any] = 
         values, written = _resolve_twice(unresolved, of_hydra)
     check_values(values, tree)
     for resolved in (values, written):
-        resolved["run"]["code"] = str(tree.added.parent) if tree.added else None
+        resolved["run"]["code"] = str(tree.config_dir.parent) if tree.config_dir else None
         if directory is not None:
             resolved["run"]["dir"] = str(directory)
         resolved.setdefault("recipe", {}).setdefault("name", tree.choices.get("recipe", "run"))

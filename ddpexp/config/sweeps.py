@@ -19,7 +19,7 @@ from ddpexp.config.override_checks import (
     check_single_values,
     check_typed_once,
 )
-from ddpexp.config.replaced_targets import forced, is_in, typed_targets
+from ddpexp.config.replaced_targets import is_in, typed_targets, with_plus_plus
 from ddpexp.config.resolve import ResolvedConfig, resolve, resolved_at
 from ddpexp.config.tree import SweepTree, Tree, compose_sweep_tree, compose_tree, sweeper_targets, with_values
 from ddpexp.config.value_checks import warnings_of
@@ -135,7 +135,7 @@ class JobComposer:
         rest = tuple(override for override in overrides if override not in values)
         if rest not in self._bases:
             self._bases[rest] = compose_tree(rest, added_folder(self._swept.config_dir))
-        tree = replace(with_values(self._bases[rest], forced(values, ())), overrides=tuple(overrides))
+        tree = replace(with_values(self._bases[rest], with_plus_plus(values, ())), overrides=tuple(overrides))
         of_hydra = {
             "job.num": number, "sweep.dir": self._swept.directory, "mode": "MULTIRUN",
             "job.override_dirname": override_dirname(self._swept.composed.tree.hydra, overrides),

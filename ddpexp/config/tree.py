@@ -1,4 +1,4 @@
-"""Have Hydra compose the tree of a command: the one module, beside the sweeper's, that imports Hydra."""
+"""Compose the tree of a command: the only module that composes with Hydra."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ddpexp.config.instantiate import targets
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.override_syntax import unread
 from ddpexp.config.plugins import package_folder, plugin_folders
-from ddpexp.config.replaced_targets import forced, typed_targets, without_inherited
+from ddpexp.config.replaced_targets import typed_targets, with_plus_plus, without_inherited
 from ddpexp.config.user_files import check_user_files
 from ddpexp.errors import RefusedError
 from ddpexp.system.text import is_utf8
@@ -48,7 +48,7 @@ class Tree:
     values: Mapping[str, Any]  # by section; `sweep` is one of them
     hydra: Mapping[str, Any]  # Hydra's own section
     overrides: tuple[str, ...]  # as typed
-    added: Path | None  # --config-dir
+    config_dir: Path | None
     folders: Sequence[Path]  # that hold the options of groups, in the order of precedence; ours is first
     packages: Mapping[Path, str]  # folders that packages have Hydra search, each with its top-level package
 
@@ -77,43 +77,47 @@ class SweepTree:
     loader: ConfigLoader  # in which they look up groups
 
 
-def compose_tree(overrides: Sequence[str], added: Path | None) -> Tree:
+def compose_tree(overrides: Sequence[str], config_dir: Path | None) -> Tree:
     """Compose the tree of one run.
 
     Raises:
         RefusedError: a file or an override has a mistake. SweepInFileError: a config file makes this a sweep.
     """
-    check_user_files(overrides, added)
-    with _opened(added) as files:
-        read = files.read_for(overrides)
-        values = _plain(_composed(files, read, overrides))
-        check_files(read)
-    tree = Tree(values, values.pop("hydra"), tuple(overrides), added, files.folders, files.packages)
+    check_user_files(overrides, config_dir)
+    with _opened(config_dir) as files:
+        chosen = files.chosen(overrides)
+        try:
+            values = files.compose(without_inherited(overrides, chosen, files.compose))
+        except ConfigCompositionException as error:
+            _explain(error, files, overrides)
+            raise
+        check_files(chosen)
+    tree = Tree(values, values.pop("hydra"), tuple(overrides), config_dir, files.folders, files.packages)
     return replace(tree, values=_without_unchosen(tree))
 
 
-def compose_sweep_tree(overrides: Sequence[str], added: Path | None) -> SweepTree:
+def compose_sweep_tree(overrides: Sequence[str], config_dir: Path | None) -> SweepTree:
     """Compose what the jobs of a sweep have in common; overrides with several values are left to the jobs.
 
     Raises:
         RefusedError: a file or an override has a mistake.
     """
-    check_user_files(overrides, added)
-    with _opened(added) as files:
+    check_user_files(overrides, config_dir)
+    with _opened(config_dir) as files:
         parser = OverridesParser.create(files.loader)
         typed = parser.parse_overrides(list(overrides))
-        cfg = files.compose(forced(overrides, typed_targets(overrides)), RunMode.MULTIRUN)
+        cfg = files.load(with_plus_plus(overrides, typed_targets(overrides)), RunMode.MULTIRUN)
         cfg.hydra.overrides.task = list(overrides)  # what sweepers read
-        values = _plain(cfg)
+        values: Any = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
         section = values.pop("hydra")
-        check_files(files.read_for(overrides))
+        check_files(files.chosen(overrides))
         params = section["sweeper"].get("params") or {}
         of_file = parser.parse_overrides([f"{key}={value}" for key, value in params.items()])
         trust = [override.value() for override in typed if override.get_key_element().lstrip("+") == "run.trust"]
         swept = [override.get_key_element() for override in typed if override.is_sweep_override()]
         intervals = [str(override.input_line) for override in (*typed, *of_file) if override.is_interval_sweep()]
     return SweepTree(
-        tree=Tree(values, section, tuple(overrides), added, files.folders, files.packages),
+        tree=Tree(values, section, tuple(overrides), config_dir, files.folders, files.packages),
         swept=frozenset(swept),
         keys=frozenset({*swept, *map(str, params)}),
         intervals=tuple(intervals),
@@ -131,24 +135,24 @@ def with_values(tree: Tree, overrides: Sequence[str]) -> Tree:
     """
     cfg = OmegaConf.create(dict(tree.values))
     OmegaConf.set_struct(cfg, True)
-    with one_sentence(), bounded_interpolations():
+    with refuse_hydra_errors(), bounded_interpolations():
         apply_overrides(OverridesParser.create().parse_overrides(list(overrides)), cfg)
     return replace(tree, values=cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False)))
 
 
 def ask_hydra(arguments: Arguments) -> None:
-    """Have Hydra's own main answer a question, such as --cfg, which it prints.
+    """Have Hydra's own main print what an option such as --cfg asks for.
 
     Raises:
         RefusedError: a file or an override has a mistake.
     """
     overrides: Sequence[str] = arguments.overrides
     if arguments.cfg:
-        added = added_folder(arguments.config_dir)
-        check_user_files(overrides, added)
-        with _opened(added) as files:
-            overrides = without_inherited(overrides, files.read_for(overrides), files.values)
-    with one_sentence(), bounded_interpolations(), quick_yaml(), _as_program([*arguments.options, *overrides]):
+        config_dir = added_folder(arguments.config_dir)
+        check_user_files(overrides, config_dir)
+        with _opened(config_dir) as files:
+            overrides = without_inherited(overrides, files.chosen(overrides), files.compose)
+    with refuse_hydra_errors(), bounded_interpolations(), quick_yaml(), _as_program([*arguments.options, *overrides]):
         hydra.main(config_path=str(conf_folder()), config_name="config", **VERSION_BASE)(lambda cfg: None)()
 
 
@@ -190,8 +194,8 @@ def sweeper_targets() -> set[str]:
 
 
 @contextmanager
-def one_sentence() -> Iterator[None]:
-    """Convert the errors of Hydra, OmegaConf and PyYAML to RefusedError."""
+def refuse_hydra_errors() -> Iterator[None]:
+    """Convert errors of Hydra to RefusedError, and those of OmegaConf and PyYAML."""
     try:
         with sentences.one_sentence():
             yield
@@ -237,19 +241,20 @@ class _Files:
     packages: dict[Path, str]  # those that Hydra searches by itself
     search: Sequence[str]  # the override that adds the others
 
-    def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
-        """Compose the whole tree, with Hydra's section."""
+    def load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
+        """Load the whole tree, with Hydra's section."""
         typed, is_run = [*self.search, *overrides], mode == RunMode.RUN
         return self.loader.load_configuration("config", typed, mode, False, validate_sweep_overrides=is_run)
 
-    def values(self, overrides: Sequence[str]) -> dict[str, Any]:
+    def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> dict[str, Any]:
         """Compose plain values, whose references are not resolved."""
-        return _plain(self.compose(overrides))
+        cfg = self.load(overrides, mode)
+        return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))
 
-    def read_for(self, overrides: Sequence[str]) -> list[tuple[Path, str]]:
+    def chosen(self, overrides: Sequence[str]) -> list[tuple[Path, str]]:
         """Return the files that overrides choose, in order, each with the package where its keys belong.
 
-        None are returned where there are no folders but ours, and where Hydra refuses the overrides: composing says so.
+        Empty if only ddpexp's own folder is searched, or if Hydra rejects the overrides, which composing reports.
         """
         if len(self.folders) == 1:
             return []
@@ -257,25 +262,26 @@ class _Files:
             composed = self.loader.compute_defaults_list("config", [*self.search, *overrides], RunMode.MULTIRUN)
         except HydraException:
             return []
-        read = []
+        files = []
         for default in composed.defaults:
             paths = [folder / f"{default.config_path}.yaml" for folder in self.folders]
-            read += [(path, default.package or "") for path in paths if path.is_file()][:1]
-        return read
+            files += [(path, default.package or "") for path in paths if path.is_file()][:1]
+        return files
 
 
 @contextmanager
-def _opened(added: Path | None) -> Iterator[_Files]:
+def _opened(config_dir: Path | None) -> Iterator[_Files]:
     """Start Hydra for our files, those of a --config-dir and those of packages, without the caller's own Hydra."""
-    outside = [*([added] if added else []), *plugin_folders()]
-    search = _search(outside)
+    others = [*([config_dir] if config_dir else []), *plugin_folders()]
+    _check_paths(others)
+    search = [f"hydra.searchpath=[{','.join(_literal(f'file://{folder}') for folder in others)}]"] if others else []
     with (
-        one_sentence(), bounded_interpolations(), quick_yaml(), quick_defaults(), own_globals(),
+        refuse_hydra_errors(), bounded_interpolations(), quick_yaml(), quick_defaults(), own_globals(),
         hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE),
     ):  # fmt: skip
         loader = GlobalHydra.instance().config_loader()
         packages = _packages(loader)
-        yield _Files(loader, list(dict.fromkeys([conf_folder(), *outside, *packages])), packages, search)
+        yield _Files(loader, list(dict.fromkeys([conf_folder(), *others, *packages])), packages, search)
 
 
 def _packages(loader: ConfigLoader) -> dict[Path, str]:
@@ -293,8 +299,7 @@ def _packages(loader: ConfigLoader) -> dict[Path, str]:
     return folders
 
 
-def _search(folders: Sequence[Path]) -> list[str]:
-    """Return the override that adds folders to Hydra's search path."""
+def _check_paths(folders: Sequence[Path]) -> None:
     for folder in folders:
         if not is_utf8(str(folder)):
             raise RefusedError("is not UTF-8, and Hydra reads no other path", place=f"the package folder {folder}")
@@ -304,7 +309,6 @@ def _search(folders: Sequence[Path]) -> list[str]:
                 suggestion="Rename it.",
                 place=f"the path {folder}",
             )
-    return [f"hydra.searchpath=[{','.join(_literal(f'file://{folder}') for folder in folders)}]"] if folders else []
 
 
 def _literal(text: str) -> str:
@@ -315,31 +319,28 @@ def _literal(text: str) -> str:
 # Composing
 
 
-def _composed(files: _Files, read: Sequence[tuple[Path, str]], overrides: Sequence[str]) -> DictConfig:
-    """Compose one run, without what replaced targets leave behind."""
-    try:
-        return files.compose(without_inherited(overrides, read, files.values))
-    except ConfigCompositionException as error:
-        if re.match("Ambiguous value|Sweep parameters", str(error)):
-            typed = forced(overrides, typed_targets(overrides))
-            if files.compose(typed, RunMode.MULTIRUN).hydra.mode == RunMode.MULTIRUN:
-                raise _sweep_in_file() from None
-        if absent := re.match(r"Could not delete from config\. '([^']+)' does not exist", str(error)):
-            raise _nothing_to_delete(files, absent[1], overrides) from None
-        raise
+def _explain(error: ConfigCompositionException, files: _Files, overrides: Sequence[str]) -> None:
+    """Raise a better error than Hydra's where there is one."""
+    if re.match("Ambiguous value|Sweep parameters", str(error)):
+        typed = with_plus_plus(overrides, typed_targets(overrides))
+        if files.compose(typed, RunMode.MULTIRUN)["hydra"]["mode"] == RunMode.MULTIRUN.name:
+            raise _sweep_in_file() from None
+    if absent := re.match(r"Could not delete from config\. '([^']+)' does not exist", str(error)):
+        raise _nothing_to_delete(files, absent[1], overrides) from None
 
 
 def _nothing_to_delete(files: _Files, key: str, overrides: Sequence[str]) -> RefusedError:
     """Return the error for a deletion that fails: no such key, or a null, which Hydra treats alike."""
-    cfg = files.compose([override for override in overrides if not override.startswith("~")])
-    parent, _, name = key.rpartition(".")
-    section = OmegaConf.select(cfg, parent) if parent else cfg
-    if isinstance(section, DictConfig) and name in section:
+    section: Any = files.compose([override for override in overrides if not override.startswith("~")])
+    *parents, name = key.split(".")
+    for parent in parents:
+        section = section.get(parent) if isinstance(section, Mapping) else None
+    if isinstance(section, Mapping) and name in section:
         return RefusedError(
             "Its value is null, and there is nothing to remove", suggestion=f"Leave ~{key} out.", place=f"~{key}"
         )
-    names = [str(child) for child in section if child != "hydra"] if isinstance(section, DictConfig) else []
-    return unknown_key(name, names, parent)
+    names = [str(child) for child in section if child != "hydra"] if isinstance(section, Mapping) else []
+    return unknown_key(name, names, ".".join(parents))
 
 
 def _without_unchosen(tree: Tree) -> dict[str, Any]:
@@ -359,7 +360,3 @@ def _without_unchosen(tree: Tree) -> dict[str, Any]:
             unchosen = set(bare) & set(options(group, tree.folders))
             values[group] = {name: node for name, node in section.items() if name not in unchosen}
     return values
-
-
-def _plain(cfg: DictConfig) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))

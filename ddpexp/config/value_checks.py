@@ -29,14 +29,14 @@ def check_values(values: Mapping[str, Any], tree: Tree) -> None:
             default.
     """
     _check_trust_is_typed(values, tree.overrides)
-    if tree.added is not None:
-        _check_chosen_is_used(tree.added, tree.choices, values)
+    if tree.config_dir is not None:
+        _check_chosen_is_used(tree.config_dir, tree.choices, values)
     _check_types(values, tree)
 
 
 def warnings_of(tree: Tree) -> tuple[str, ...]:
     """Return the warnings about the user's and the packages' files."""
-    added = tree.added
+    added = tree.config_dir
     folders = ([added] if added else []) + plugin_folders()
     unchosen = _unchosen(added, tree.choices.get("recipe", ""), tree.overrides) if added else ()
     return (*unchosen, *(warning for folder in folders for warning in _shadowed(folder)))

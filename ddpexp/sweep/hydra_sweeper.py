@@ -16,7 +16,7 @@ from ddpexp.compat.hydra import sweeper_context
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.keys import override_key
 from ddpexp.config.sweeps import Swept
-from ddpexp.config.tree import one_sentence
+from ddpexp.config.tree import refuse_hydra_errors
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job_result import Ended
@@ -63,7 +63,7 @@ def sweep_with(swept: Swept, folder: SweepDir, run_batch: RunBatch) -> None:
     # Hydra's own sweeper composes each job only to see whether that can be done, which `run_batch` does with all of
     # them.
     loader.load_sweep_config = lambda master_config, sweep_overrides: master_config  # type: ignore[method-assign]
-    with one_sentence():
+    with refuse_hydra_errors():
         try:
             context = sweeper_context(loader)
             with bounded_interpolations():  # not in what follows, which lasts as long as the sweep
@@ -108,7 +108,7 @@ def check_ends(swept: Swept) -> None:
     if not is_grid(swept):
         return  # others draw from a range
     count = 1
-    with one_sentence(), bounded_interpolations():
+    with refuse_hydra_errors(), bounded_interpolations():
         params = swept.sweeper.get("params") or {}
         overrides = [*(f"{key}={value}" for key, value in params.items()), *swept.overrides]
         for override in OverridesParser.create(swept.composed.loader).parse_overrides(overrides):
