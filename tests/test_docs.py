@@ -235,7 +235,7 @@ def filled(text: str) -> str:
 
 def accept(words: Sequence[str]) -> None:
     """Go through what a command does with its words before it looks at the machine, its environment and the data."""
-    verb = verbs.find(words[0]) if words else None
+    verb = verbs.BY_NAME.get(words[0]) if words else None
     if verb is None:
         accept_run(words)
         return

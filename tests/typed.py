@@ -8,4 +8,4 @@ from ddpexp.cli.verb import Call
 
 def call(name: str, *words: str) -> Call:
     """Return what `ddpexp NAME WORDS` asks for."""
-    return verbs.of(name).parse(words, ["ddpexp", name, *words])
+    return verbs.BY_NAME[name].parse(words, ["ddpexp", name, *words])

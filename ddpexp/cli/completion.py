@@ -67,7 +67,9 @@ def completion(call: Call) -> int:
     """
     gc.disable()
     if len(call.operands) != 1 or call.operands[0] not in SHELLS:
-        raise RefusedError(f"completion for which shell? One of {', '.join(SHELLS)}.\n{verbs.of(call.name).help()}")
+        raise RefusedError(
+            f"completion for which shell? One of {', '.join(SHELLS)}.\n{verbs.BY_NAME[call.name].help()}"
+        )
     shell = call.operands[0]
     typed = os.environ.get(LINE)
     if typed is None:
@@ -160,7 +162,7 @@ def candidates(words: Sequence[str], current: str) -> list[Word]:
 
 
 def _candidates(words: list[str], current: str) -> Iterable[Word]:
-    verb = verbs.find(words[0]) if words else None
+    verb = verbs.BY_NAME.get(words[0]) if words else None
     options = verb.options if verb is not None else ()
     last = words[-1] if words else ""
     if last in ("--cfg", "-c"):

@@ -59,7 +59,7 @@ def explain(arguments: Sequence[str], by_name: bool) -> int:
     gc.disable()  # nothing lives long here: a tenth of the time
     named = [argument for argument in arguments if argument in verbs.NAMES]
     for name in named:
-        show(verbs.of(name).help())
+        show(verbs.BY_NAME[name].help())
     others = [argument for argument in arguments if argument not in named]
     if others or not named:
         show(answer(others, by_name))

@@ -57,7 +57,7 @@ def _dispatch(argv: list[str], leaving: ExitStack) -> int:
     if (wrong := secrets.unusable()) is not None:
         raise RefusedError(wrong)
     raise_files()
-    verb = verbs.find(argv[0]) if argv else None
+    verb = verbs.BY_NAME.get(argv[0]) if argv else None
     if argv and verb is None:
         verbs.check_is_no_verb(argv[0])
     # The fork server imports torch while Hydra composes here: it is the longer of the two, so it starts first.
@@ -65,7 +65,9 @@ def _dispatch(argv: list[str], leaving: ExitStack) -> int:
     if server is not None:
         leaving.callback(server.close)
     try:
-        return _train(argv, server) if verb is None else _call(verb, argv[1:], server)
+        if verb is not None:
+            return _call(verb, argv[1:], server)
+        return _train(argv, server) if argv and not HELP & set(argv) else _explain(argv)
     except ModuleNotFoundError as error:
         if error.name not in _REQUIRED:
             raise
@@ -88,27 +90,38 @@ def _call(verb: Verb, argv: list[str], server: Server | None) -> int:
     return function(call)
 
 
-def _train(argv: list[str], server: Server | None) -> int:
-    """Train, explain what can be typed, or answer a question such as `--cfg job`."""
-    if not argv:
-        from ddpexp.cli import help as answers
+def _explain(argv: list[str]) -> int:
+    """Print what can be typed."""
+    from ddpexp.cli import help as answers
 
-        print_message(answers.first())
-        return EXIT_REFUSED
-    if HELP & set(argv):
-        from ddpexp.cli import help as answers
-
+    if argv:
         return answers.explain([argument for argument in argv if argument not in HELP], by_name=False)
+    print_message(answers.first())
+    return EXIT_REFUSED
+
+
+def _train(argv: list[str], server: Server | None) -> int:
+    """Train the run or the sweep of a command line, or print what an option such as `--cfg job` asks for."""
     verbs.check_stands_first(argv)
     gc.disable()  # next to nothing of what is imported and composed is garbage: 20 ms of a start
     try:
-        from ddpexp.cli.start import train
+        from ddpexp.cli import start
         from ddpexp.config.compose import compose_command
+        from ddpexp.config.parse import parse
+        from ddpexp.config.sweeps import Swept
+        from ddpexp.run.training import Training
 
         composed = compose_command(argv)
     finally:
         gc.enable()
-    return EXIT_DONE if composed is None else train(composed, server)
+    if composed is None:
+        return EXIT_DONE
+    if isinstance(composed, Swept):
+        return start.sweep(composed, server)
+    experiment = parse(composed.values)
+    start.print_warnings(composed)
+    training = Training(experiment, composed.text, composed.overrides, sys.argv)
+    return start.launch(experiment.launcher, training, server)
 
 
 def _take_local_rank(argv: list[str]) -> list[str]:

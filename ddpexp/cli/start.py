@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 
 from ddpexp.config.compose import compose
@@ -18,16 +17,7 @@ from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.rendezvous.environment import externally_started, ignored_variables
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
-from ddpexp.run.training import Training
 from ddpexp.system.terminal import print_message
-
-
-def train(composed: ResolvedConfig | Swept, server: Server | None) -> int:
-    """Train the run or the sweep that was composed, and return the exit code."""
-    if isinstance(composed, Swept):
-        return sweep(composed, server)
-    experiment = parsed(composed)
-    return launch(experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server)
 
 
 def sweep(swept: Swept, server: Server | None) -> int:
@@ -46,15 +36,15 @@ def compose_experiment(overrides: Sequence[str]) -> tuple[Experiment, ResolvedCo
         RefusedError: a training would be refused.
     """
     composed = compose(list(overrides))
-    return parsed(composed), composed
-
-
-def parsed(composed: ResolvedConfig) -> Experiment:
-    """Return the experiment, and print the warnings: one of several commands does."""
     experiment = parse(composed.values)
+    print_warnings(composed)
+    return experiment, composed
+
+
+def print_warnings(composed: ResolvedConfig) -> None:
+    """Print the warnings: one of several commands does."""
     for warning in composed.warnings if os.environ.get("RANK", "0") == "0" else ():
         print_message(f"ddpexp: warning: {warning}")
-    return experiment
 
 
 def launch(launcher: Launcher, job: Job, server: Server | None) -> int:

@@ -368,18 +368,7 @@ MEMBER = Verb(
     forks="always",
 )
 NAMES = tuple(verb.name for verb in VERBS)
-
-
-def find(name: str) -> Verb | None:
-    """Return the verb of that name; None where the command trains."""
-    return next((verb for verb in (*VERBS, MEMBER) if verb.name == name), None)
-
-
-def of(name: str) -> Verb:
-    """Return the verb of a name that is known."""
-    verb = find(name)
-    assert verb is not None
-    return verb
+BY_NAME = {verb.name: verb for verb in (*VERBS, MEMBER)}
 
 
 def listed() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -55,41 +55,30 @@ class Arguments:
         abbreviated = next((argument for argument in argv if re.match("--config(=|$)", argument)), None)
         if abbreviated is not None:
             raise RefusedError("is not an option", suggestion="Did you mean --config-dir?", place=abbreviated)
-        typed, unknown = _parser().parse_known_intermixed_args(argv)  # options may stand anywhere
+        parser = _Parser(add_help=False)  # some options only get a better error than Hydra's
+        parser.add_argument("overrides", nargs="*")
+        parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+        parser.add_argument("--package", "-p")
+        parser.add_argument("--config-path", "-cp")
+        parser.add_argument("--config-name", "-cn")
+        parser.add_argument("--config-dir", "-cd")
+        parser.add_argument("--experimental-rerun")
+        about = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+        parser.add_argument("--info", "-i", const="all", nargs="?", choices=about)
+        for names in (
+            ("--help", "-h"), ("--hydra-help",), ("--resolve",), ("--run", "-r"), ("--multirun", "-m"),
+            ("--shell-completion", "-sc"),
+        ):  # fmt: skip
+            parser.add_argument(*names, action="store_true")
+        typed, unknown = parser.parse_known_intermixed_args(argv)  # options may stand anywhere
         if unknown:
             raise _no_option(unknown[0])
-        if sum(argument.partition("=")[0] in ("--config-dir", "-cd") for argument in argv) > 1:
-            raise RefusedError("is typed twice: it takes one folder", key="--config-dir")
-        folder = typed.config_dir
-        if folder is not None and re.match(r"[\w./]+=", folder) and not os.path.isdir(folder):
-            raise RefusedError(
-                f"takes a folder, and {folder} is an override",
-                key="--config-dir",
-                suggestion=f"Write --config-dir DIR {folder}, for example --config-dir mine/conf {folder}.",
-            )
-        if (typed.package or typed.resolve) and not typed.cfg:
-            option = "--package" if typed.package else "--resolve"
-            raise RefusedError(f"goes with a question, such as --cfg job {option}", key=option)
-        if typed.multirun and typed.cfg:
-            raise RefusedError(
-                "shows one run", suggestion="Leave -m out, and give each key one value.", place=f"--cfg {typed.cfg}"
-            )
-        if typed.config_path or typed.config_name or typed.experimental_rerun:
-            raise RefusedError(
-                "--config-path, --config-name and --experimental-rerun do not apply",
-                suggestion="Use --config-dir DIR recipe=NAME.",
-            )
-        if typed.shell_completion:
-            raise RefusedError(
-                "is Hydra's own",
-                key="--shell-completion",
-                suggestion='Type eval "$(ddpexp completion bash)" (ddpexp help completion).',
-            )
+        _check(argv, typed)
         only_prints = bool(typed.hydra_help or typed.cfg or typed.info)
         return cls(
             overrides=tuple(typed.overrides),
             options=tuple(argument for argument in argv if argument not in typed.overrides),
-            config_dir=folder,
+            config_dir=typed.config_dir,
             is_sweep=(typed.multirun or any(map(_MULTIRUN.match, typed.overrides))) and not (only_prints or typed.help),
             cfg=typed.cfg,
             only_prints=only_prints,
@@ -108,24 +97,39 @@ class _Parser(ArgumentParser):
         raise RefusedError(message, suggestion="--help shows what can be typed.")
 
 
-def _parser() -> ArgumentParser:
-    """Return the parser of Hydra's options, some of which only get an answer that is better than Hydra's."""
-    parser = _Parser(add_help=False)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--config-path", "-cp")
-    parser.add_argument("--config-name", "-cn")
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--experimental-rerun")
-    questions = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-    parser.add_argument("--info", "-i", const="all", nargs="?", choices=questions)
-    for names in (
-        ("--help", "-h"), ("--hydra-help",), ("--resolve",), ("--run", "-r"), ("--multirun", "-m"),
-        ("--shell-completion", "-sc"),
-    ):  # fmt: skip
-        parser.add_argument(*names, action="store_true")
-    return parser
+def _check(argv: Sequence[str], typed: Namespace) -> None:
+    """Check the options.
+
+    Raises:
+        RefusedError: one does not apply or is given twice, or lacks the option that it belongs to.
+    """
+    if sum(argument.partition("=")[0] in ("--config-dir", "-cd") for argument in argv) > 1:
+        raise RefusedError("is typed twice: it takes one folder", key="--config-dir")
+    folder = typed.config_dir
+    if folder is not None and re.match(r"[\w./]+=", folder) and not os.path.isdir(folder):
+        raise RefusedError(
+            f"takes a folder, and {folder} is an override",
+            key="--config-dir",
+            suggestion=f"Write --config-dir DIR {folder}, for example --config-dir mine/conf {folder}.",
+        )
+    if (typed.package or typed.resolve) and not typed.cfg:
+        option = "--package" if typed.package else "--resolve"
+        raise RefusedError(f"goes with a question, such as --cfg job {option}", key=option)
+    if typed.multirun and typed.cfg:
+        raise RefusedError(
+            "shows one run", suggestion="Leave -m out, and give each key one value.", place=f"--cfg {typed.cfg}"
+        )
+    if typed.config_path or typed.config_name or typed.experimental_rerun:
+        raise RefusedError(
+            "--config-path, --config-name and --experimental-rerun do not apply",
+            suggestion="Use --config-dir DIR recipe=NAME.",
+        )
+    if typed.shell_completion:
+        raise RefusedError(
+            "is Hydra's own",
+            key="--shell-completion",
+            suggestion='Type eval "$(ddpexp completion bash)" (ddpexp help completion).',
+        )
 
 
 def _no_option(argument: str) -> RefusedError:

@@ -89,9 +89,9 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         model=node_of(values["model"], "model"),
         data=_data(values["data"], trust),
         optimizer=fused.for_target(node_of(values["optimizer"], "optimizer")),
-        scheduler=_schedule(values["scheduler"]),
+        scheduler=_schedule(node_of(values["scheduler"], "scheduler")),
         strategy=_strategy(values["strategy"]),
-        launcher=_call(values["launcher"], "launcher", Launcher),
+        launcher=_built(node_of(values["launcher"], "launcher"), "launcher", Launcher),
         logger=_loggers(values["logger"]),
         callbacks=_listed(values["callbacks"], "callbacks", "callback"),
         trainer=trainer,
@@ -169,7 +169,7 @@ def _loggers(values: Mapping[str, Any]) -> Mapping[str, Node]:
     for name, node in nodes.items():
         where = f"logger.{name}"
         if registry.is_remote_logger(where, node.target):
-            _typed_arguments(locate(node.target, Trust(), where), node.kwargs, where, given=("info",))
+            _check_arguments(locate(node.target, Trust(), where), node.kwargs, where, given=("info",))
     return nodes
 
 
@@ -210,7 +210,7 @@ def _data(values: Mapping[str, Any], trust: Trust, where: str = "data") -> Data:
     if common.prepare is not None:
         check_target(common.prepare, trust, key)
         if registry.key_of(key, common.prepare) is not None:  # ours are quick to import; a user's may import torch
-            _typed_arguments(locate(common.prepare, trust, key), called.kwargs, where)
+            _check_arguments(locate(common.prepare, trust, key), called.kwargs, where)
     if (kind := registry.key_of("data", called.target)) in registry.keys_of("data.check"):
         locate(str(kind), trust, "data.check")(common)
     sources = _sources(called, trust, where) if registry.is_mixture(called.target) else {}
@@ -219,7 +219,7 @@ def _data(values: Mapping[str, Any], trust: Trust, where: str = "data") -> Data:
 
 def _sources(mixture: Node, trust: Trust, where: str) -> Mapping[str, Data]:
     """Return the sources of a mixture by name, once its other keys are checked."""
-    _typed_arguments(check_mixture, mixture.kwargs, where)
+    _check_arguments(check_mixture, mixture.kwargs, where)
     sources = mixture.kwargs.get("sources", {})
     check_mixture(**mixture.kwargs)
     for name, section in sources.items():
@@ -235,21 +235,18 @@ def _sources(mixture: Node, trust: Trust, where: str) -> Mapping[str, Data]:
     )
 
 
-def _schedule(values: Mapping[str, Any]) -> Schedule | Node:
+def _schedule(node: Node) -> Schedule | Node:
     """Build a schedule of ours, which checks itself, also around one of torch's; a user's own may import torch."""
-    node = node_of(values, "scheduler")
     if str(node.target).startswith("torch.optim.lr_scheduler."):
-        values = {"_target_": "torch", "schedule": values}
-        node = node_of(values, "scheduler")
-    found: Schedule | Node = (
-        _call(values, "scheduler", Schedule) if registry.key_of("scheduler", node.target) is not None else node
-    )
-    return found
+        node = Node("torch", {"schedule": {"_target_": node.target, **node.kwargs}})
+    if registry.key_of("scheduler", node.target) is None:
+        return node
+    schedule: Schedule = _built(node, "scheduler", Schedule)
+    return schedule
 
 
-def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
-    """Build a section whose class is free of torch, so that its arguments are checked before any worker starts."""
-    node = node_of(values, where)
+def _built(node: Node, where: str, contract: type) -> Any:
+    """Build a part whose class is free of torch, so that its arguments are checked before any worker starts."""
     try:
         found = locate(node.target, Trust(), where)
     except RefusedError:
@@ -270,9 +267,7 @@ def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
     return build(found, node.kwargs, where)
 
 
-def _typed_arguments(
-    function: Any, kwargs: Mapping[str, Any], where: str, given: Collection[str] = ()
-) -> dict[str, Any]:
+def _check_arguments(function: Any, kwargs: Mapping[str, Any], where: str, given: Collection[str] = ()) -> None:
     """Check the arguments of a call; those that are `given` come from code."""
     parameters = {
         name: one
@@ -293,4 +288,5 @@ def _typed_arguments(
             suggestion=f"Give it a value, for example as {where}.{missing[0]}=... .",
             place=f"{where}.{missing[0]}",
         )
-    return {key: convert(value, hints[key], f"{where}.{key}") for key, value in kwargs.items()}
+    for key, value in kwargs.items():
+        convert(value, hints[key], f"{where}.{key}")

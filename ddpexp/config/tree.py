@@ -106,7 +106,10 @@ def compose_sweep_tree(overrides: Sequence[str], config_dir: Path | None) -> Swe
     with _opened(config_dir) as files:
         parser = OverridesParser.create(files.loader)
         typed = parser.parse_overrides(list(overrides))
-        cfg = files.load(with_plus_plus(overrides, typed_targets(overrides)), RunMode.MULTIRUN)
+        composed = [*files.search, *with_plus_plus(overrides, typed_targets(overrides))]
+        cfg = files.loader.load_configuration(
+            "config", composed, RunMode.MULTIRUN, False, validate_sweep_overrides=False
+        )
         cfg.hydra.overrides.task = list(overrides)  # what sweepers read
         values: Any = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
         section = values.pop("hydra")
@@ -241,14 +244,10 @@ class _Files:
     packages: dict[Path, str]  # those that Hydra searches by itself
     search: Sequence[str]  # the override that adds the others
 
-    def load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
-        """Load the whole tree, with Hydra's section."""
-        typed, is_run = [*self.search, *overrides], mode == RunMode.RUN
-        return self.loader.load_configuration("config", typed, mode, False, validate_sweep_overrides=is_run)
-
     def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> dict[str, Any]:
-        """Compose plain values, whose references are not resolved."""
-        cfg = self.load(overrides, mode)
+        """Compose the whole tree, with Hydra's section, as plain values whose references are not resolved."""
+        typed, is_run = [*self.search, *overrides], mode == RunMode.RUN
+        cfg = self.loader.load_configuration("config", typed, mode, False, validate_sweep_overrides=is_run)
         return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))
 
     def chosen(self, overrides: Sequence[str]) -> list[tuple[Path, str]]:

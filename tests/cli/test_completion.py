@@ -128,7 +128,7 @@ def test_the_first_place_gets_the_commands_first() -> None:
 def test_every_completion_has_a_description() -> None:
     for words in ([], ["help"]):
         about = {word.text: word.about for word in candidates(words, "")}
-        assert about["status"] == verbs.of("status").summary
+        assert about["status"] == verbs.BY_NAME["status"].summary
     assert {word.text: word.about for word in candidates([], "")}["trainer."] == "How a model is trained."
     about = {word.text: word.about for word in candidates([], "trainer.")}
     assert about["trainer.seed="].startswith("(0) Seed of the initialization")
@@ -182,7 +182,7 @@ def test_a_shell_waits_for_completions_for_a_limited_time(place: Path) -> None:
     os.mkfifo(pipe)  # whoever opens it waits, as on a network's disk that does not answer
     program = (
         "from ddpexp.cli import completion as c, verbs; c._SECONDS = 0.5\n"
-        f"c.candidates = lambda *_: open({str(pipe)!r}).readlines()\nc.completion(verbs.of('completion').parse(['bash'])); print('came back')"
+        f"c.candidates = lambda *_: open({str(pipe)!r}).readlines()\nc.completion(verbs.BY_NAME['completion'].parse(['bash'])); print('came back')"
     )
     environ = {**os.environ, "PYTHONPATH": python_path(), LINE: "ddpexp trainer."}
     done = subprocess.run(

@@ -222,10 +222,10 @@ class Toy(SearchPathPlugin):
 def test_help_of_a_command_is_what_it_says_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for verb, arguments in ((name, ["--help"]), (name, ["-h"]), ("help", [name])):
-        assert main._call(verbs.of(verb), arguments, None) == 0
+        assert main._call(verbs.BY_NAME[verb], arguments, None) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] == outputs[2]
-    assert outputs[0].startswith(f"{verbs.of(name).usage}\n\n")
+    assert outputs[0].startswith(f"{verbs.BY_NAME[name].usage}\n\n")
     assert max(map(len, outputs[0].splitlines())) <= 80
 
 

@@ -86,5 +86,5 @@ def test_an_unknown_group_is_refused_with_the_nearest() -> None:
 
 
 def test_the_verb_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert schema(verbs.of("schema").parse(["trainer"])) == EXIT_DONE
+    assert schema(verbs.BY_NAME["schema"].parse(["trainer"])) == EXIT_DONE
     assert json.loads(capsys.readouterr().out) == described("trainer")

@@ -81,14 +81,14 @@ def test_a_fork_server_starts_where_workers_will_be_forked(
 ) -> None:
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
     argv = words.split()
-    assert will_fork(verbs.find(argv[0]), argv) is forks
+    assert will_fork(verbs.BY_NAME.get(argv[0]), argv) is forks
 
 
 def test_a_verb_about_one_directory_takes_one_that_is_there(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
         folder.mkdir()
-    verb = verbs.of("evaluate")
+    verb = verbs.BY_NAME["evaluate"]
     assert verb.parse([str(one), "trainer.gpus=2"]).source() == (str(one), ["trainer.gpus=2"])
     assert verb.parse(["--config-dir", str(one), str(other)]).source() == (str(other), ["--config-dir", str(one)])
     assert verb.parse([str(tmp_path / "none"), str(one)]).source() == (str(tmp_path / "none"), [str(one)])
