@@ -9,7 +9,7 @@ from ddpexp.config.compare import resume_rule
 from ddpexp.config.compose import overview
 from ddpexp.config.declared import FIELDS, declared, default_of
 from ddpexp.config.keys import MISSING
-from ddpexp.settings.key import Key as Declaration
+from ddpexp.settings.key import Key
 from tests.conftest import ROOT
 
 FILE = ROOT / "docs/keys.md"
@@ -50,7 +50,7 @@ def _table(title: str, about: str, keys: Sequence[KeyHelp]) -> Iterator[str]:
 
 
 def _row(key: KeyHelp) -> str:
-    declaration, _ = declared().get(key.name, (Declaration(), None))
+    declaration, _ = declared().get(key.name, (Key(), None))
     default = default_of(key.name)
     rule = resume_rule(key.name, {name: inner for name, (inner, _) in declared().items()})
     on_resume = f"fixed: {rule.because}" if rule.because else rule.on_resume
