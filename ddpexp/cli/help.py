@@ -161,7 +161,7 @@ def _all_options(catalogue: Catalogue) -> Iterator[OptionHelp]:
 
 def _near(name: str, names: Iterable[str]) -> str:
     near = did_you_mean(name, dict.fromkeys(names), "ddpexp help ")
-    return near.lstrip() if near.startswith(" Did") else "ddpexp --help shows all."
+    return near if near.startswith("Did") else "ddpexp --help shows all."
 
 
 def _marked(catalogue: Catalogue, group: str) -> list[str]:

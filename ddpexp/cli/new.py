@@ -74,7 +74,7 @@ def _project(call: Call) -> tuple[Path, str]:
     kind, available = call.options.get("--like", DEFAULT), kinds()
     if kind not in available:
         raise RefusedError(
-            "There is no such project", place=f"new --like {kind}", suggestion=did_you_mean(kind, available).lstrip()
+            "There is no such project", place=f"new --like {kind}", suggestion=did_you_mean(kind, available)
         )
     if len(call.operands) > 1:
         raise RefusedError(place=f"new {' '.join(call.operands)}", suggestion="Give one name at a time.")

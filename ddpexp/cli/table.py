@@ -32,7 +32,7 @@ def table(call: Call) -> int:
     rows = arguments.rows(goal.metric)
     metrics = comparison.metrics_of(rows)
     if goal.metric is not None and metrics and all(row.objective is None for row in rows):
-        suggestion = did_you_mean(goal.metric, metrics, "sweep.objective=").lstrip()
+        suggestion = did_you_mean(goal.metric, metrics, "sweep.objective=")
         raise RefusedError(
             "is not recorded by any of these", key="sweep.objective", value=goal.metric, suggestion=suggestion
         )
@@ -74,6 +74,6 @@ def _with_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
             raise RefusedError(
                 "is not a key or metric of any of these",
                 place=f"--columns {name}",
-                suggestion=did_you_mean(name, sorted(names), "--columns ").lstrip(),
+                suggestion=did_you_mean(name, sorted(names), "--columns "),
             )
     return filled

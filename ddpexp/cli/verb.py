@@ -173,7 +173,7 @@ class Verb:
             if not suggestion and (section := section_with(key)) is not None:
                 suggestion = f"Did you mean {section}.{key}={value or '...'}?"
         suggestion = suggestion or did_you_mean(name, self.option_names)
-        return RefusedError("is not an option", place=place, suggestion=suggestion.lstrip())
+        return RefusedError("is not an option", place=place, suggestion=suggestion)
 
     @property
     def option_names(self) -> tuple[str, ...]:

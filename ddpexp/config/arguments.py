@@ -162,7 +162,7 @@ def _no_option(argument: str) -> RefusedError:
     advice = advice_on_key(key)
     section = section_with(key)
     if not advice and section is not None:
-        advice = f" Did you mean {section}.{key}={value or '...'}?"
+        advice = f"Did you mean {section}.{key}={value or '...'}?"
     return RefusedError(
-        "is not an option", suggestion=f"Write key=value, for example trainer.gpus=2.{advice}", place=argument
+        "is not an option", suggestion=f"Write key=value, for example trainer.gpus=2. {advice}", place=argument
     )

@@ -31,11 +31,11 @@ _SECONDS = {
 _MEGABYTES = {**dict.fromkeys(("m", "mb", "mib"), 1), **dict.fromkeys(("g", "gb", "gib"), 1024)}
 _COUNTS = {"%": 0.01, "k": 1_000}
 _NO_SUCH_KEY = {  # advice for keys that only look right
-    "strategy._target_": " An installed package brings your own strategy, as strategy=NAME: see docs/strategies.md.",
-    "logger._target_": " Each logger has a name, as in +logger.mine._target_=mine.Logger: see docs/loggers.md.",
-    "callbacks._target_": " Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/callbacks.md.",
-    "scheduler.warmup": " The rise of scheduler=onecycle is scheduler.peak_at, or scheduler.warmup_steps.",
-    "hydra.sweeper.n_trials": " It is Optuna's: choose its sweeper with hydra/sweeper=optuna.",
+    "strategy._target_": "An installed package brings your own strategy, as strategy=NAME: see docs/strategies.md.",
+    "logger._target_": "Each logger has a name, as in +logger.mine._target_=mine.Logger: see docs/loggers.md.",
+    "callbacks._target_": "Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/callbacks.md.",
+    "scheduler.warmup": "The rise of scheduler=onecycle is scheduler.peak_at, or scheduler.warmup_steps.",
+    "hydra.sweeper.n_trials": "It is Optuna's: choose its sweeper with hydra/sweeper=optuna.",
 }
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "", suffix: str 
     """Say which known word is nearest, or list all when none is near; `prefix` and `suffix` make it what to type."""
     known = [name for name in known if not name.startswith("_")]
     near = nearest(word, known)
-    return f" Did you mean {prefix}{near}{suffix}?" if near else f" Available: {_listed(known)}."
+    return f"Did you mean {prefix}{near}{suffix}?" if near else f"Available: {_listed(known)}."
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = _NEAR) -> str | None:
@@ -150,14 +150,14 @@ def unknown_key(
     last = key.rpartition(".")[2]
     advice = _NO_SUCH_KEY.get(typed, "") or advice_on_key(last)
     if not advice and where in SECTIONS and SECTIONS[where].is_group and key in ("name", "type"):
-        advice = f" An option is chosen as {where}=NAME, with the names that ddpexp help {where} lists."
+        advice = f"An option is chosen as {where}=NAME, with the names that ddpexp help {where} lists."
     if not advice:
         alike = (nearest(head, known, _SURE) if not rest else None) or nearest(typed.replace("/", "."), keys, _SURE)
         named = [one for one in keys if one.rpartition(".")[2] == last]
         if alike is not None:
-            advice = f" Did you mean {alike if '.' in alike or not where else f'{where}.{alike}'}?"
+            advice = f"Did you mean {alike if '.' in alike or not where else f'{where}.{alike}'}?"
         elif len(named) == 1:
-            advice = f" Did you mean {named[0]}?"
+            advice = f"Did you mean {named[0]}?"
         else:
             advice = did_you_mean(head, known, f"{where}." if where else "", f".{rest}" if rest else "")
     return RefusedError(f"is not a known {kind}", key=typed, suggestion=advice)

@@ -104,15 +104,15 @@ _SENTENCE_OF = {name: sentence for names, sentence in _SENTENCES.items() for nam
 
 
 def advice_on_key(name: str) -> str:
-    """Return a sentence on what is typed here for another framework's key, with a space in front; empty if unknown."""
+    """Return a sentence on what is typed here for another framework's key; empty if unknown."""
     for typed, (key, _) in declared().items():
         if name in key.also.split():
             remark = f", {key.remark}" if key.remark else ""
-            return f" Did you mean {typed}{remark}?"
+            return f"Did you mean {typed}{remark}?"
     untyped = next((key for key, names in _UNTYPED.items() if name in names.split()), None)
     if untyped is not None:
-        return f" Did you mean {untyped}?"
-    return f" {_SENTENCE_OF[name]}" if name in _SENTENCE_OF else ""
+        return f"Did you mean {untyped}?"
+    return _SENTENCE_OF.get(name, "")
 
 
 def value_here(key: str, value: str) -> str | None:
@@ -124,6 +124,6 @@ def value_here(key: str, value: str) -> str | None:
 
 
 def advice_on_value(key: str, value: str) -> str:
-    """Return a sentence on what to do instead of a value that has no counterpart, with a space in front, or nothing."""
+    """Return a sentence on what to do instead of a value that has no counterpart; empty if there is none."""
     advice = declared()[key][0].advice if key in declared() else _ADVICE_ON_OPTIONS.get(key, {})
-    return next((f" {sentence}" for pattern, sentence in advice.items() if re.fullmatch(pattern, value)), "")
+    return next((sentence for pattern, sentence in advice.items() if re.fullmatch(pattern, value)), "")

@@ -155,15 +155,13 @@ def _advice(target: str, trust: Trust, key: str) -> str:
     where = key.removesuffix("._target_")
     near = difflib.get_close_matches(name or root, keys_of(where), n=1, cutoff=0.6)
     if near and (root == "ddpexp" or not head):
-        return f" Did you mean {near[0]}?"
+        return f"Did you mean {near[0]}?"
     if where == "launcher" and root not in ("ddpexp", "torch"):
-        return (
-            f" A package offers a launcher by an entry point in the group {GROUPS[where]} that names just this class."
-        )
+        return f"A package offers a launcher by an entry point in the group {GROUPS[where]} that names just this class."
     if root == "ddpexp":
-        return f" ddpexp's own parts go by a key: {', '.join(keys_of(where))}." if keys_of(where) else ""
+        return f"ddpexp's own parts go by a key: {', '.join(keys_of(where))}." if keys_of(where) else ""
     if re.search(r"[:/]|\.py\b", target):
-        return f" Did you mean {re.sub(r'[.]py(?=[.:]|$)', '', target).replace(':', '.').replace('/', '.').strip('.')}?"
+        return f"Did you mean {re.sub(r'[.]py(?=[.:]|$)', '', target).replace(':', '.').replace('/', '.').strip('.')}?"
     if not head or root in ("torch", "nn", "optim"):
         kind = "torch.optim." if where == "optimizer" else f"{head}." if head.startswith("torch.") else ""
         classes = {
@@ -172,20 +170,20 @@ def _advice(target: str, trust: Trust, key: str) -> str:
             if known.startswith(kind) and (not kind or "." not in known.removeprefix(kind))
         }
         near = difflib.get_close_matches(name.lower(), classes, n=1, cutoff=0.7)
-        advice = "" if head else " A name stands behind its module, as in mine.Net."
-        return f" Did you mean {classes[near[0]]}?" if near else advice
+        advice = "" if head else "A name stands behind its module, as in mine.Net."
+        return f"Did you mean {classes[near[0]]}?" if near else advice
     if (inside := _inside_config_folder(root, trust)) is not None:
-        return f" {inside} lies inside --config-dir: move it beside it."
+        return f"{inside} lies inside --config-dir: move it beside it."
     if "-" in head:
         renamed = head.replace("-", "_")
-        return f" The name of a module has no dash: rename its file, and write {renamed}.{name}."
+        return f"The name of a module has no dash: rename its file, and write {renamed}.{name}."
     beside = [path.stem for path in trust.code.iterdir() if path.suffix == ".py" or path.is_dir()] if trust.code else []
     near = difflib.get_close_matches(root, beside, n=1, cutoff=0.6)
     if near and _may_define(near[0], rest, trust):
-        return f" Did you mean {near[0]}.{rest}?"
+        return f"Did you mean {near[0]}.{rest}?"
     if root in sys.stdlib_module_names or not root.isidentifier():
         return ""
-    return f" If this code is yours, add run.trust=[{root}].{trusted.advice(target)}"
+    return f"If this code is yours, add run.trust=[{root}].{trusted.advice(target)}"
 
 
 def _inside_config_folder(module: str, trust: Trust) -> Path | None:

@@ -134,7 +134,7 @@ def unknown_option(file: str, known: Sequence[str] | None, message: str) -> Refu
         )
     if advice := advice_on_value(group, elsewhere):
         return RefusedError("is not a known option", key=group, value=option, suggestion=advice)
-    meant = did_you_mean(option, known, f"{group}=") if known else f" There is no group {group}."
+    meant = did_you_mean(option, known, f"{group}=") if known else f"There is no group {group}."
     if group == "recipe" and option and not added and "Did you mean" not in meant:
         meant += " Recipes of your own are in the folder that --config-dir names."
     return RefusedError("is not a known option", key=group, value=option, suggestion=meant)

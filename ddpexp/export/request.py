@@ -51,7 +51,7 @@ def check(out: Path, format_name: str) -> None:
         raise RefusedError(
             "is not a format",
             place=f"--format {format_name}",
-            suggestion=did_you_mean(format_name, PACKAGES, "--format ").lstrip(),
+            suggestion=did_you_mean(format_name, PACKAGES, "--format "),
         )
     missing = [name for name in PACKAGES[format_name] if importlib.util.find_spec(name) is None]
     if missing:

@@ -109,7 +109,7 @@ def sweeps_and_runs(path: Path) -> list[Path]:
         except OSError:
             others = []
         near = did_you_mean(path.name, others, f"{path.parent}/")
-        raise RefusedError(f"There is no such directory.{near if near.startswith(' Did') else ''}", place=path)
+        raise RefusedError(f"There is no such directory.{f' {near}' if near.startswith('Did') else ''}", place=path)
     raise RefusedError(
         "holds neither a sweep nor a run",
         suggestion="Name a directory of runs or sweeps, such as outputs/mnist.",

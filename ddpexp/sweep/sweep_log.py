@@ -120,7 +120,7 @@ class SweepLog:
         metric = self.settings.objective
         assert metric is not None
         suggestion = did_you_mean(metric, names_of(job.run), "sweep.objective=")
-        return f"sweep.objective={metric} is no metric that job {job.name} reports{until}.{suggestion}"
+        return f"sweep.objective={metric} is no metric that job {job.name} reports{until}. {suggestion}"
 
     def _line(self, job: Planned, ended: Ended, seconds: float | None) -> str:
         metric = self.settings.objective

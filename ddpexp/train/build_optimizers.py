@@ -151,7 +151,7 @@ class Maker:
                 f"cannot be built: {error}",
                 key="optimizer._target_",
                 value=node.target,
-                suggestion=_advice(node.target).lstrip(),
+                suggestion=_advice(node.target),
             ) from None
         if self._is_fused:
             fuse(optimizer, self._models)
@@ -173,7 +173,7 @@ class Maker:
             if key not in accepts and not takes_any:
                 raise RefusedError(
                     f"sets {key}, which {target} does not have",
-                    suggestion=did_you_mean(key, accepts).lstrip(),
+                    suggestion=did_you_mean(key, accepts),
                     place=first_few(group.sources),
                 )
         try:
@@ -196,4 +196,4 @@ class Maker:
 
 
 def _advice(target: str) -> str:
-    return " optimizer=muon gives the other parameters to AdamW." if target == "torch.optim.Muon" else ""
+    return "optimizer=muon gives the other parameters to AdamW." if target == "torch.optim.Muon" else ""

@@ -162,7 +162,7 @@ def check_callback(callback: Any, named_by: str) -> Callback:
     for name in dir(kind):
         if name.startswith("on_") and not hasattr(Callback, name):
             meant = did_you_mean(name, _CALLBACK_METHODS)
-            raise RefusedError(f"{named_by}: a run never calls {kind.__name__}.{name}.{meant}")
+            raise RefusedError(f"{named_by}: a run never calls {kind.__name__}.{name}. {meant}")
     saves, loads = (getattr(kind, name) is not getattr(Callback, name) for name in ("state_dict", "load_state_dict"))
     if saves is not loads:
         there, missing = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")

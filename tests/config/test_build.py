@@ -140,9 +140,9 @@ def test_types_that_only_code_can_give_are_refused_without_a_crash() -> None:
 
 
 def test_the_nearest_match_is_found_whatever_the_case_and_quoted_for_the_shell() -> None:
-    assert did_you_mean("LeNett", ["lenet", "linear"], "model=") == " Did you mean model=lenet?"
-    assert did_you_mean("trainr", ["trainer", "_private"], "", ".gpus") == " Did you mean trainer.gpus?"
-    assert did_you_mean("q", []) == " Available: nothing."
+    assert did_you_mean("LeNett", ["lenet", "linear"], "model=") == "Did you mean model=lenet?"
+    assert did_you_mean("trainr", ["trainer", "_private"], "", ".gpus") == "Did you mean trainer.gpus?"
+    assert did_you_mean("q", []) == "Available: nothing."
 
 
 def test_values_are_shown_as_in_an_override() -> None:
