@@ -14,8 +14,7 @@ from ddpexp.config.registry import keys_of
 from ddpexp.config.strategies import options_of
 from ddpexp.settings.data import CommonData
 from ddpexp.settings.key import Key, declarations
-from ddpexp.settings.run import Predict, Recipe, Run
-from ddpexp.settings.sweep import Sweep
+from ddpexp.settings.run import Predict, Recipe, Run, Sweep
 from ddpexp.settings.trainer import Trainer
 from ddpexp.system.yaml_text import load_yaml
 

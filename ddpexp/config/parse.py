@@ -67,7 +67,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         if name in (*LISTED, "predict") and values.get(name) is None:
             values[name] = {}
         if values.get(name) is None and name in ("model", "data"):
-            continue  # below, when what is there is known to be right
+            continue  # reported once the trainer section is checked, by _not_chosen
         if values.get(name) is None:
             own = f"as {name}: {{_target_: mine.Name}}, or" if name == "task" else "for example"
             raise RefusedError("is missing", key=name, suggestion=f"A recipe gives it, {own} recipe=mnist.")
@@ -79,6 +79,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     trust = Trust(run.trust, Path(run.code) if run.code else None)
     check_trusted(values, trust)
     facts.check(values)
+    check_alert_url(values["logger"].get(ALERT_URL))
     trainer = build(Trainer, values["trainer"], "trainer")
     for name in ("model", "data"):
         if not _is_chosen(name, values.get(name)):
@@ -92,8 +93,8 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         scheduler=_schedule(node_of(values["scheduler"], "scheduler")),
         strategy=_strategy(values["strategy"]),
         launcher=_built(node_of(values["launcher"], "launcher"), "launcher", Launcher),
-        logger=_loggers(values["logger"]),
-        callbacks=_listed(values["callbacks"], "callbacks", "callback"),
+        logger=_nodes({name: value for name, value in values["logger"].items() if name != ALERT_URL}, "logger"),
+        callbacks=_nodes(values["callbacks"], "callbacks"),
         trainer=trainer,
         run=run,
         predict=build(Predict, values["predict"], "predict"),
@@ -126,8 +127,9 @@ def _as_section(name: str, value: object) -> str:
     return f"Write {name}: {{_target_: {found[1]}}}." if found is not None else ""
 
 
-def _listed(values: Mapping[str, Any], section: str, called: str) -> Mapping[str, Node]:
+def _nodes(values: Mapping[str, Any], section: str) -> Mapping[str, Node]:
     """Return the loggers or callbacks by the keys below their section; null switches one off."""
+    called = section.removesuffix("s")
     if "_target_" in values:
         raise RefusedError(
             f"Several {called}s may be chosen, so each stands below a key of its own",
@@ -162,22 +164,12 @@ def _listed(values: Mapping[str, Any], section: str, called: str) -> Mapping[str
     )
 
 
-def _loggers(values: Mapping[str, Any]) -> Mapping[str, Node]:
-    """Return the loggers by their keys; the arguments of ours that are free of torch are checked."""
-    check_alert_url(values.get(ALERT_URL))
-    nodes = _listed({name: value for name, value in values.items() if name != ALERT_URL}, "logger", "logger")
-    for name, node in nodes.items():
-        where = f"logger.{name}"
-        if registry.is_remote_logger(where, node.target):
-            _check_arguments(locate(node.target, Trust(), where), node.kwargs, where, given=("info",))
-    return nodes
-
-
 def _check_listed(experiment: Experiment) -> None:
     """Check our callbacks and remote loggers, which are free of torch; the others are checked by the workers."""
     for name, node in experiment.logger.items():
         where = f"logger.{name}"
         if registry.is_remote_logger(where, node.target):
+            _check_arguments(locate(node.target, Trust(), where), node.kwargs, where, given=("info",))
             keys = {key: value for key, value in node.kwargs.items() if key in Keys.__dataclass_fields__}
             build(Keys, keys, where).check(experiment, where)
     for name, node in experiment.callbacks.items():

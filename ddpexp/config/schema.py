@@ -1,4 +1,4 @@
-"""The experiment as a frozen, typed value: one class for each section."""
+"""The experiment as a frozen, typed value."""
 
 from __future__ import annotations
 

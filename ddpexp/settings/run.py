@@ -1,4 +1,4 @@
-"""The sections `recipe`, `run` and `predict`."""
+"""The sections `recipe`, `run`, `predict` and `sweep`."""
 
 from __future__ import annotations
 
@@ -50,3 +50,18 @@ class Predict:
     """How `ddpexp predict` uses the weights."""
 
     batch_size: Annotated[Auto | int, Key(at_least=1)]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """How a sweep runs its jobs; conf/config.yaml has the default of every key and explains it."""
+
+    slots: Annotated[Auto | int, Key(at_least=1)]
+    objective: Annotated[str | None, Key(also="optimized_metric")]
+    mode: Annotated[Literal["min", "max"], Key(synonyms={"max": "maximize maximise", "min": "minimize minimise"})]
+    picture: bool
+    on_failure: Literal["continue", "stop"]
+    early_stop: Literal["median", "halving"] | None
+    early_stop_after: Annotated[int, Key(at_least=1)]
+    early_stop_factor: Annotated[int, Key(at_least=2)]
+    retries: Annotated[int, Key(at_least=0)]

@@ -63,7 +63,7 @@ class TableArguments:
             elif key in _KEYS:
                 values[key] = value
             else:
-                suggestion = did_you_mean(key, _KEYS).lstrip()
+                suggestion = did_you_mean(key, _KEYS)
                 raise RefusedError("is not a known key of table", key=key, value=value, suggestion=suggestion)
         mode = values.get("sweep.mode")
         if mode is not None:

@@ -13,7 +13,7 @@ from ddpexp.errors import EXIT_DONE, RefusedError, StoppedError
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import lock
 from ddpexp.run.directory import check_name
-from ddpexp.settings.sweep import Sweep
+from ddpexp.settings.run import Sweep
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.hydra_sweeper import check_ends, is_grid, sweep_with
 from ddpexp.sweep.job_status import FINAL

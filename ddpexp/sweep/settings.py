@@ -9,7 +9,7 @@ from typing import Any
 from ddpexp.config.build import build
 from ddpexp.errors import RefusedError
 from ddpexp.settings.metrics import check_not_test
-from ddpexp.settings.sweep import Sweep
+from ddpexp.settings.run import Sweep
 
 
 def settings_of(values: Mapping[str, Any]) -> Sweep:

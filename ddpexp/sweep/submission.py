@@ -8,7 +8,7 @@ from ddpexp.config.plugins import launcher_name
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher, Submitter
-from ddpexp.settings.sweep import Sweep
+from ddpexp.settings.run import Sweep
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_result import Ended, ResultReader
 from ddpexp.sweep.record import JobRecord

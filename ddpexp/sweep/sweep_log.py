@@ -7,7 +7,7 @@ from typing import Any
 
 from ddpexp.config.build import did_you_mean
 from ddpexp.settings.metrics import TEST_SET
-from ddpexp.settings.sweep import Sweep
+from ddpexp.settings.run import Sweep
 from ddpexp.sweep.early import names_of
 from ddpexp.sweep.folder import EventLog, SweepDir
 from ddpexp.sweep.job import Planned

@@ -24,8 +24,7 @@ from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.settings.data import CommonData
 from ddpexp.settings.key import Key, annotations_of, declaration, declarations
 from ddpexp.settings.parameters import FreezeUntil, LayerDecay, LoRA, ParamGroup
-from ddpexp.settings.run import Predict, Recipe, Run
-from ddpexp.settings.sweep import Sweep
+from ddpexp.settings.run import Predict, Recipe, Run, Sweep
 from ddpexp.settings.trainer import Timeout, Trainer
 from ddpexp.system.yaml_text import load_yaml
 from ddpexp.train import plateau, schedule
