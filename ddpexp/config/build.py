@@ -14,8 +14,7 @@ from ddpexp.config.declared import SECTIONS, default_of
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.keys import MISSING
 from ddpexp.config.plugins import full_name
-from ddpexp.errors import RefusedError
-from ddpexp.errors import shown as shown
+from ddpexp.errors import RefusedError, shown
 from ddpexp.settings.node import Node
 
 _SURE, _NEAR = 0.85, 0.65  # how similar a word is to what it may be meant for; 1 is equal

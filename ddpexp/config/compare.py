@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddpexp.config import strategies
-from ddpexp.config.build import shown
 from ddpexp.config.declared import SECTIONS
 from ddpexp.config.keys import override_key, value_at
 from ddpexp.config.registry import key_of
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, shown
 from ddpexp.settings.data import CommonData
 from ddpexp.settings.key import Key, declarations
 from ddpexp.settings.trainer import Trainer

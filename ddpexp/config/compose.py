@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpexp import __version__
 from ddpexp.config.arguments import ONE_RUN, Arguments
-from ddpexp.config.folders import LISTED, added_folder
+from ddpexp.config.folders import LISTED, config_dir_of
 from ddpexp.config.hydra_section import check_of_one_run
 from ddpexp.config.override_checks import check_overrides
 from ddpexp.config.resolve import ResolvedConfig, resolve
@@ -57,7 +57,7 @@ def compose_run(arguments: Arguments) -> ResolvedConfig:
         RefusedError: whatever Hydra or OmegaConf refuses. SweepInFileError: a config file makes it a sweep.
     """
     check_overrides(arguments.overrides)
-    tree = compose_tree(arguments.overrides, added_folder(arguments.config_dir))
+    tree = compose_tree(arguments.overrides, config_dir_of(arguments.config_dir))
     tree.check_is_one_run()
     check_of_one_run(arguments.overrides)
     typed = tuple(override for override in arguments.overrides if not ONE_RUN.match(override))
@@ -85,7 +85,7 @@ def overview(overrides: Sequence[str], directory: str | None) -> Overview:
         RefusedError: whatever Hydra or OmegaConf refuses.
     """
     check_overrides(overrides)
-    tree = compose_tree(overrides, added_folder(directory))
+    tree = compose_tree(overrides, config_dir_of(directory))
     values, choices = dict(tree.values), tree.choices
     for group in LISTED:
         if group not in choices and values.get(group):  # Hydra does not name the options of a list

@@ -39,7 +39,7 @@ def options(group: str, folders: Iterable[Path]) -> list[str]:
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
-def added_folder(typed: str | None) -> Path | None:
+def config_dir_of(typed: str | None) -> Path | None:
     """Return the folder that was typed as --config-dir, None where none was.
 
     Raises:

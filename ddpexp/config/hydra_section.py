@@ -7,12 +7,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpexp.config.build import shown
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.instantiate import Trust, targets
 from ddpexp.config.keys import override_key
 from ddpexp.config.replaced_targets import in_package
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, shown
 from ddpexp.system.yaml_text import load_yaml
 
 # Settings with an effect, wherever they are written. Of the others what Hydra fills in itself differs from command to

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ddpexp.config.build import nearest, shown, unknown_key
-from ddpexp.errors import RefusedError
+from ddpexp.config.build import nearest, unknown_key
+from ddpexp.errors import RefusedError, shown
 from ddpexp.settings.parameters import FreezeUntil, ParamGroup, as_tuple
 from ddpexp.settings.trainer import Trainer
 

@@ -100,8 +100,8 @@ class UnrestatedError(RefusedError):
 
 
 @dataclass(frozen=True)
-class Reader:
-    """What the reader of a run directory has restated, and whom the reader trusts."""
+class Grants:
+    """What a person who opens a run directory has restated, and whom the person trusts."""
 
     typed: frozenset[Place]  # keys of this command, and those that are as the reader's own files have them
     names: Sequence[str]  # run.trust=[...] of this command, and those of `ddpexp trust`
@@ -113,7 +113,7 @@ class Reader:
         written: Mapping[str, Any] = MappingProxyType({}),
         folder: Path | None = None,
         without: Collection[str] = (),
-    ) -> Reader:
+    ) -> Grants:
         """Take the overrides of this command, the configuration as it is written, and the --config-dir.
 
         The keys in `without` choose options. A text with a reference to another key, which may be anybody's, is not
@@ -134,8 +134,8 @@ class Reader:
                 places.add(tuple(key.split(".")))
         return cls(frozenset(places), names)
 
-    def also(self, places: Collection[Place]) -> Reader:
-        """Return a reader who has restated these, too."""
+    def also(self, places: Collection[Place]) -> Grants:
+        """Return these grants with more restated keys."""
         return replace(self, typed=self.typed | frozenset(places))
 
     def restates(self, place: Place) -> bool:
@@ -178,7 +178,7 @@ def checked_setting(name: str, where: str) -> str:
 
 
 def unrestated(
-    values: Mapping[str, Any], written: Mapping[str, Any], read: Mapping[Place, str], reader: Reader
+    values: Mapping[str, Any], written: Mapping[str, Any], read: Mapping[Place, str], grants: Grants
 ) -> list[Setting]:
     """Return the settings of a run directory that have to be restated.
 
@@ -187,16 +187,16 @@ def unrestated(
     found: list[tuple[Place, str, tuple[str, ...]]] = []
     for place, name in read.items():
         found.append((place, "a reference to the environment", (name,) if is_setting(name) else ()))
-    texts = [one for one in leaves(values) if not reader.trusts_all_of(value_at(written, one[0]))]
+    texts = [one for one in leaves(values) if not grants.trusts_all_of(value_at(written, one[0]))]
     for place, value in [*texts, *_names(values)]:
-        if isinstance(value, str) and not reader.restates(place):
+        if isinstance(value, str) and not grants.restates(place):
             is_foreign = _is_foreign(values, place)
-            found += [(place, "an address", names) for names in _addresses(value, reader, is_foreign)]
+            found += [(place, "an address", names) for names in _addresses(value, grants, is_foreign)]
             if is_foreign and refers(value):
                 found.append((place, "a fact of the data, which may be an address", ()))
-    found += _on_hubs(values.get("data"), ("data",), reader)
+    found += _on_hubs(values.get("data"), ("data",), grants)
     for place in _declared(values):
-        if not reader.restates(place):
+        if not grants.restates(place):
             found.append((place, "what its launcher or logger runs or connects to", ()))
     return _settings(found, written)
 
@@ -207,22 +207,22 @@ def to_restate(tree: Mapping[str, Any], folder: Path | None = None) -> list[Sett
     `folder` is the --config-dir of that reader.
     """
     try:
-        reader = Reader.of(written=tree, folder=folder)
+        grants = Grants.of(written=tree, folder=folder)
         read: dict[Place, str] = {}
         for place, value in leaves(tree):
             names = _RESOLVER.findall(value) if isinstance(value, str) else ()
-            if refused := [name for name in names if not (reader.trusts(name) or reader.restates(place))]:
+            if refused := [name for name in names if not (grants.trusts(name) or grants.restates(place))]:
                 read[place] = refused[0]
-        return unrestated(tree, tree, read, reader)
+        return unrestated(tree, tree, read, grants)
     except (RefusedError, ImportError, AttributeError):  # of a launcher: the resume will report it
         return []
 
 
-def records_setting(override: str, reader: Reader) -> bool:
+def records_setting(override: str, grants: Grants) -> bool:
     """Return whether an override that the file of a sweep records, in Hydra's grammar, has to be restated."""
     key, _, value = override.lstrip("+~").removeprefix("hydra.sweeper.params.").replace("\\", "").partition("=")
     section, *names = key.split(".")
-    rest = _VARIABLE.sub(lambda found: "" if reader.trusts(found[1]) else found[0], value)
+    rest = _VARIABLE.sub(lambda found: "" if grants.trusts(found[1]) else found[0], value)
     is_outside = section in ("data", "logger") or (names and names[-1] == _PRETRAINED)
     if "${" in rest and (is_outside or not _REFERENCE.fullmatch(rest)):
         return True  # what it stands for is known once the sweep is composed
@@ -233,7 +233,7 @@ def records_setting(override: str, reader: Reader) -> bool:
         text = part.strip("'\"")
         if text.startswith(HUB):
             return True
-        if [*_addresses(text, reader)] or any(test(text) for test in on_hub if text not in ("", "null")):
+        if [*_addresses(text, grants)] or any(test(text) for test in on_hub if text not in ("", "null")):
             return True
     is_of_every = len(names) == 2 and names[1] in _OF_EVERY_LOGGER
     return section == "logger" and bool(names) and not is_of_every and not _is_number(value)
@@ -303,17 +303,17 @@ def value_at(tree: Any, place: Sequence[str | int]) -> Any:
     return tree
 
 
-def _addresses(text: str, reader: Reader, hosts: bool = True) -> Iterator[tuple[str, ...]]:
+def _addresses(text: str, grants: Grants, hosts: bool = True) -> Iterator[tuple[str, ...]]:
     """Yield for each address in a text that is not trusted the name that would trust it, if there is one.
 
     With `hosts` also for a host with its port.
     """
     text = unicodedata.normalize("NFKC", text).strip()  # as libraries may read it
     for part in text.split("::"):  # fsspec's way to write one address within another
-        if "://" in part and not reader.trusts(part):
+        if "://" in part and not grants.trusts(part):
             clean = _CLEAN.fullmatch(part) if ".." not in part else None
             yield (clean[1],) if clean is not None else ()
-    if hosts and _is_host(text) and not reader.trusts(text):
+    if hosts and _is_host(text) and not grants.trusts(text):
         yield (text.partition("/")[0],) if ".." not in text else ()
 
 
@@ -333,19 +333,19 @@ def _is_foreign(values: Any, place: Place) -> bool:
     return key_of(where, target) is None and target not in TORCH and not str(target).startswith(RECIPES)
 
 
-def _on_hubs(data: Any, place: Place, reader: Reader) -> Iterator[tuple[Place, str, tuple[str, ...]]]:
+def _on_hubs(data: Any, place: Place, grants: Grants) -> Iterator[tuple[Place, str, tuple[str, ...]]]:
     """Yield the names in a section of data that a hub would be asked for."""
     if not isinstance(data, Mapping):
         return
     for key, is_name in _HUB.get(str(data.get("prepare")), {}).items():
         value = data.get(key)
         if isinstance(value, str) and is_name(value) and not (
-            reader.restates((*place, key)) or reader.trusts(f"hub:{value}")
+            grants.restates((*place, key)) or grants.trusts(f"hub:{value}")
         ):  # fmt: skip
             yield (*place, key), "a name on a hub", (f"hub:{value}",)
     sources = data.get("sources")
     for name, source in sources.items() if isinstance(sources, Mapping) else ():
-        yield from _on_hubs(source, (*place, "sources", str(name)), reader)
+        yield from _on_hubs(source, (*place, "sources", str(name)), grants)
 
 
 def _declared(values: Mapping[str, Any]) -> Iterator[Place]:

@@ -14,7 +14,7 @@ from ddpexp.compat.omegaconf import read_values
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.declared import declared
-from ddpexp.config.folders import LISTED, added_folder, conf_folder, groups, options
+from ddpexp.config.folders import LISTED, conf_folder, config_dir_of, groups, options
 from ddpexp.config.interpolations import hydra_resolver, only_resolvers, resolved
 from ddpexp.config.names import check_present
 from ddpexp.config.override_checks import check_chosen_once
@@ -22,7 +22,7 @@ from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.replaced_targets import counts_unlisted, is_in, keys_of_target, typed_targets
 from ddpexp.config.resolve import offered_by_packages, text_of, trust_of
-from ddpexp.config.restated import Place, Reader, UnrestatedError, leaves, unrestated, value_at
+from ddpexp.config.restated import Grants, Place, UnrestatedError, leaves, unrestated, value_at
 from ddpexp.config.schema import Experiment
 from ddpexp.config.sentences import first_line, unknown_key_in
 from ddpexp.config.validate import ALERT_URL
@@ -47,20 +47,24 @@ def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> t
     """
     arguments = Arguments.of(argv)
     tree = _loaded(path)
-    added = added_folder(arguments.config_dir)
+    config_dir = config_dir_of(arguments.config_dir)
     check_syntax(arguments.overrides)
-    chosen = _chosen(arguments.overrides, keeps, added)
-    reader = Reader.of(arguments.overrides, tree, added, without=chosen)
-    reader = reader.also(_choose(tree, chosen, keeps, added))
-    tree["run"] |= {"trust": [], "code": str(added.parent) if added is not None else None, "allow_changes": []}
+    chosen = _chosen(arguments.overrides, keeps, config_dir)
+    grants = Grants.of(arguments.overrides, tree, config_dir, without=chosen)
+    grants = grants.also(_choose(tree, chosen, keeps, config_dir))
+    tree["run"] |= {
+        "trust": [],
+        "code": str(config_dir.parent) if config_dir is not None else None,
+        "allow_changes": [],
+    }
     if "${" in str(tree["run"].get("dir")):  # nothing reads it: the run is where its file is
         tree["run"]["dir"] = str(path.parent.absolute())
     others = [override for override in arguments.overrides if override.partition("=")[0] not in chosen]
     nodes = _remove_inherited(tree, typed_targets(others))
     for override in others:
         _override(tree, override, is_in(override, nodes) or counts_unlisted(override) or _is_field(override))
-    values, read = _resolved(tree, reader, path)
-    if settings := unrestated(values, tree, read, reader):
+    values, read = _resolved(tree, grants, path)
+    if settings := unrestated(values, tree, read, grants):
         raise UnrestatedError(shortest(path.parent), settings)
     if offered := offered_by_packages(values, _searched_packages):
         tree["run"]["trust"] = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
@@ -75,11 +79,11 @@ def _searched_packages() -> Mapping[Path, str]:
     return searched_packages()
 
 
-def _resolved(tree: Mapping[str, Any], reader: Reader, path: Path) -> tuple[dict[str, Any], Mapping[Place, str]]:
+def _resolved(tree: Mapping[str, Any], grants: Grants, path: Path) -> tuple[dict[str, Any], Mapping[Place, str]]:
     """Return the values, and the resolvers that were refused; no values if they cannot be resolved without these."""
 
     def allows(place: Place, name: str) -> bool:
-        return reader.restates(place) or reader.trusts(name)
+        return grants.restates(place) or grants.trusts(name)
 
     with hydra_resolver({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}), only_resolvers(allows) as read:
         try:
@@ -115,9 +119,11 @@ def _loaded(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _chosen(overrides: Sequence[str], keeps: Collection[str], added: Path | None) -> dict[str, str]:
+def _chosen(overrides: Sequence[str], keeps: Collection[str], config_dir: Path | None) -> dict[str, str]:
     """Return the options of groups that the overrides choose, and those in place of sections that are not used."""
-    chosen_from = groups([folder for folder in (conf_folder(), added) if folder is not None]) if keeps else ["launcher"]
+    chosen_from = (
+        groups([folder for folder in (conf_folder(), config_dir) if folder is not None]) if keeps else ["launcher"]
+    )
     typed = (override.partition("=") for override in overrides)
     chosen = {key: name for key, _, name in typed if key in chosen_from}
     if "launcher" not in keeps:
@@ -127,11 +133,13 @@ def _chosen(overrides: Sequence[str], keeps: Collection[str], added: Path | None
     return chosen
 
 
-def _choose(tree: dict[str, Any], chosen: Mapping[str, str], keeps: Collection[str], added: Path | None) -> list[Place]:
+def _choose(
+    tree: dict[str, Any], chosen: Mapping[str, str], keeps: Collection[str], config_dir: Path | None
+) -> list[Place]:
     """Replace sections by chosen options, and return the places whose values are those of the options."""
     places: list[Place] = []
     for group, name in chosen.items():
-        option = _listed(group, name, added) if group in LISTED else _option(group, name, added)
+        option = _listed(group, name, config_dir) if group in LISTED else _option(group, name, config_dir)
         places += [(group, str(key)) for key in option] if group in LISTED else [(group,)]
         if group == "logger" and group in keeps and isinstance(loggers := tree.get(group), dict):
             option[ALERT_URL] = loggers.get(ALERT_URL)
@@ -139,8 +147,8 @@ def _choose(tree: dict[str, Any], chosen: Mapping[str, str], keeps: Collection[s
     return places
 
 
-def _option(group: str, name: str, added: Path | None = None) -> dict[str, Any]:
-    folders = [conf_folder(), *([added] if added is not None else []), *plugin_folders()]
+def _option(group: str, name: str, config_dir: Path | None = None) -> dict[str, Any]:
+    folders = [conf_folder(), *([config_dir] if config_dir is not None else []), *plugin_folders()]
     available = options(group, folders)
     if name not in available:
         suggestion = did_you_mean(name, available, f"{group}=")
@@ -164,12 +172,12 @@ def _option(group: str, name: str, added: Path | None = None) -> dict[str, Any]:
     return option
 
 
-def _listed(group: str, names: str, added: Path | None) -> dict[str, Any]:
+def _listed(group: str, names: str, config_dir: Path | None) -> dict[str, Any]:
     """Return the options that `logger=NAMES` or `callbacks=NAMES` chooses: one, or a list in brackets."""
     if group == "callbacks":
         check_chosen_once(names)
-    chosen = re.sub(r"^\[(.*)\]$", r"\1", names).split(",")
-    return {key: node for name in chosen if name.strip() for key, node in _option(group, name.strip(), added).items()}
+    chosen = [name.strip() for name in re.sub(r"^\[(.*)\]$", r"\1", names).split(",")]
+    return {key: node for name in filter(None, chosen) for key, node in _option(group, name, config_dir).items()}
 
 
 def _remove_inherited(tree: Mapping[str, Any], typed: Mapping[str, str]) -> list[str]:

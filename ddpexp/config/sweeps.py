@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.config.arguments import Arguments
-from ddpexp.config.folders import added_folder, conf_folder
+from ddpexp.config.folders import conf_folder, config_dir_of
 from ddpexp.config.hydra_section import check_code_of_sweeper
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.interpolations import override_dirname
@@ -74,15 +74,15 @@ def compose_sweep(arguments: Arguments) -> Swept:
     check_overrides(typed, in_sweep=True)
     check_single_values(typed)
     check_typed_once(typed)
-    added = added_folder(arguments.config_dir)
-    composed = compose_sweep_tree(typed, added)
+    config_dir = config_dir_of(arguments.config_dir)
+    composed = compose_sweep_tree(typed, config_dir)
     for key in composed.swept:
         if re.match(r"\+*(sweep\.|hydra)", key):
             raise RefusedError("is a setting of the sweep itself", key=key, suggestion="Give it one value.")
     tree = composed.tree
     keys = ("hydra.sweeper", "sweep", "hydra.sweep.dir", "trainer.eval_every")
     sweeper, settings, directory, eval_every = resolved_at(tree, *keys)
-    check_code_of_sweeper(sweeper, sweeper_targets(), Trust(composed.trust, added.parent if added else None))
+    check_code_of_sweeper(sweeper, sweeper_targets(), Trust(composed.trust, config_dir.parent if config_dir else None))
     objective = settings.get("objective")
     needs_evaluations = re.match(r"(eval|validation)/", str(objective)) is not None
     if needs_evaluations and eval_every == 0 and "trainer.eval_every" not in composed.swept:
@@ -134,7 +134,7 @@ class JobComposer:
         values = [override for override in overrides if self._is_value(override) and not is_in(override, nodes)]
         rest = tuple(override for override in overrides if override not in values)
         if rest not in self._bases:
-            self._bases[rest] = compose_tree(rest, added_folder(self._swept.config_dir))
+            self._bases[rest] = compose_tree(rest, config_dir_of(self._swept.config_dir))
         tree = replace(with_values(self._bases[rest], with_plus_plus(values, ())), overrides=tuple(overrides))
         of_hydra = {
             "job.num": number, "sweep.dir": self._swept.directory, "mode": "MULTIRUN",

@@ -25,7 +25,7 @@ from ddpexp.compat.omegaconf import quick_yaml
 from ddpexp.config import sentences
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import unknown_key
-from ddpexp.config.folders import LISTED, added_folder, conf_folder, options
+from ddpexp.config.folders import LISTED, conf_folder, config_dir_of, options
 from ddpexp.config.hydra_section import check_files
 from ddpexp.config.instantiate import targets
 from ddpexp.config.interpolations import bounded_interpolations
@@ -151,7 +151,7 @@ def ask_hydra(arguments: Arguments) -> None:
     """
     overrides: Sequence[str] = arguments.overrides
     if arguments.cfg:
-        config_dir = added_folder(arguments.config_dir)
+        config_dir = config_dir_of(arguments.config_dir)
         check_user_files(overrides, config_dir)
         with _opened(config_dir) as files:
             overrides = without_inherited(overrides, files.chosen(overrides), files.compose)

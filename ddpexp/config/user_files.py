@@ -23,13 +23,13 @@ _SPACELESS_LINE = re.compile(r"\s*(?:- +)?[A-Za-z_]\w*:[^\s:/]")
 _ENTRY = re.compile(r"((?:override +)?/?[\w/]+) *([:=]) *([\w.-]+)")  # `override /model:net`, an entry that is a text
 
 
-def check_user_files(overrides: Sequence[str], added: Path | None) -> None:
-    """Check the files in the added folder that the overrides choose, and those that their defaults choose.
+def check_user_files(overrides: Sequence[str], config_dir: Path | None) -> None:
+    """Check the files in --config-dir that the overrides choose, and those that their defaults choose.
 
     Raises:
         RefusedError: one of them has a mistake; the sentence names the file and what to write.
     """
-    if added is None:
+    if config_dir is None:
         return
     chosen = [match for override in overrides if (match := _CHOICE.fullmatch(override)) is not None]
     waiting = [(match[1], option) for match in chosen for option in match[2].split(",") if option]
@@ -37,11 +37,11 @@ def check_user_files(overrides: Sequence[str], added: Path | None) -> None:
     while waiting:
         group, option = waiting.pop(0)
         name = f"{group}/{option.removesuffix('.yaml')}.yaml"
-        path = added / name
+        path = config_dir / name
         if (conf_folder() / name).is_file() or path in checked:
             continue
         if not path.is_file():
-            _check_folder_name(added, group, option)
+            _check_folder_name(config_dir, group, option)
             continue
         checked.add(path)
         waiting += _check_file(path, group)
@@ -184,14 +184,14 @@ def _check_section(path: Path, key: str, value: Any) -> None:
         )
 
 
-def _check_folder_name(added: Path, group: str, option: str) -> None:
+def _check_folder_name(config_dir: Path, group: str, option: str) -> None:
     """Refuse a folder such as `models` that holds the option which is looked for in `model`."""
     if option in options(group, [conf_folder(), *plugin_folders()]):
         return
     ours = our_options()
-    for path in sorted(added.glob(f"*/{option.removesuffix('.yaml')}.yaml")):
+    for path in sorted(config_dir.glob(f"*/{option.removesuffix('.yaml')}.yaml")):
         folder = path.parent
         if group in ours and folder.name not in ours and nearest(folder.name, ours, 0.8) == group:
             raise RefusedError(
-                f"is not the folder of {group}={option}", suggestion=f"Rename it to {added / group}.", place=folder
+                f"is not the folder of {group}={option}", suggestion=f"Rename it to {config_dir / group}.", place=folder
             )

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpexp.config import facts
-from ddpexp.config.build import shown
 from ddpexp.config.folders import conf_folder, options, our_options
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.registry import key_of
 from ddpexp.config.replaced_targets import typed_targets
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, shown
 from ddpexp.settings.data import DATA_KEYS
 from ddpexp.system.yaml_text import load_yaml
 
@@ -36,31 +35,32 @@ def check_values(values: Mapping[str, Any], tree: Tree) -> None:
 
 def warnings_of(tree: Tree) -> tuple[str, ...]:
     """Return the warnings about the user's and the packages' files."""
-    added = tree.config_dir
-    folders = ([added] if added else []) + plugin_folders()
-    unchosen = _unchosen(added, tree.choices.get("recipe", ""), tree.overrides) if added else ()
+    config_dir = tree.config_dir
+    folders = ([config_dir] if config_dir else []) + plugin_folders()
+    unchosen = _unchosen(config_dir, tree.choices.get("recipe", ""), tree.overrides) if config_dir else ()
     return (*unchosen, *(warning for folder in folders for warning in _shadowed(folder)))
 
 
-def _unchosen(added: Path, recipe: str, overrides: Sequence[str]) -> Iterator[str]:
+def _unchosen(config_dir: Path, recipe: str, overrides: Sequence[str]) -> Iterator[str]:
     """Yield a warning if the user's folder has recipes and the command leaves the default one."""
     ours = our_options()["recipe"]
-    theirs = [name for name in options("recipe", [added]) if name not in ours]
+    theirs = [name for name in options("recipe", [config_dir]) if name not in ours]
     chooses = any(re.match(r"recipe=|\+[\w/]+=", override) for override in overrides)
     if recipe in ours and theirs and not chooses:
         offered = " or ".join(f"recipe={name}" for name in theirs)
-        yield f"no recipe is chosen, so the default is used, recipe={recipe}; to use one of {added}, add {offered}."
+        default = f"no recipe is chosen, so the default is used, recipe={recipe}"
+        yield f"{default}; to use one of {config_dir}, add {offered}."
 
 
-def _shadowed(added: Path) -> Iterator[str]:
-    """Yield a warning for each added option that one of ours hides."""
-    for path, _ in _hidden(added):
-        name = path.relative_to(added).with_suffix("")
+def _shadowed(folder: Path) -> Iterator[str]:
+    """Yield a warning for each option of a folder that one of ours hides."""
+    for path, _ in _hidden(folder):
+        name = path.relative_to(folder).with_suffix("")
         yield f"{path} is not used: ddpexp has its own {name}. Give yours another name."
 
 
-def _check_chosen_is_used(added: Path, choices: Mapping[str, str], values: Mapping[str, Any]) -> None:
-    for path, ours in _hidden(added):
+def _check_chosen_is_used(config_dir: Path, choices: Mapping[str, str], values: Mapping[str, Any]) -> None:
+    for path, ours in _hidden(config_dir):
         group, option = path.parent.name, path.stem
         several = values.get(group) if group not in choices else None  # the loggers of a list, by their names
         if choices.get(group) == option or (isinstance(several, Mapping) and option in several):
@@ -72,10 +72,10 @@ def _check_chosen_is_used(added: Path, choices: Mapping[str, str], values: Mappi
             )
 
 
-def _hidden(added: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield each added option that one of ours hides, and ours: Hydra searches our folder first."""
-    for path in sorted(added.glob("*/*.yaml")):
-        ours = conf_folder() / path.relative_to(added)
+def _hidden(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield each option of a folder that one of ours hides, and ours: Hydra searches our folder first."""
+    for path in sorted(folder.glob("*/*.yaml")):
+        ours = conf_folder() / path.relative_to(folder)
         if ours.is_file():
             yield path, ours
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpexp.config.build import shown
 from ddpexp.config.restated import HUB
 from ddpexp.config.schema import Experiment
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, shown
 from ddpexp.settings.node import Node
 from ddpexp.strategy.options import Options
 from ddpexp.system import separate_process

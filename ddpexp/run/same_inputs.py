@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.checkpoint.format import newest
-from ddpexp.config.build import shown
 from ddpexp.config.instantiate import targets
 from ddpexp.config.plugins import full_name
-from ddpexp.errors import RefusedError, subject
+from ddpexp.errors import RefusedError, shown, subject
 from ddpexp.run import sources
 from ddpexp.run.directory import RunDir
 from ddpexp.run.stored_config import recorded_facts

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ddpexp.config.keys import override_key
-from ddpexp.config.restated import Reader, records_setting
+from ddpexp.config.restated import Grants, records_setting
 from ddpexp.errors import RefusedError
 from ddpexp.run import links
 from ddpexp.sweep.files import json_lines
@@ -168,8 +168,8 @@ def job_name(number: int, overrides: Sequence[str]) -> str:
 
 def restated_overrides(overrides: Sequence[str], typed: Sequence[str] = ()) -> list[str]:
     """Return the overrides of a sweep that must be restated with `ddpexp resume`; `typed` are those of that command."""
-    reader = Reader.of(typed)
-    return [override for override in overrides if runs_code(override) or records_setting(override, reader)]
+    grants = Grants.of(typed)
+    return [override for override in overrides if runs_code(override) or records_setting(override, grants)]
 
 
 def runs_code(override: str) -> bool:

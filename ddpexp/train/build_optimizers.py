@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddpexp.config.build import did_you_mean, shown
+from ddpexp.config.build import did_you_mean
 from ddpexp.config.fused import without_auto
 from ddpexp.config.instantiate import instantiate, locate
 from ddpexp.config.schema import Experiment
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, shown
 from ddpexp.settings.node import Node
 from ddpexp.system.text import first_few
 from ddpexp.task import HasOptimizers

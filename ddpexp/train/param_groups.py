@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ddpexp.config.build import nearest, shown
+from ddpexp.config.build import nearest
 from ddpexp.config.param_groups import LAYER_DECAY_EXAMPLE
 from ddpexp.config.schema import Experiment
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, shown
 from ddpexp.settings.parameters import LayerDecay, ParamGroup, as_tuple
 from ddpexp.strategy.base import num_elements
 from ddpexp.system.text import first_few

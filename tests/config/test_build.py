@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from ddpexp.config.build import build, convert, did_you_mean, shown, unknown_key
-from ddpexp.errors import RefusedError
+from ddpexp.config.build import build, convert, did_you_mean, unknown_key
+from ddpexp.errors import RefusedError, shown
 from tests.refusals import refused
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.config.compose import compose_command
-from ddpexp.config.folders import added_folder
+from ddpexp.config.folders import config_dir_of
 from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.errors import RefusedError
 from tests.refusals import refused
@@ -27,17 +27,17 @@ def made(folder: Path, *names: str) -> Path:
 
 def refusal(typed: str) -> str:
     with pytest.raises(RefusedError) as caught:
-        added_folder(typed)
+        config_dir_of(typed)
     return str(caught.value)
 
 
 def test_a_folder_with_an_option_of_a_group_is_taken(tmp_path: Path) -> None:
-    assert added_folder(None) is None
+    assert config_dir_of(None) is None
     for number, name in enumerate(
         ("recipe/mine.yaml", "model/net.yaml", "experiment/big.yaml", "hydra/sweeper/mine.yaml")
     ):
         folder = made(tmp_path / str(number), name)
-        assert added_folder(str(folder)) == folder
+        assert config_dir_of(str(folder)) == folder
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ddpexp.compat.omegaconf import register_resolver
 from ddpexp.config import trusted
 from ddpexp.config.folders import LISTED, conf_folder, groups, options
 from ddpexp.config.parse import parse
-from ddpexp.config.restated import Reader, UnrestatedError, _is_foreign, is_setting, records_setting, to_restate
+from ddpexp.config.restated import Grants, UnrestatedError, _is_foreign, is_setting, records_setting, to_restate
 from ddpexp.config.stored import override_file
 from ddpexp.errors import RefusedError
 from ddpexp.system.yaml_text import load_yaml
@@ -454,7 +454,7 @@ def test_the_owner_of_a_wandb_project_is_restated(base: dict[str, Any], tmp_path
     ],
 )  # fmt: skip
 def test_overrides_in_the_file_of_a_sweep_are_restated(override: str) -> None:
-    assert records_setting(override, Reader.of())
+    assert records_setting(override, Grants.of())
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ def test_overrides_in_the_file_of_a_sweep_are_restated(override: str) -> None:
     ],
 )  # fmt: skip
 def test_the_other_overrides_of_a_sweep_are_not(override: str) -> None:
-    assert not records_setting(override, Reader.of())
+    assert not records_setting(override, Grants.of())
 
 
 @pytest.mark.parametrize(
