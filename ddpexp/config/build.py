@@ -49,17 +49,17 @@ def build(cls: type[T], values: Any, where: str) -> T:
         RefusedError: an unknown key (with the nearest known one), a missing key, a value of another type or outside
         the range that is declared for the key.
     """
-    if not isinstance(values, Mapping):
-        names = _names(cls)
-        advice = (
-            f"Type one of them, for example {where}.{names[0]}={values}." if isinstance(values, int | float) else ""
-        )
-        raise RefusedError(
-            f"is not a section: it has the keys {_listed(names)}", key=where, value=values, suggestion=advice
-        )
     names = _names(cls)
-    rest = _rest_field(cls)
-    if rest is not None:
+    if not isinstance(values, Mapping):
+        is_number = isinstance(values, int | float)
+        raise RefusedError(
+            f"is not a section: it has the keys {_joined(names)}",
+            key=where,
+            value=values,
+            suggestion=f"Type one of them, for example {where}.{names[0]}={values}." if is_number else "",
+        )
+    rest = next((field.name for field in dataclasses.fields(cls) if field.metadata.get("rest")), None)  # type: ignore[arg-type]
+    if rest is not None:  # it takes the keys that no other field has
         others = {str(key): value for key, value in values.items() if key not in names or key == rest}
         values = {**{key: value for key, value in values.items() if key not in others}, rest: others}
     for key in values:
@@ -108,7 +108,7 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "", suffix: str 
     """Say which known word is nearest, or list all when none is near; `prefix` and `suffix` make it what to type."""
     known = [name for name in known if not name.startswith("_")]
     near = nearest(word, known)
-    return f"Did you mean {prefix}{near}{suffix}?" if near else f"Available: {_listed(known)}."
+    return f"Did you mean {prefix}{near}{suffix}?" if near else f"Available: {_joined(known)}."
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = _NEAR) -> str | None:
@@ -166,12 +166,7 @@ def _names(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if field.init]
 
 
-def _rest_field(cls: Any) -> str | None:
-    """Return the field that takes the keys that no other field has: the one with `rest` in its metadata."""
-    return next((field.name for field in dataclasses.fields(cls) if field.metadata.get("rest")), None)
-
-
-def _listed(words: Iterable[str]) -> str:
+def _joined(words: Iterable[str]) -> str:
     return ", ".join(words) or "nothing"
 
 
@@ -301,7 +296,7 @@ def spoken(hint: Any) -> str:
     if origin is tuple:
         return f"a list, each item {spoken(typing.get_args(hint)[0])}"
     if dataclasses.is_dataclass(hint):
-        return f"a section with the keys {_listed(_names(hint))}"
+        return f"a section with the keys {_joined(_names(hint))}"
     if origin is Mapping:
         return f"keys, each with {spoken(typing.get_args(hint)[1])}"
     return _SPOKEN.get(hint, getattr(hint, "__name__", str(hint)))

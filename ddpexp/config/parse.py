@@ -59,22 +59,9 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     Raises:
         RefusedError: an unknown key, a wrong type, a name outside the allowlist or keys that contradict one another.
     """
-    values, sections = dict(values), list(Experiment.__dataclass_fields__)
-    for key in values:
-        if key not in sections:
-            raise unknown_key(str(key), sections, "", declared(), kind="section")
-    for name in sections:
-        if name in (*LISTED, "predict") and values.get(name) is None:
-            values[name] = {}
-        if values.get(name) is None and name in ("model", "data"):
-            continue  # reported once the trainer section is checked, by _not_chosen
-        if values.get(name) is None:
-            own = f"as {name}: {{_target_: mine.Name}}, or" if name == "task" else "for example"
-            raise RefusedError("is missing", key=name, suggestion=f"A recipe gives it, {own} recipe=mnist.")
-        if not isinstance(values[name], Mapping):
-            raise RefusedError(
-                "is not a section with keys", key=name, value=values[name], suggestion=_as_section(name, values[name])
-            )
+    left_out = [name for name in (*LISTED, "predict") if values.get(name) is None]
+    values = {**values, **{name: {} for name in left_out}}
+    _check_sections(values)
     run = build(Run, values["run"], "run")
     trust = Trust(run.trust, Path(run.code) if run.code else None)
     check_trusted(values, trust)
@@ -102,6 +89,23 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     check(experiment)
     _check_listed(experiment)
     return experiment
+
+
+def _check_sections(values: Mapping[str, Any]) -> None:
+    """Check that there is each section and no other; `_not_chosen` reports a missing model and missing data."""
+    sections = list(Experiment.__dataclass_fields__)
+    for key in values:
+        if key not in sections:
+            raise unknown_key(str(key), sections, "", declared(), kind="section")
+    for name in sections:
+        section = values.get(name)
+        if section is None and name not in ("model", "data"):
+            own = f"as {name}: {{_target_: mine.Name}}, or" if name == "task" else "for example"
+            raise RefusedError("is missing", key=name, suggestion=f"A recipe gives it, {own} recipe=mnist.")
+        if section is not None and not isinstance(section, Mapping):
+            raise RefusedError(
+                "is not a section with keys", key=name, value=section, suggestion=_as_section(name, section)
+            )
 
 
 def _is_chosen(name: str, section: Mapping[str, Any] | None) -> bool:
