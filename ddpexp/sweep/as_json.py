@@ -6,6 +6,7 @@ The keys are stable; docs/python.md explains them. Numbers that are not finite a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from ddpexp.sweep.comparison import best_of, over_seeds, sorted_rows
@@ -43,14 +44,14 @@ def table_as_dict(rows: Sequence[Row], goal: Goal) -> dict[str, Any]:
         "rows": [row_as_dict(row) for row in sorted_rows(rows, goal)],
         "seeds": [
             {
-                "overrides": dict(groups[place].overrides),
-                "jobs": groups[place].jobs,
-                "done": len(groups[place].values),
-                "mean": finite(groups[place].mean),
-                "std": finite(groups[place].std),
-                "interval": [finite(end) for end in groups[place].interval or ()] or None,
+                "overrides": dict(group.overrides),
+                "jobs": group.jobs,
+                "done": len(group.values),
+                "mean": finite(group.mean),
+                "std": finite(group.std),
+                "interval": [finite(end) for end in group.interval or ()] or None,
             }
-            for place in goal.order([group.mean for group in groups])
+            for group in goal.best_first(groups, attrgetter("mean"))
         ],
     }
 

@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row
@@ -74,9 +75,9 @@ def num_distinguished_pairs(rows: Sequence[Row | Group], key: str) -> int:
 def best_of(rows: Sequence[Row], goal: Goal) -> Row | None:
     """Return the best of the rows that are done or, if none is, of the running ones."""
     for statuses in (("done",), ("running", "interrupted", "killed", "stopped")):
-        place = goal.best([row.objective if row.status in statuses else None for row in rows])
-        if place is not None:
-            return rows[place]
+        best = goal.best([row for row in rows if row.status in statuses], attrgetter("objective"))
+        if best is not None:
+            return best
     return None
 
 
@@ -109,7 +110,7 @@ def over_seeds(rows: Sequence[Row]) -> list[Group]:
 
 def sorted_rows(rows: Sequence[Row], goal: Goal) -> list[Row]:
     """Return the rows, the best first; those that have nothing to compare come last, as they are."""
-    return [rows[place] for place in goal.order([row.objective for row in rows])]
+    return goal.best_first(rows, attrgetter("objective"))
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:

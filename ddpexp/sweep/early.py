@@ -54,10 +54,10 @@ def prune_reason(
     rung = after
     while rung <= reached[-1]:
         values = {number: value for number, other in curves.items() if (value := _at(other, rung, sign)) is not None}
-        place = sorted(values.values()).index(values[job])
-        if len(values) >= factor and place >= len(values) // factor:
+        num_better = sum(value < values[job] for value in values.values())
+        if len(values) >= factor and num_better >= len(values) // factor:
             return (
-                f"{sign * values[job]:.4g} at step {rung} is number {place + 1} of {len(values)}: one in {factor} "
+                f"{sign * values[job]:.4g} at step {rung} is number {num_better + 1} of {len(values)}: one in {factor} "
                 "continues"
             )
         rung *= factor

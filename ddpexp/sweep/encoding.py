@@ -105,21 +105,15 @@ def _palette(values: Sequence[str]) -> tuple[dict[str, Any], Any]:
         return dict(zip(values, COLORS, strict=False)), None
     whole = matplotlib.colormaps["viridis"]
     if is_numeric and len(values) > LEGEND:
-        ramp = ListedColormap([whole(_RAMP_END * place / 255) for place in range(256)])
+        ramp = ListedColormap([whole(_RAMP_END * step / 255) for step in range(256)])
         norm = (LogNorm if is_geometric(as_numbers) else Normalize)(min(as_numbers), max(as_numbers))
         return {value: ramp(norm(float(value))) for value in values}, ScalarMappable(norm, ramp)
-    return {value: whole(_RAMP_END * place / (len(values) - 1)) for place, value in enumerate(values)}, None
+    return {value: whole(_RAMP_END * number / (len(values) - 1)) for number, value in enumerate(values)}, None
 
 
 def ordered(values: Iterable[str]) -> list[str]:
     """Return the distinct values: numbers by size, then strings in order of appearance."""
-    distinct = list(dict.fromkeys(values))
-
-    def key(place: int) -> tuple[bool, float]:
-        number = _number(distinct[place])
-        return (True, float(place)) if number is None else (False, number)
-
-    return [distinct[place] for place in sorted(range(len(distinct)), key=key)]
+    return sorted(dict.fromkeys(values), key=lambda value: (_number(value) is None, _number(value) or 0.0))
 
 
 def numbers(values: Iterable[str]) -> list[float]:

@@ -48,7 +48,7 @@ class _Launcher:
         return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=ended.objective)
 
 
-def sweep_with(swept: Swept, folder: SweepDir, run_batch: RunBatch) -> None:
+def run_sweeper(swept: Swept, folder: SweepDir, run_batch: RunBatch) -> None:
     """Run the jobs of the chosen sweeper; each batch is the overrides of several jobs.
 
     Raises:
@@ -99,7 +99,7 @@ def _refusal(swept: Swept, error: Exception) -> str:
     return f"{swept.sweeper_choice} does not take one of: {typed}{f' ({why})' if why else ''}."
 
 
-def check_ends(swept: Swept) -> None:
+def check_grid_size(swept: Swept) -> None:
     """Check the size of a grid before Hydra lists its jobs, which a typo in a range can make larger than memory.
 
     Raises:

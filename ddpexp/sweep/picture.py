@@ -108,11 +108,11 @@ def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal[
     drawn = PlottedSweep(rows, objective, mode, best, Encoding.of(rows))
     draw_curves(top, drawn)
     first = None
-    for place, key in enumerate(panels):
-        axes = bottom[0].add_subplot(lines, across, 1 + place, sharey=first)
+    for number, key in enumerate(panels):
+        axes = bottom[0].add_subplot(lines, across, 1 + number, sharey=first)
         first = first or axes
         draw_panel(axes, drawn, key)
-        if place % across == 0:
+        if number % across == 0:
             axes.set_ylabel(shortened(objective))
         else:
             axes.tick_params(labelleft=False)

@@ -113,13 +113,13 @@ def _draw_legend(figure: SubFigure, axes: Axes, encoding: Encoding, best: Look |
     top = 1.02
     for title, entries in parts:
         labels = [without_middle(one_line(value), _LEGEND_LABEL) or "-" for value in entries]
-        place: dict[str, Any] = {
+        options: dict[str, Any] = {
             "loc": "upper left",
             "bbox_to_anchor": (1.0, top),
             "alignment": "left",
             "handlelength": 2.8,
         }
-        legend = Legend(axes, list(entries.values()), labels, title=shortened(title) or None, **place)
+        legend = Legend(axes, list(entries.values()), labels, title=shortened(title) or None, **options)
         axes.add_artist(legend)  # axes.legend() keeps one alone
         legend.set_clip_on(False)
         top -= _LEGEND_LINE * (len(entries) + bool(title)) + _LEGEND_GAP

@@ -40,7 +40,7 @@ def draw_panel(axes: Axes, drawn: PlottedSweep, key: str) -> None:
     at = (
         dict(zip(values, as_numbers, strict=True))
         if is_scaled
-        else {value: float(place) for place, value in enumerate(values)}
+        else {value: float(number) for number, value in enumerate(values)}
     )
     axis, jitter = drawn.axis, random.Random(0)
     num_jobs = Counter(row.overrides.get(key, "") for row in drawn.rows)
@@ -105,6 +105,6 @@ def _tick_each(axes: Axes, values: Sequence[str], at: Mapping[str, float], is_sc
         axes.grid(False, axis="x")
 
 
-def _are_apart(places: Sequence[float]) -> bool:
+def _are_apart(numbers: Sequence[float]) -> bool:
     """Return whether sorted numbers are far enough apart for a tick each on a linear axis."""
-    return min(after - before for before, after in itertools.pairwise(places)) * 2 * _TICKS > places[-1] - places[0]
+    return min(after - before for before, after in itertools.pairwise(numbers)) * 2 * _TICKS > numbers[-1] - numbers[0]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, TypeVar
 
 from ddpexp.sweep.files import number_of, text_of
 from ddpexp.system.job_schedulers import ScheduledJob, recorded_job
+
+T = TypeVar("T")
 
 _JOBS = 10**9  # more than any sweep has, and a number that a file's name takes
 _OF_JOBS = ("planned", "submitted", "started", "ended")
@@ -26,20 +28,20 @@ class Goal:
         """Return the word for the best value."""
         return "lowest" if self.mode == "min" else "highest"
 
-    def order(self, values: Sequence[float | None]) -> list[int]:
-        """Return the positions of values, the best first; those that are not finite come last, in their order."""
+    def best_first(self, items: Iterable[T], value_of: Callable[[T], float | None]) -> list[T]:
+        """Return the items, the best first; those without a finite value come last, in their order."""
         sign = 1 if self.mode == "min" else -1
 
-        def sort_key(position: int) -> tuple[bool, float]:
-            value = values[position]
+        def sort_key(item: T) -> tuple[bool, float]:
+            value = value_of(item)
             return (False, sign * value) if self.metric is not None and is_finite(value) else (True, 0.0)
 
-        return sorted(range(len(values)), key=sort_key)
+        return sorted(items, key=sort_key)
 
-    def best(self, values: Sequence[float | None]) -> int | None:
-        """Return the position of the best value; None if no value is finite."""
-        finite = [position for position in self.order(values) if is_finite(values[position])]
-        return finite[0] if finite and self.metric is not None else None
+    def best(self, items: Iterable[T], value_of: Callable[[T], float | None]) -> T | None:
+        """Return the best item; None if none has a finite value."""
+        first = next(iter(self.best_first(items, value_of)), None)
+        return first if first is not None and self.metric is not None and is_finite(value_of(first)) else None
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     Raises:
         RefusedError: the directory is damaged, or records what code runs, which counts only when it is restated.
     """
-    place = next(i for i, argument in enumerate(argv) if SweepDir(Path(argument)).is_sweep())
-    folder = SweepDir(Path(argv[place]))
-    typed = [*argv[:place], *argv[place + 1 :]]
+    position = next(i for i, argument in enumerate(argv) if SweepDir(Path(argument)).is_sweep())
+    folder = SweepDir(Path(argv[position]))
+    typed = [*argv[:position], *argv[position + 1 :]]
     overrides, options = read_command(folder)
     replaced = {"hydra.sweep.dir", "run.allow_changes", *map(override_key, typed)}  # the first two are of one start
     kept = [override for override in overrides if override_key(override) not in replaced]

@@ -15,7 +15,7 @@ from ddpexp.run import lock
 from ddpexp.run.directory import check_name
 from ddpexp.settings.run import Sweep
 from ddpexp.sweep.folder import SweepDir
-from ddpexp.sweep.hydra_sweeper import check_ends, is_grid, sweep_with
+from ddpexp.sweep.hydra_sweeper import check_grid_size, is_grid, run_sweeper
 from ddpexp.sweep.job_status import FINAL
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.runner import SweepFailed, SweepRunner
@@ -37,7 +37,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     for warning in swept.warnings:
         print_message(f"ddpexp: warning: {warning}")
     _check_sweeper(swept, settings)
-    check_ends(swept)
+    check_grid_size(swept)
     parents = [parent for parent in Path(swept.directory).parents if not parent.exists()]
     folder, is_new = _folder(swept)
     own_lock = None
@@ -49,7 +49,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
         view = View(folder, Goal(settings.objective, settings.mode), settings.picture)
         sweep = SweepRunner(swept, SweepLog(folder, settings, view), server)
         try:
-            sweep_with(swept, folder, sweep.run)
+            run_sweeper(swept, folder, sweep.run)
             if sweep.log.began:  # and has not only printed what it would do
                 view.finish()
         except StoppedError as error:

@@ -60,10 +60,10 @@ class Slots:
         if not on_gpus or workers is None:
             taken = self._free[:wanted]
         else:
-            places: dict[int, list[int]] = {}
+            free_by_gpu: dict[int, list[int]] = {}
             for slot in self._free:
-                places.setdefault(slot % len(self.gpus), []).append(slot)
-            emptiest = sorted(places.values(), key=len, reverse=True)
+                free_by_gpu.setdefault(slot % len(self.gpus), []).append(slot)
+            emptiest = sorted(free_by_gpu.values(), key=len, reverse=True)
             taken = sorted(slots[0] for slots in emptiest[:wanted])
         if len(taken) < wanted:
             return None

@@ -99,9 +99,9 @@ class SweepLog:
         done = self.ended_as("done")
         if self.settings.objective is None or not done or any(self.ended[job].objective is not None for job in done):
             return None
-        place = files.typed(self.folder.path)
+        directory = files.typed(self.folder.path)
         return (
-            f"{self._no_objective(self.planned[done[0]])} The jobs are done: python -m ddpexp table {place} "
+            f"{self._no_objective(self.planned[done[0]])} The jobs are done: python -m ddpexp table {directory} "
             "sweep.objective=... shows them."
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from ddpexp.sweep.comparison import (
@@ -117,7 +118,7 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     groups = over_seeds(rows)
     if not groups or goal.metric is None:
         return None
-    groups = [groups[position] for position in goal.order([group.mean for group in groups])]
+    groups = goal.best_first(groups, attrgetter("mean"))
     best = 0 if is_finite(groups[0].mean) else None
     repeated = repeats(rows)
     by_fold = FOLD in repeated

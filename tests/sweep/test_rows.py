@@ -222,10 +222,14 @@ def test_a_value_that_is_not_finite_is_nan_and_never_the_best(tmp_path: Path) ->
     row = one(made.path)
     assert row.objective is not None
     assert math.isnan(row.objective)
-    assert Goal("eval/loss", "min").best([math.nan, 0.5, None, 0.2, math.inf]) == 3
-    assert Goal("eval/loss", "max").best([math.nan, 0.5, None, 0.2, math.inf]) == 1
-    assert Goal("eval/loss").best([math.nan, None]) is None
-    assert Goal().best([1.0]) is None
+
+    def best(goal: Goal, *values: float | None) -> float | None:
+        return goal.best(values, lambda value: value)
+
+    assert best(Goal("eval/loss", "min"), math.nan, 0.5, None, 0.2, math.inf) == 0.2
+    assert best(Goal("eval/loss", "max"), math.nan, 0.5, None, 0.2, math.inf) == 0.5
+    assert best(Goal("eval/loss"), math.nan, None) is None
+    assert best(Goal(), 1.0) is None
 
 
 def test_the_newest_value_is_found_however_long_the_records_are(tmp_path: Path) -> None:
