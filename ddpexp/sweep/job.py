@@ -18,7 +18,7 @@ from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome as command
 from ddpexp.run.directory import RunDir
 from ddpexp.run.training import Training
-from ddpexp.system.forks import fork
+from ddpexp.system.forks import fork, redirect_output
 from ddpexp.system.streams import MaskedText
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
@@ -130,12 +130,7 @@ def _run_in_fork(
     kept = channel.fileno() if channel is not None else 2
     os.closerange(3, kept)  # the sweep's lock, its server, its terminal
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX") if kept < 3 else 1 << 16)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    os.close(nothing)
-    os.close(output)
+    redirect_output(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644))
     sys.stdout, sys.stderr = _text(1), _text(2)
     os.environ.update(environ)
     for number in _SIGNALS:

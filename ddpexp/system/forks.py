@@ -1,4 +1,4 @@
-"""Fork this process.
+"""Fork this process, and set up the output of a fork.
 
 A fork inherits what libraries have left in the process, and they change it there: since Python 3.12 asyncio, which
 torch imports, turns off the wakeup descriptor of signals. So a fork is given what it needs, and does not ask.
@@ -42,3 +42,12 @@ def fork(work: Callable[[], int]) -> int:
         traceback.print_exc()
     finally:
         os._exit(code)  # if it returned, it would do its parent's work a second time
+
+
+def redirect_output(descriptor: int) -> None:
+    """Make a file standard output and standard error, in place of its descriptor, and let standard input be empty."""
+    empty = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((empty, 0), (descriptor, 1), (descriptor, 2)):
+        os.dup2(source, target)
+    for number in {empty, descriptor} - {0, 1, 2}:
+        os.close(number)

@@ -22,7 +22,7 @@ from typing import Any
 
 from ddpexp.launch.workers.control import SIGNALS
 from ddpexp.launch.workers.cuda_guard import CudaGuard
-from ddpexp.system.forks import fork
+from ddpexp.system.forks import fork, redirect_output
 from ddpexp.system.limits import EXIT_NO_MEMORY, reason_with_limit
 from ddpexp.system.memory_file import memory_file, read_memory_file
 from ddpexp.system.process import die_with_parent
@@ -208,11 +208,7 @@ def _setup_child(request: dict[str, Any], fds: Sequence[int], private: Sequence[
     for number in fds:
         os.close(number)
     os.environ.update({name: str(number) for name, number in zip(request["descriptors"], others, strict=True)})
-    devnull = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((devnull, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    for number in {devnull, log} - {0, 1, 2}:
-        os.close(number)
+    redirect_output(log)
 
 
 def call_under(parent: int, entry: str, arguments: Sequence[str]) -> int:
