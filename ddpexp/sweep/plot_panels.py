@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -68,15 +69,12 @@ def draw_panel(axes: Axes, drawn: PlottedSweep, key: str) -> None:
             xs, ys, size, marker=marker, facecolors=faces, edgecolors=colors, alpha=alpha, linewidths=0.9, zorder=3
         )
     if sum(map(len, objectives_at.values())) >= 1.5 * len(objectives_at):
-        means = [
-            (at[value], sum(objectives_at[value]) / len(objectives_at[value]))
-            for value in values
-            if value in objectives_at
-        ]
-        means = [(x, y if axis.holds(y) else math.nan) for x, y in means]
+        positions = [at[value] for value in values if value in objectives_at]
+        means = [statistics.fmean(objectives_at[value]) for value in values if value in objectives_at]
+        heights = [mean if axis.holds(mean) else math.nan for mean in means]
         if is_numeric:
-            axes.plot(*zip(*means, strict=True), color=INK, linewidth=1.0, alpha=0.7, zorder=2)
-        axes.plot(*zip(*means, strict=True), "_", color=INK, markersize=16, markeredgewidth=1.8, zorder=4)
+            axes.plot(positions, heights, color=INK, linewidth=1.0, alpha=0.7, zorder=2)
+        axes.plot(positions, heights, "_", color=INK, markersize=16, markeredgewidth=1.8, zorder=4)
     if is_scaled and is_geometric(as_numbers):
         axes.set_xscale("log")
         set_plain_labels(axes.xaxis)

@@ -53,7 +53,7 @@ def rows_of(path: Path, objective: str | None = None) -> list[Row]:
 
     `objective` is a metric other than the sweep's own.
     """
-    return Reader(path, objective).rows()
+    return RowReader(path, objective).rows()
 
 
 def goal_of(path: Path) -> Goal:
@@ -80,7 +80,7 @@ def directories(path: Path, depth: int = 3) -> Iterator[Path]:
             yield from directories(Path(folder), depth - 1)
 
 
-class Reader:
+class RowReader:
     """Reads a directory repeatedly; what has not changed is read once."""
 
     def __init__(self, path: Path, objective: str | None = None) -> None:

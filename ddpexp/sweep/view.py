@@ -14,7 +14,7 @@ from ddpexp.sweep.drawing import Drawing
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.grid import limit, show
 from ddpexp.sweep.record import Goal
-from ddpexp.sweep.rows import Reader
+from ddpexp.sweep.rows import RowReader
 from ddpexp.system import files
 from ddpexp.system.terminal import print_message
 
@@ -31,7 +31,7 @@ class View:
     def __init__(self, folder: SweepDir, goal: Goal, draws: bool) -> None:
         """Check that standard output is a terminal; `draws`: there is to be a plot."""
         self._folder, self._goal, self._draws = folder, goal, draws
-        self._reader = Reader(folder.path, goal.metric)
+        self._reader = RowReader(folder.path, goal.metric)
         self._live: Live | None = None
         self._is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._updated = 0.0

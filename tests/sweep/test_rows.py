@@ -16,7 +16,7 @@ import pytest
 from ddpexp.run.directory import RunDir
 from ddpexp.sweep.files import curve
 from ddpexp.sweep.record import Goal
-from ddpexp.sweep.rows import Reader, Row, directories, goal_of, rows_of, with_defaults
+from ddpexp.sweep.rows import Row, RowReader, directories, goal_of, rows_of, with_defaults
 from tests.sweep.made import POINTS, Made, hold, hold_dead, run
 
 
@@ -98,7 +98,7 @@ def test_the_time_of_a_job_does_not_shrink_when_it_ends(tmp_path: Path, status: 
     begin = time.time() - 30
     (path / "manifest.json").write_text(json.dumps({"started": moment(begin)}))
     hold(path)
-    reader = Reader(made.path)
+    reader = RowReader(made.path)
     before = [*reader.rows(), one(path)]
     (path / "result.json").write_text(
         json.dumps({"status": status, "step": 30, "seconds": 0.5, "ended_at": time.time()})
@@ -256,7 +256,7 @@ def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_rows_are_read_again_only_where_something_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Made(tmp_path / "sweep")
     first, second = made.job("optimizer.lr=0.1"), made.job("optimizer.lr=0.2")
-    reader, read = Reader(made.path), []
+    reader, read = RowReader(made.path), []
     whole = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self, *overrides: read.append(self) or whole(self, *overrides))  # type: ignore[func-returns-value]
     assert [row.objective for row in reader.rows()] == [0.5, 0.5]
