@@ -34,6 +34,7 @@ _DIGITS = 1000
 _VALUE_CHARACTERS = 1 << 16  # per value
 _INTERPOLATION_CHARACTERS = 1 << 14  # of all values with ${...} together, which are slow to parse
 _TAIL_BYTES = 1 << 16
+_BLOCK = 1 << 24  # bytes that are hashed at a time
 
 
 class MovedError(DdpexpError):
@@ -290,10 +291,18 @@ def sha256(text: str) -> str:
 def digest(path: Path) -> str | None:
     """Return the SHA-256 of a file as hexadecimal digits; None if it cannot be read."""
     try:
-        with open_regular(path) as file:
-            return hashlib.sha256(file.read()).hexdigest()
+        return sha256_of_file(path)
     except OSError:
         return None
+
+
+def sha256_of_file(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a regular file in hexadecimal. Raises: OSError."""
+    result = hashlib.sha256()
+    with open_regular(path) as file:
+        while block := file.read(_BLOCK):
+            result.update(block)
+    return result.hexdigest()
 
 
 def _finite(value: Any) -> Any:

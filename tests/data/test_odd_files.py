@@ -180,7 +180,7 @@ def test_odd_file_is_refused_by_name(room: str, odd: Callable[[Path], None], tmp
 def test_no_other_way_opens_files_of_data() -> None:
     """What a cache holds was made here, and hashes of it are compared; everything else passes `open_regular`."""
     ours = {
-        "cache.py", "npy.py", "hashes.py", "mirrors.py", "text/prepare.py", "hf/convert.py", "hf/prepare.py",
+        "cache.py", "npy.py", "hashes.py", "mirrors.py", "text/prepare.py", "hf/convert.py",
         "image_folder/prepare.py", "image_folder/to_predict.py", "arrays/store.py", "tar_shards/remote.py",
     }  # fmt: skip
     found = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -14,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpexp.data.arrays.encode import encode
-from ddpexp.data.arrays.sources import TABLES, Options, Part, Source
+from ddpexp.data.arrays.sources import TABLES, Options, Part
 from ddpexp.data.arrays.tables import Values, open_table
 from ddpexp.data.arrays.targets import Encoded, TargetColumn, check_finite, encoded
 from ddpexp.data.npy import write_npy
 from ddpexp.data.schema import Field, Schema
 from ddpexp.errors import RefusedError
-from ddpexp.system.files import open_regular
+from ddpexp.system.files import sha256_of_file
 from ddpexp.system.text import first_few
 
 _MAPPED = ("|u1", "|i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8", "|b1")  # what torch maps as it is
@@ -101,7 +100,8 @@ class Reading:
 
     def _part(self, part: Part) -> dict[str, Any]:
         found = self._table(part) if part.source.kind in TABLES else self._arrays(part)
-        self.digests.append([part.inputs, part.targets, _digest(part.source), part.labels and _digest(part.labels)])
+        hashes = [one and sha256_of_file(one.path) for one in (part.source, part.labels)]
+        self.digests.append([part.inputs, part.targets, *hashes])
         return found
 
     def _table(self, part: Part) -> dict[str, Any]:
@@ -263,14 +263,6 @@ def _with_inputs(part: Part, schema: Schema) -> Part:
             suggestion="Choose as many columns.",
         )
     return part if part.inputs is not None else replace(part, inputs=names)
-
-
-def _digest(source: Source) -> str:
-    digest = hashlib.sha256()
-    with open_regular(source.path) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def check_unchanged(sources: Sequence[Mapping[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,39 +28,32 @@ from ddpexp.data.npy import npy_header
 from ddpexp.data.schema import Field, Schema
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.errors import RefusedError
-from ddpexp.system import files
-from ddpexp.system.memory_file import read_memory_file
-from ddpexp.system.process import die_with_parent
+from ddpexp.system.files import sha256_of_file
 
 _BATCH = 256  # rows that are read at a time
 _LARGEST = 1 << 30  # pixels of a side: no limit
 
 
-def main(parent: int, answers: int, folder: str, request: int) -> None:
-    """Subprocess entry point: convert what a memory file requests; write the record of the cache, or a problem."""
-    die_with_parent(parent)
-    try:
-        answer = convert(Path(folder), read_memory_file(request))
-    except RefusedError as error:
-        answer = {"refused": error.as_dict()}
-    except OSError as error:
-        answer = {"errno": error.errno, "problem": error.strerror or str(error)}
-    files.answer(answers, answer)
-
-
-def convert(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the chosen columns of the sets to a folder; return the record of the cache.
+def convert(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the chosen columns of the sets to a folder; return the record of the cache, or why it cannot be written.
 
     Raises:
-        RefusedError: the data is not what the options say. OSError: it cannot be written.
+        RefusedError: the data is not what the options say.
     """
+    try:
+        return _converted(Path(request["folder"]), request)
+    except OSError as error:
+        return {"errno": error.errno, "problem": error.strerror or str(error)}
+
+
+def _converted(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     for path in folder.glob("*.npy"):
         path.unlink()
     sets = open_sets(request)
     conversion = _Conversion(folder, request)
     stored = {part: conversion.part(part, data) for part, data in sets.items()}
     conversion.reading.digests = {
-        f"{key}-{name}": _digest(folder / part[name])
+        f"{key}-{name}": sha256_of_file(folder / part[name])
         for key, part in stored.items()
         for name in ("inputs", "targets")
         if part[name]
@@ -297,11 +289,3 @@ def _checked(values: Sequence[Any], name: str, begin: int) -> Sequence[Any]:
 
 def _spoken(feature: Any) -> str:
     return str(getattr(feature, "dtype", None) or type(feature).__name__)
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import glob
 import importlib.util
-import json
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,9 +21,8 @@ from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.settings.key import Key
+from ddpexp.system import separate_process
 from ddpexp.system.files import open_regular
-from ddpexp.system.memory_file import memory_file
-from ddpexp.system.programs import python
 
 _VERSION = 3  # increase it when the content of caches changes: it is part of their names
 _MODULE = "datasets"
@@ -212,27 +209,20 @@ def _converted(folder: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
         raise RefusedError(
             "needs the library datasets", key="data", value="hf", suggestion="Install it: pip install 'ddpexp[hf]'."
         )
-    reading, writing = os.pipe()
     # A file on this machine may hold addresses: the library fetches nothing from there.
     is_local = not any(is_on_hub(request[key]) for key in ("path", "eval_path") if request[key])
     offline = dict.fromkeys(HUGGING_FACE, "1") if is_local and not tokenizers.is_on_hub(request["tokenizer"]) else {}
-    with memory_file(request) as described:
-        command = python("ddpexp.data.hf.convert:main", os.getpid(), writing, str(folder), described)
-        process = subprocess.Popen(command, pass_fds=[writing, described], env={**os.environ, **offline})
-    os.close(writing)
-    with open(reading) as file:
-        text = file.read()
-    status = process.wait()
-    if status or not text:
+    try:
+        answer: dict[str, Any] = separate_process.call(
+            "ddpexp.data.hf.convert:convert", {**request, "folder": str(folder)}, offline
+        )
+    except separate_process.NoAnswerError as error:
         raise RefusedError(
-            f"could not be converted (exit code {status})",
+            f"could not be converted (exit code {error.status})",
             key="data.path",
             value=request["path"],
             suggestion="See its output above.",
-        )
-    answer: dict[str, Any] = json.loads(text)
-    if "refused" in answer:
-        raise RefusedError.from_dict(answer["refused"])
+        ) from None
     if "errno" in answer:  # a full disk: `make_cache` reports it
         raise OSError(answer["errno"], answer["problem"], str(folder))
     return answer

@@ -168,7 +168,7 @@ def test_descriptions_of_columns_are_copied_no_more_often_for_many_columns(
         with monkeypatch.context() as patch:
             patch.setattr(datasets.Features, "copy", counted)
             patch.setattr("ddpexp.data.hf.convert.open_sets", lambda _, data=data: {"train": data})
-            record = convert(folder, request)
+            record = convert({**request, "folder": str(folder)})
         inputs = np.load(folder / record["parts"]["train"]["inputs"])
         assert inputs[:, -1].tolist() == [[0.5, count - 1, 2.5][row] for row in rows]
     assert copies[0] == copies[1] > 0
