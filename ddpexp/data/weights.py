@@ -17,7 +17,6 @@ from ddpexp.data.order import STRIDE, Order, Permutation, mix, permutation, piec
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular, read_regular_text
 
-FILES = (".npy", ".txt", ".csv")
 _DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # not 1_0 and other texts that Python reads
 
 

@@ -15,6 +15,7 @@ from ddpexp.config.registry import key_of
 from ddpexp.config.resolve import text_with_facts
 from ddpexp.data.cache import only_own_caches
 from ddpexp.data.mixture.facts import Source, shared_facts
+from ddpexp.data.named_files import is_value_file
 from ddpexp.data.schema import STATISTICS, Schema
 from ddpexp.errors import RefusedError
 from ddpexp.settings.data import Data
@@ -197,7 +198,7 @@ def with_facts(text: str, data: Data, prepared: Mapping[str, Any] | None) -> str
 def _check_values(data: Data, num_train: Any) -> None:
     """Check the files with a value for each training sample; where their number is not known yet, the workers do."""
     weighted = isinstance(data.weights, str) and data.weights != "balanced"
-    by_file = [name is not None and name.endswith((".npy", ".txt", ".csv")) for name in (data.group_by, data.lengths)]
+    by_file = [is_value_file(name) for name in (data.group_by, data.lengths)]
     if weighted or any(by_file):
         from ddpexp.data.weights import checked_amounts, checked_groups, checked_weights, read_values  # late: numpy
 

@@ -17,12 +17,12 @@ from ddpexp.data.batch_plan import counted
 from ddpexp.data.columns import column_of, labels_of, places_in
 from ddpexp.data.datasets import Splits, belongs_on_device, choose_samples, device_bytes, kind_of, on_device, select
 from ddpexp.data.lengths import ByLength
+from ddpexp.data.named_files import is_value_file
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.partition import Part, fold_parts, fraction_parts
 from ddpexp.data.streams import Stream
 from ddpexp.data.token_batches import by_tokens
 from ddpexp.data.weights import (
-    FILES,
     Passes,
     Weighted,
     checked_amounts,
@@ -137,7 +137,7 @@ def _parts(train: IndexData, data: Data) -> tuple[Part, Part]:
 
 
 def _groups(train: IndexData, name: str) -> NDArray[Any]:
-    groups = read_values(name, "data.group_by") if name.endswith(FILES) else column_of(train, name)
+    groups = read_values(name, "data.group_by") if is_value_file(name) else column_of(train, name)
     if groups is None:
         raise RefusedError(
             f"is neither a column of the training set ({kind_of(train)}) nor a file (.npy, .txt or .csv) with a "
@@ -186,7 +186,7 @@ def _by_length(splits: Splits, whole: IndexData, name: str, experiment: Experime
             key=key,
             suggestion="Hold out no samples, or use data.lengths=null.",
         )
-    values = read_values(name, "data.lengths") if name.endswith(FILES) else column_of(whole, name)
+    values = read_values(name, "data.lengths") if is_value_file(name) else column_of(whole, name)
     if values is None:
         raise RefusedError(
             f"is neither a column of the training set ({kind_of(whole)}) nor a file (.npy, .txt or .csv) with the "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,21 +15,19 @@ from typing import Any, Literal
 
 from ddpexp.data.arrays.sources import (
     ARRAYS,
-    GROUP_FILES,
     TABLES,
     Classes,
     ColumnKind,
     Names,
     Options,
     Part,
-    Source,
     TargetType,
 )  # fmt: skip
 from ddpexp.data.cache import Cache, cache_name, find_cache, make_cache
+from ddpexp.data.named_files import Source, is_value_file, source_of
 from ddpexp.data.schema import Schema
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
-from ddpexp.system.files import open_regular
 from ddpexp.system.limits import human
 
 _OF_TABLES = ("columns", "missing", "delimiter")  # options
@@ -65,7 +62,7 @@ def prepare(
     Raises: RefusedError, if a file or an option is invalid.
     """
     parts = parts_of(path, inputs, targets, eval_path, eval_inputs, eval_targets, target_type)
-    if group_by is not None and (group_by.endswith(GROUP_FILES) or parts[0].source.kind not in TABLES):
+    if is_value_file(group_by) or parts[0].source.kind not in TABLES:
         group_by = None  # a file with a value for each sample, or no column
     options = options_of(target_type, classes, dtype, group_by, columns, missing, delimiter)
     if parts[0].source.kind not in TABLES and (key := next((key for key in _OF_TABLES if getattr(options, key)), None)):
@@ -217,24 +214,6 @@ def part_of(name: str, path: str, inputs: str | Names | None, targets: str | Nam
             "without targets.",
         )
     return Part(name, source, None, None, source_of(f"{prefix}targets", wanted[0]))
-
-
-def source_of(key: str, path: str) -> Source:
-    """Return a file as it is now.
-
-    Raises:
-        RefusedError: it is missing, empty or cannot be read.
-    """
-    full = os.path.abspath(os.path.expanduser(path))
-    try:
-        with open_regular(full) as file:
-            status = os.fstat(file.fileno())
-    except OSError as error:
-        seen_from = "" if os.path.isabs(os.path.expanduser(path)) else f" in the folder {os.getcwd()}"
-        raise RefusedError(f"cannot be read{seen_from}: {error.strerror}", key=key, value=path) from None
-    if status.st_size == 0:
-        raise RefusedError("is empty", key=key, value=path, suggestion="Name a file with data.")
-    return Source(key, full, status.st_size, status.st_mtime_ns)
 
 
 def names_of(names: str | Names | None) -> Names | None:

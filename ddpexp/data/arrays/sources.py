@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
+from ddpexp.data.named_files import Source
+
 ARRAYS, TABLES = (".npy", ".npz"), (".csv", ".parquet")
-GROUP_FILES = (".npy", ".txt", ".csv")  # in which data.group_by may lie
 
 Names = tuple[str, ...]
 Classes = tuple[str | int, ...]
 TargetType = Literal["auto", "class", "number", "none"]
 ColumnKind = Literal["number", "category", "date", "text", "drop"]
-
-
-@dataclass(frozen=True)
-class Source:
-    """A file that is read, and by which its cache is found again."""
-
-    key: str  # the override that names it
-    path: str
-    size: int
-    modified: int  # nanoseconds
-
-    @property
-    def kind(self) -> str:
-        """Return the ending of its name."""
-        return Path(self.path).suffix.lower()
-
-    def __str__(self) -> str:
-        """Return the key and the path, for messages."""
-        return f"{self.key}={self.path}"
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpexp.data.arrays.sources import GROUP_FILES
 from ddpexp.data.cache import cache_name, make_cache
+from ddpexp.data.named_files import is_value_file
 from ddpexp.data.schema import STATISTICS, Schema
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
@@ -29,7 +29,7 @@ def with_statistics(prepared: Mapping[str, Any], division: Mapping[str, Any]) ->
     """
     schema = Schema.read(prepared["schema"])
     identity = {"hash": prepared["hash"], "standardize": prepared["standardize"], **division}
-    if (group_by := division["group_by"]) is not None and group_by.endswith(GROUP_FILES):
+    if is_value_file(group_by := division["group_by"]):
         identity["groups"] = digest(Path(os.path.expanduser(group_by)))
 
     def fill(folder: Path) -> Mapping[str, Any]:
@@ -120,7 +120,7 @@ def _kept(prepared: Mapping[str, Any], division: Mapping[str, Any], count: int) 
     stratify = folds is not None if division["stratify"] is None else division["stratify"]
     labels = np.load(folder / part["targets"]) if stratify and "num_classes" in prepared["facts"] else None
     groups = np.load(folder / part["groups"]) if part["groups"] else None
-    if group_by is not None and group_by.endswith(GROUP_FILES):
+    if is_value_file(group_by):
         groups = checked_groups(read_values(group_by, "data.group_by"), count, group_by)
     kept, _ = (
         fraction_parts(count, fraction, labels, groups)

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.arrays.sources import Names, Part, Source
+from ddpexp.data.arrays.sources import Names, Part
+from ddpexp.data.named_files import Source
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
 from ddpexp.system.text import first_few

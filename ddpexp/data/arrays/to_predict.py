@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from ddpexp.data.arrays import prepare as labelled
-from ddpexp.data.arrays.prepare import described, names_of, options_of, part_of, source_of
-from ddpexp.data.arrays.sources import TABLES, Names, Part, Source
+from ddpexp.data.arrays.prepare import described, names_of, options_of, part_of
+from ddpexp.data.arrays.sources import TABLES, Names, Part
+from ddpexp.data.named_files import Source, source_of
 from ddpexp.data.schema import Schema
 
 

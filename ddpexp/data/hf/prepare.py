@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ddpexp.data.arrays.prepare import guesses_in, hash_of, names_of, options_of
-from ddpexp.data.arrays.sources import GROUP_FILES, Classes, ColumnKind, Names, Options
-from ddpexp.data.cache import CACHES, Cache, cache_name, find_cache, make_cache
+from ddpexp.data.arrays.sources import Classes, ColumnKind, Names, Options
+from ddpexp.data.cache import Cache, cache_name, find_cache, make_cache
+from ddpexp.data.named_files import Source, files_matching, is_value_file, source_of
 from ddpexp.data.schema import Schema
 from ddpexp.data.text import tokenizer as tokenizers
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.settings.key import Key
 from ddpexp.system import separate_process
-from ddpexp.system.files import open_regular
 
 _VERSION = 3  # increase it when the content of caches changes: it is part of their names
 _MODULE = "datasets"
@@ -67,8 +67,8 @@ def prepare(
             "is not set", key="data.path", suggestion="Name a file, a folder, or a data set of the Hugging Face hub."
         )
     _check_columns(path, names_of(inputs), names_of(targets), target_type)
-    places = [_place(path, "data.path"), *([_place(eval_path, "data.eval_path")] if eval_path else [])]
-    group_by = None if group_by is None or group_by.endswith(GROUP_FILES) else group_by
+    train_files, eval_files = _files(path, "data.path"), _files(eval_path, "data.eval_path") if eval_path else []
+    group_by = None if is_value_file(group_by) else group_by
     options = options_of(target_type, classes, dtype, group_by, columns, missing)
     request = {
         "path": path, "name": name, "revision": revision, "split": split, "eval_path": eval_path,
@@ -76,11 +76,22 @@ def prepare(
         "channels": channels, "tokenizer": tokenizer, "max_length": max_length, "options": options.identity(),
         "schema": None,
     }  # fmt: skip
-    identity = {"version": _VERSION, **request, "files": places, "tokenizer_files": _identity(tokenizer)}
-    local = Path(os.path.abspath(os.path.expanduser(path))).parent if places[0] else None
+    files = [*train_files, *eval_files]
+    identity = {
+        "version": _VERSION,
+        **request,
+        "files": [vars(file) for file in files],
+        "tokenizer_files": _identity(tokenizer),
+    }
+    local = Path(os.path.abspath(os.path.expanduser(path))).parent if train_files else None
     bases = [base for base in (local, user_cache()) if base is not None]
-    files = [name for place in places for name, *_ in place]
-    cache = _cached(bases, request, identity, files, Schema.read(schema).decided() if schema is not None else None)
+    cache = _cached(
+        bases,
+        request,
+        identity,
+        [file.path for file in files],
+        Schema.read(schema).decided() if schema is not None else None,
+    )
     if standardize and cache.record["what"] != "numbers":
         raise RefusedError(
             f"is for columns of numbers, and data.inputs={inputs} is a column of {cache.record['what']}",
@@ -154,42 +165,21 @@ def _description(path: str, cache: Cache, schema: Schema, options: Options) -> d
     }
 
 
-def _place(path: str, key: str) -> list[list[Any]]:
-    """Return name, size and modification time of each file; nothing for a name on the hub.
+def _files(path: str, key: str) -> list[Source]:
+    """Return the files that a path, a folder or a pattern names; none for a name on the hub.
 
     Raises:
-        RefusedError: a path matches no file.
+        RefusedError: a path matches no file, or one cannot be read.
     """
-    full = os.path.abspath(os.path.expanduser(path))
-    if os.path.isdir(full):
-        names = sorted(str(file) for file in Path(full).rglob("*") if not file.is_dir() and CACHES not in file.parts)
-    elif glob.has_magic(path) or os.path.exists(full):
-        names = [full] if os.path.exists(full) else sorted(glob.glob(full, recursive=True))
-    elif is_on_hub(path):
+    suggestion = "Name a file, a folder, or a data set of the hub."
+    if is_on_hub(path):
         return []
-    else:
-        raise RefusedError(
-            "does not exist", key=key, value=path, suggestion="Name a file, a folder, or a data set of the hub."
-        )
+    if not glob.has_magic(path) and not os.path.exists(os.path.expanduser(path)):
+        raise RefusedError("does not exist", key=key, value=path, suggestion=suggestion)
+    names = files_matching(path)
     if not names:
-        raise RefusedError(
-            "holds no files", key=key, value=path, suggestion="Name a file, a folder, or a data set of the hub."
-        )
-    status = [(name, _status(name, key, path)) for name in names]
-    empty = next((name for name, found in status if found.st_size == 0 and len(names) == 1), None)
-    if empty is not None:
-        raise RefusedError("is empty", key=key, value=path, suggestion="Name a file with data.")
-    return [[name, found.st_size, found.st_mtime_ns] for name, found in status]
-
-
-def _status(name: str, key: str, path: str) -> os.stat_result:
-    """Return the status of a file that the library datasets may open. Raises: RefusedError, if it is no such file."""
-    try:
-        with open_regular(name) as file:
-            return os.fstat(file.fileno())
-    except OSError as error:
-        place = None if name == path else name
-        raise RefusedError(f"cannot be read: {error.strerror}", key=key, value=path, place=place) from None
+        raise RefusedError("holds no files", key=key, value=path, suggestion=suggestion)
+    return [source_of(key, name, path, may_be_empty=len(names) > 1) for name in names]
 
 
 def _identity(tokenizer: str) -> list[str]:

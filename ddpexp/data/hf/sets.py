@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ddpexp.data.named_files import files_matching
 from ddpexp.errors import RefusedError
 from ddpexp.system.text import first_few
 
@@ -84,7 +85,7 @@ def _opened(path: str, key: str, request: Mapping[str, Any]) -> Mapping[str, Any
         if os.path.isdir(full):
             return dict(datasets.load_dataset(full))
         if is_local:
-            files = [full] if os.path.exists(full) else sorted(glob.glob(full, recursive=True))
+            files = files_matching(path)
             ending = os.path.splitext(files[0])[1].lower()
             if ending not in _KINDS:
                 raise RefusedError(

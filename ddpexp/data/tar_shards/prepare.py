@@ -16,6 +16,7 @@ import numpy as np
 
 from ddpexp.data.cache import cache_name, make_cache
 from ddpexp.data.hashes import is_reading_again
+from ddpexp.data.named_files import source_of
 from ddpexp.data.part_names import overlap
 from ddpexp.data.schema import Field, Kind, Schema
 from ddpexp.data.tar_shards import remote
@@ -145,8 +146,8 @@ def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[s
         shards = []
         names = {path for one in expand(pattern) for path in glob.glob(os.path.expanduser(one))}
         paths = sorted(os.path.abspath(path) for path in names if not os.path.isdir(path))
-        stats = [_status(key, path) for path in paths]
-        sizes, made = [stat.st_size for stat in stats], [stat.st_mtime_ns for stat in stats]
+        sources = [source_of(key, path, pattern) for path in paths]
+        sizes, made = [source.size for source in sources], [source.modified for source in sources]
         bases = [Path(paths[0]).parent, user_cache()] if paths else []
     if not paths:
         raise RefusedError(
@@ -176,15 +177,6 @@ def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[s
         "num_samples": cache.record["num_samples"],
         "index": str(cache.folder / INDEX),
     }
-
-
-def _status(key: str, path: str) -> os.stat_result:
-    """Return the status of a shard. Raises: RefusedError, if it is no regular file or cannot be read."""
-    try:
-        with open_regular(path) as file:
-            return os.fstat(file.fileno())
-    except OSError as error:
-        raise RefusedError(f"cannot be read: {error.strerror}", key=key, place=path) from None
 
 
 def expand(pattern: str) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import codecs
-import glob
 import hashlib
 import mmap
 import os
@@ -19,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from ddpexp.data.batch_plan import counted
 from ddpexp.data.cache import Cache, cache_name, find_cache, make_cache
+from ddpexp.data.named_files import Source, files_matching, source_of
 from ddpexp.data.part_names import named_like_parts, overlap
 from ddpexp.data.schema import Field, Schema
 from ddpexp.data.text import tokenizer as tokenizers
@@ -35,15 +35,6 @@ _VERSION = 2  # increase it when the content of caches changes: it is part of th
 _CHUNK = 1 << 20  # bytes that are read at a time; a text is encoded in pieces of about this size that end at a line end
 _LONGEST_LINE = 1 << 24  # characters after which a piece ends in the middle of a line
 _BATCH = 16 * _CHUNK  # characters that are encoded in one call
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A text file, by which its cache is found again."""
-
-    path: str
-    size: int
-    modified: int
 
 
 def prepare(
@@ -108,8 +99,8 @@ def prepare(
 
 
 def _cached(
-    train: Sequence[_Source],
-    held_out: Sequence[_Source],
+    train: Sequence[Source],
+    held_out: Sequence[Source],
     tokenizer: str,
     documents: Literal["file", "line"] | None,
     end_token: str | None,
@@ -193,7 +184,7 @@ def _at_a_document(path: Path, border: int) -> int:
         return ends[place - 1] if place else 0
 
 
-def _sources(paths: str | tuple[str, ...] | None, key: str) -> list[_Source]:
+def _sources(paths: str | tuple[str, ...] | None, key: str) -> list[Source]:
     """Return the files that a path, a folder or a pattern names, in the order of their names.
 
     Raises: RefusedError, if there is none, or one is empty.
@@ -204,19 +195,14 @@ def _sources(paths: str | tuple[str, ...] | None, key: str) -> list[_Source]:
     found: list[str] = []
     for path in (paths,) if isinstance(paths, str) else paths:
         path = os.path.abspath(os.path.expanduser(path))
-        if os.path.isdir(path):
-            files = sorted(str(file) for file in Path(path).rglob("*.txt") if not file.is_dir())
-            problem = "holds no .txt file"
+        files, is_folder = files_matching(path, ".txt"), os.path.isdir(path)
+        if is_folder:
             _check_one_part(key, Path(path), files)
-        elif glob.has_magic(path) and not os.path.exists(path):
-            files = sorted(path for path in glob.glob(path, recursive=True) if not os.path.isdir(path))
-            problem = "matches no file"
-        else:
-            files, problem = [path], ""
         if not files:
+            problem = "holds no .txt file" if is_folder else "matches no file"
             raise RefusedError(problem, key=key, value=path, suggestion=suggestion)
         found += files
-    return [_source(path, key) for path in found]
+    return [source_of(key, path) for path in found]
 
 
 def _check_one_part(key: str, folder: Path, files: Sequence[str]) -> None:
@@ -233,17 +219,6 @@ def _check_one_part(key: str, folder: Path, files: Sequence[str]) -> None:
         )
 
 
-def _source(path: str, key: str) -> _Source:
-    try:
-        with open_regular(path) as file:
-            status = os.fstat(file.fileno())
-    except OSError as error:
-        raise RefusedError(f"cannot be read: {error.strerror}", key=key, value=path) from None
-    if status.st_size == 0:
-        raise RefusedError("is empty", key=key, value=path, suggestion="Name a file with text.")
-    return _Source(path, status.st_size, status.st_mtime_ns)
-
-
 @dataclass(frozen=True)
 class _Encoding:
     """The encoding of files into a folder."""
@@ -254,7 +229,7 @@ class _Encoding:
     end_token: str | None
     vocabulary: Mapping[str, Any] | None  # of a run; None: that of the tokenizer, or of the texts
 
-    def encode(self, train: Sequence[_Source], held_out: Sequence[_Source]) -> dict[str, Any]:
+    def encode(self, train: Sequence[Source], held_out: Sequence[Source]) -> dict[str, Any]:
         """Write the files of the cache; return its record. Raises: OSError."""
         for name in (TOKENS, BORDERS, TOKENIZER_FILE):
             (self.folder / name).unlink(missing_ok=True)
@@ -287,7 +262,7 @@ class _Encoding:
             "tokenizer": tokenizer.record,
         }
 
-    def _tokenizer(self, sources: Sequence[_Source]) -> Tokenizer:
+    def _tokenizer(self, sources: Sequence[Source]) -> Tokenizer:
         known = self.vocabulary
         tokenizer = tokenizers.configured(self.name) if known is None else tokenizers.from_record(known)
         if isinstance(tokenizer, Chars):
@@ -313,7 +288,7 @@ class _Encoding:
         return number.to_bytes(token_bytes(tokenizer.vocab_size), "little")
 
 
-def _check_characters(sources: Sequence[_Source], table: str) -> None:
+def _check_characters(sources: Sequence[Source], table: str) -> None:
     """Raise RefusedError if a text holds a character that is not in the table of a run."""
     for source in sources:
         line = 1
@@ -331,7 +306,7 @@ def _check_characters(sources: Sequence[_Source], table: str) -> None:
             line += text.count("\n")
 
 
-def _packed(sources: Sequence[_Source], tokenizer: Tokenizer, documents: str | None) -> Iterator[tuple[bytes, bool]]:
+def _packed(sources: Sequence[Source], tokenizer: Tokenizer, documents: str | None) -> Iterator[tuple[bytes, bool]]:
     """Yield encoded pieces and whether a document ends there; several are encoded in one call."""
     waiting: list[tuple[str, bool]] = []
     size = 0
@@ -349,7 +324,7 @@ def _batch(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator
     yield from zip(packed, (is_end for _, is_end in pieces), strict=True)
 
 
-def _pieces(sources: Sequence[_Source], encoding: str, documents: str | None) -> Iterator[tuple[str, bool]]:
+def _pieces(sources: Sequence[Source], encoding: str, documents: str | None) -> Iterator[tuple[str, bool]]:
     """Yield the text of files in pieces, and whether a document ends with the piece.
 
     Raises: RefusedError, if a file is not in the encoding.
@@ -387,7 +362,7 @@ def _not_utf8(path: str, offset: int) -> RefusedError:
     return RefusedError(reason, suggestion="Convert it, or use data.tokenizer=bytes.", place=path)
 
 
-def _note(num_train: int, num_test: int, record: Mapping[str, Any], sources: Sequence[_Source], tokenizer: str) -> str:
+def _note(num_train: int, num_test: int, record: Mapping[str, Any], sources: Sequence[Source], tokenizer: str) -> str:
     files = os.path.basename(sources[0].path) if len(sources) == 1 else f"{len(sources):,} files"
     return (
         f"{num_train:,} + {num_test:,} tokens of {files}, "
@@ -395,7 +370,7 @@ def _note(num_train: int, num_test: int, record: Mapping[str, Any], sources: Seq
     )
 
 
-def _overlap(train: Sequence[_Source], held_out: Sequence[_Source]) -> str:
+def _overlap(train: Sequence[Source], held_out: Sequence[Source]) -> str:
     return overlap((source.path for source in train), (source.path for source in held_out))
 
 
