@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -94,9 +94,16 @@ def described(
 ) -> dict[str, Any]:
     """Check and store parts; return their description, as `prepare` does. Raises: RefusedError."""
     sources = [source for part in parts for source in (part.source, part.labels) if source is not None]
-    cache = _cached(parts, options, sources, schema)
-    record = cache.record
-    decided = Schema.read(record["schema"])
+    identity = {"version": _VERSION, "parts": [asdict(part) for part in parts], **options.identity()}
+    bases = [Path(sources[0].path).parent, user_cache()]
+
+    def fill(folder: Path, known: Schema | None) -> Mapping[str, Any]:
+        from ddpexp.data.arrays.store import Reading  # late: numpy
+
+        return Reading(folder, options, known).store(parts)
+
+    cache = cached("arrays", bases, identity, schema, fill, sources)
+    decided = Schema.read(cache.record["schema"])
     if standardize and len(decided.shape) != 1:
         raise RefusedError(
             f"is for rows of numbers, and a sample of {sources[0]} has the shape {list(decided.shape)}",
@@ -104,45 +111,55 @@ def described(
             value=True,
             suggestion="Use data.standardize=false, and normalize in the model.",
         )
-    shown = Schema.read(schema) if schema is not None else decided
-    num_train, num_test = (record["parts"].get(name, {}).get("samples", 0) for name in ("train", "eval"))
+    note = f"samples of {_contents(decided)}, from {sources[0].path}"
+    described = description("arrays", cache, options, standardize, schema, note)
+    return {**described, "sources": [asdict(source) for source in sources]}
+
+
+def cached(
+    kind: str,
+    bases: Sequence[Path],
+    identity: Mapping[str, Any],
+    schema: Mapping[str, Any] | None,
+    fill: Callable[[Path, Schema | None], Mapping[str, Any]],
+    sources: Sequence[Source],
+) -> Cache:
+    """Return the cache of files. With the schema of a run: one whose training part has decided it, or one filled by it.
+
+    Raises: RefusedError, if it cannot be written.
+    """
+    known = Schema.read(schema).decided() if schema is not None else None
+    if known is not None:
+        found = find_cache(bases, cache_name(kind, identity))
+        if found is not None and Schema.read(found.record["schema"]) == known:
+            return found
+        identity = {**identity, "schema": known.as_json()}
+    space = human(sum(source.size for source in sources)) if sources else "some space"
+    files = [source.path for source in sources]
+    return make_cache(bases, cache_name(kind, identity), lambda folder: fill(folder, known), space, sources=files)
+
+
+def description(
+    name: str, cache: Cache, options: Options, standardize: bool, schema: Mapping[str, Any] | None, note: str
+) -> dict[str, Any]:
+    """Return what a cache holds, as `load` understands it."""
+    record = cache.record
+    shown = Schema.read(record["schema"] if schema is None else schema)
+    num_train, num_test = (record["parts"].get(part, {}).get("samples", 0) for part in ("train", "eval"))
     return {
-        "name": "arrays",
+        "name": name,
         "folder": str(cache.folder),
-        "hash": hash_of(record, options),
+        "hash": _hash(record, options),
         "num_train": num_train,
         "num_test": num_test,
-        "note": _note(num_train, num_test, decided, sources[0]),
-        "guesses": guesses_in(record, options, standardize) if schema is None else [],
+        "note": f"{num_train:,} + {num_test:,} {note}",
+        "guesses": _guesses(record, options, standardize) if schema is None else [],
         "parts": record["parts"],
-        "sources": [asdict(source) for source in sources],
+        "sources": [],
         "standardize": standardize,
         "schema": shown.as_json(),
         "facts": shown.facts(),
     }
-
-
-def _cached(
-    parts: Sequence[Part], options: Options, sources: Sequence[Source], schema: Mapping[str, Any] | None
-) -> Cache:
-    """Return the cache of parts, which may be the one whose training part has decided the same schema."""
-    identity = {"version": _VERSION, "parts": [asdict(part) for part in parts], **options.identity()}
-    bases = [Path(sources[0].path).parent, user_cache()]
-    known = Schema.read(schema).decided() if schema is not None else None
-    if known is not None:
-        found = find_cache(bases, cache_name("arrays", identity))
-        if found is not None and Schema.read(found.record["schema"]) == known:
-            return found
-        identity["schema"] = known.as_json()
-
-    def fill(folder: Path) -> Mapping[str, Any]:
-        from ddpexp.data.arrays.store import Reading  # late: numpy
-
-        return Reading(folder, options, known).store(parts)
-
-    space = human(sum(source.size for source in sources))
-    files = [source.path for source in sources]
-    return make_cache(bases, cache_name("arrays", identity), fill, space, sources=files)
 
 
 def parts_of(
@@ -221,7 +238,7 @@ def names_of(names: str | Names | None) -> Names | None:
     return (names,) if isinstance(names, str) else tuple(names) if names else None
 
 
-def hash_of(record: Mapping[str, Any], options: Options) -> str:
+def _hash(record: Mapping[str, Any], options: Options) -> str:
     """Return a hash of what is trained on."""
     facts = Schema.read(record["schema"]).facts()
     known = {key: value for key, value in facts.items() if key not in ("num_outputs", "target_columns")}
@@ -230,7 +247,7 @@ def hash_of(record: Mapping[str, Any], options: Options) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def guesses_in(record: Mapping[str, Any], options: Options, standardize: bool) -> list[str]:
+def _guesses(record: Mapping[str, Any], options: Options, standardize: bool) -> list[str]:
     """Return the lines on what a person could doubt of what a training part has decided."""
     rounded = [] if standardize or options.dtype != "float32" else record["rounded"]
     return [
@@ -243,8 +260,7 @@ def guesses_in(record: Mapping[str, Any], options: Options, standardize: bool) -
     ]
 
 
-def _note(num_train: int, num_test: int, schema: Schema, source: Source) -> str:
+def _contents(schema: Schema) -> str:
     what = f"{len(schema.classes):,} classes" if schema.classes is not None else "numbers as targets"
     shape = " x ".join(map(str, schema.shape)) or "1"
-    samples = f"{num_train:,} + {num_test:,} samples of {shape} numbers"
-    return f"{samples}, {what if schema.targets else 'no targets'}, from {source.path}"
+    return f"{shape} numbers, {what if schema.targets else 'no targets'}"

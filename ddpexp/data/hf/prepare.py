@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ddpexp.data.arrays.prepare import guesses_in, hash_of, names_of, options_of
-from ddpexp.data.arrays.sources import Classes, ColumnKind, Names, Options
-from ddpexp.data.cache import Cache, cache_name, find_cache, make_cache
+from ddpexp.data.arrays.prepare import cached, description, names_of, options_of
+from ddpexp.data.arrays.sources import Classes, ColumnKind, Names
 from ddpexp.data.named_files import Source, files_matching, is_value_file, source_of
 from ddpexp.data.schema import Schema
 from ddpexp.data.text import tokenizer as tokenizers
@@ -85,23 +84,21 @@ def prepare(
     }
     local = Path(os.path.abspath(os.path.expanduser(path))).parent if train_files else None
     bases = [base for base in (local, user_cache()) if base is not None]
-    cache = _cached(
-        bases,
-        request,
-        identity,
-        [file.path for file in files],
-        Schema.read(schema).decided() if schema is not None else None,
-    )
-    if standardize and cache.record["what"] != "numbers":
+
+    def fill(folder: Path, known: Schema | None) -> Mapping[str, Any]:
+        return _converted(folder, request if known is None else {**request, "schema": known.as_json()})
+
+    cache = cached("hf", bases, identity, schema, fill, files)
+    what = cache.record["what"]
+    if standardize and what != "numbers":
         raise RefusedError(
-            f"is for columns of numbers, and data.inputs={inputs} is a column of {cache.record['what']}",
+            f"is for columns of numbers, and data.inputs={inputs} is a column of {what}",
             key="data.standardize",
             value=True,
             suggestion="Use data.standardize=false.",
         )
-    known = Schema.read(schema if schema is not None else cache.record["schema"])
-    guesses = guesses_in(cache.record, options, standardize) if schema is None else []
-    return {**_description(path, cache, known, options), "standardize": standardize, "guesses": guesses}
+    described = description("hf", cache, options, standardize, schema, f"samples of {what}, from {path}")
+    return {**described, "divisor": 255.0 if what == "images" else None}
 
 
 def prepare_by(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
@@ -121,48 +118,11 @@ def _check_columns(path: str, inputs: Sequence[str] | None, targets: Sequence[st
         )
 
 
-def _cached(
-    bases: Sequence[Path],
-    request: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    files: Sequence[str],
-    known: Schema | None,
-) -> Cache:
-    """Return the cache of a request, which may be the one whose training part has decided the same schema."""
-    if known is not None:
-        found = find_cache(bases, cache_name("hf", identity))
-        if found is not None and Schema.read(found.record["schema"]) == known:
-            return found
-        request = {**request, "schema": known.as_json()}
-        identity = {**identity, "schema": request["schema"]}
-    return make_cache(bases, cache_name("hf", identity), lambda folder: _converted(folder, request), sources=files)
-
-
 def is_on_hub(path: str) -> bool:
     """Return whether a path is that of no file or folder here, and written like a name on the hub."""
     if glob.has_magic(path) or os.path.exists(os.path.expanduser(path)):
         return False
     return path.count("/") <= 1 and not path.startswith((".", "~", "/")) and "." not in os.path.basename(path)
-
-
-def _description(path: str, cache: Cache, schema: Schema, options: Options) -> dict[str, Any]:
-    """Return what a cache holds, as `load` understands it."""
-    record = cache.record
-    stored = record["parts"]
-    num_train, num_test = (stored[part]["samples"] if part in stored else 0 for part in ("train", "eval"))
-    return {
-        "name": "hf",
-        "folder": str(cache.folder),
-        "hash": hash_of(record, options),
-        "num_train": num_train,
-        "num_test": num_test,
-        "note": f"{num_train:,} + {num_test:,} samples of {record['what']}, from {path}",
-        "parts": stored,
-        "sources": [],
-        "divisor": 255.0 if record["what"] == "images" else None,
-        "schema": schema.as_json(),
-        "facts": schema.facts(),
-    }
 
 
 def _files(path: str, key: str) -> list[Source]:
