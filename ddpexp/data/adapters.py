@@ -8,10 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
-from ddpexp.data.base import IndexData, Subset, vector
+from ddpexp.data.base import IndexData, Subset
 from ddpexp.data.order import Listed
 from ddpexp.data.streams import Stream, as_stream, first_samples
 
@@ -55,10 +54,6 @@ class MapStyle(IndexData):
             return super().load_samples(indices, begin, epoch_seed)
         begin(None)
         return together(indices)
-
-    def column(self, name: str) -> NDArray[Any] | None:
-        """Return an attribute of the set that has a value for each sample."""
-        return vector(getattr(self.data, name, None), len(self)) if name.isidentifier() else None
 
     @property
     def returned(self) -> Any:

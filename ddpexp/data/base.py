@@ -151,8 +151,8 @@ class IndexData:
         return None
 
     def column(self, name: str) -> NDArray[Any] | None:
-        """Return the value of each sample in a column, by default an attribute of the set; None if there is none."""
-        return vector(getattr(self, name, None), len(self)) if name.isidentifier() else None
+        """Return the value of each sample in a column, by default an attribute of `returned`; None if there is none."""
+        return vector(getattr(self.returned, name, None), len(self)) if name.isidentifier() else None
 
     @property
     def returned(self) -> Any:

@@ -64,7 +64,7 @@ class Arrays(IndexData):
     @property
     def num_bytes(self) -> int:
         """Return the size of all rows."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def to(self, device: torch.device) -> Arrays:
         """Return the same rows on the device."""

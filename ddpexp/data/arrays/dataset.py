@@ -109,7 +109,7 @@ class Rows(IndexData):
     def num_bytes(self) -> int:
         """Return the size of inputs and targets."""
         tensors = (self.inputs, self.targets) if self.targets is not None else (self.inputs,)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def to(self, device: torch.device) -> Rows:
         """Return the same rows on the device."""

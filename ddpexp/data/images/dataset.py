@@ -104,7 +104,7 @@ class Images(IndexData):
     @property
     def num_bytes(self) -> int:
         """Return the size of pixels and labels."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.pixels, self.labels))
+        return sum(tensor.nbytes for tensor in (self.pixels, self.labels))
 
     def to(self, device: torch.device) -> IndexData:
         """Return these images in the memory of the device, where they are also augmented."""

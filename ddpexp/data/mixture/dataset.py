@@ -92,8 +92,23 @@ class _Mixture(IndexData):
         return self.mixed.order(seed, epoch)
 
     def select(self, indices: NDArray[np.int64]) -> _Mixture:
-        """Return the mixture of these samples alone."""
-        return replace(self, **_selected(self, indices))
+        """Return the mixture of those samples of each source that are among the indices."""
+        parts, first = list[IndexData](), 0
+        for name, part in zip(self.names, self.parts, strict=True):
+            own = indices[(indices >= first) & (indices < first + len(part))] - first
+            if not len(own):
+                raise RefusedError(
+                    "has no training samples left", key=f"data.sources.{name}", suggestion="Hold out fewer samples."
+                )
+            parts.append(select(part, Listed(own), 0, len(own), "a part of the mixture"))
+            first += len(part)
+        mixed = replace(
+            self.mixed,
+            sources=parts,
+            lengths=[len(part) for part in parts],
+            samples_per_epoch=int(self.samples_per_epoch * (len(indices) / len(self))),
+        )
+        return replace(self, parts=parts, mixed=mixed)
 
 
 @dataclass(frozen=True)
@@ -146,26 +161,6 @@ class ItemMixture(_Mixture):
         source = bisect_right(ends, index)
         part, number = self.parts[source], index - ends[source] + len(self.parts[source])
         return part[number] if part.is_loaded else _first(part.gather(torch.tensor([number]), torch.device("cpu")))
-
-
-def _selected(mixture: _Mixture, indices: NDArray[np.int64]) -> dict[str, Any]:
-    """Return the fields of a mixture with those samples of each source that are among the indices."""
-    parts, first = [], 0
-    for name, part in zip(mixture.names, mixture.parts, strict=True):
-        own = indices[(indices >= first) & (indices < first + len(part))] - first
-        if not len(own):
-            raise RefusedError(
-                "has no training samples left", key=f"data.sources.{name}", suggestion="Hold out fewer samples."
-            )
-        kept = select(part, Listed(own), 0, len(own), "a part of the mixture")
-        parts.append(kept)
-        first += len(part)
-    lengths = [len(part) for part in parts]
-    share = len(indices) / len(mixture)
-    mixed = replace(
-        mixture.mixed, sources=parts, lengths=lengths, samples_per_epoch=int(mixture.samples_per_epoch * share)
-    )
-    return {"parts": parts, "mixed": mixed}
 
 
 def _joined(batches: Sequence[Any], back: Tensor) -> Any:

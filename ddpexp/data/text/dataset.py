@@ -141,7 +141,7 @@ class Windows(IndexData):
     @property
     def num_bytes(self) -> int:
         """Return the size of the tokens."""
-        return sum(part.numel() * part.element_size() for part in (self.tokens, self.ends) if part is not None)
+        return sum(part.nbytes for part in (self.tokens, self.ends) if part is not None)
 
     def to(self, device: torch.device) -> Windows:
         """Return the same windows of tokens in the memory of the device."""
