@@ -1,24 +1,47 @@
-"""Changes of colors and RandAugment, drawn beforehand for a batch and applied to one image at a time."""
+"""Changes of colors and RandAugment, drawn beforehand for a batch and applied to one image at a time.
+
+Which changes there are, and their order, is here; `host_colors` computes them by Pillow, and `device_colors` by torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageEnhance, ImageOps
 
 from ddpexp.data.image_folder import draws
 from ddpexp.data.image_folder.options import Options
 
+T = TypeVar("T")
+
 JITTERS = 5  # numbers drawn for a jitter: four strengths and the order
-BINS = 30  # of magnitudes
 GREY = 128  # of what a geometric operation moves into the image
-_ENHANCE = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
-ORDERS = tuple(
-    (a, b, c, d) for a in range(4) for b in range(4) for c in range(4) for d in range(4) if len({a, b, c, d}) == 4
-)
+_BINS = 30  # of magnitudes
+_ORDERS = tuple(permutations(range(4)))
+
+Matrix = tuple[float, float, float, float, float, float]
+
+
+@dataclass(frozen=True)
+class ColorFunctions(Generic[T]):
+    """How a library changes an image."""
+
+    width: Callable[[T], int]
+    brightness: Callable[[T, float], T]  # by a factor, as the next three: 1 leaves the image as it is
+    contrast: Callable[[T, float], T]
+    saturation: Callable[[T, float], T]
+    sharpness: Callable[[T, float], T]
+    hue: Callable[[T, float], T]  # turned by a part of its circle
+    affine: Callable[[T, Matrix], T]  # each pixel is taken from where the matrix finds it
+    rotate: Callable[[T, float], T]  # by degrees
+    posterize: Callable[[T, int], T]  # to a number of bits
+    solarize: Callable[[T, int], T]  # inverts what is not below a level
+    autocontrast: Callable[[T], T]
+    equalize: Callable[[T], T]
 
 
 @dataclass(frozen=True)
@@ -28,19 +51,17 @@ class Changes:
     options: Options
     drawn: NDArray[np.float64]
 
-    def apply(self, pixels: NDArray[np.uint8], row: int) -> NDArray[np.uint8]:
-        """Return an image with its changes. Shapes: (size, size, channels)."""
-        image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else np.ascontiguousarray(pixels))
+    def apply(self, image: T, row: int, functions: ColorFunctions[T]) -> T:
+        """Return an image of the batch with its changes."""
         numbers = self.drawn[:, row].tolist()
         if any(self.options.color_jitter):
-            image = jitter(image, self.options.color_jitter, numbers[:JITTERS])
-        magnitude = self.options.rand_augment_magnitude / BINS
+            image = jitter(image, self.options.color_jitter, numbers[:JITTERS], functions)
+        magnitude = self.options.rand_augment_magnitude / _BINS
         for place in range(self.options.rand_augment):
             which, sign = numbers[JITTERS + 2 * place : JITTERS + 2 * place + 2]
             operation = OPERATIONS[int(which * len(OPERATIONS))]
-            image = operation(image, magnitude, -1.0 if sign < 0.5 else 1.0)
-        changed: NDArray[np.uint8] = np.asarray(image).reshape(pixels.shape)
-        return changed
+            image = operation(functions, image, -magnitude if sign < 0.5 else magnitude)
+        return image
 
 
 def draw(key: int, samples: NDArray[np.int64], options: Options) -> Changes | None:
@@ -50,59 +71,34 @@ def draw(key: int, samples: NDArray[np.int64], options: Options) -> Changes | No
     return Changes(options, draws.changes(key, samples, JITTERS + 2 * options.rand_augment))
 
 
-def jitter(image: Image.Image, strengths: tuple[float, ...], numbers: list[float]) -> Image.Image:
+def jitter(image: T, strengths: Sequence[float], numbers: Sequence[float], functions: ColorFunctions[T]) -> T:
     """Change brightness, contrast, saturation and hue, in a random order, as torchvision's ColorJitter does."""
-    for kind in ORDERS[int(numbers[4] * len(ORDERS))]:
-        strength = strengths[kind]
-        if not strength:
-            continue
-        amount = (2 * numbers[kind] - 1) * strength
-        image = _ENHANCE[kind](image).enhance(1 + amount) if kind < 3 else _hue(image, amount)
+    kinds = (functions.brightness, functions.contrast, functions.saturation, functions.hue)
+    for kind in _ORDERS[int(numbers[4] * len(_ORDERS))]:
+        if strengths[kind]:
+            amount = (2 * numbers[kind] - 1) * strengths[kind]
+            image = kinds[kind](image, amount if kinds[kind] is functions.hue else 1 + amount)
     return image
 
 
-def _hue(image: Image.Image, amount: float) -> Image.Image:
-    if image.mode == "L":
-        return image
-    hue, saturation, value = image.convert("HSV").split()
-    turned = hue.point([(number + round(amount * 255)) % 256 for number in range(256)])
-    return Image.merge("HSV", (turned, saturation, value)).convert("RGB")
+def _shift(functions: ColorFunctions[Any], image: Any, amount: float) -> float:
+    return amount * (150 / 331) * functions.width(image)
 
 
-def _affine(
-    matrix: Callable[[float, int], tuple[float, float, float, float, float, float]], most: float
-) -> Callable[[Image.Image, float, float], Image.Image]:
-    def operation(image: Image.Image, magnitude: float, sign: float) -> Image.Image:
-        data = matrix(sign * magnitude * most, image.width)
-        fill = GREY if image.mode == "L" else (GREY,) * 3
-        return image.transform(image.size, Image.Transform.AFFINE, data, Image.Resampling.NEAREST, fillcolor=fill)
-
-    return operation
-
-
-def _enhanced(kind: int) -> Callable[[Image.Image, float, float], Image.Image]:
-    return lambda image, magnitude, sign: _ENHANCE[kind](image).enhance(1 + sign * 0.9 * magnitude)
-
-
-def _rotated(image: Image.Image, magnitude: float, sign: float) -> Image.Image:
-    fill = GREY if image.mode == "L" else (GREY,) * 3
-    return image.rotate(sign * 30 * magnitude, Image.Resampling.NEAREST, fillcolor=fill)
-
-
-# Source: Cubuk et al., "RandAugment", 2020; the ranges are those of torchvision.
-OPERATIONS: tuple[Callable[[Image.Image, float, float], Image.Image], ...] = (
-    lambda image, magnitude, sign: image,
-    _affine(lambda amount, width: (1, amount, 0, 0, 1, 0), 0.3),  # shear
-    _affine(lambda amount, width: (1, 0, 0, amount, 1, 0), 0.3),
-    _affine(lambda amount, width: (1, 0, amount * width, 0, 1, 0), 150 / 331),  # shift
-    _affine(lambda amount, width: (1, 0, 0, 0, 1, amount * width), 150 / 331),
-    _rotated,
-    _enhanced(0),
-    _enhanced(2),
-    _enhanced(1),
-    lambda image, magnitude, sign: ImageEnhance.Sharpness(image).enhance(1 + sign * 0.9 * magnitude),
-    lambda image, magnitude, sign: ImageOps.posterize(image, 8 - round(4 * magnitude)),
-    lambda image, magnitude, sign: ImageOps.solarize(image, round(255 * (1 - magnitude))),
-    lambda image, magnitude, sign: ImageOps.autocontrast(image),
-    lambda image, magnitude, sign: ImageOps.equalize(image),
+# Source: Cubuk et al., "RandAugment", 2020; the ranges are those of torchvision. Amounts are from -1 to 1.
+OPERATIONS: tuple[Callable[[ColorFunctions[Any], Any, float], Any], ...] = (
+    lambda functions, image, amount: image,
+    lambda functions, image, amount: functions.affine(image, (1, 0.3 * amount, 0, 0, 1, 0)),
+    lambda functions, image, amount: functions.affine(image, (1, 0, 0, 0.3 * amount, 1, 0)),
+    lambda functions, image, amount: functions.affine(image, (1, 0, _shift(functions, image, amount), 0, 1, 0)),
+    lambda functions, image, amount: functions.affine(image, (1, 0, 0, 0, 1, _shift(functions, image, amount))),
+    lambda functions, image, amount: functions.rotate(image, 30 * amount),
+    lambda functions, image, amount: functions.brightness(image, 1 + 0.9 * amount),
+    lambda functions, image, amount: functions.saturation(image, 1 + 0.9 * amount),
+    lambda functions, image, amount: functions.contrast(image, 1 + 0.9 * amount),
+    lambda functions, image, amount: functions.sharpness(image, 1 + 0.9 * amount),
+    lambda functions, image, amount: functions.posterize(image, 8 - round(4 * abs(amount))),
+    lambda functions, image, amount: functions.solarize(image, round(255 * (1 - abs(amount)))),
+    lambda functions, image, amount: functions.autocontrast(image),
+    lambda functions, image, amount: functions.equalize(image),
 )

@@ -1,4 +1,4 @@
-"""Changes of colors and RandAugment of one image by torch, on any device: what `colors` does by Pillow on the host.
+"""Changes of colors of one image by torch, on any device: what `host_colors` does by Pillow.
 
 An image is a tensor of whole numbers from 0 to 255, float32, of shape (channels, height, width). Sums are of integers,
 so that no result depends on how many threads or blocks add them up. Nothing here waits for the device.
@@ -7,39 +7,14 @@ so that no result depends on how many threads or blocks add them up. Nothing her
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddpexp.data.image_folder.colors import BINS, GREY, JITTERS, ORDERS
-from ddpexp.data.image_folder.options import Options
+from ddpexp.data.image_folder.colors import GREY, ColorFunctions, Matrix
 
 _RED, _GREEN, _BLUE, _HALF, _BITS = 19595, 38470, 7471, 1 << 15, 16  # of brightness. Source: ITU-R BT.601, in 16 bits
-
-Matrix = tuple[float, float, float, float, float, float]
-
-
-def changed(image: Tensor, options: Options, numbers: list[float]) -> Tensor:
-    """Return an image with its changes; `numbers` are those that `colors.draw` draws for it."""
-    if any(options.color_jitter):
-        image = jitter(image, options.color_jitter, numbers[:JITTERS])
-    magnitude = options.rand_augment_magnitude / BINS
-    for place in range(options.rand_augment):
-        which, sign = numbers[JITTERS + 2 * place : JITTERS + 2 * place + 2]
-        image = OPERATIONS[int(which * len(OPERATIONS))](image, magnitude, -1.0 if sign < 0.5 else 1.0)
-    return image
-
-
-def jitter(image: Tensor, strengths: tuple[float, ...], numbers: list[float]) -> Tensor:
-    """Change brightness, contrast, saturation and hue, in a random order."""
-    for kind in ORDERS[int(numbers[4] * len(ORDERS))]:
-        if not strengths[kind]:
-            continue
-        amount = (2 * numbers[kind] - 1) * strengths[kind]
-        image = _ENHANCE[kind](image, 1 + amount) if kind < 3 else _hue(image, amount)
-    return image
 
 
 def _blend(base: Tensor | float, image: Tensor, share: float) -> Tensor:
@@ -56,10 +31,6 @@ def _grey(image: Tensor) -> Tensor:
     return grey.float()[None]
 
 
-def _brightness(image: Tensor, share: float) -> Tensor:
-    return _blend(0.0, image, share)
-
-
 def _contrast(image: Tensor, share: float) -> Tensor:
     total, number = _grey(image).long().sum(), image[0].numel()
     return _blend(((2 * total + number) // (2 * number)).float(), image, share)  # the mean, rounded
@@ -67,9 +38,6 @@ def _contrast(image: Tensor, share: float) -> Tensor:
 
 def _saturation(image: Tensor, share: float) -> Tensor:
     return image if len(image) == 1 else _blend(_grey(image), image, share)
-
-
-_ENHANCE = (_brightness, _contrast, _saturation)
 
 
 def _hue(image: Tensor, amount: float) -> Tensor:
@@ -104,8 +72,8 @@ def _affine(image: Tensor, matrix: Matrix) -> Tensor:
     return torch.where(inside, found, float(GREY))
 
 
-def _rotated(image: Tensor, magnitude: float, sign: float) -> Tensor:
-    angle = -math.radians(sign * 30 * magnitude)
+def _rotated(image: Tensor, degrees: float) -> Tensor:
+    angle = -math.radians(degrees)
     cos, sin = math.cos(angle), math.sin(angle)
     middle, center = image.shape[2] / 2, image.shape[1] / 2
     return _affine(
@@ -114,7 +82,7 @@ def _rotated(image: Tensor, magnitude: float, sign: float) -> Tensor:
     )
 
 
-def _sharpness(image: Tensor, magnitude: float, sign: float) -> Tensor:
+def _sharpness(image: Tensor, share: float) -> Tensor:
     """Blend with an image smoothed by a kernel of ones around a five; its frame stays as it is."""
     height, width = image.shape[1:]
     if min(height, width) < 3:
@@ -127,7 +95,7 @@ def _sharpness(image: Tensor, magnitude: float, sign: float) -> Tensor:
     inner = (2 * total + 13) // 26  # divided by 13, rounded
     frame = torch.ones_like(image[:1, 1:-1, 1:-1], dtype=torch.bool)
     smooth = torch.where(pad(frame, [1] * 4), pad(inner.float(), [1] * 4), image)
-    return _blend(smooth, image, 1 + sign * 0.9 * magnitude)
+    return _blend(smooth, image, share)
 
 
 def _posterized(image: Tensor, bits: int) -> Tensor:
@@ -154,24 +122,17 @@ def _equalized(image: Tensor) -> Tensor:
     return torch.stack(channels)
 
 
-def _enhanced(kind: int) -> Callable[[Tensor, float, float], Tensor]:
-    return lambda image, magnitude, sign: _ENHANCE[kind](image, 1 + sign * 0.9 * magnitude)
-
-
-# In the sequence of those in `colors`.
-OPERATIONS: tuple[Callable[[Tensor, float, float], Tensor], ...] = (
-    lambda image, magnitude, sign: image,
-    lambda image, magnitude, sign: _affine(image, (1, sign * magnitude * 0.3, 0, 0, 1, 0)),
-    lambda image, magnitude, sign: _affine(image, (1, 0, 0, sign * magnitude * 0.3, 1, 0)),
-    lambda image, magnitude, sign: _affine(image, (1, 0, sign * magnitude * 150 / 331 * image.shape[2], 0, 1, 0)),
-    lambda image, magnitude, sign: _affine(image, (1, 0, 0, 0, 1, sign * magnitude * 150 / 331 * image.shape[2])),
-    _rotated,
-    _enhanced(0),
-    _enhanced(2),
-    _enhanced(1),
-    _sharpness,
-    lambda image, magnitude, sign: _posterized(image, 8 - round(4 * magnitude)),
-    lambda image, magnitude, sign: torch.where(image < round(255 * (1 - magnitude)), image, 255 - image),
-    lambda image, magnitude, sign: _autocontrast(image),
-    lambda image, magnitude, sign: _equalized(image),
+DEVICE: ColorFunctions[Tensor] = ColorFunctions(
+    width=lambda image: image.shape[2],
+    brightness=lambda image, share: _blend(0.0, image, share),
+    contrast=_contrast,
+    saturation=_saturation,
+    sharpness=_sharpness,
+    hue=_hue,
+    affine=_affine,
+    rotate=_rotated,
+    posterize=_posterized,
+    solarize=lambda image, level: torch.where(image < level, image, 255 - image),
+    autocontrast=_autocontrast,
+    equalize=_equalized,
 )

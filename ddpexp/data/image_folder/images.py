@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ddpexp.data.base import IndexData
 from ddpexp.data.image_folder import colors, draws
+from ddpexp.data.image_folder.host_colors import changed, to_pillow
 from ddpexp.data.image_folder.options import Options
 from ddpexp.data.image_folder.stores import Pixels, Store
 from ddpexp.distributed.transfers import is_host, moved
@@ -53,7 +54,7 @@ class ImageFolder(IndexData):
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         """Return an image as it is stored, for transforms of the user, and its label."""
         pixels = self.store.image(index)
-        return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels), int(self.labels[index])
+        return to_pillow(pixels), int(self.labels[index])
 
     def fetch(self, indices: Tensor, pinned: bool = False) -> Fetched:
         """Make a batch as in evaluation on the host; may run in any thread."""
@@ -113,7 +114,7 @@ class ImageFolder(IndexData):
             image = _resized(self.store.image(numbers[row]), places[row], size)
             if flipped[row]:
                 image = image.flip(1)
-            pixels[row] = image.numpy() if changes is None else changes.apply(image.numpy(), row)
+            pixels[row] = image.numpy() if changes is None else changed(image.numpy(), changes, row)
 
         self.in_threads(cut, len(samples))
         return Fetched(out, torch.from_numpy(self.labels[samples]))

@@ -15,7 +15,7 @@ from torch import Tensor
 from ddpexp.compat import operators
 from ddpexp.data.base import IndexData
 from ddpexp.data.image_folder import colors
-from ddpexp.data.image_folder.device_colors import changed
+from ddpexp.data.image_folder.device_colors import DEVICE
 from ddpexp.data.image_folder.images import ImageFolder, drawn, empty
 from ddpexp.distributed.transfers import is_host, moved
 
@@ -78,8 +78,8 @@ class AugmentedOnDevice(IndexData):
             rows = moved(torch.from_numpy(np.flatnonzero(batch.flipped)), device)
             images.index_copy_(0, rows, images.index_select(0, rows).flip(3))
         if batch.changes is not None:
-            for image, numbers in zip(images, batch.changes.drawn.T.tolist(), strict=True):
-                image.copy_(changed(image, options, numbers))
+            for row, image in enumerate(images):
+                image.copy_(batch.changes.apply(image, row, DEVICE))
         return self.images.normalized(images), moved(batch.labels, device)
 
     def _resize(self, cut: Tensor, out: Tensor) -> None:

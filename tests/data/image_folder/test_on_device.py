@@ -15,8 +15,10 @@ from torch.nn import functional
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
 from ddpexp.config.resolve import ResolvedConfig
-from ddpexp.data.image_folder import colors, device_colors
+from ddpexp.data.image_folder import colors
 from ddpexp.data.image_folder.dataset import load
+from ddpexp.data.image_folder.device_colors import DEVICE
+from ddpexp.data.image_folder.host_colors import HOST
 from ddpexp.data.image_folder.images import ImageFolder
 from ddpexp.data.image_folder.options import Options
 from ddpexp.data.image_folder.prepare import prepare
@@ -46,8 +48,8 @@ def differing(one: Tensor, other: Tensor, levels: int) -> float:
 def test_operations_are_those_of_pillow(number: int, sign: float, mode: str) -> None:
     image = photo(61, 61, number).convert(mode)
     magnitude = 0.41
-    expected = as_tensor(colors.OPERATIONS[number](image, magnitude, sign))
-    found = device_colors.OPERATIONS[number](as_tensor(image), magnitude, sign)
+    expected = as_tensor(colors.OPERATIONS[number](HOST, image, sign * magnitude))
+    found = colors.OPERATIONS[number](DEVICE, as_tensor(image), sign * magnitude)
     assert differing(found, expected, 1) < 0.005  # of moved images a few pixels lie between two
     if number:
         assert not torch.equal(found, as_tensor(image)) or torch.equal(found, expected)
@@ -57,17 +59,17 @@ def test_operations_are_those_of_pillow(number: int, sign: float, mode: str) -> 
 def test_jitter_is_that_of_pillow(number: int) -> None:
     image, drawn = photo(40, 30, number), np.random.default_rng(number).random(5).tolist()
     strengths = (0.4, 0.4, 0.4, 0.0)
-    expected = as_tensor(colors.jitter(image, strengths, drawn))
-    assert differing(device_colors.jitter(as_tensor(image), strengths, drawn), expected, 2) == 0
+    expected = as_tensor(colors.jitter(image, strengths, drawn, HOST))
+    assert differing(colors.jitter(as_tensor(image), strengths, drawn, DEVICE), expected, 2) == 0
     turned = (0.0, 0.0, 0.0, 0.3)
-    expected = as_tensor(colors.jitter(image, turned, drawn))  # Pillow's hue has 8 bits
-    assert differing(device_colors.jitter(as_tensor(image), turned, drawn), expected, 8) == 0
+    expected = as_tensor(colors.jitter(image, turned, drawn, HOST))  # Pillow's hue has 8 bits
+    assert differing(colors.jitter(as_tensor(image), turned, drawn, DEVICE), expected, 8) == 0
 
 
 def test_uniform_images_stay_as_they_are() -> None:
     image = torch.full((3, 8, 8), 7.0)
     for number in (9, 12, 13):  # sharpness, autocontrast, equalize
-        assert torch.equal(device_colors.OPERATIONS[number](image, 0.5, 1.0), image)
+        assert torch.equal(colors.OPERATIONS[number](DEVICE, image, 0.5), image)
 
 
 def pixels(photos: Path, **options: Any) -> tuple[Tensor, Tensor]:
@@ -102,9 +104,9 @@ def test_changes_are_counted_as_on_the_host() -> None:
     options = Options(color_jitter=(0.4, 0.4, 0.4, 0.0), rand_augment=2)
     image = photo(33, 33, 5)
     drawn = np.random.default_rng(1).random((colors.JITTERS + 4, 1))
-    expected = colors.Changes(options, drawn).apply(np.asarray(image), 0)
-    found = device_colors.changed(as_tensor(image), options, drawn[:, 0].tolist())
-    assert differing(found, torch.from_numpy(expected.copy()).permute(2, 0, 1).float(), 4) < 0.02
+    changes = colors.Changes(options, drawn)
+    found = changes.apply(as_tensor(image), 0, DEVICE)
+    assert differing(found, as_tensor(changes.apply(image, 0, HOST)), 4) < 0.02
 
 
 EVERYTHING: dict[str, Any] = {"color_jitter": (0.4, 0.4, 0.4, 0.1), "rand_augment": 2}
@@ -114,12 +116,12 @@ def test_the_host_never_waits_for_what_the_device_computes(photos: Path) -> None
     """Tensors of the device `meta` have no values, so whatever reads one fails."""
     batch = load(prepare(str(photos), size=16, augment_on="device", **EVERYTHING)).train.of_epoch(0, 0)
     image = torch.empty(3, 16, 16, device="meta")
-    drawn = batch.fetch(torch.arange(12), False).changes.drawn
+    changes = batch.fetch(torch.arange(12), False).changes
     for row in range(12):
-        changed = device_colors.changed(image, batch.images.options, drawn[:, row].tolist())
+        changed = changes.apply(image, row, DEVICE)
         assert (changed.device.type, changed.shape) == ("meta", (3, 16, 16))
-    for number, operation in enumerate(device_colors.OPERATIONS):
-        assert operation(torch.empty(3, 9, 9, device="meta"), 0.3, 1.0).shape == (3, 9, 9), number
+    for number, operation in enumerate(colors.OPERATIONS):
+        assert operation(DEVICE, torch.empty(3, 9, 9, device="meta"), 0.3).shape == (3, 9, 9), number
 
 
 def test_an_image_takes_two_launches_and_has_the_pixels_that_it_has_by_itself(
