@@ -1,7 +1,6 @@
 """Atomic cache folders of prepared data: complete or absent, whatever process dies.
 
-A preparation that takes seconds uses `write_cache`. One that takes minutes uses `make_cache`: one command at a time
-prepares, others wait for it, and what a killed command has written is resumed.
+One command at a time prepares, others wait for it, and what a killed command has written is resumed.
 
 Each file has hashes, and a damaged cache is not used. Fast to import: the launching command imports this module.
 """
@@ -110,21 +109,6 @@ def cache_name(kind: str, identity: Any) -> str:
     return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def write_cache(base: Path, name: str, fill: Callable[[Path], None], facts: Mapping[str, Any]) -> Cache:
-    """Write a cache to a temporary folder and rename it, so that it is never incomplete.
-
-    `fill` writes the files into the folder that it is called with, for example by `write_file` and `write_npy`.
-    `facts`, in JSON, become the record of the cache, beside the sizes of the files.
-
-    Raises: OSError.
-    """
-    with _temp_folder(base) as temp:
-        whole = temp / name
-        whole.mkdir()
-        fill(whole)
-        return _commit(base, whole, name, facts, temp)
-
-
 def find_cache(bases: Sequence[Path], name: str) -> Cache | None:
     """Return the complete cache `name` from the first base that has it; None if none has."""
     return next((cache for base in bases if (cache := read_cache(base / CACHES / name))), None)
@@ -164,7 +148,7 @@ def update_cache(cache: Cache, facts: dict[str, Any]) -> Cache:
     return Cache(cache.folder, record)
 
 
-def in_first(bases: Sequence[Path], act: Callable[[Path], T], space: str = "about 70 MB") -> T:
+def in_first(bases: Sequence[Path], act: Callable[[Path], T], space: str) -> T:
     """Call `act` with the first base that can be written; `space` is how much it needs, for the message."""
     problems = []
     for base in [user_cache()] if _only_own else dict.fromkeys(bases):
@@ -323,6 +307,7 @@ def _move_in(whole: Path, folder: Path, temp: Path) -> None:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
         if read_cache(folder):
+            _remove(whole)
             return
         with contextlib.suppress(FileNotFoundError):  # another process has moved it away
             os.rename(folder, temp / f"old-{attempt}")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.data.batch_plan import counted
-from ddpexp.data.cache import CACHES, Cache, in_first, put, read_cache, update_cache, write_cache
+from ddpexp.data.cache import CACHES, Cache, in_first, make_cache, put, read_cache, update_cache
 from ddpexp.data.mirrors import (
     AUTO_PATIENCE,
     DOWNLOAD_PATIENCE,
@@ -227,33 +227,34 @@ class Published:
             raise RefusedError(
                 str(error), suggestion=f"Replace it with the original {self.listed}.", place=stamps[0].path
             ) from None
-        return self._described_real(self._written(bases, self._cache_name, parts, record), source)
+        cache = make_cache(bases, self._cache_name, lambda folder: {**record, **self._write(folder, parts)}, self.space)
+        return self._described_real(cache, source)
 
     def _drawn(self, numbers: tuple[int, int]) -> dict[str, Any]:
         """Get the drawn images from the cache, or draw them."""
-        stand_in, base = self.stand_in, user_cache()
-        name = f"{stand_in.cache}-{numbers[0]}-{numbers[1]}"
-        cache = read_cache(base / CACHES / name)
-        if cache is None:
+        stand_in = self.stand_in
+
+        def fill(folder: Path) -> dict[str, Any]:
             drawn = [stand_in.draw(number, seed) for number, seed in zip(numbers, _SEEDS, strict=True)]
-            record = {"name": stand_in.name, "sha256": joint_hash([one for _, hashes in drawn for one in hashes])}
-            cache = self._written([base], name, [part for part, _ in drawn], record)
+            sha256 = joint_hash([one for _, hashes in drawn for one in hashes])
+            return {"name": stand_in.name, "sha256": sha256, **self._write(folder, [part for part, _ in drawn])}
+
+        cache = make_cache([user_cache()], f"{stand_in.cache}-{numbers[0]}-{numbers[1]}", fill, self.space)
         title = f"{stand_in.title} (NOT {self.title})"
         return self._described(cache, "embedded", title, "embedded in ddpexp", stand_in.classes)
 
-    def _written(self, bases: Sequence[Path], name: str, parts: Sequence[Part], record: Mapping[str, Any]) -> Cache:
-        """Write the arrays of both parts to a cache in the first folder that can be written. Raises: RefusedError."""
-
-        def fill(folder: Path) -> None:
-            for part, content in zip(("train", "test"), parts, strict=True):
-                write_npy(folder / f"{part}-images.npy", (len(content.labels), *self.shape), content.pixels)
-                write_npy(folder / f"{part}-labels.npy", (len(content.labels),), content.labels)
-
+    def _write(self, folder: Path, parts: Sequence[Part]) -> dict[str, Any]:
+        """Write the arrays of both parts to the folder of a cache; return what it records of them. Raises: OSError."""
         train, test = parts
-        record = {**record, "num_train": len(train.labels), "num_test": len(test.labels)}
+        for part, content in (("train", train), ("test", test)):
+            for what, shape, values in (("images", self.shape, content.pixels), ("labels", (), content.labels)):
+                path = folder / f"{part}-{what}.npy"
+                path.unlink(missing_ok=True)  # of a command that was killed
+                write_npy(path, (len(content.labels), *shape), values)
+        record: dict[str, Any] = {"num_train": len(train.labels), "num_test": len(test.labels)}
         if self.patch_moments is not None:
             record["patch_moments"] = self.patch_moments(train.pixels)
-        return in_first(bases, lambda base: write_cache(base, name, fill, record), self.space)
+        return record
 
     def _found(self, folders: Sequence[Path]) -> dict[str, Path]:
         """Return the files that are in the folders, by their names."""
