@@ -74,11 +74,11 @@ def prepare(
 
 def options_of(
     target_type: str,
-    classes: Classes | None,
-    dtype: str,
-    group_by: str | None,
-    columns: Mapping[str, ColumnKind] | None,
-    missing: Mapping[str, str | float] | None,
+    classes: Classes | None = None,
+    dtype: str = "float32",
+    group_by: str | None = None,
+    columns: Mapping[str, ColumnKind] | None = None,
+    missing: Mapping[str, str | float] | None = None,
     delimiter: str | None = None,
 ) -> Options:
     """Return what the options declare of columns. Raises: RefusedError."""

@@ -34,10 +34,8 @@ def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     kind = options.get("target_type", "auto")
     has_targets = bool(part.targets or part.labels)
     names = ("classes", "dtype", "columns", "missing", "delimiter")
-    given = {"classes": None, "dtype": "float32", "columns": None, "missing": None, "delimiter": None} | {
-        name: options[name] for name in names if name in options
-    }
-    declared = options_of(kind if has_targets else "none", group_by=None, **given)
+    given = {name: options[name] for name in names if name in options}
+    declared = options_of(kind if has_targets else "none", **given)
     prepared = described([part], declared, bool(options.get("standardize")), schema)
     value = None if kind == "none" else -1 if Schema.read(schema).classes is not None else float("nan")
     return {**prepared, "whole": True, "placeholder": value}

@@ -19,6 +19,7 @@ from ddpexp.data.image_folder import colors, draws
 from ddpexp.data.image_folder.host_colors import changed, to_pillow
 from ddpexp.data.image_folder.options import Options
 from ddpexp.data.image_folder.stores import Pixels, Store
+from ddpexp.data.images.dataset import Scales, normalize, scales_of
 from ddpexp.distributed.transfers import is_host, moved
 
 _TASKS = 4  # pieces of a batch for each thread, so that none waits long for the last
@@ -75,10 +76,8 @@ class ImageFolder(IndexData):
         return self.normalized(images), moved(batch.labels, device)
 
     def normalized(self, images: Tensor) -> Tensor:
-        """Normalize images in place, and return them. Shapes: (batch, channels, size, size) float32, 0 to 255."""
-        for channel, (shift, scale) in zip(images.unbind(1), self._norm, strict=True):
-            torch.add(shift, channel, alpha=scale, out=channel)
-        return images
+        """Normalize images as configured. Shapes: as in `normalize`."""
+        return normalize(images, self._scales)
 
     @property
     def _eval_size(self) -> int:
@@ -86,9 +85,8 @@ class ImageFolder(IndexData):
         return self.options.eval_size
 
     @cached_property
-    def _norm(self) -> list[tuple[Tensor, float]]:
-        pairs = zip(self.options.mean, self.options.std, strict=True)
-        return [(torch.tensor(-mean / std), 1 / (255 * std)) for mean, std in pairs]
+    def _scales(self) -> Scales:
+        return scales_of(self.options.mean, self.options.std)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor | None:

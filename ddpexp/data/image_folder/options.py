@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
+from ddpexp.data.images.files import check_norm
 from ddpexp.errors import RefusedError
 
 MOST_PIXELS = 4096
@@ -68,7 +69,7 @@ class Options:
                     suggestion=f"Use two numbers such as {example}.",
                 )
         self._check_strengths()
-        self._check_norm()
+        check_norm(self.mean, self.std, (1, 3))
         mean, std = (tuple(values * self.channels if len(values) == 1 else values) for values in (self.mean, self.std))
         return replace(self, eval_size=eval_size, mean=mean[: self.channels], std=std[: self.channels])
 
@@ -102,17 +103,6 @@ class Options:
         ):
             if not 0 <= number <= most:
                 raise RefusedError(key=f"data.{key}", value=number, suggestion=f"Use 0 to {most}.")
-
-    def _check_norm(self) -> None:
-        for key, values in (("mean", self.mean), ("std", self.std)):
-            if len(values) not in (1, 3) or (len(values) < self.channels and len(values) != 1):
-                raise RefusedError(
-                    key=f"data.{key}", value=list(values), suggestion="Use one number for each channel, or one for all."
-                )
-        if not all(value > 0 for value in self.std):
-            raise RefusedError(
-                "divides the images", key="data.std", value=list(self.std), suggestion="Use numbers above 0."
-            )
 
     def stored_size(self, cache_size: int | Literal["auto"]) -> StoredSize:
         """Return how large images are in the cache. Raises: RefusedError."""

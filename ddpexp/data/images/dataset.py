@@ -5,7 +5,7 @@ Augmentation is a function of seed, epoch and sample: the same at every number o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -61,6 +61,22 @@ def _words(key: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:
     return mix(np.uint64(key) + samples.astype(np.uint64) * STRIDE)
 
 
+Scales = Sequence[tuple[Tensor, float]]
+"""What is added to each channel, or to all, after it is multiplied by the second number."""
+
+
+def scales_of(mean: Sequence[float], std: Sequence[float]) -> Scales:
+    """Return how bytes are normalized by mean and standard deviation, which are fractions of 255."""
+    return [(torch.tensor(-shift / scale), 1 / (255 * scale)) for shift, scale in zip(mean, std, strict=True)]
+
+
+def normalize(images: Tensor, scales: Scales) -> Tensor:
+    """Normalize images in place, and return them. Shapes: (batch, channels, height, width) float32, 0 to 255."""
+    for channel, (shift, scale) in zip(images.unbind(1) if len(scales) > 1 else [images], scales, strict=True):
+        torch.add(shift, channel, alpha=scale, out=channel)  # one pass instead of two
+    return images
+
+
 @dataclass(frozen=True)
 class Images(IndexData):
     """Images as stored, and how they are processed into batches; `flip` and `crop` apply only to training.
@@ -114,15 +130,11 @@ class Images(IndexData):
     def stage(self, batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
         """Move pixels as bytes to the device, and normalise them there. Shapes: as in `load`."""
         labels, images = moved(batch[1], device), moved(batch[0], device).float()
-        for channel, (shift, scale) in zip(
-            images.unbind(1) if len(self.mean) > 1 else [images], self._norm, strict=True
-        ):
-            torch.add(shift, channel, alpha=scale, out=channel)  # one pass instead of two
-        return images, labels
+        return normalize(images, self._scales), labels
 
     @cached_property
-    def _norm(self) -> list[tuple[Tensor, float]]:
-        return [(torch.tensor(-mean / std), 1 / (255 * std)) for mean, std in zip(self.mean, self.std, strict=True)]
+    def _scales(self) -> Scales:
+        return scales_of(self.mean, self.std)
 
 
 @dataclass(frozen=True)

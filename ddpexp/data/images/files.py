@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -136,15 +137,7 @@ def _check_no_images(folder: Path, part: str, images: _Array, labels: _Array) ->
 def _check_options(
     mean: tuple[float, ...], std: tuple[float, ...], crop: int, reflect: bool, shape: tuple[int, ...]
 ) -> None:
-    channels = shape[1] if len(shape) == 4 else 1
-    for key, values in (("data.mean", mean), ("data.std", std)):
-        if len(values) not in (1, channels):
-            raise RefusedError(
-                f"has {len(values)} numbers, but the images have {channels} channels",
-                key=key,
-                value=list(values),
-                suggestion="Use one number for each channel.",
-            )
+    check_norm(mean, std, (1, shape[1] if len(shape) == 4 else 1))
     if len(mean) != len(std):
         raise RefusedError(
             f"and data.std={list(std)} differ in length",
@@ -152,8 +145,6 @@ def _check_options(
             value=list(mean),
             suggestion="Use one number for each channel in both.",
         )
-    if not all(value > 0 for value in std):
-        raise RefusedError("divides the images", key="data.std", value=list(std), suggestion="Use numbers above 0.")
     if not 0 <= crop <= min(shape[-2:]):
         raise RefusedError(
             f"does not fit images of {_spoken(shape[1:])}",
@@ -168,6 +159,20 @@ def _check_options(
             value=True,
             suggestion=f"Use data.crop={min(shape[-2:]) - 1} or less.",
         )
+
+
+def check_norm(mean: Sequence[float], std: Sequence[float], lengths: Sequence[int]) -> None:
+    """Check mean and standard deviation of images, which have one of these lengths. Raises: RefusedError."""
+    for key, values in (("data.mean", mean), ("data.std", std)):
+        if len(values) not in lengths:
+            raise RefusedError(
+                f"has {len(values)} numbers",
+                key=key,
+                value=list(values),
+                suggestion="Use one number for each channel, or one for all.",
+            )
+    if not all(value > 0 for value in std):
+        raise RefusedError("divides the images", key="data.std", value=list(std), suggestion="Use numbers above 0.")
 
 
 def _read(path: Path) -> _Array:

@@ -77,7 +77,7 @@ def test_cache_of_other_files_is_not_used(change: str, photos: Path) -> None:
     [
         ([], "is empty"),
         (["a.jpg"], "holds no folders, only a.jpg"),
-        (["cat/a.jpg"], "holds one class, cat, so"),
+        (["cat/a.jpg"], "holds one class, cat, but"),
         (["cat/a.jpg", "a.jpg", "b.png"], "holds one class, cat (and 2 images beside it, in no class), but"),
         (["cat/a.txt", "dog/a.jpg"], "no images of cat"),
         (["cat/.hidden.jpg", "dog/.hidden.jpg"], "holds no images (names ending in .jpg"),
