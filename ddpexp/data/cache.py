@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
 import sys
@@ -39,7 +40,7 @@ _IDENTITY = "identity.json"
 _TEMP = ".tmp-"
 _PARTIAL = ".partial-"  # what `make_cache` has not finished; the rest of the name is that of the cache
 _LOCK = ".lock"  # in a partial folder; locked by the command that writes there
-POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _STALE_AFTER = 3600.0  # seconds: no running process keeps a temporary folder that long
 _PARTIAL_STALE_AFTER = 7 * 24 * 3600.0  # seconds after which a partial folder that nobody has resumed is removed
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -194,9 +195,6 @@ def _locked(partial: Path, folder: Path, wait: str) -> Iterator[Cache | None]:
 
     The kernel's lock on a file in it is released when the process ends, however it ends.
     """
-    import fcntl  # late, as tempfile
-
-    reported = False
     while (finished := read_cache(folder)) is None:
         if partial.is_symlink() or not partial.is_dir():
             _remove(partial)
@@ -207,16 +205,7 @@ def _locked(partial: Path, folder: Path, wait: str) -> Iterator[Cache | None]:
         except FileNotFoundError:  # another command has just finished
             continue
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if not reported:
-                    report_waiting(wait)
-                reported = True
-                time.sleep(POLL_SECONDS)
-                continue
-            except OSError:  # a file system without such locks
-                pass
+            wait_for_lock(descriptor, wait)
             with contextlib.suppress(FileNotFoundError):  # renamed or removed between opening and locking
                 if os.path.samestat(os.fstat(descriptor), os.stat(partial / _LOCK)):
                     os.utime(descriptor)
@@ -230,9 +219,25 @@ def _locked(partial: Path, folder: Path, wait: str) -> Iterator[Cache | None]:
     yield finished
 
 
-def report_waiting(what: str) -> None:
-    """Say what another command does that this one waits for."""
-    print(f"ddpexp: waiting for another command, which is {what}", file=sys.stderr, flush=True)
+def wait_for_lock(descriptor: int, what: str, seconds: float = math.inf) -> None:
+    """Lock a file or folder, and wait for the command that has locked it, at most `seconds`; it is doing `what`.
+
+    Returns without the lock after that time, or on a file system without such locks.
+    """
+    import fcntl  # late, as tempfile
+
+    deadline, reported = time.monotonic() + seconds, False
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not reported:
+                print(f"ddpexp: waiting for another command, which is {what}", file=sys.stderr, flush=True)
+            reported = True
+            time.sleep(_POLL_SECONDS)
+        except OSError:
+            return
 
 
 def _commit(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddpexp.data.cache import CACHES, POLL_SECONDS, put, report_waiting
+from ddpexp.data.cache import CACHES, put, wait_for_lock
 from ddpexp.data.published_files import PublishedFile, WrongError, is_web_page
 from ddpexp.data.user_cache import user_cache
 
@@ -61,8 +61,6 @@ def alone(seconds: float) -> Iterator[None]:
 
     The kernel's lock on the folder is released when the process ends, however it ends, and leaves no file.
     """
-    import fcntl  # late, as tempfile
-
     folder = user_cache() / CACHES
     try:
         os.makedirs(folder.parent, mode=0o700, exist_ok=True)
@@ -73,19 +71,7 @@ def alone(seconds: float) -> Iterator[None]:
         yield
         return
     try:
-        deadline = time.monotonic() + seconds
-        reported = False
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not reported:
-                    report_waiting("downloading the data")
-                reported = True
-                time.sleep(POLL_SECONDS)
-            except OSError:  # a file system without such locks
-                break
+        wait_for_lock(descriptor, "downloading the data", seconds)
         yield
     finally:
         os.close(descriptor)

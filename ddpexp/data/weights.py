@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpexp.data.arrays.texts import NUMBER
 from ddpexp.data.order import STRIDE, Order, Permutation, mix, permutation, piecewise, uniforms
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular, read_regular_text
-
-_DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # not 1_0 and other texts that Python reads
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ def as_numbers(values: Any, key: str) -> NDArray[np.float64]:
     """
     try:
         if (array := np.asarray(values)).dtype.kind == "U":
-            wrong = next((place for place, text in enumerate(array.flat) if not _DECIMAL.fullmatch(text)), None)
+            wrong = next((place for place, text in enumerate(array.flat) if not NUMBER.fullmatch(text)), None)
             if wrong is not None:
                 raise ValueError(f"the value of sample {wrong} is {str(array.flat[wrong])!r}")
         return array.astype(np.float64)

@@ -132,16 +132,8 @@ class _Conversion:
     def _field(self, name: str, feature: Any) -> Field:
         import datasets
 
-        if not isinstance(feature, datasets.Value | datasets.ClassLabel):
-            raise RefusedError(
-                f"is a column of {_spoken(feature)}",
-                key="data.inputs",
-                value=name,
-                suggestion="Use one such column by itself, or several of numbers.",
-            )
-        kind = self.options.columns.get(name) or (
-            "date" if feature.dtype.startswith(("date", "timestamp")) else "number"
-        )
+        dtype = feature.dtype if isinstance(feature, datasets.Value | datasets.ClassLabel) else ""
+        kind = self.options.columns.get(name) or ("date" if dtype.startswith(("date", "timestamp")) else "number")
         if kind == "drop":
             raise RefusedError(
                 "leaves out a column that data.inputs names",
@@ -149,13 +141,13 @@ class _Conversion:
                 value="drop",
                 suggestion="Remove the column from one of the two keys.",
             )
-        if kind == "number" and feature.dtype in ("string", "large_string"):
+        if not dtype or (kind == "number" and dtype in ("string", "large_string")):
+            as_names = f", or read names as categories with data.columns={{{name}: category}}" if dtype else ""
             raise RefusedError(
                 f"is a column of {_spoken(feature)}",
                 key="data.inputs",
                 value=name,
-                suggestion="Use one such column by itself, or several of numbers, or read names as "
-                f"categories with data.columns={{{name}: category}}.",
+                suggestion=f"Use one such column by itself, or several of numbers{as_names}.",
             )
         return field_of(name, kind, self.options.missing, self.options.dtype)
 
