@@ -19,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ddpexp.data.cache import CACHES, Cache, cache_name, make_cache, read_cache
+from ddpexp.data.cache import Cache, cache_name, find_cache, make_cache
 from ddpexp.data.hashes import hash_of_range
 from ddpexp.data.image_folder.options import MOST_PIXELS, Options, StoredSize
 from ddpexp.data.image_folder.pool import Pool, processes
@@ -168,11 +168,8 @@ def _form(stored: StoredSize, channels: int) -> list[Any]:
 
 def _find(folder: Folder, name: str, mode: str) -> Cache | None:
     """Return a complete cache of these very files."""
-    for one in [mode] if mode != "auto" else _MODES[1:]:
-        for base in _bases(folder):
-            if (cache := read_cache(base / CACHES / f"images-{one}{name}")) is not None:
-                return cache
-    return None
+    modes = [mode] if mode != "auto" else _MODES[1:]
+    return next(filter(None, (find_cache(_bases(folder), f"images-{one}{name}") for one in modes)), None)
 
 
 def _make(folder: Folder, name: str, stored: StoredSize, channels: int, mode: str) -> Cache:

@@ -5,6 +5,7 @@ Standard library only, and fast to import: the launching command imports this mo
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import ddpexp.data.image_folder.prepare as labelled
 from ddpexp.data.image_folder.options import Options
 from ddpexp.data.image_folder.scan import scan_unlabelled
+from ddpexp.data.npy import read_npy_header
 from ddpexp.data.schema import Schema
 from ddpexp.system.terminal import print_message
 
@@ -37,11 +39,10 @@ def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
 
 def _names(folder: Path) -> list[str]:
     """Return the path of each image that is read, below data.root, from the index in the cache."""
-    from array import array
-
     content, ends = (folder / "eval-names.bin").read_bytes(), array("q")
-    raw = (folder / "eval-name-ends.npy").read_bytes()
-    ends.frombytes(raw[raw.index(b"\n") + 1 :])
+    with open(folder / "eval-name-ends.npy", "rb") as file:
+        _, (count,), _ = read_npy_header(file)
+        ends.fromfile(file, count)
     return [
         content[begin:end].decode("utf-8", "surrogateescape") for begin, end in zip([0, *ends[:-1]], ends, strict=True)
     ]

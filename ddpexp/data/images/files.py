@@ -5,18 +5,18 @@ Standard library only, and fast to import: the launching command imports this mo
 
 from __future__ import annotations
 
-import array as arrays
-import ast
 import hashlib
 import math
 import os
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from ddpexp.data.npy import read_npy_header
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
 
@@ -79,7 +79,7 @@ def prepare(
     return {
         "name": "images",
         "folder": str(folder),
-        "hash": hashlib.sha256("\n".join(array.digest for array in found.values()).encode()).hexdigest(),
+        "hash": hashlib.sha256("\n".join(one.digest for one in found.values()).encode()).hexdigest(),
         "num_train": num_train,
         "num_test": num_test,
         "note": f"{num_train:,} + {num_test:,} images of {_spoken(shape[1:])}, from files in {folder}",
@@ -176,13 +176,11 @@ def check_norm(mean: Sequence[float], std: Sequence[float], lengths: Sequence[in
 
 
 def _read(path: Path) -> _Array:
-    """Read the header of an `.npy` file, and check that it is complete: a missing page would kill a worker.
-
-    Source: NumPy Enhancement Proposal 1.
-    """
+    """Read the header of an `.npy` file, and check that it is complete: a missing page would kill a worker."""
     try:
         with open_regular(path) as file:
-            array, expected = _described(file)
+            kind, shape, begin = read_npy_header(file)
+            expected = begin + math.prod(shape) * int(kind[2:])
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
             digest = hashlib.sha256(f"{size}\n".encode() + file.read(_HASHED_BYTES))
@@ -202,23 +200,7 @@ def _read(path: Path) -> _Array:
             suggestion="Store it again.",
             place=path,
         )
-    return _Array(array.kind, array.shape, digest.hexdigest())
-
-
-def _described(file: BinaryIO) -> tuple[_Array, int]:
-    """Return the contents according to the header, and the size that the file must have."""
-    magic, major, _ = struct.unpack("<6sBB", file.read(8))
-    if magic != b"\x93NUMPY":
-        raise ValueError
-    [length] = struct.unpack("<H", file.read(2)) if major == 1 else struct.unpack("<I", file.read(4))
-    begin = file.tell() + length
-    if length > _HASHED_BYTES:
-        raise ValueError
-    header = ast.literal_eval(file.read(length).decode("latin1"))
-    kind, shape = header["descr"], header["shape"]
-    if header["fortran_order"] or not all(isinstance(one, int) and one >= 0 for one in shape):
-        raise ValueError
-    return _Array(kind, shape, ""), begin + math.prod(shape) * int(kind[2:])
+    return _Array(kind, shape, digest.hexdigest())
 
 
 def _classes(folder: Path) -> dict[str, Any]:
@@ -232,11 +214,9 @@ def _classes(folder: Path) -> dict[str, Any]:
 def _largest(path: Path) -> int:
     """Return the largest number in a checked `.npy` file of labels."""
     with open_regular(path) as file:
-        contents, _ = _described(file)
-        labels = arrays.array(_LABELS[contents.kind])
-        offset = path.stat().st_size - contents.shape[0] * labels.itemsize
-        file.seek(offset)
-        labels.frombytes(file.read())
+        kind, (count,), _ = read_npy_header(file)
+        labels = array(_LABELS[kind])
+        labels.fromfile(file, count)
     return max(labels)
 
 
