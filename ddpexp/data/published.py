@@ -87,15 +87,13 @@ class Published:
         root: str | None,
         source: str,
         num_drawn: tuple[int, int],
-        warn: Callable[[str], None] | None,
         mirrors: Sequence[str],
         patience: Patience | None,
     ) -> dict[str, Any]:
         """Make sure that a decoded cache exists; return a description of the data.
 
         `root` None stands for `$DDPEXP_DATA`, else for the user's cache folder. `num_drawn` images to train on and to
-        test with are drawn where the data set is not used. `warn` (default: a line on stderr) is called if they replace
-        it.
+        test with are drawn where the data set is not used, with a warning on stderr if they replace it.
 
         The result is JSON: name, source, folder (absolute), sha256 (of the files), num_train, num_test, note (a phrase
         for people), mean and std of the pixels, facts (which a configuration may refer to).
@@ -114,8 +112,8 @@ class Published:
                     suggestion=f"Put {self.listed} into data.root={folder}, or check the network, or set "
                     f"data.source=embedded for {self.stand_in.title}.",
                 ) from None
-            (warn or _to_stderr)(
-                f"THIS IS NOT {self.title}: data.root={folder} holds none of its files and they could not be "
+            print_message(
+                f"WARNING: THIS IS NOT {self.title}: data.root={folder} holds none of its files and they could not be "
                 f"downloaded ({error}), so {num_drawn[0]:,} + {num_drawn[1]:,} {self.stand_in.title} stand in and no "
                 f"accuracy is comparable with {self.title}; for the real data put {self.listed} into that folder or "
                 f"set data.source=download, and set data.source=embedded if {self.stand_in.title} are what you want"
@@ -332,7 +330,3 @@ def _store(name: str, content: bytes, base: Path) -> Stamp:
     target = base / name
     put(base, target, content)
     return Stamp.of(str(target), os.stat(target))
-
-
-def _to_stderr(text: str) -> None:
-    print_message(f"WARNING: {text}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -154,15 +155,9 @@ def prepare(
     patience: Patience = PATIENT,
 ) -> Any:
     mirrors = [server.address for server in servers]
-    return mnist_files.prepare(
-        None if root is None else str(root),
-        source,
-        30,
-        20,
-        warn=warn or pytest.fail,
-        mirrors=mirrors,
-        patience=patience,
-    )
+    folder = None if root is None else str(root)
+    with mock.patch("ddpexp.data.published.print_message", warn or pytest.fail):
+        return mnist_files.prepare(folder, source, 30, 20, mirrors=mirrors, patience=patience)
 
 
 def refusal(root: Path | str | None, source: str, *servers: Server, patience: Patience = PATIENT) -> str:

@@ -6,7 +6,7 @@ Standard library only but for what decodes or draws, and fast to import: the lau
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -35,7 +35,6 @@ def prepare(
     embedded_train: Annotated[int, Key(at_least=1, at_most=EMBEDDED_MOST)] = 50_000,
     embedded_test: Annotated[int, Key(at_least=1, at_most=EMBEDDED_MOST)] = 10_000,
     *,
-    warn: Callable[[str], None] | None = None,
     mirrors: Sequence[str] = MIRRORS,
     patience: Patience | None = None,
 ) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def prepare(
 
     The description is that of `Published.prepare`, with the augmentation and a fact `patch_moments` (see there).
     """
-    found = _cifar10().prepare(root, source, (embedded_train, embedded_test), warn, mirrors, patience)
+    found = _cifar10().prepare(root, source, (embedded_train, embedded_test), mirrors, patience)
     return {**found, "flip": flip, "alternate": alternate, "crop": crop, "reflect": reflect}
 
 

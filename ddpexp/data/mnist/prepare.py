@@ -6,7 +6,7 @@ Standard library only, and fast to import, like the modules it imports: the laun
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from ddpexp.data.images.files import found_images
@@ -33,7 +33,6 @@ def prepare(
     embedded_train: Annotated[int, Key(at_least=1, at_most=EMBEDDED_MOST)] = 60_000,
     embedded_test: Annotated[int, Key(at_least=1, at_most=EMBEDDED_MOST)] = 10_000,
     *,
-    warn: Callable[[str], None] | None = None,
     mirrors: Sequence[str] = MIRRORS,
     patience: Patience | None = None,
 ) -> dict[str, Any]:
@@ -41,7 +40,7 @@ def prepare(
     mnist = _mnist()
     if root is not None and source != "embedded":
         _check_not_images(mnist, root, source)
-    return mnist.prepare(root, source, (embedded_train, embedded_test), warn, mirrors, patience)
+    return mnist.prepare(root, source, (embedded_train, embedded_test), mirrors, patience)
 
 
 def _check_not_images(mnist: Published, root: str, source: str) -> None:

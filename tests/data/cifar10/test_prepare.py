@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -67,9 +68,8 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> bytes:
 
 def prepare(root: Path, source: Any, *servers: Server, warn: Callable[[str], None] = pytest.fail) -> dict[str, Any]:
     mirrors = [server.address for server in servers]
-    return files.prepare(
-        str(root), source, False, False, 0, False, 30, 20, warn=warn, mirrors=mirrors, patience=PATIENT
-    )
+    with mock.patch("ddpexp.data.published.print_message", warn):
+        return files.prepare(str(root), source, False, False, 0, False, 30, 20, mirrors=mirrors, patience=PATIENT)
 
 
 def test_a_batch_is_read_without_carrying_it_out() -> None:
