@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, contextmanager
 from typing import IO, Any
 
 import xxhash
@@ -60,27 +60,27 @@ class Pool:
             OSError: nothing can be written. RefusedError: a process ended.
         """
         total, done = sum(len(chunk["images"]) for chunk in chunks), 0
-        with _progress(total, title) as report:
-            if not self._processes:
-                for number, chunk in enumerate(chunks):
-                    finish(number, _checked(handle(chunk, *self._form)))
-                    report(done := done + len(chunk["images"]))
-                return
-            answers: queue.SimpleQueue[tuple[int, dict[str, Any] | BaseException]] = queue.SimpleQueue()
-            with ThreadPoolExecutor(len(self._processes)) as threads:
-                try:
-                    for number, chunk in enumerate(chunks):
-                        threads.submit(self._ask, number, chunk, answers)
-                    for _ in chunks:
-                        number, answer = answers.get()
-                        if isinstance(answer, BaseException):
-                            raise answer
-                        finish(number, _checked(answer))
-                        report(done := done + len(chunks[number]["images"]))
-                except BaseException:
-                    threads.shutdown(wait=False, cancel_futures=True)
-                    self.close()
-                    raise
+        with _progress(total, title) as report, closing(self._answers(chunks)) as answers:
+            for number, answer in answers:
+                if "error" in answer:
+                    raise OSError(*answer["error"])
+                finish(number, answer)
+                report(done := done + len(chunks[number]["images"]))
+
+    def _answers(self, chunks: Sequence[dict[str, Any]]) -> Generator[tuple[int, dict[str, Any]], None, None]:
+        """Yield the number of each chunk and its answer, in any order; ends the processes if it is closed before."""
+        if not self._processes:
+            yield from ((number, handle(chunk, *self._form)) for number, chunk in enumerate(chunks))
+            return
+        with ThreadPoolExecutor(len(self._processes)) as threads:
+            numbers = {threads.submit(self._ask, chunk): number for number, chunk in enumerate(chunks)}
+            try:
+                for future in as_completed(numbers):
+                    yield numbers[future], future.result()
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                self.close()
+                raise
 
     def run_all(self, chunks: Sequence[dict[str, Any]], title: str) -> list[dict[str, Any]]:
         """Handle all chunks and return their answers. Raises: as `run`."""
@@ -98,19 +98,17 @@ class Pool:
                 if stream is not None:
                     _close(stream)
 
-    def _ask(self, number: int, chunk: dict[str, Any], answers: Any) -> None:
+    def _ask(self, chunk: dict[str, Any]) -> dict[str, Any]:
         process = self._idle.get()
         try:
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write(json.dumps(chunk) + "\n")
             process.stdin.flush()
-            line = process.stdout.readline()
-            if not line:
-                raise OSError
-            answers.put((number, json.loads(line)))
-        except (OSError, ValueError):
-            answers.put((number, _death(process.wait())))
+            answer: dict[str, Any] = json.loads(process.stdout.readline())
+            return answer
+        except (OSError, ValueError):  # nothing is no JSON
+            raise _death(process.wait()) from None
         finally:
             self._idle.put(process)
 
@@ -180,12 +178,6 @@ def _write(target: int, content: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(target, view, offset)
         view, offset = view[written:], offset + written
-
-
-def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    if "error" in answer:
-        raise OSError(*answer["error"])
-    return answer
 
 
 def _close(stream: IO[str]) -> None:
