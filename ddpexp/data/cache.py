@@ -196,27 +196,37 @@ def _locked(partial: Path, folder: Path, wait: str) -> Iterator[Cache | None]:
     The kernel's lock on a file in it is released when the process ends, however it ends.
     """
     while (finished := read_cache(folder)) is None:
-        if partial.is_symlink() or not partial.is_dir():
-            _remove(partial)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(partial, 0o700)
+        try:
+            os.mkdir(partial, 0o700)
+        except FileExistsError:
+            if partial.is_symlink() or not partial.is_dir():
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # another command has just begun
+                    partial.unlink()
+                continue
         try:
             descriptor = os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:  # another command has just finished
             continue
         try:
             wait_for_lock(descriptor, wait)
-            with contextlib.suppress(FileNotFoundError):  # renamed or removed between opening and locking
-                if os.path.samestat(os.fstat(descriptor), os.stat(partial / _LOCK)):
-                    os.utime(descriptor)
-                    finished = read_cache(folder)  # it may have come between the last look and the lock
-                    if finished is not None:
-                        _remove(partial)
-                    yield finished
-                    return
+            if _is_open_at(descriptor, partial / _LOCK):
+                os.utime(descriptor)
+                finished = read_cache(folder)  # it may have come between the last look and the lock
+                if finished is not None:
+                    _remove(partial)
+                yield finished
+                return
         finally:
             os.close(descriptor)
     yield finished
+
+
+def _is_open_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file is still there: not renamed or removed between opening and locking."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def wait_for_lock(descriptor: int, what: str, seconds: float = math.inf) -> None:

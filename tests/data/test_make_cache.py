@@ -97,6 +97,33 @@ def test_two_preparations_at_once_do_the_work_once(tmp_path: Path, capfd: pytest
     assert "waiting for another command, which is preparing the same data" in capfd.readouterr().err
 
 
+def test_a_preparation_that_begins_a_moment_before_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, begun, may_end = os.mkdir, threading.Event(), threading.Event()
+
+    def wait(part: int) -> None:
+        if part == 1:
+            begun.set()
+            may_end.wait(PATIENCE)
+
+    first, second = Filling(wait), Filling()
+    other = threading.Thread(target=cache.make_cache, args=([tmp_path], "photos", first))
+
+    def late(path: str | Path, mode: int = 0o777) -> None:
+        if Path(path).name == ".partial-photos" and threading.current_thread() is not other and not other.ident:
+            other.start()
+            assert begun.wait(PATIENCE)
+            threading.Timer(0.1, may_end.set).start()
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", late)
+    finished = cache.make_cache([tmp_path], "photos", second)
+    other.join(PATIENCE)
+    assert (first.written, second.written) == ([0, 1, 2], [])
+    assert finished.record["sizes"] == {"0.bin": 10, "1.bin": 10, "2.bin": 10}
+
+
 def test_full_disk_in_the_middle_is_one_sentence_and_leaves_nothing(tmp_path: Path, home: Path) -> None:
     def full(part: int) -> None:
         if part == 1:
