@@ -216,7 +216,7 @@ def test_closed_port_falls_back_to_drawn_digits_with_one_loud_line(small: Small,
     assert identity["name"] == "embedded-digits"
     assert identity["source"] == "embedded"
     (text,) = warnings
-    assert text.startswith(f"THIS IS NOT MNIST: data.root={home} holds none of its files")
+    assert text.startswith(f"WARNING: THIS IS NOT MNIST: data.root={home} holds none of its files")
     assert "30 + 20 synthetic digits" in text
     assert "Connection refused" in text
     assert "data.source=download" in text
