@@ -187,7 +187,7 @@ def unrestated(
     found: list[tuple[Place, str, tuple[str, ...]]] = []
     for place, name in read.items():
         found.append((place, "a reference to the environment", (name,) if is_setting(name) else ()))
-    texts = [one for one in leaves(values) if not grants.trusts_all_of(value_at(written, one[0]))]
+    texts = [one for one in leaves(values) if not grants.trusts_all_of(value_at_place(written, one[0]))]
     for place, value in [*texts, *_names(values)]:
         if isinstance(value, str) and not grants.restates(place):
             is_foreign = _is_foreign(values, place)
@@ -244,7 +244,7 @@ def _settings(found: Sequence[tuple[Place, str, tuple[str, ...]]], written: Mapp
     settings: dict[str, Setting] = {}
     for place, what, names in found:
         names_of_key = list(takewhile(lambda name: re.fullmatch(r"[A-Za-z_][\w-]*", str(name)), map(str, place)))
-        key, value = ".".join(names_of_key), _closed(value_at(written, names_of_key), written)
+        key, value = ".".join(names_of_key), _closed(value_at_place(written, names_of_key), written)
         former = settings.get(key)
         if former is not None:
             what, names = former.what, (*former.trusts, *names) if former.trusts and names else ()
@@ -292,7 +292,7 @@ def _names(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
         yield from _names(inner, (*place, name))
 
 
-def value_at(tree: Any, place: Sequence[str | int]) -> Any:
+def value_at_place(tree: Any, place: Sequence[str | int]) -> Any:
     """Return the value at a place of a tree; None if it is not there."""
     for name in place:
         if isinstance(tree, Mapping):
@@ -325,7 +325,7 @@ def _is_foreign(values: Any, place: Place) -> bool:
     """Return whether the part that gets the value at a place is neither ddpexp's nor torch's: those take no hosts."""
     target, where = None, str(place[0])
     for end, name in enumerate(place[:-1], 1):
-        values = value_at(values, (name,))
+        values = value_at_place(values, (name,))
         if isinstance(values, Mapping) and "_target_" in values:
             target, where = values["_target_"], ".".join(map(str, place[:end]))
     if target is None:
@@ -382,7 +382,7 @@ def _closed(value: Any, tree: Mapping[str, Any], depth: int = 10) -> Any:
         return value
 
     def target(found: re.Match[str]) -> Any:
-        value = _closed(value_at(tree, found[0][2:-1].split(".")), tree, depth - 1)
+        value = _closed(value_at_place(tree, found[0][2:-1].split(".")), tree, depth - 1)
         return found[0] if value is None else value  # a relative reference, for example
 
     whole = _REFERENCE.fullmatch(value)

@@ -22,7 +22,7 @@ from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.replaced_targets import counts_unlisted, is_in, keys_of_target, typed_targets
 from ddpexp.config.resolve import offered_by_packages, text_of, trust_of
-from ddpexp.config.restated import Grants, Place, UnrestatedError, leaves, unrestated, value_at
+from ddpexp.config.restated import Grants, Place, UnrestatedError, leaves, unrestated, value_at_place
 from ddpexp.config.schema import Experiment
 from ddpexp.config.sentences import first_line, unknown_key_in
 from ddpexp.config.validate import ALERT_URL
@@ -184,7 +184,7 @@ def _remove_inherited(tree: Mapping[str, Any], typed: Mapping[str, str]) -> list
     """Remove the keys of sections whose `_target_` is overridden with another one, and return those sections."""
     others = []
     for name, target in typed.items():
-        node = value_at(tree, name.split("."))
+        node = value_at_place(tree, name.split("."))
         if isinstance(node, dict) and node.get("_target_") != target:
             others.append(name)
             for key in keys_of_target(node, name):
@@ -214,11 +214,11 @@ def _override(tree: dict[str, Any], override: str, adds: bool) -> None:
     *names, last = key.replace("[", ".").replace("]", "").split(".")
     node: Any = tree
     for name in names:
-        inner = value_at(node, [name])
+        inner = value_at_place(node, [name])
         if adds and not isinstance(inner, dict | list):
             inner = node[name] = {}
         node = inner
-    if isinstance(value_at(node, [last]), dict):
+    if isinstance(value_at_place(node, [last]), dict):
         raise RefusedError(
             "replaces a section, and a run keeps its sections",
             suggestion="Change single keys, such as trainer.gpus=2.",
