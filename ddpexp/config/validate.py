@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from ddpexp.config.check_optimizer import arguments_of, check_has_average, check_optimizer
+from ddpexp.config.check_trainer import check_trainer
 from ddpexp.config.declared import default_of
-from ddpexp.config.numerics import check_param_dtype, check_speed
 from ddpexp.config.param_groups import check_layers_and_late_starts, check_param_groups
 from ddpexp.config.sampling import check_epoch, check_sampling, training_micro_batch_size, training_plan
 from ddpexp.config.schema import Experiment
@@ -15,9 +15,7 @@ from ddpexp.data.batch_plan import check_range
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.settings.experiment import Checked
-from ddpexp.settings.metrics import check_is_evaluated, check_not_test
 from ddpexp.settings.run import Run
-from ddpexp.settings.trainer import Trainer
 
 
 def check_layout(experiment: Experiment, layout: Layout) -> None:
@@ -68,7 +66,7 @@ def check(experiment: Experiment) -> None:
     Raises:
         RefusedError: a value that means nothing, or two that contradict each other; the sentence names the keys.
     """
-    _check_trainer(experiment.trainer)
+    check_trainer(experiment.trainer)
     check_optimizer(experiment.optimizer)
     check_param_groups(experiment.trainer.param_groups or (), arguments_of(experiment.optimizer.target))
     check_layers_and_late_starts(experiment.trainer)
@@ -76,76 +74,9 @@ def check(experiment: Experiment) -> None:
     check_sampling(experiment.data)
     check_epoch(experiment.data, experiment.trainer.global_batch_size)
     check_has_average(experiment)
-    _check_reduction(experiment.trainer)
     for part in (experiment.strategy, experiment.launcher, experiment.scheduler):
         if isinstance(part, Checked):
             part.check(experiment)
-
-
-def _check_trainer(trainer: Trainer) -> None:
-    """Check keys of the trainer against each other."""
-    if trainer.epochs is None and trainer.max_steps is None:
-        raise RefusedError(
-            "and trainer.max_steps=null make a run that never ends",
-            key="trainer.epochs",
-            value=None,
-            suggestion="Set one of them.",
-        )
-    samples, size = trainer.limit_train_samples, trainer.global_batch_size
-    if samples is not None and samples < size:
-        raise RefusedError(
-            f"is fewer than trainer.global_batch_size={size}, the samples of a step",
-            key="trainer.limit_train_samples",
-            value=samples,
-            suggestion=f"Use trainer.limit_train_samples={size}, or trainer.global_batch_size={samples}.",
-        )
-    _check_keep_best(trainer)
-    _check_average(trainer)
-    check_param_dtype(trainer)
-    check_speed(trainer)
-    if trainer.lora is not None and trainer.freeze:
-        raise RefusedError(
-            "is incompatible with trainer.lora, which freezes everything but its adapters and what "
-            "trainer.lora.train names",
-            key="trainer.freeze",
-            suggestion="Leave out trainer.freeze.",
-        )
-    if trainer.lora is not None and not trainer.lora.patterns:
-        raise RefusedError(
-            "names no layers", key="trainer.lora.match", value=[], suggestion="Give it patterns such as blocks.*."
-        )
-
-
-def _check_average(trainer: Trainer) -> None:
-    """Check the keys of averaged weights against each other."""
-    if trainer.swa_start is not None and trainer.ema_decay is not None:
-        raise RefusedError(
-            f"is incompatible with trainer.ema_decay={trainer.ema_decay}: a run has one average of its weights",
-            key="trainer.swa_start",
-            value=trainer.swa_start,
-            suggestion="Set one of them to null.",
-        )
-    if trainer.swa_every != "epoch" and trainer.swa_start is None:
-        raise RefusedError(
-            "is for the mean of the weights (SWA), and there is none",
-            key="trainer.swa_every",
-            value=trainer.swa_every,
-            suggestion="Set trainer.swa_start, too.",
-        )
-
-
-def _check_keep_best(trainer: Trainer) -> None:
-    if trainer.keep_best is None:
-        if trainer.keep_best_k > 1:
-            raise RefusedError(
-                "needs a metric",
-                key="trainer.keep_best_k",
-                value=trainer.keep_best_k,
-                suggestion="Type it as well, for example trainer.keep_best=max:eval/accuracy.",
-            )
-        return
-    check_not_test("trainer.keep_best", trainer.keep_best, trainer.keep_best.partition(":")[2])
-    check_is_evaluated("trainer.keep_best", trainer.keep_best, trainer.eval_every)
 
 
 def _check_run(run: Run) -> None:
@@ -174,16 +105,6 @@ def _check_init(run: Run) -> None:
                 value=text,
                 suggestion="Type it, too.",
             )
-
-
-def _check_reduction(trainer: Trainer) -> None:
-    if trainer.reduction == "exact" and trainer.micro_batch_size == "auto":
-        raise RefusedError(
-            "sums over micro-batches that are the same at every number of workers, so their size must be given",
-            key="trainer.reduction",
-            value="exact",
-            suggestion=f"Type it, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}.",
-        )
 
 
 ALERT_URL = "alert_url"  # the key of the section `logger` that is no logger

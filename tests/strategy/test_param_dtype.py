@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpexp.config.numerics import check_param_dtype
+from ddpexp.config.check_trainer import check_param_dtype
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.param_dtype import lower
 from tests.fitting import TRAINER

@@ -1,0 +1,160 @@
+"""Check the keys of the trainer against each other."""
+
+from __future__ import annotations
+
+from ddpexp.errors import RefusedError
+from ddpexp.settings.metrics import check_is_evaluated, check_not_test
+from ddpexp.settings.trainer import Trainer
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Check keys of the trainer against each other.
+
+    Raises:
+        RefusedError: two of them contradict each other.
+    """
+    if trainer.epochs is None and trainer.max_steps is None:
+        raise RefusedError(
+            "and trainer.max_steps=null make a run that never ends",
+            key="trainer.epochs",
+            value=None,
+            suggestion="Set one of them.",
+        )
+    samples, size = trainer.limit_train_samples, trainer.global_batch_size
+    if samples is not None and samples < size:
+        raise RefusedError(
+            f"is fewer than trainer.global_batch_size={size}, the samples of a step",
+            key="trainer.limit_train_samples",
+            value=samples,
+            suggestion=f"Use trainer.limit_train_samples={size}, or trainer.global_batch_size={samples}.",
+        )
+    _check_keep_best(trainer)
+    _check_average(trainer)
+    check_param_dtype(trainer)
+    _check_speed(trainer)
+    _check_reduction(trainer)
+    if trainer.lora is not None and trainer.freeze:
+        raise RefusedError(
+            "is incompatible with trainer.lora, which freezes everything but its adapters and what "
+            "trainer.lora.train names",
+            key="trainer.freeze",
+            suggestion="Leave out trainer.freeze.",
+        )
+    if trainer.lora is not None and not trainer.lora.patterns:
+        raise RefusedError(
+            "names no layers", key="trainer.lora.match", value=[], suggestion="Give it patterns such as blocks.*."
+        )
+
+
+def _check_average(trainer: Trainer) -> None:
+    """Check the keys of averaged weights against each other."""
+    if trainer.swa_start is not None and trainer.ema_decay is not None:
+        raise RefusedError(
+            f"is incompatible with trainer.ema_decay={trainer.ema_decay}: a run has one average of its weights",
+            key="trainer.swa_start",
+            value=trainer.swa_start,
+            suggestion="Set one of them to null.",
+        )
+    if trainer.swa_every != "epoch" and trainer.swa_start is None:
+        raise RefusedError(
+            "is for the mean of the weights (SWA), and there is none",
+            key="trainer.swa_every",
+            value=trainer.swa_every,
+            suggestion="Set trainer.swa_start, too.",
+        )
+
+
+def _check_keep_best(trainer: Trainer) -> None:
+    if trainer.keep_best is None:
+        if trainer.keep_best_k > 1:
+            raise RefusedError(
+                "needs a metric",
+                key="trainer.keep_best_k",
+                value=trainer.keep_best_k,
+                suggestion="Type it as well, for example trainer.keep_best=max:eval/accuracy.",
+            )
+        return
+    check_not_test("trainer.keep_best", trainer.keep_best, trainer.keep_best.partition(":")[2])
+    check_is_evaluated("trainer.keep_best", trainer.keep_best, trainer.eval_every)
+
+
+def check_param_dtype(trainer: Trainer) -> None:
+    """Check that models in bf16 are not combined with what gives a forward pass other numbers.
+
+    Raises:
+        RefusedError: they are.
+    """
+    if trainer.param_dtype == "fp32":
+        if not trainer.master_weights:
+            raise RefusedError(
+                "stores weights in the numbers of trainer.param_dtype, which are fp32 already",
+                key="trainer.master_weights",
+                value=False,
+                suggestion="Type trainer.param_dtype=bf16, too, or leave it true.",
+            )
+        return
+    for clashes, key, instead in (
+        (trainer.precision != "fp32", f"trainer.precision={trainer.precision}", "trainer.precision=fp32"),
+        (trainer.reduction == "exact", "trainer.reduction=exact", "trainer.reduction=fast"),
+        (trainer.compile is not False, f"trainer.compile={str(trainer.compile).lower()}", "trainer.compile=false"),
+    ):
+        if clashes:
+            raise RefusedError(
+                f"computes everything in bf16, which is incompatible with {key}",
+                key="trainer.param_dtype",
+                value="bf16",
+                suggestion=f"Use {instead}, or trainer.param_dtype=fp32.",
+            )
+
+
+def _check_speed(trainer: Trainer) -> None:
+    """Check what makes steps faster, alone and against the promise of equal bits.
+
+    Raises:
+        RefusedError: a value means nothing, or breaks the promise.
+    """
+    if trainer.compile_blocks is not None and not trainer.compile:
+        raise RefusedError(
+            "names what is compiled, and trainer.compile=false compiles nothing",
+            key="trainer.compile_blocks",
+            value=trainer.compile_blocks,
+            suggestion="Type trainer.compile=true, or trainer.compile_blocks=null.",
+        )
+    if trainer.activation_checkpointing and trainer.compile:
+        raise RefusedError(
+            f"is incompatible with trainer.compile={str(trainer.compile).lower()}: torch does not compile "
+            "blocks that are computed again",
+            key="trainer.activation_checkpointing",
+            value=f"[{','.join(trainer.activation_checkpointing)}]",
+            suggestion="Leave one of them out.",
+        )
+    exact = trainer.reduction == "exact"
+    promise = "trainer.reduction=exact" if exact else "trainer.deterministic=true"
+    if not (exact or trainer.deterministic):
+        return
+    if trainer.cudnn_benchmark:
+        raise RefusedError(
+            f"is incompatible with {promise}: cuDNN chooses algorithms by the time that they take, so another "
+            "start may choose others, with other bits",
+            key="trainer.cudnn_benchmark",
+            value=True,
+            suggestion="Use trainer.cudnn_benchmark=false.",
+        )
+    if str(trainer.compile).startswith("max-autotune"):
+        raise RefusedError(
+            f"is incompatible with {promise}: kernels are chosen by the time that they take, so another start "
+            "may choose others, with other bits",
+            key="trainer.compile",
+            value=trainer.compile,
+            suggestion="Use trainer.compile=true.",
+        )
+
+
+def _check_reduction(trainer: Trainer) -> None:
+    if trainer.reduction == "exact" and trainer.micro_batch_size == "auto":
+        raise RefusedError(
+            "sums over micro-batches that are the same at every number of workers, so their size must be given",
+            key="trainer.reduction",
+            value="exact",
+            suggestion=f"Type it, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}.",
+        )
