@@ -40,15 +40,15 @@ def check_holds(out: Path, shapes: Mapping[str, Sequence[int]]) -> None:
         raise DdpexpError(f"is a table, and a row of {deep} has the shape {shape}", place=out, suggestion="Use .npz.")
 
 
-def contents(out: Path, arrays: Mapping[str, NDArray[Any]], made: Mapping[str, Any]) -> dict[Path, bytes]:
-    """Return the files to write, and what is in them; `made` says with what the predictions were made.
+def contents(out: Path, arrays: Mapping[str, NDArray[Any]], provenance: Mapping[str, Any]) -> dict[Path, bytes]:
+    """Return the files to write, and what is in them; `provenance` says with what they were made.
 
     A format without metadata has it in a JSON file beside it, which comes first. A table of what was predicted for
     files begins with a column of their names. Secrets in names are masked.
     """
-    made, arrays = masked_tree(made), {masked_tree(name): array for name, array in arrays.items()}
-    text = json.dumps(made, indent=2)
-    files = made.get("files") if _FILE not in arrays else None
+    provenance, arrays = masked_tree(provenance), {masked_tree(name): array for name, array in arrays.items()}
+    text = json.dumps(provenance, indent=2)
+    files = provenance.get("files") if _FILE not in arrays else None
     if out.suffix == ".npz":
         return {out: _npz(arrays, text)}
     if out.suffix == ".parquet":

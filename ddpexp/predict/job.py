@@ -21,7 +21,7 @@ from ddpexp.run.stored_config import data_facts, job_identity, trained_data
 from ddpexp.run.stored_run import StoredWeights
 from ddpexp.run.worker_request import worker_request
 
-WHOLE = "eval"  # the name of a set without targets
+SINGLE_SET = "eval"  # the name of a set that has no training set beside it
 FORMATS = (".npz", ".npy", ".parquet", ".csv")
 
 
@@ -53,8 +53,8 @@ class Prediction(Job):
             raise RefusedError(f"There is no such file on {directory.host()}", place=f"predict {path}")
         trained_on = trained_data(run.manifest)
         data = prepare_to_predict(self.experiment.data, self.experiment.trust, trained_on, run.home is not None)
-        if data and data.get("whole") and self._split not in (None, WHOLE):
-            raise RefusedError(f"The data has only the set `{WHOLE}`", place=f"--split {self._split}")
+        if data and data.get("is_single_set") and self._split not in (None, SINGLE_SET):
+            raise RefusedError(f"The data has only the set `{SINGLE_SET}`", place=f"--split {self._split}")
         prediction = {
             "config": run.text,
             "layout": asdict(layout),
@@ -63,7 +63,7 @@ class Prediction(Job):
             "split": self._split,
             "out": str(self._out.absolute()),
             "batch_size": batch_size_of(self.experiment),
-            "made": made_with(self._weights, data, layout.threads),
+            "provenance": provenance_of(self._weights, data, layout.threads),
         }
         self.arguments = [json.dumps(prediction)]
 
@@ -120,7 +120,7 @@ def request_of(experiment: Experiment, manifest: Mapping[str, Any]) -> WorkerReq
     return replace(request, threads=threads if isinstance(threads, int) and threads > 0 else 1)
 
 
-def made_with(weights: StoredWeights, data: Mapping[str, Any] | None, threads: int) -> dict[str, Any]:
+def provenance_of(weights: StoredWeights, data: Mapping[str, Any] | None, threads: int) -> dict[str, Any]:
     """Return what the file of predictions says of how it was made, beside what the workers know."""
     data, home, facts = data or {}, weights.run.home, data_facts(weights.run.manifest)
     return {

@@ -71,7 +71,7 @@ def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: W
             value=experiment.task.target,
             suggestion=f"Add one, for example:\n{_EXAMPLE}",
         )
-    if (prediction["data"] or {}).get("whole"):
+    if (prediction["data"] or {}).get("is_single_set"):
         experiment = _undivided(experiment)
     name, splits = chosen_set(open_data(experiment, prediction["data"], world), prediction["split"])
     rank = DataRank(world.rank, world.world_size)
@@ -84,8 +84,8 @@ def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: W
         own = list(_own(task, model, batches, out, control))
     if world.sum(torch.tensor(float(control.stop_requested), device=world.device)):
         raise Interrupted(0)  # there is nothing to save
-    made = {
-        **prediction["made"],
+    provenance = {
+        **prediction["provenance"],
         "weights_sha256": weights_sha256(models),
         "split": name,
         "batch_size": batches.batch_size,
@@ -95,14 +95,14 @@ def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: W
         for key, (dtype, shape) in _agreed_row_types(own, world).items()
     }
     if world.is_rank_zero:
-        _write(out, arrays, made)
+        _write(out, arrays, provenance)
         shapes = ", ".join(f"{key} {' x '.join(map(str, array.shape))}" for key, array in arrays.items())
         log.info(f"{batches.num_samples:,} predictions for `{name}` in {files.relative(out)}: {shapes}")
     world.barrier()
 
 
 def _undivided(experiment: Experiment) -> Experiment:
-    """Return an experiment that holds no samples out, and draws from all alike."""
+    """Return an experiment without held-out samples, folds and sample weights."""
     keys: dict[str, Any] = {"validation_fraction": 0.0, "fold": None, "folds": None, "weights": None}
     keys["lengths"] = None
     return replace(experiment, data=replace(experiment.data, **keys, samples_per_epoch=None))
@@ -248,14 +248,14 @@ def _gathered(
     return rows
 
 
-def _write(out: Path, arrays: Arrays, made: Mapping[str, Any]) -> None:
+def _write(out: Path, arrays: Arrays, provenance: Mapping[str, Any]) -> None:
     """Write the file, complete or not at all.
 
     Raises:
         DdpexpError: it cannot be written.
     """
     try:
-        for path, content in contents(out, arrays, made).items():
+        for path, content in contents(out, arrays, provenance).items():
             files.write_data(path, content)
     except OSError as error:
         raise DdpexpError(f"cannot be written: {reason_with_limit(error, out.parent)}", place=out) from None

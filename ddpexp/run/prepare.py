@@ -70,7 +70,7 @@ def _prepare(data: Data, trust: Trust, stored: bool) -> dict[str, Any] | None:
 def prepare_to_predict(data: Data, trust: Trust, trained_on: Mapping[str, Any], stored: bool) -> dict[str, Any] | None:
     """Prepare the data for a trained model, by the schema of its run; targets may be missing.
 
-    `trained_on` describes the data of the run, as its manifest does. A set without targets has `whole` in its
+    `trained_on` describes the data of the run, as its manifest does. A set without targets has `is_single_set` in its
     description: nothing is held out of it.
 
     Raises:
@@ -81,7 +81,7 @@ def prepare_to_predict(data: Data, trust: Trust, trained_on: Mapping[str, Any], 
         return prepare_to_resume(data, trust, trained_on, stored)
     with only_own_caches(stored):
         description = instantiate(Node(str(data.prepare), _arguments(data)), trust, "data.predict", known)
-    if not description.get("whole"):
+    if not description.get("is_single_set"):
         _check_values(data, description.get("num_train"))
     return dict(description)
 
@@ -89,7 +89,7 @@ def prepare_to_predict(data: Data, trust: Trust, trained_on: Mapping[str, Any], 
 def prepare_to_evaluate(data: Data, trust: Trust, trained_on: Mapping[str, Any], stored: bool) -> dict[str, Any] | None:
     """Prepare the data as `prepare_to_predict`; the targets are needed. Raises: RefusedError."""
     description = prepare_to_predict(data, trust, trained_on, stored)
-    return prepare(data, trust, stored) if description and description.get("whole") else description
+    return prepare(data, trust, stored) if description and description.get("is_single_set") else description
 
 
 def prepare_to_resume(data: Data, trust: Trust, trained_on: Mapping[str, Any], stored: bool) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ import ddpexp as package
 from ddpexp.cli.predict import predict
 from ddpexp.errors import DdpexpError
 from ddpexp.predict.files import check_holds, contents
-from ddpexp.predict.job import batch_size_of, made_with, request_of
+from ddpexp.predict.job import batch_size_of, provenance_of, request_of
 from ddpexp.predict.worker import _write, as_arrays
 from ddpexp.run.stored_run import StoredRun, StoredWeights
 from tests.conftest import Ddpexp, Done, python_path
@@ -215,7 +215,7 @@ def test_the_file_says_which_data_it_is_of() -> None:
     data = {"name": "pets", "hash": "12", "folder": "/somewhere", "facts": {"classes": ["other"]}}
     experiment = package.compose(["recipe=mnist"]).experiment
     run = StoredRun(experiment, "", None, {"data": {"facts": {"classes": ["cat"]}}})
-    made = made_with(StoredWeights(Path("step-1"), run), data, 2)
+    made = provenance_of(StoredWeights(Path("step-1"), run), data, 2)
     assert made["data"] == {"name": "pets", "hash": "12"}
     assert made["classes"] == ["cat"]  # those of the training
 

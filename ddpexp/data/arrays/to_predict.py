@@ -21,8 +21,8 @@ from ddpexp.data.schema import Schema
 def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     """Prepare a file by the schema of the data that was trained on.
 
-    A file without targets, and one to evaluate on where the training file is gone, is described alone (`whole`). The
-    file is that of `eval_path`, or else that of `path`.
+    A file without targets, and one to evaluate on where the training file is gone, is described alone
+    (`is_single_set`). The file is that of `eval_path`, or else that of `path`.
 
     Raises:
         RefusedError: as for training, or the data does not fit the schema.
@@ -38,7 +38,7 @@ def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     declared = options_of(kind if has_targets else "none", **given)
     prepared = described([part], declared, bool(options.get("standardize")), schema)
     value = None if kind == "none" else -1 if Schema.read(schema).classes is not None else float("nan")
-    return {**prepared, "whole": True, "placeholder": value}
+    return {**prepared, "is_single_set": True, "placeholder": value}
 
 
 def _alone(options: Mapping[str, Any]) -> Part | None:

@@ -22,8 +22,8 @@ from ddpexp.system.terminal import print_message
 def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     """Prepare images as `ddpexp.data.image_folder.prepare.prepare` does, with or without classes.
 
-    Classes are numbered as in training. Images without classes are one set, in the order of their paths (`whole`,
-    `files`). Raises: RefusedError.
+    Classes are numbered as in training. Images without classes are one set, in the order of their paths
+    (`is_single_set`, `files`). Raises: RefusedError.
     """
     folder = scan_unlabelled(options.get("root"), Schema.read(schema).classes or ())
     if folder is None:
@@ -34,7 +34,7 @@ def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     chosen = Options(**{key: value for key, value in options.items() if key in names}).resolved()
     stored = chosen.stored_size(options.get("cache_size", "auto"))
     described = labelled.prepared(folder, stored, options.get("cache", "auto"), options.get("broken", "stop"), chosen)
-    return {**described, "whole": True, "files": _names(Path(described["folder"]))}
+    return {**described, "is_single_set": True, "files": _names(Path(described["folder"]))}
 
 
 def _names(folder: Path) -> list[str]:

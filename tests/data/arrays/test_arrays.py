@@ -314,7 +314,7 @@ def test_a_table_without_targets_is_predicted_for_with_the_columns_of_the_run() 
     trained = prepare(written("t.csv", FLOWERS), targets="kind")
     for key in ("path", "eval_path"):
         found = predicted_for(trained, **{"path": "t.csv", key: written("new.csv", "id,b,a\nx,1,2\ny,3,4\n")})
-        assert found["whole"]
+        assert found["is_single_set"]
         splits = load(found)
         assert everything(splits.evals["eval"]) == ([[2, 1], [4, 3]], [-1, -1])
         assert found["facts"]["classes"] == ["iris", "lily"]
@@ -348,7 +348,7 @@ def test_other_data_is_standardized_as_that_of_the_run_and_has_its_classes() -> 
     assert {key: found["facts"][key] for key in ("mean", "std", "classes")} == {
         key: trained["facts"][key] for key in ("mean", "std", "classes")
     }
-    assert not found.get("whole")
+    assert not found.get("is_single_set")
 
 
 def test_targets_that_are_numbers_have_a_mean_too_and_classes_none() -> None:

@@ -40,7 +40,7 @@ def pictures(photos: Path, tmp_path: Path) -> Path:
 
 def test_all_images_below_a_folder_are_one_set_in_the_order_of_their_paths(photos: Path, pictures: Path) -> None:
     found = to_predict(TRAINED, root=str(pictures), size=16)
-    assert (found["whole"], found["files"]) == (True, ["a.jpg", "b.jpg", "holidays/a.jpg"])
+    assert (found["is_single_set"], found["files"]) == (True, ["a.jpg", "b.jpg", "holidays/a.jpg"])
     indices, cpu = torch.arange(3), torch.device("cpu")
     images, labels = load(found).evals["eval"].gather(indices, cpu)
     trained = load(prepare(str(photos), size=16)).evals["eval"]
