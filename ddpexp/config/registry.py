@@ -113,7 +113,6 @@ _PARTS: Mapping[str, Mapping[str, Part]] = {
     # Of kinds that read other data by the schema, or the facts, of the data that was trained on.
     "data.predict": {
         "arrays": Part("ddpexp.data.arrays.to_predict.prepare"),
-        "hf": Part("ddpexp.data.hf.prepare.prepare_by"),
         "image_folder": Part("ddpexp.data.image_folder.to_predict.prepare"),
     },
 }

@@ -101,11 +101,6 @@ def prepare(
     return {**described, "divisor": 255.0 if what == "images" else None}
 
 
-def prepare_by(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
-    """Prepare sets by the schema of the data that was trained on, as `prepare`. Raises: RefusedError."""
-    return prepare(**options, schema=schema)
-
-
 def _check_columns(path: str, inputs: Sequence[str] | None, targets: Sequence[str] | None, target_type: str) -> None:
     if not inputs or (not targets and target_type != "none"):
         key = "targets" if inputs else "inputs"

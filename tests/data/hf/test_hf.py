@@ -14,7 +14,7 @@ from PIL import Image
 
 from ddpexp.data.arrays.dataset import load
 from ddpexp.data.hf.convert import convert
-from ddpexp.data.hf.prepare import prepare, prepare_by
+from ddpexp.data.hf.prepare import prepare
 from ddpexp.errors import RefusedError
 from tests.refusals import refused
 
@@ -76,11 +76,11 @@ def test_an_evaluation_file_is_read_by_the_schema_of_the_training_file() -> None
     found = prepare("t.csv", eval_path="e.csv", **options)
     assert found["facts"]["classes"] == ["01", "1", "2", "unknown"]
     assert everything(load(found).evals["eval"]) == ([[7, 0, 1], [8, 1, 0], [9, 1, 0]], [2, 1, 0])
-    alone = prepare_by(found["schema"], path="e.csv", **options)
+    alone = prepare("e.csv", **options, schema=found["schema"])
     assert everything(load(alone).train) == ([[7, 0, 1], [8, 1, 0], [9, 1, 0]], [2, 1, 0])
     Path("e.csv").write_text("kind,a,city\n3,7,y\n")
     with pytest.raises(RefusedError, match="column kind holds the class 3 in row 1, which the training part does not"):
-        prepare_by(found["schema"], path="e.csv", **options)
+        prepare("e.csv", **options, schema=found["schema"])
 
 
 def test_labels_of_another_set_go_by_the_names_that_it_gives_them() -> None:
@@ -184,8 +184,8 @@ def test_starting_again_converts_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("content", "options", "sentence"),
     [
-        (TABLE, {"inputs": "c"}, "data.inputs=c is no column of data.path=t.csv (for train): it has a, b, kind."),
-        (TABLE, {"targets": "c"}, "data.targets=c is no column of data.path=t.csv (for train): it has a, b, kind."),
+        (TABLE, {"inputs": "c"}, "data.inputs=c is not a column of data.path=t.csv (for train): it has a, b, kind."),
+        (TABLE, {"targets": "c"}, "data.targets=c is not a column of data.path=t.csv (for train): it has a, b, kind."),
         (TABLE, {"split": "dev"}, "data.split=dev is not a split of t.csv: it has train."),
         (TABLE, {"inputs": ("a", "kind")}, "data.inputs=kind is a column of "),
         (TABLE, {"inputs": "kind", "targets": "a", "standardize": True}, "data.standardize=true is for columns of"),
