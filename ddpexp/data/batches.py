@@ -211,7 +211,7 @@ class TrainBatches:
             for step, row in enumerate(block, start=first):
                 epoch_seed = seed_of(self.seed, AUGMENT, step // self.steps_per_epoch, 0)
                 for number, part in enumerate(self._micro_batches(step, row)):
-                    yield self._seed(step, number), part.tolist(), epoch_seed
+                    yield Key(self._seed(step, number), part.tolist(), epoch_seed)
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches; another rank may have one more."""
         if self.data.is_loaded:
-            keys = ((seed_of(0, EVAL, 0, start), list(range(start, stop))) for start, stop in self._ranges())
+            keys = (Key(seed_of(0, EVAL, 0, start), list(range(start, stop))) for start, stop in self._ranges())
             for batch in load(self.data, self.name, keys, self.num_workers, self.device, self.timeout_seconds):
                 yield to_device(batch, self.device)
         elif self.data.fetches_ahead and not self.on_device:

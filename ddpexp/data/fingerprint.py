@@ -19,7 +19,7 @@ from torch import Tensor
 from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Arrays, Splits
 from ddpexp.data.lengths import ByLength
-from ddpexp.data.loader import load
+from ddpexp.data.loader import Key, load
 from ddpexp.data.order import TrainingOrder
 from ddpexp.data.streams import Stream
 from ddpexp.data.token_batches import ByTokens
@@ -151,11 +151,11 @@ def contents(part: IndexData, name: str = "train", num_workers: int = 0, until: 
 
 def _samples(part: IndexData, name: str, num_workers: int) -> Iterator[Any]:
     """Yield each of a few samples several times, each time with another seed."""
-    keys = ((seed, [index]) for index in _indices(part) for seed in range(_READS))
+    keys = (Key(seed, [index]) for index in _indices(part) for seed in range(_READS))
     if num_workers and part.is_loaded:
         yield from load(part, name, keys, 1, torch.device("cpu"), _WORKER_SECONDS)
         return
-    for seed, [index] in keys:
+    for seed, [index], _ in keys:
         seed_everything(seed)
         yield part[index] if part.is_loaded else part.gather(torch.tensor([index]), torch.device("cpu"))
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
@@ -32,9 +32,15 @@ from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import CodeError, LoaderError
 from ddpexp.system.process import die_with_parent, how_ended
 
-Key = tuple[int, list[int]] | tuple[int, list[int], int]  # a micro-batch: its seed, its indices, the epoch's seed
-
 _DUMP_SECONDS = 0.5  # for a worker to write its stack
+
+
+class Key(NamedTuple):
+    """A micro-batch to load."""
+
+    seed: int
+    indices: list[int]
+    epoch_seed: int = 0
 
 
 def load(
@@ -128,17 +134,17 @@ class _Fetch:
         return len(self.data)
 
     def __getitems__(self, key: Key) -> Any:
-        seed, indices, *epoch_seed = key
+        seed, indices, epoch_seed = key
         seed_everything(seed)
         try:
-            samples = self._samples(indices, *epoch_seed)
+            samples = self._samples(indices, epoch_seed)
             if self.data.collate is not default_collate:
                 seed_everything(seed)
             return self._collated(samples, indices)
         except (CodeError, LoaderError) as error:
             return error
 
-    def _samples(self, indices: list[int], epoch_seed: int = 0) -> Any:
+    def _samples(self, indices: list[int], epoch_seed: int) -> Any:
         info = get_worker_info()
         worker, begun = info.id if info is not None else 0, indices
 
@@ -184,7 +190,7 @@ class _Keys:
 
     def __iter__(self) -> Iterator[Key]:
         for key in self.keys:
-            self.requested.append(key[1])
+            self.requested.append(key.indices)
             yield key
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ddpexp.data.adapters import MapStyle
-from ddpexp.data.loader import load
+from ddpexp.data.loader import Key, load
 from ddpexp.errors import CodeError, LoaderError
 from tests.conftest import PATIENCE, Ddpexp
 from tests.points import Recipe
@@ -40,7 +40,7 @@ def _no_collector() -> Iterator[None]:
 @pytest.mark.usefixtures("_no_collector")
 def test_an_error_of_a_sample_ends_the_workers_with_it() -> None:
     """Workers ignore SIGTERM: what is left to multiprocessing's own end would have the process wait for ever."""
-    keys = iter([(0, [index]) for index in range(8)])
+    keys = iter([Key(0, [index]) for index in range(8)])
     try:
         list(load(MapStyle(Raises()), "train", keys, 1, torch.device("cpu"), PATIENCE))
     except CodeError:
@@ -52,7 +52,7 @@ def test_an_error_of_a_sample_ends_the_workers_with_it() -> None:
 @pytest.mark.usefixtures("_no_collector")
 def test_a_loader_that_is_left_early_ends_its_workers_at_once() -> None:
     batches = load(
-        MapStyle([1, 2, 3, 4]), "train", iter([(0, [0]), (0, [1]), (0, [2])]), 2, torch.device("cpu"), PATIENCE
+        MapStyle([1, 2, 3, 4]), "train", iter([Key(0, [index]) for index in range(3)]), 2, torch.device("cpu"), PATIENCE
     )
     next(batches)
     assert len(multiprocessing.active_children()) == 2
@@ -116,7 +116,7 @@ def wait_carelessly(mark: Path) -> None:
 
 
 def test_it_is_not_caught_by_those_who_catch_every_exception(tmp_path: Path) -> None:
-    keys = iter([(0, [index]) for index in range(8)])
+    keys = iter([Key(0, [index]) for index in range(8)])
     batches = cast(
         Generator[object], load(MapStyle(Leaves(tmp_path / "now")), "train", keys, 1, torch.device("cpu"), 60)
     )

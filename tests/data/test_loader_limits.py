@@ -13,7 +13,7 @@ import torch
 from ddpexp.compat.data_loader import forget_half_made
 from ddpexp.data import loader_limits
 from ddpexp.data.adapters import MapStyle
-from ddpexp.data.loader import load
+from ddpexp.data.loader import Key, load
 from ddpexp.data.loader_limits import error_at_limit
 from ddpexp.data.transforms import Transformed
 from ddpexp.errors import LoaderError
@@ -40,7 +40,7 @@ class Unsent:
 
 def first_batch(data: Any) -> Any:
     """Return the first batch of one worker: where two end, torch may raise the second end in a finalizer."""
-    keys = iter([(0, [index]) for index in range(8)])
+    keys = iter([Key(0, [index]) for index in range(8)])
     return next(load(data, "train", keys, 1, torch.device("cpu"), PATIENCE))
 
 
