@@ -29,7 +29,7 @@ EXCEPTIONS: dict[str, str] = {
     "checkpoint/pickled.py:_write": TENSORS,
     "checkpoint/writer.py:_complete": MASKED,  # by `seal`, which adds a hash over the bytes
     "checkpoint/writer.py:_write_at": "tensors, and the state that a recipe wants back as it was",
-    "export/worker.py:_written": TENSORS,
+    "export/worker.py:_write_format": TENSORS,
     "cli/main.py:_open_standard_streams": NOTHING,
     "cli/new.py:_write": "a project under a name that was checked",
     "cli/preview.py:draw": PICTURE,
