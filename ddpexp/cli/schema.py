@@ -60,7 +60,7 @@ def schema_of(operands: Sequence[str]) -> Schema:
     names = operands or ["recipe"]
     if len(names) > 1 or names[0] not in sections:
         raise RefusedError(
-            f"there is no group {' '.join(names)}", key="schema", suggestion=did_you_mean(names[0], sections)
+            f"There is no group {' '.join(names)}", key="schema", suggestion=did_you_mean(names[0], sections)
         )
     name = names[0]
     if name == "recipe":

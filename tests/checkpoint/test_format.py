@@ -20,10 +20,10 @@ from ddpexp.checkpoint.format import MANIFEST, Damaged, clean, newest_intact, sc
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.reader import read_part, read_rank_state
 from ddpexp.checkpoint.writer import Content, Writer
-from ddpexp.errors import RefusedError
 from ddpexp.system.files import parse_json
 from ddpexp.train.optimizers import optimizer_state, parameter_names, restore_optimizer
 from tests.checkpoint.test_writer import ALONE, Tied
+from tests.refusals import refused
 
 
 def saved(folder: Path, step: int = 3, *, model: nn.Module | None = None, **options: Any) -> Path:
@@ -178,7 +178,7 @@ def test_weights_of_a_checkpoint_without_its_manifest_are_refused(tmp_path: Path
     folder = saved(tmp_path)
     (folder / MANIFEST).unlink()
     for source in (folder, folder / "model.safetensors"):
-        with pytest.raises(RefusedError, match=r"checkpoint\.json"):
+        with refused("model.safetensors: checkpoint.json"):
             load_weights({"model": nn.Linear(30, 20)}, source, "evaluate")
 
 

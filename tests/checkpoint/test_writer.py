@@ -184,7 +184,7 @@ def test_plain_values_come_back_as_they_were() -> None:
     assert math.isnan(decode(encode(math.nan, {}), tensors.__getitem__))
     with refused("a/b", DdpexpError):
         encode({"a": {"b": object()}}, {})
-    with pytest.raises(RefusedError, match="holds a 'call'"):
+    with refused("state.json: 'call'"):
         decode({"$": "call", "value": "os.system"}, tensors.__getitem__)
 
 
@@ -222,8 +222,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_those_before_it(tmp_path: Pa
     writer.wait()
     (folder / ".step-00000002.partial").write_text("in the way")  # root may write into any directory
     writer.save(2, weights)
-    text = r"^the checkpoint of step 2 could not be written in .*: File exists; .* as they were\. .* then resume\.$"
-    with pytest.raises(CheckpointError, match=text):
+    with refused("the checkpoint of step 2: File exists", CheckpointError):
         writer.wait(end=True)
     (folder / ".step-00000002.partial").unlink()
     writer.save(3, weights)

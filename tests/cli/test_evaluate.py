@@ -23,7 +23,6 @@ from torch import nn
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.weights import find
 from ddpexp.cli import evaluate as verbs
-from ddpexp.errors import RefusedError
 from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, python_path
 from tests.refusals import command_refused, refused
 from tests.typed import call
@@ -265,10 +264,7 @@ def test_a_file_of_torch_save_is_named_with_a_line_that_converts_it(
     torch.manual_seed(0)
     model = Tied()
     torch.save({"step": 3, "state_dict": model.state_dict()}, tmp_path / name)
-    with pytest.raises(
-        RefusedError,
-        match=rf"^evaluate x: {re.escape(name)} cannot be read as safetensors: it was written by torch\.save",
-    ) as caught:
+    with refused(f"{name}: torch.save") as caught:
         find(tmp_path / name, "evaluate x", pytest.fail)
     assert "\n" not in str(caught.value)
     command = str(caught.value).rpartition(" once with python ")[2].rpartition(", and name ")[0]
@@ -287,7 +283,7 @@ def test_a_file_of_torch_save_is_named_with_a_line_that_converts_it(
 
 def test_an_old_pickle_and_a_name_alone_do_not_decide(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "old", _use_new_zipfile_serialization=False)
-    with pytest.raises(RefusedError, match=r"it was written by torch\.save"):
+    with refused("old: torch.save"):
         find(tmp_path / "old", "evaluate old", pytest.fail)
     save_file({"a": torch.ones(2)}, tmp_path / "weights.pth")
     assert find(tmp_path / "weights.pth", "evaluate weights.pth", pytest.fail) == tmp_path / "weights.pth"
@@ -317,14 +313,11 @@ def test_tied_weights_are_there_under_any_of_their_names(tmp_path: Path, names: 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (
-            {"head.weight": torch.zeros(5, 3)},
-            "embed.weight and head.weight are one tensor here and two different ones there",
-        ),
-        ({"tail.bias": None}, "it lacks tail.bias"),
-        ({"tail.bias": None, "tail.bais": torch.zeros(5)}, "it lacks tail.bias; it also has tail.bais"),
-        ({"embed.weight": None}, "it lacks embed.weight, head.weight, tail.weight"),
-        ({"tail.bias": torch.zeros(4)}, "tail.bias is (4,) there and (5,) here."),
+        ({"head.weight": torch.zeros(5, 3)}, "embed.weight and head.weight"),
+        ({"tail.bias": None}, "lacks tail.bias"),
+        ({"tail.bias": None, "tail.bais": torch.zeros(5)}, "has tail.bais"),
+        ({"embed.weight": None}, "lacks embed.weight, head.weight, tail.weight"),
+        ({"tail.bias": torch.zeros(4)}, "tail.bias is (4,)"),
     ],
 )
 def test_weights_of_another_model_are_named(
@@ -332,7 +325,7 @@ def test_weights_of_another_model_are_named(
 ) -> None:
     state = {"embed.weight": torch.ones(5, 3), "tail.bias": torch.zeros(5), **change}
     save_file({name: value for name, value in state.items() if value is not None}, tmp_path / "model.safetensors")
-    with pytest.raises(RefusedError, match=rf"^evaluate x holds the weights of another model: {re.escape(problem)}"):
+    with refused(f"evaluate x: {problem}"):
         load_weights({"model": Tied()}, tmp_path / "model.safetensors", "evaluate x")
 
 

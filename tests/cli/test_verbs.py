@@ -92,5 +92,5 @@ def test_a_verb_about_one_directory_takes_one_that_is_there(tmp_path: Path) -> N
     assert verb.parse([str(one), "trainer.gpus=2"]).source() == (str(one), ["trainer.gpus=2"])
     assert verb.parse(["--config-dir", str(one), str(other)]).source() == (str(other), ["--config-dir", str(one)])
     assert verb.parse([str(tmp_path / "none"), str(one)]).source() == (str(tmp_path / "none"), [str(one)])
-    with pytest.raises(RefusedError, match="takes one directory"):
+    with refused(f"evaluate {one} {other}: one directory"):
         verb.parse([str(one), str(other)]).source()

@@ -24,7 +24,6 @@ from ddpexp.data.cifar10 import synthetic
 from ddpexp.data.cifar10.archive import read_batch
 from ddpexp.data.images.dataset import load
 from ddpexp.data.published_files import WrongError
-from ddpexp.errors import RefusedError
 from tests.data.conftest import PATIENT, Server
 from tests.refusals import refused
 
@@ -126,7 +125,7 @@ def test_a_wrong_archive_is_refused_whatever_the_source(
 
 
 def test_a_missing_archive_is_downloaded_and_kept(packed: bytes, home: Path, tmp_path: Path, server: Server) -> None:
-    with pytest.raises(RefusedError, match=r"set data\.source=download"):
+    with refused(f"data.root={tmp_path}: data.source=download"):
         prepare(tmp_path, "files", server)
     server.answers["cifar-10-python.tar"] = packed  # the server of the tests leaves out .gz
     assert prepare(tmp_path, "auto", server)["source"] == "download"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.checkpoint.format import complete_checkpoints
-from ddpexp.errors import AbsentError, RefusedError, StoppedError
+from ddpexp.errors import AbsentError, StoppedError
 from ddpexp.launch.launchers.elastic import Elastic
 from ddpexp.launch.launchers.elastic_board import Phase, StoreMailbox
 from ddpexp.system.process import children
@@ -23,6 +23,7 @@ from tests.conftest import OWN_SERVER, Call, Ddpexp, Done, ddpexp_processes, fin
 from tests.launch.launchers.test_torchrun import CODE
 from tests.launch.starters import free_port
 from tests.points import Recipe, wait_for, weights
+from tests.refusals import refused
 from tests.test_interruptions import points_of_tensorboard
 
 GATED = """\
@@ -164,9 +165,7 @@ def test_a_rank_distinguishes_a_users_stop_from_a_restart(
 
 def test_a_member_started_manually_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DDPEXP_BOARD", raising=False)
-    with pytest.raises(
-        RefusedError, match=r"^DDPEXP_BOARD is not set: `ddpexp member` is for the agent that launcher=elastic"
-    ):
+    with refused("DDPEXP_BOARD: launcher=elastic"):
         Elastic().member(Call("time:sleep", ["0"], tmp_path))
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.launch.workers.client import PRELOAD, Server, check_answer
 from ddpexp.system.process import children
 from tests.conftest import PATIENCE, Call, Ddpexp, finish
 from tests.points import ITEMS, Recipe, session, wait_for
+from tests.refusals import refused
 
 CODE = """\
 class Marks(Sides):
@@ -172,7 +172,7 @@ def loopback6(host: str) -> str:
 
 def test_a_preload_that_fails_is_refused_with_its_name(tmp_path: Path) -> None:
     server = Server(preload=["json", "nowhere.to_be_found"])
-    with pytest.raises(RefusedError, match=r"could not import nowhere\.to_be_found: ModuleNotFoundError"):
+    with refused("The fork server: nowhere.to_be_found"):
         Spawn().launch(Call("time:sleep", ["60"], tmp_path), server)
 
 
