@@ -393,6 +393,13 @@ def test_with_exact_every_bit_counts_and_of_a_train_step_only_the_gradient() -> 
     assert verdict({**ONE, "is_manual": True}, TWO, other)["workers"][0] is True
 
 
+def test_steps_are_compared_within_the_rounding_of_what_they_compute_in() -> None:
+    near = {**RECORDS, "two": {1: {"train/loss": 1.005, "train/grad_norm": 2.0}}}
+    assert verdict(ONE, TWO, near)["workers"][0] is False
+    for key in ("precision", "param_dtype"):
+        assert verdict(ONE, TWO, near, None, f"trainer.{key}=bf16")["workers"][0] is True
+
+
 def test_on_a_gpu_a_resume_is_compared_within_rounding_unless_algorithms_are_deterministic() -> None:
     one, resumed = {**ONE, "device": "cuda"}, {"weights": "c", "findings": []}
     assert verdict(one, TWO, RECORDS, resumed)["resume"][0] is True
