@@ -46,20 +46,20 @@ def measured(name: str) -> float:
     callbacks = Callbacks(every if name == "both" else {key: every[key] for key in every if key == name})
     nothing: Any = None
     state: Any = SimpleNamespace(step=51)
-    options: Any = SimpleNamespace(log_every=50)
-    train: Any = SimpleNamespace(steps_per_epoch=468)
-    callbacks.view = RunView(
-        10**6, options, nothing, train, {}, {}, nothing, callbacks.requests, state, nothing, nothing, {}, nothing
+    run: Any = SimpleNamespace(
+        options=SimpleNamespace(log_every=50), num_steps=10**6, train=SimpleNamespace(steps_per_epoch=468),
+        optimizers={},
     )  # fmt: skip
-    loop = SimpleNamespace(callbacks=callbacks, _save_requested=False)
-    step = SimpleNamespace(on_gradients=callbacks.call_on_gradients if callbacks.on_gradients else None)
+    callbacks.view = RunView(run, callbacks.requests, nothing, state, nothing, nothing, {})
 
-    def calls() -> None:  # as in Step.apply, Loop._train_step and Loop.fit
-        if step.on_gradients is not None:
-            step.on_gradients(())
+    loop = SimpleNamespace(callbacks=callbacks)
+
+    def calls() -> None:  # as in Step.apply, Loop._train_step and Loop._poll
+        if loop.callbacks.on_gradients:
+            loop.callbacks.call_on_gradients(())
         if loop.callbacks.on_step:
             loop.callbacks.call("on_step", loop.callbacks.on_step)
-        if loop.callbacks.failed or loop._save_requested:
+        if loop.callbacks.failed:
             raise AssertionError
 
     def nothing_at_all() -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -124,8 +126,8 @@ class HasOptimizers(Protocol):
 class OptimizerStep(Protocol):
     """An optimizer step in progress: what a strategy, or a task's own `train_step`, works with.
 
-    A step consists of rounds. A round is one pass over the micro-batches, whose gradients add up and are summed over
-    the workers in the last one, and one or several calls of `apply`, which use them.
+    A step consists of rounds. A round is one or several passes over the micro-batches, whose gradients add up and are
+    summed over the workers in the last one, and one or several calls of `apply`, which use them.
     """
 
     @property
@@ -154,52 +156,15 @@ class OptimizerStep(Protocol):
         """
         ...
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Return a context for the forward and backward passes of one micro-batch.
+    def micro_batch(self, last: bool) -> MicroBatch:
+        """Return the next micro-batch, whose `with` block encloses its forward and backward passes.
 
         Inside, operations run in the precision of the run (autocast), and torch's random numbers are a function of
         seed, step, round and micro-batch. The workers sum their gradients at the end of the one with `last=True`, which
-        is the last of a round.
+        is the last of a pass over the batches. Entered again, a micro-batch is a further pass with the random numbers
+        of the first.
 
         Ranks: all, equally often; communicates at the end where `last` is true, and buffers in forward passes.
-        """
-        ...
-
-    def forward_pass(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Return a context for a further forward pass of a micro-batch, with the random numbers of its first one.
-
-        For pipelines, in which a worker may have several parts of the model; micro-batches are numbered from 0.
-        """
-        ...
-
-    def backward_pass(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Return a context for a call of `backward` that belongs to a micro-batch before: for pipelines.
-
-        Their strategies begin further micro-batches before they go back through one, numbered from 0.
-        """
-        ...
-
-    def forward(self, batch: Any) -> Sums:
-        """Return what `Task.step` returns for the batch; only inside `micro_batch`."""
-        ...
-
-    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
-        """Add the gradient of `loss_sum / (count over the global batch)`; only inside `micro_batch`.
-
-        Frees the graph of the loss, as `loss.backward()` does. May be called several times per micro-batch, each time
-        with a count of its own; the calls are matched across micro-batches by their order.
-
-        - A count that is a number stands for every micro-batch of the round: it must be the same in all of them, above
-          0, and the round must go through all batches.
-        - A count that is a tensor may differ. Its total is known only after all gradients are added up, so the totals
-          of all calls of a round must be equal, and every worker must make the same number of calls.
-
-        Shapes: `loss_sum` is a scalar that requires a gradient, `count` a scalar.
-        Ranks: all, with the same number of calls.
-
-        Raises:
-            DdpexpError: called outside of `micro_batch`; the loss or the count is of another kind; numbers are mixed
-            with tensors.
         """
         ...
 
@@ -215,8 +180,60 @@ class OptimizerStep(Protocol):
         Ranks: all, with the same names; communicates if counts are tensors.
 
         Raises:
-            DdpexpError: called inside of `micro_batch`, or before the one with `last=True`; there is no such optimizer,
-            or it has already used these gradients; the gradients are not of `backward`.
+            DdpexpError: called inside of a micro-batch, or before the one with `last=True`; there is no such optimizer,
+            or it has already used these gradients; the gradients are not of `MicroBatch.backward`.
+        """
+        ...
+
+
+class MicroBatch(Protocol):
+    """A micro-batch in progress: the value of `with update.micro_batch(last) as micro_batch`."""
+
+    def __enter__(self) -> MicroBatch:
+        """Begin a pass."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None:
+        """End it; the workers sum their gradients after the last one. Ranks: all; communicates in the last one."""
+        ...
+
+    def forward(self, batch: Any) -> Sums:
+        """Return what `Task.step` returns for the batch; only inside of the block."""
+        ...
+
+    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
+        """Add the gradient of `loss_sum / (count over the global batch)`; only inside of the block.
+
+        Frees the graph of the loss, as `loss.backward()` does. May be called several times, each time with a count of
+        its own; the calls are matched across micro-batches by their order.
+
+        - A count that is a number stands for every micro-batch of the round: it must be the same in all of them, above
+          0, and the round must go through all batches.
+        - A count that is a tensor may differ. Its total is known only after all gradients are added up, so the totals
+          of all calls of a round must be equal, and every worker must make the same number of calls.
+
+        Shapes: `loss_sum` is a scalar that requires a gradient, `count` a scalar.
+        Ranks: all, with the same number of calls.
+
+        Raises:
+            DdpexpError: called outside of the block; the loss or the count is of another kind; numbers are mixed with
+            tensors.
+        """
+        ...
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        """Return a context for a further forward pass, with the random numbers of the first.
+
+        For pipelines, in which a worker may have several parts of the model.
+        """
+        ...
+
+    def backward_pass(self) -> AbstractContextManager[None]:
+        """Return a context for the call of `backward` after the end of the block: for pipelines.
+
+        Their strategies begin further micro-batches before they go back through one.
         """
         ...
 
@@ -231,9 +248,9 @@ class HasTrainStep(Protocol):
             def train_step(self, update, batches):
                 total, count = torch.zeros(()), 0
                 for number, batch in enumerate(batches, start=1):
-                    with update.micro_batch(last=number == len(batches)):
+                    with update.micro_batch(last=number == len(batches)) as micro_batch:
                         loss, samples = self.loss(update.models["net"], batch)
-                        update.backward(loss, samples)
+                        micro_batch.backward(loss, samples)
                     total, count = total + loss.detach(), count + samples
                 update.apply("net")
                 return total, count, {}

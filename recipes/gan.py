@@ -103,18 +103,18 @@ class GAN:
         generator, discriminator = update.models["generator"], update.models["discriminator"]
         count, losses = 0, {"discriminator": ZERO, "generator": ZERO}
         for number, (images, *_) in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 with torch.no_grad():
                     fakes = generator(noise_for(images, generator))
                 loss = discriminator_loss(discriminator(self.pixels(images)), discriminator(fakes))
-                update.backward(loss, len(images))
+                micro_batch.backward(loss, len(images))
             count += len(images)
             losses["discriminator"] = losses["discriminator"] + loss.detach()
         update.apply("discriminator")
         for number, (images, *_) in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 loss = softplus(-discriminator(generator(noise_for(images, generator))).float()).sum()
-                update.backward(loss, len(images))
+                micro_batch.backward(loss, len(images))
             losses["generator"] = losses["generator"] + loss.detach()
         update.apply("generator")
         return losses["discriminator"], count, {f"{name}_loss": (total, count) for name, total in losses.items()}
@@ -163,7 +163,7 @@ class WassersteinGAN(GAN):
         generator, critic = update.models["generator"], update.models["discriminator"]
         count, losses = 0, {"discriminator": ZERO, "generator": ZERO}
         for number, (images, *_) in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 real = self.pixels(images)
                 with torch.no_grad():
                     fake = generator(noise_for(images, generator)).float()
@@ -171,15 +171,15 @@ class WassersteinGAN(GAN):
                 [slope] = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
                 excess = slope.float().flatten(1).norm(dim=1) - 1
                 loss = (critic(fake) - critic(real)).float().sum() + self.penalty * excess.square().sum()
-                update.backward(loss, len(images))
+                micro_batch.backward(loss, len(images))
             count += len(images)
             losses["discriminator"] = losses["discriminator"] + loss.detach()
         update.apply("discriminator")
         if generator_steps := (update.step + 1) % self.generator_every == 0:
             for number, (images, *_) in enumerate(batches, start=1):
-                with update.micro_batch(last=number == len(batches)):
+                with update.micro_batch(last=number == len(batches)) as micro_batch:
                     loss = -critic(generator(noise_for(images, generator))).float().sum()
-                    update.backward(loss, len(images))
+                    micro_batch.backward(loss, len(images))
                 losses["generator"] = losses["generator"] + loss.detach()
             update.apply("generator")
         counts = {"discriminator": count, "generator": count if generator_steps else 0}

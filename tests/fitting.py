@@ -34,8 +34,10 @@ from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.loop import Loop
+from ddpexp.train.optimizer_average import average_of
 from ddpexp.train.precision import Precision
 from ddpexp.train.progress import Progress
+from ddpexp.train.run import Run as TrainRun
 from ddpexp.train.schedule import Cosine
 from ddpexp.train.states import States
 
@@ -105,7 +107,7 @@ class Once:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        models = self.loop.strategy.modules
+        models = self.loop.run.strategy.modules
         return {f"{name}.{key}": value for name, module in models.items() for key, value in module.state_dict().items()}
 
 
@@ -123,6 +125,7 @@ def loop_alone(
     make: Callable[[Any], torch.optim.Optimizer] = sgd,
     data: Any = None,
     callbacks: Callbacks | None = None,
+    control: Control | None = None,
     **keys: Any,
 ) -> tuple[Loop, Path]:
     """Build a run of this process alone, of the recipe `points` and `trainer` keys.
@@ -148,15 +151,22 @@ def loop_alone(
     )
     path = folder / f"metrics{len(list(folder.iterdir()))}.jsonl"
     sets = {"eval": points.points(33, 1)} if evals is None else evals
-    loop = Loop(
+    run = TrainRun(
         task=task, strategy=strategy, optimizers=named, schedule=Cosine(),
         precision=Precision(options.precision, ALONE.device, options.nonfinite == "skip"), world=ALONE,
+        control=control or Control(None),
         train=TrainBatches(points.points(96, 0) if data is None else data, cut, 0, options.seed, ALONE.device),
-        evals={name: EvalBatches(part, cut.micro_batch_size, 0, 1, ALONE.device) for name, part in sets.items()},
-        logger=JsonLines(path), control=Control(None), options=options, num_steps=num_steps,
-        callbacks=callbacks or Callbacks(),
-        average=WeightAverage.from_config(strategy.modules, options, 4),
+        options=options, num_steps=num_steps,
     )  # fmt: skip
+    batches = {name: EvalBatches(part, cut.micro_batch_size, 0, 1, ALONE.device) for name, part in sets.items()}
+    average = WeightAverage.from_config(strategy.modules, options, 4)
+    loop = Loop(
+        run,
+        batches,
+        JsonLines(path),
+        average=average_of(average, strategy.modules, named, options),
+        callbacks=callbacks,
+    )
     return loop, path
 
 

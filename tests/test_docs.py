@@ -383,7 +383,7 @@ def test_every_function_on_the_way_of_a_command_exists(name: str) -> None:
 
 def test_the_way_of_a_command_begins_with_the_command_and_ends_with_backward() -> None:
     names = _functions_of_the_way()
-    assert (names[0], names[-1]) == ("cli.main.run", "train.optimizer_step.Step.backward")
+    assert (names[0], names[-1]) == ("cli.main.run", "train.optimizer_step.MicroBatch.backward")
 
 
 @pytest.mark.parametrize("name", re.findall(r"`((?:ddpexp|conf|tests|docs)/[\w./]+)`", DOCUMENTS[1].read_text()))

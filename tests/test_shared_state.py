@@ -46,11 +46,11 @@ class Fills:
         time.sleep(float(os.environ.get("PACE", "0")))
         sums, total, count = torch.zeros(11, dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
         for number, (_, rows, labels) in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 scores = update.models(rows)
                 loss = nn.functional.cross_entropy(scores, labels, reduction="sum")
                 loss = loss + 0.1 * (scores.double() - update.models.queue.mean(0)).square().sum()
-                update.backward(loss, len(labels))
+                micro_batch.backward(loss, len(labels))
             wide = torch.cat([torch.ones(len(rows), 1), scores.detach(), rows, rows.abs()], dim=1)
             sums += wide.double().sum(0)
             total, count = total + loss.detach(), count + len(labels)

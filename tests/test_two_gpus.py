@@ -69,14 +69,14 @@ class Several(Sides):
 
     def train_step(self, update, batches):
         for number, (_, rows, labels) in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 loss = nn.functional.cross_entropy(update.models(rows), labels, reduction="sum")
                 other = update.models.encode(2 * rows).square().sum()
                 if self.together:
-                    update.backward(loss + other, len(labels))
+                    micro_batch.backward(loss + other, len(labels))
                 else:
-                    update.backward(loss, len(labels))
-                    update.backward(other, len(labels))
+                    micro_batch.backward(loss, len(labels))
+                    micro_batch.backward(other, len(labels))
         update.apply()
         return loss.detach(), len(labels), {}
 """

@@ -101,23 +101,40 @@ class TriedStep:
         self.losses: list[tuple[float, float]] = []  # each with its count
         self.calls: list[str] = []  # those that all workers must make alike
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro-batch."""
+    def micro_batch(self, last: bool) -> TriedMicroBatch:
+        """Return the next micro-batch."""
         if last:
             self.calls.append("update.micro_batch(last=True)")
-        return self._precision.autocast()
-
-    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
-        """Compute the gradient of a loss, and record both."""
-        self.losses.append((float(loss_sum.detach()), float(count)))
-        if isinstance(count, Tensor):
-            self.calls.append("update.backward(..., a tensor)")
-        loss_sum.backward()  # type: ignore[no-untyped-call]
+        return TriedMicroBatch(self, self._precision.autocast())
 
     def apply(self, *names: str) -> bool:
         """Leave the weights as they are."""
         self.calls.append(f"update.apply({', '.join(map(repr, names))})")
         return True
+
+
+@dataclass
+class TriedMicroBatch(AbstractContextManager["TriedMicroBatch"]):
+    """A micro-batch of such a step; as `ddpexp.task.MicroBatch`."""
+
+    step: TriedStep
+    autocast: AbstractContextManager[object]
+
+    def __enter__(self) -> TriedMicroBatch:
+        """Begin forward and backward passes."""
+        self.autocast.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        """End them."""
+        return self.autocast.__exit__(*error)
+
+    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
+        """Compute the gradient of a loss, and record both."""
+        self.step.losses.append((float(loss_sum.detach()), float(count)))
+        if isinstance(count, Tensor):
+            self.step.calls.append("micro_batch.backward(..., a tensor)")
+        loss_sum.backward()  # type: ignore[no-untyped-call]
 
 
 def are_close(one: float, other: float, tolerance: float) -> bool:

@@ -16,7 +16,7 @@ _STEPS = 16  # of trials in which some network may step more rarely
 
 
 def means_in_train_step(subject: Subject, batch: Any) -> tuple[str | None, bool]:
-    """Compare the losses that a train_step gives update.backward for a batch with those for its halves.
+    """Compare the losses that a train_step gives micro_batch.backward for a batch with those for its halves.
 
     Returns the problem of a mean where a sum belongs, and whether all losses are known to be sums.
     """
@@ -35,9 +35,9 @@ def means_in_train_step(subject: Subject, batch: Any) -> tuple[str | None, bool]
         if counts and are_close(whole, (first * num_first + second * num_second) / count, subject.tolerance):
             function = subject.task.train_step
             return (
-                f"{named(function)} seems to give update.backward{line_of(function, '.backward(')} the mean of a loss, "
+                f"{named(function)} seems to give backward{line_of(function, '.backward(')} the mean of a loss, "
                 f"not its sum: {whole:.4g} over a count of {count:g}, and {first:.4g} and {second:.4g} over its "
-                f"halves. update.backward divides by the count itself, so the gradient is {count:g} times too small: "
+                f"halves. backward divides by the count itself, so the gradient is {count:g} times too small: "
                 'give it the sum (reduction="sum"), or the mean times the count.'
             ), False
     return None, are_sums

@@ -72,10 +72,10 @@ class _Examined:
         self._context, self._built = context, built
         loop = built.loop
         self._subject = Subject(
-            loop.task,
-            loop.strategy.eval_model,
-            loop.strategy.modules,
-            loop.precision,
+            loop.run.task,
+            loop.run.strategy.eval_model,
+            loop.run.strategy.modules,
+            loop.run.precision,
             context.world.device,
             context.world,
         )
@@ -84,10 +84,10 @@ class _Examined:
     def try_recipe(self) -> dict[str, Any]:
         """Try the recipe, then train. Ranks: the only one."""
         loop, subject = self._built.loop, self._subject
-        evals = loop.evals if loop.options.eval_every else {}
+        evals = loop.evals if loop.run.options.eval_every else {}
         before = self._attributes()
-        self._try("data", lambda: trials.different_samples(loop.train, evals), "the same samples at the same index")
-        steps = _or_empty(lambda: list(replace(loop.train, num_workers=0).steps(0, 2)))
+        self._try("data", lambda: trials.different_samples(loop.run.train, evals), "the same samples at the same index")
+        steps = _or_empty(lambda: list(replace(loop.run.train, num_workers=0).steps(0, 2)))
         first_batches = [batches[0] for batches in steps]
         eval_batches = _or_empty(lambda: [batches.first() for batches in list(evals.values())[:1]])
         if first_batches:
@@ -128,10 +128,10 @@ class _Examined:
         """Compare what the ranks compute for the same batch, then train. Ranks: all; communicates."""
         loop, world, before = self._built.loop, self._context.world, self._attributes()
         losses = torch.zeros(2, world.world_size, dtype=torch.float64, device=world.device)
-        size, there = loop.train.plan.micro_batch_size, loop.train.on_device
+        size, there = loop.run.train.plan.micro_batch_size, loop.run.train.on_device
         for row, trains in enumerate((True, False) if self._subject.has_step else (True,)):
             try:
-                batch = EvalBatches(sized(loop.train.data, size), size, 0, 1, world.device, on_device=there).first()
+                batch = EvalBatches(sized(loop.run.train.data, size), size, 0, 1, world.device, on_device=there).first()
                 losses[row, world.rank] = trials.loss_of(self._subject, batch, trains)
             except Exception:  # training reports it
                 losses[row, world.rank] = torch.nan
@@ -174,7 +174,7 @@ class _Examined:
         self._findings += [Finding(check, False, text) for text in found] or [Finding(check, True, fine)]
 
     def _sums_of_train_step(self, batch: Any) -> tuple[list[str], str]:
-        """Return the problem of what a train_step gives update.backward, and what is known if there is none."""
+        """Return the problem of what a train_step gives micro_batch.backward, and what is known if there is none."""
         if not self._subject.is_manual:
             return [], "loss and metrics are sums over samples"
         found = _or_empty(lambda: [means_in_train_step(self._subject, batch)])
@@ -211,7 +211,7 @@ class _Examined:
     def _trained_by_optimizers(self) -> list[str]:
         """Return the names of the parameters that the optimizers have, with their models where there are several."""
         loop, modules = self._built.loop, self._subject.modules
-        chosen = {id(p) for optimizer in loop.optimizers.values() for group in optimizer.param_groups
+        chosen = {id(p) for optimizer in loop.run.optimizers.values() for group in optimizer.param_groups
                   for p in group["params"]}  # fmt: skip
         return [
             f"{model}.{name}" if len(modules) > 1 else name
@@ -224,13 +224,13 @@ class _Examined:
         """Return the problem of the last batches; None too where the task fails for any, which training reports."""
         trials.loss_of(self._subject, first)
         try:
-            return trials.last_batches(self._subject, self._built.loop.train, evals)
+            return trials.last_batches(self._subject, self._built.loop.run.train, evals)
         except Exception as error:
             return f"the last batch of an epoch, or of an evaluation, fails: {self._explained(error)}"
 
     def _attributes(self) -> Attributes:
         loop, subject = self._built.loop, self._subject
-        sets = [loop.train.data, *(batches.data for batches in loop.evals.values())]
+        sets = [loop.run.train.data, *(batches.data for batches in loop.evals.values())]
         wholes = (data if isinstance(data, Stream) else data.origin([0])[0].returned for data in sets)
         return Attributes([*subject.modules.values(), subject.task, *wholes])
 

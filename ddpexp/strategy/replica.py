@@ -127,9 +127,9 @@ class Replicas:
         """Go through the micro-batches, then step the optimizers; return the sums of each micro-batch."""
         sums = []
         for number, batch in enumerate(micro_batches, start=1):
-            with step.micro_batch(last=number == len(micro_batches)):
-                sums.append(step.forward(batch))
-                step.backward(sums[-1][0], sums[-1][1])
+            with step.micro_batch(last=number == len(micro_batches)) as micro_batch:
+                sums.append(micro_batch.forward(batch))
+                micro_batch.backward(sums[-1][0], sums[-1][1])
         step.apply()
         return sums
 

@@ -11,13 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpexp.data.streams import Batches
-from ddpexp.distributed.world import World
-from ddpexp.launch.workers.control import Control
-from ddpexp.strategy.base import Strategy
-from ddpexp.task import Task
 from ddpexp.train.average import WeightAverage
-from ddpexp.train.precision import Precision
+from ddpexp.train.run import Run
 
 
 @dataclass(frozen=True)
@@ -30,12 +25,7 @@ class BatchNormEstimate:
     without dropout.
     """
 
-    task: Task
-    strategy: Strategy
-    train: Batches
-    precision: Precision
-    world: World
-    control: Control
+    run: Run
     num_batches: int
 
     def refresh(self, average: WeightAverage) -> None:
@@ -55,24 +45,24 @@ class BatchNormEstimate:
 
     @property
     def _num_slots(self) -> int:
-        return self.train.plan.gradient_accumulation_steps * self.strategy.data.size
+        return self.run.train.plan.gradient_accumulation_steps * self.run.strategy.data.size
 
     def _mean_over_batches(self, average: WeightAverage) -> Tensor:
         """Return the statistics of all layers, one after the other, as fp64."""
-        data, num_micro_batches = self.strategy.data, self.train.plan.gradient_accumulation_steps
+        data, num_micro_batches = self.run.strategy.data, self.run.train.plan.gradient_accumulation_steps
         total: Tensor | None = None
-        for micro_batches in self.train.steps(0, self.num_batches):
+        for micro_batches in self.run.train.steps(0, self.num_batches):
             found = []
             for batch in micro_batches:
-                self.control.heartbeat()
-                with self.precision.autocast():
-                    self.task.step(self.strategy.eval_model, batch)
+                self.run.control.heartbeat()
+                with self.run.precision.autocast():
+                    self.run.task.step(self.run.strategy.eval_model, batch)
                 found.append(_statistics(average))
             table = found[0].new_zeros(self._num_slots, len(found[0]))
             if data.reports:
                 first = data.rank * num_micro_batches
                 table[first : first + num_micro_batches] = torch.stack(found)
-            for row in self.world.sum(table):
+            for row in self.run.world.sum(table):
                 total = row.clone() if total is None else total.add_(row)
         assert total is not None
         return total / (self.num_batches * self._num_slots)
@@ -81,7 +71,7 @@ class BatchNormEstimate:
     def _only_layers_train(self, average: WeightAverage) -> Iterator[None]:
         """Have the layers take over the statistics of each batch, and everything else evaluate."""
         momentums = [layer.momentum for layer in average.layers]
-        self.strategy.train(False)
+        self.run.strategy.train(False)
         try:
             for layer in average.layers:
                 layer.momentum = 1.0
@@ -90,7 +80,7 @@ class BatchNormEstimate:
         finally:
             for layer, momentum in zip(average.layers, momentums, strict=True):
                 layer.momentum = momentum
-            self.strategy.train(True)
+            self.run.strategy.train(True)
 
 
 def _statistics(average: WeightAverage) -> Tensor:

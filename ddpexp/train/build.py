@@ -64,6 +64,7 @@ from ddpexp.train.recipe_checks import (
     check_task,
     check_train_step,
 )
+from ddpexp.train.run import Run
 from ddpexp.train.states import RandomNumbers
 from ddpexp.train.torch_rates import TorchRates
 from ddpexp.train.torch_schedule import TorchSchedule
@@ -359,7 +360,7 @@ def build_loop(
         return build_optimizers(experiment, task, *parts, is_fused=context.is_fused)
 
     optimizers = strategy.build_optimizers(make_all)
-    return Loop(
+    run = Run(
         task=task,
         strategy=strategy,
         optimizers=optimizers,
@@ -368,14 +369,10 @@ def build_loop(
             trainer.precision, world.device, trainer.nonfinite == "skip", strategy.gradient_weight, strategy
         ),
         world=replace(world, memory=strategy.memory),
-        train=train,
-        evals=evals,
-        logger=logger,
         control=context.control,
+        train=train,
         options=trainer,
         num_steps=num_steps,
-        checkpointer=checkpointer,
-        average=average_of(average, strategy.modules, optimizers, trainer),
-        callbacks=callbacks,
-        further_states={"rank/random": random},
     )
+    average = average_of(average, strategy.modules, optimizers, trainer)
+    return Loop(run, evals, logger, checkpointer, average, callbacks, {"rank/random": random})

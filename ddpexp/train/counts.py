@@ -1,6 +1,6 @@
 """Totals over the global batch of counts that are tensors, which are known only after its last micro-batch.
 
-A call of backward has a place: its position among those of its micro-batch. The counts of each place are added up.
+A call of backward has a place: see `ddpexp.train.round`. The counts of each place are added up.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GlobalCounts:
         if any(total != totals[0] for total in totals[1:]):
             shown = ", ".join(f"{total:g}" for total in totals)
             raise DdpexpError(
-                f"{self._caller} calls update.backward with tensors that count {shown} over the global batch: these "
+                f"{self._caller} calls backward with tensors that count {shown} over the global batch: these "
                 "counts are known only when all gradients are added up, and the sum cannot be divided by several "
                 "counts",
                 suggestion="Call it once with the sum of the losses, weighted as you mean it, or give counts "

@@ -57,7 +57,7 @@ def check_disk_space(run: RunDir, trainer: Trainer, loop: Loop) -> None:
     existing_bytes = sum(file.num_bytes for checkpoint in existing for file in checkpoint.files.values())
     kept = (trainer.keep_last or 1) + 1  # the oldest goes when the newest is complete
     if trainer.keep_every is not None:
-        kept += loop.num_steps // trainer.keep_every
+        kept += loop.run.num_steps // trainer.keep_every
     if problem is not None:
         logging.getLogger("ddpexp").warning("%s: %s", problem, remedy)
     elif free + existing_bytes < kept * needed:
@@ -71,13 +71,13 @@ def check_disk_space(run: RunDir, trainer: Trainer, loop: Loop) -> None:
 
 def _expected_bytes(loop: Loop) -> list[int]:
     """Return a lower bound for the size of each file of a checkpoint that holds tensors. Units: bytes."""
-    strategy, average = loop.strategy, loop.average
+    strategy, average = loop.run.strategy, loop.average
     models = strategy.modules
     weights = [_num_bytes(strategy, module.state_dict().values()) for module in models.values()]
     averages = []
     if average is not None:
         averages = [_num_bytes(strategy, average.tensors(name).values()) for name in models]
-    return [*weights, *averages, sum(_state_bytes(strategy, optimizer) for optimizer in loop.optimizers.values())]
+    return [*weights, *averages, sum(_state_bytes(strategy, optimizer) for optimizer in loop.run.optimizers.values())]
 
 
 def _num_bytes(strategy: Strategy, values: Iterable[Any]) -> int:

@@ -1,4 +1,4 @@
-"""What follows a step, by the periods of the trainer section."""
+"""What follows a step: by the periods of the trainer section, and by what was asked or reached on the way."""
 
 from __future__ import annotations
 
@@ -31,6 +31,28 @@ class Due(NamedTuple):
 
 
 NOTHING = Due(record=False, evaluation=False, checkpoint=False, comparison=False, is_last=False)
+
+
+class End(NamedTuple):
+    """Why a run does no further step."""
+
+    stopped: str | None  # it is done, as configured: a sentence without full stop; None: it is interrupted
+
+
+class Asked(NamedTuple):
+    """What follows a step beside what is due. Ranks: all, with the same values."""
+
+    save: bool = False  # a checkpoint, by a callback, by the metric to keep, by the time since the last one or a signal
+    end: End | None = None
+
+    def __or__(self, other: Asked) -> Asked:
+        """Return what either asks for; an interruption counts most, then the first reason."""
+        ends = [asked.end for asked in (self, other) if asked.end is not None]
+        return Asked(self.save or other.save, min(ends, key=lambda end: end.stopped is not None, default=None))
+
+
+NOTHING_ASKED = Asked()
+INTERRUPTED = Asked(end=End(None))
 
 
 def next_due(step: int, num_steps: int, steps_per_epoch: int, trainer: Trainer) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,34 +25,74 @@ from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import check_sums, holds_plain_values, is_torchmetrics, unnoticed
 
 
-def evaluate(
-    task: Task,
-    model: Any,
-    evals: Mapping[str, EvalBatches],
-    precision: Precision,
-    world: World,
-    data: DataRank,
-    control: Control,
-    together: bool = False,
-) -> dict[str, float] | None:
-    """Return the metrics of every evaluation set as `set/metric`; `model` is in evaluation mode.
+@dataclass(frozen=True)
+class Evaluator:
+    """Computes the metrics of evaluation sets.
 
-    A model whose forward pass communicates is evaluated `together`: every rank does the same number of passes.
-
-    Returns None on all ranks when any rank was asked to stop.
-    Ranks: all; communicates once for each set, and more if the task has more than pairs of scalars.
-
-    Raises:
-        MetricError: on all ranks, for a metric that cannot be computed.
+    Attributes:
+        together: The model's forward pass communicates: every rank does the same number of passes.
     """
-    metrics: dict[str, float] = {}
-    with torch.no_grad():
-        for name, batches in evals.items():
-            values = _evaluate_set(task, model, batches, precision.autocast(), world, data, control, together)
-            if values is None:
-                return None
-            metrics |= {f"{name}/{key}": value for key, value in values.items()}
-    return metrics
+
+    task: Task
+    precision: Precision
+    world: World
+    data: DataRank
+    control: Control
+    together: bool = False
+
+    def evaluate(self, model: Any, evals: Mapping[str, EvalBatches]) -> dict[str, float] | None:
+        """Return the metrics of every set as `set/metric`; `model` is in evaluation mode.
+
+        Returns None on all ranks when any rank was asked to stop.
+        Ranks: all; communicates once for each set, and more if the task has more than pairs of scalars.
+
+        Raises:
+            MetricError: on all ranks, for a metric that cannot be computed.
+        """
+        metrics: dict[str, float] = {}
+        with torch.no_grad():
+            for name, batches in evals.items():
+                values = self._evaluate_set(model, batches)
+                if values is None:
+                    return None
+                metrics |= {f"{name}/{key}": value for key, value in values.items()}
+        return metrics
+
+    def _evaluate_set(self, model: Any, batches: EvalBatches) -> dict[str, float] | None:
+        """Return the metrics of one set. Data rank r of n evaluates the batches r, r + n, r + 2 n and so on."""
+        task, world, data = self.task, self.world, self.data
+        metrics = SetMetrics(task, world, data, batches.num_batches)
+        sums: list[Sums] = []
+        uncounted: Sums | None = None
+        stopped = False
+        with self.precision.autocast():
+            for batch, counts in _passes(batches, data, self.together):
+                self.control.heartbeat()
+                fault_point("evaluate")
+                stopped = self.control.stop_requested
+                if self.together:
+                    stopped = _any_rank(stopped, world)
+                if stopped:
+                    break
+                if not counts:
+                    uncounted = _step(task, model, batch, metrics, check=not sums, counts=False)
+                    break
+                sums.append(_step(task, model, batch, metrics, check=not sums))
+                if metrics.states.is_due() and metrics.states.fold():
+                    return None
+            if not sums:  # fewer batches than ranks: take the names of the metrics from any batch, and count nothing
+                if uncounted is None:
+                    uncounted = _step(task, model, batches.first(), metrics, check=True, counts=False)
+                loss, count, pairs = uncounted
+                sums = [(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in pairs.items()})]
+        if stopped and metrics.states.folds_again():
+            metrics.states.fold(stopped=True)  # where the other ranks learn of it
+            return None
+        slots = range(data.rank, data.rank + len(sums) * data.size, data.size)
+        accumulator = MetricAccumulator(world, data, slots, max(batches.num_batches, data.size), task.step)
+        accumulator.add(sums)
+        totals = accumulator.totals(stopped, metrics.states.digest)
+        return None if totals is None else metrics.values(totals)
 
 
 def chosen_sets(sets: Mapping[str, Any], split: Sequence[str]) -> dict[str, Any]:
@@ -72,49 +112,6 @@ def chosen_sets(sets: Mapping[str, Any], split: Sequence[str]) -> dict[str, Any]
             f"the only evaluation set is `{TEST_SET}`, which must be named", suggestion=f"Type --split {TEST_SET}."
         )
     return chosen
-
-
-def _evaluate_set(
-    task: Task,
-    model: Any,
-    batches: EvalBatches,
-    autocast: AbstractContextManager[object],
-    world: World,
-    data: DataRank,
-    control: Control,
-    together: bool,
-) -> dict[str, float] | None:
-    """Return the metrics of one set. Data rank r of n evaluates the batches r, r + n, r + 2 n and so on."""
-    metrics = SetMetrics(task, world, data, batches.num_batches)
-    sums: list[Sums] = []
-    uncounted: Sums | None = None
-    stopped = False
-    with autocast:
-        for batch, counts in _passes(batches, data, together):
-            control.heartbeat()
-            fault_point("evaluate")
-            stopped = _any_rank(control.stop_requested, world) if together else control.stop_requested
-            if stopped:
-                break
-            if not counts:
-                uncounted = _step(task, model, batch, metrics, check=not sums, counts=False)
-                break
-            sums.append(_step(task, model, batch, metrics, check=not sums))
-            if metrics.states.is_due() and metrics.states.fold():
-                return None
-        if not sums:  # fewer batches than ranks: take the names of the metrics from any batch, and count nothing
-            if uncounted is None:
-                uncounted = _step(task, model, batches.first(), metrics, check=True, counts=False)
-            loss, count, pairs = uncounted
-            sums = [(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in pairs.items()})]
-    if stopped and metrics.states.folds_again():
-        metrics.states.fold(stopped=True)  # where the other ranks learn of it
-        return None
-    slots = range(data.rank, data.rank + len(sums) * data.size, data.size)
-    accumulator = MetricAccumulator(world, data, slots, max(batches.num_batches, data.size), task.step)
-    accumulator.add(sums)
-    totals = accumulator.totals(stopped, metrics.states.digest)
-    return None if totals is None else metrics.values(totals)
 
 
 def _passes(batches: EvalBatches, data: DataRank, together: bool) -> Iterator[tuple[Any, bool]]:

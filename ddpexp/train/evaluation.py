@@ -10,37 +10,26 @@ from dataclasses import dataclass, field
 import torch
 
 from ddpexp.data.batches import EvalBatches
-from ddpexp.data.streams import Batches
-from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
-from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
 from ddpexp.settings.metrics import TEST_SET
-from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.base import Strategy
-from ddpexp.task import HasOnEval, Sums, Task
+from ddpexp.task import HasOnEval, Sums
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.average_batch_norm import BatchNormEstimate
-from ddpexp.train.evaluate import evaluate, has_eval_metrics, metric_names
+from ddpexp.train.evaluate import Evaluator, has_eval_metrics, metric_names
 from ddpexp.train.keep_best import check_monitor, unknown_metric, unknown_monitor, with_value
 from ddpexp.train.metrics import nonfinite_error
-from ddpexp.train.precision import Precision
 from ddpexp.train.progress import Progress
+from ddpexp.train.run import Run
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Evaluates the model of a run on its evaluation sets: the one named `test` at the end, the others on the way."""
 
-    task: Task
-    strategy: Strategy
+    run: Run
     evals: Mapping[str, EvalBatches]
-    precision: Precision
-    world: World
-    control: Control
     logger: Logger
-    options: Trainer
-    train: Batches
     average: WeightAverage | None = None
     monitored: dict[str, str] = field(default_factory=dict)  # metrics that callbacks read, by the keys that name them
 
@@ -50,7 +39,7 @@ class Evaluation:
         Raises:
             RefusedError: there is no such set, or the run makes no evaluations.
         """
-        check_monitor(key, metric, self.periodic, self.options.eval_every)
+        check_monitor(key, metric, self.periodic, self.run.options.eval_every)
         self.monitored[key] = metric
 
     @property
@@ -60,12 +49,12 @@ class Evaluation:
 
     def is_test_due(self, progress: Progress) -> bool:
         """Return whether a run that ends in this state still has to evaluate its set `test`."""
-        if TEST_SET not in self.evals or self.options.eval_every == 0:
+        if TEST_SET not in self.evals or self.run.options.eval_every == 0:
             return False
         is_done = any(name.startswith(f"{TEST_SET}/") for name in progress.metrics)
         return not (is_done and progress.evaluated_at == progress.step)
 
-    def run(self, step: int, epoch: float, test: bool = False) -> dict[str, float] | None:
+    def evaluate(self, step: int, test: bool = False) -> dict[str, float] | None:
         """Evaluate and log; return the metrics as `set/metric`, or None if a stop request ended the evaluation early.
 
         The set `test` alone is evaluated, or all others.
@@ -76,35 +65,33 @@ class Evaluation:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss is not finite.
             MetricError: on all ranks, for a metric that cannot be computed.
         """
+        run = self.run
         sets = {TEST_SET: self.evals[TEST_SET]} if test else self.periodic
-        self.control.set_phase("evaluate")
+        run.control.set_phase("evaluate")
         self.refresh_average()
         weights = nullcontext() if self.average is None else self.average.in_place_of_weights()
-        with weights, self.strategy.evaluation() as model:
-            metrics = evaluate(
-                self.task, model, sets, self.precision, self.world, self.strategy.data, self.control,
-                self.strategy.evaluates_together,
-            )  # fmt: skip
+        together = run.strategy.evaluates_together
+        evaluator = Evaluator(run.task, run.precision, run.world, run.strategy.data, run.control, together)
+        with weights, run.strategy.evaluation() as model:
+            metrics = evaluator.evaluate(model, sets)
             if metrics is None:
                 return None
-            self.logger.scalars(step, epoch, metrics)
+            self.logger.scalars(step, run.epoch_after(step), metrics)
             self._check_losses(metrics, step)
             shows = not test or not self.periodic
-            takes_part = self.world.is_rank_zero or self.strategy.evaluates_together  # others have a null logger
-            if shows and takes_part and isinstance(self.task, HasOnEval):
+            takes_part = run.world.is_rank_zero or together  # others have a null logger
+            if shows and takes_part and isinstance(run.task, HasOnEval):
                 with torch.no_grad():
-                    self.task.on_eval(model, next(iter(sets.values())).first(), self.logger, step)
+                    run.task.on_eval(model, next(iter(sets.values())).first(), self.logger, step)
         return metrics
 
     def refresh_average(self, estimate: bool = True) -> None:
         """Bring the average up to date; `estimate` the statistics of BatchNorm for it. Ranks: all; communicates."""
-        num_batches = self.options.average_batch_norm
+        num_batches = self.run.options.average_batch_norm
         if self.average is not None:
             self.average.refresh()
         if self.average is not None and num_batches is not None and estimate:
-            BatchNormEstimate(
-                self.task, self.strategy, self.train, self.precision, self.world, self.control, num_batches
-            ).refresh(self.average)
+            BatchNormEstimate(self.run, num_batches).refresh(self.average)
 
     def improves(self, metrics: Mapping[str, float], progress: Progress) -> bool:
         """Return whether the metric of trainer.keep_best is among the best so far, and note it in the state.
@@ -112,14 +99,14 @@ class Evaluation:
         Raises:
             UnknownMetricError: the evaluation has no such metric.
         """
-        keep_best = self.options.keep_best
+        keep_best = self.run.options.keep_best
         if keep_best is None:
             return False
         name = keep_best.partition(":")[2]
         if name not in metrics:
             raise unknown_metric(keep_best, metrics)
         earlier = progress.best if progress.best_of in (None, keep_best) else []  # values of another metric
-        best = with_value(keep_best, metrics[name], earlier, self.options.keep_best_k)
+        best = with_value(keep_best, metrics[name], earlier, self.run.options.keep_best_k)
         if best is not None:
             progress.best, progress.best_of = best, keep_best
         return best is not None
@@ -135,14 +122,14 @@ class Evaluation:
             DdpexpError: the task returns what cannot be evaluated.
         """
         sets = self.periodic or self.evals
-        if not sets or self.options.eval_every == 0:
+        if not sets or self.run.options.eval_every == 0:
             return
-        keep_best = self.options.keep_best
+        keep_best = self.run.options.keep_best
         chosen = {} if keep_best is None else {"trainer.keep_best": keep_best.partition(":")[2]}
         known: dict[str, list[str] | None] = {}
         for key, name in ({**chosen, **self.monitored} or {"": f"{next(iter(sets))}/loss"}).items():
             part, _, metric = name.partition("/")
-            if part not in sets or (metric in ("loss", *sums[2]) and not has_eval_metrics(self.task)):
+            if part not in sets or (metric in ("loss", *sums[2]) and not has_eval_metrics(self.run.task)):
                 continue
             if part not in known:
                 known[part] = self._names_of(sets[part])
@@ -156,12 +143,12 @@ class Evaluation:
             raise RefusedError(error.reason, suggestion=f"Did you mean {error.override}?")
 
     def _names_of(self, batches: EvalBatches) -> list[str] | None:
+        run = self.run
         return metric_names(
-            self.task, self.strategy.eval_model, self.strategy.modules, batches.first(), self.precision,
-            self.world.device,
-        )  # fmt: skip
+            run.task, run.strategy.eval_model, run.strategy.modules, batches.first(), run.precision, run.world.device
+        )
 
     def _check_losses(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
-            if name.endswith("/loss") and not math.isfinite(value) and self.options.nonfinite == "stop":
+            if name.endswith("/loss") and not math.isfinite(value) and self.run.options.nonfinite == "stop":
                 raise nonfinite_error(name, value, step)

@@ -10,37 +10,30 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from ddpexp.data.batches import EvalBatches, units_per_sample
-from ddpexp.data.streams import Batches, StreamBatches
-from ddpexp.distributed.world import World
-from ddpexp.launch.workers.control import Control, What
+from ddpexp.data.streams import StreamBatches
 from ddpexp.loggers.base import Logger
-from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import Compilation
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.task import Schedule, Sums, Task
+from ddpexp.task import Sums
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.base import RunView
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.compare_replicas import ReplicaComparison
 from ddpexp.train.core_wait import core_wait_hint
-from ddpexp.train.due import NOTHING, Due, next_due
+from ddpexp.train.due import INTERRUPTED, NOTHING, NOTHING_ASKED, Asked, Due, End, next_due
 from ddpexp.train.evaluation import Evaluation
-from ddpexp.train.freezing import LateStarts
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.learning_rates import LearningRates
 from ddpexp.train.metrics import Clock, MetricAccumulator, MetricError, nonfinite_error
 from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import OptimizerStates, parameter_names
-from ddpexp.train.precision import Precision
 from ddpexp.train.progress import Outcome, Progress
+from ddpexp.train.run import Run
 from ddpexp.train.states import (
     AverageCount,
     CallbackStates,
@@ -55,73 +48,57 @@ from ddpexp.train.states import (
 from ddpexp.train.task_checks import warn_of_a_mean
 
 
-@dataclass
 class Loop:
-    """Everything a run consists of; `fit` trains."""
+    """Trains a run with `fit`.
 
-    task: Task
-    strategy: Strategy
-    optimizers: Mapping[str, Optimizer]
-    schedule: Schedule
-    precision: Precision
-    world: World
-    train: Batches
-    evals: Mapping[str, EvalBatches]
-    logger: Logger
-    control: Control
-    options: Trainer
-    num_steps: int
-    checkpointer: Saves | None = None
-    average: WeightAverage | None = None
-    callbacks: Callbacks = field(default_factory=Callbacks)
-    further_states: States = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
-    stopped: str | None = None  # why the run ends after this step; set on all ranks at once, anew in each start
-    states: dict[str, Stateful] = field(init=False)  # what checkpoints hold, by name
-    _rates: LearningRates = field(init=False)
-    _step: Step = field(init=False)
-    _evaluation: Evaluation = field(init=False)
-    _comparison: ReplicaComparison = field(init=False)
-    _metrics: MetricAccumulator = field(init=False)  # of the steps since the last record
-    _clock: Clock = field(init=False)
-    _units_per_sample: Mapping[str, int] = field(init=False)
-    _first_step_at: float = field(init=False, default=math.nan)
-    _next_due: int = field(init=False, default=0)  # nothing follows the steps before it
-    _save_requested: bool = field(init=False, default=False)  # by a callback, on all ranks at once
+    Attributes:
+        progress: How far the run is.
+        states: What checkpoints hold, by name.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        run: Run,
+        evals: Mapping[str, EvalBatches],
+        logger: Logger,
+        checkpointer: Saves | None = None,
+        average: WeightAverage | None = None,
+        callbacks: Callbacks | None = None,
+        further_states: States | None = None,
+    ) -> None:
         """Build what the steps, the records and the evaluations need, before a checkpoint changes anything."""
-        self._units_per_sample = units_per_sample(self.train.data)
-        self._rates = LearningRates(self.optimizers, self.schedule, self.num_steps, self.train.steps_per_epoch)
-        self._step = Step(
-            self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
-            self.options.seed, self.options.reduction, self.options.clip_grad_norm, self.options.clip_grad_value,
-            self.num_steps, Compilation.records_graphs(self.options),
-            self.callbacks.call_on_gradients if self.callbacks.on_gradients else None,
-            LateStarts.of(self.options, self.strategy.modules, self.strategy.single),
-        )  # fmt: skip
-        self._comparison = ReplicaComparison(self.strategy, self.world)
-        self._evaluation = Evaluation(
-            self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
-            self.train, self.average,
-        )  # fmt: skip
-        self._metrics, self._clock = self._new_accumulator(), Clock()
-        self.states = {
-            "models": Models(self.strategy, self.average, self.world),
-            "optimizers": OptimizerStates(self.optimizers, self.strategy),
+        self.run = run
+        self.evals = evals
+        self.logger = logger
+        self.checkpointer = checkpointer
+        self.average = average
+        self.callbacks = callbacks = callbacks or Callbacks()
+        self.progress = Progress()
+        self._units_per_sample = units_per_sample(run.train.data)
+        self._rates = LearningRates(run.optimizers, run.schedule, run.num_steps, run.train.steps_per_epoch)
+        self._step = Step(run, callbacks.call_on_gradients if callbacks.on_gradients else None)
+        self._comparison = ReplicaComparison(run.strategy, run.world)
+        self._evaluation = Evaluation(run, evals, logger, average)
+        self._metrics = self._new_accumulator()  # of the steps since the last record
+        self._clock = Clock()
+        self._first_step_at = math.nan
+        self._next_due = 0  # nothing is due after the steps before it
+        self.states: dict[str, Stateful] = {
+            "models": Models(run.strategy, average, run.world),
+            "optimizers": OptimizerStates(run.optimizers, run.strategy),
             "progress": self.progress,
             "progress/window": self._metrics,
             "progress/schedule": self._rates,
-            "progress/averaged": AverageCount(self.average),
-            "progress/precision": self.precision,
-            "modules": Modules(self.strategy),
+            "progress/averaged": AverageCount(average),
+            "progress/precision": run.precision,
+            "modules": Modules(run.strategy),
             "clock": self._clock,
-            "rank/buffers": LocalBuffers(self.strategy, self.world),
-            "rank/callbacks": CallbackStates(self.callbacks, self.world),
-            **self.further_states,
+            "rank/buffers": LocalBuffers(run.strategy, run.world),
+            "rank/callbacks": CallbackStates(callbacks, run.world),
+            **(further_states or {}),
         }
-        if isinstance(self.train, StreamBatches):
-            self.states["rank/stream"] = StreamPositions(self.train, self.strategy)
+        if isinstance(run.train, StreamBatches):
+            self.states["rank/stream"] = StreamPositions(run.train, run.strategy)
 
     def fit(self) -> Outcome:
         """Train from the current step to the last one; record, evaluate and save on the way.
@@ -131,78 +108,85 @@ class Loop:
         Raises:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss that is not finite; on all ranks alike.
         """
-        self._start()
-        interrupted = self._evaluate_before_steps()
-        self._prepare_for_data()
-        for step, micro_batches in enumerate(self._remaining_steps(interrupted), start=self.progress.step):
-            self.control.set_phase("train")
-            self._rates.set(step)
+        asked = self._start()
+        for step, micro_batches in self._remaining_steps(asked):
             due = self._due_after(step + 1)
             self._train_step(step, micro_batches, due)
+            asked = NOTHING_ASKED
             if due.record:
-                self._record()
-            improved = False
+                asked |= self._record()
             if due.evaluation:
-                interrupted, improved = self._evaluate()
-            if due.is_last or interrupted or self.stopped is not None:
+                asked |= self._evaluate()
+            if due.is_last or asked.end is not None:
                 break
-            request = self._poll()
-            interrupted = request == "stop"
-            if request == "end":
-                self.stopped = self._out_of_time()
-            if interrupted or self.stopped is not None:
+            asked = self._poll(asked)
+            if asked.end is not None:
                 break
-            if due.checkpoint or improved or self._save_requested or request == "save":
+            if due.checkpoint or asked.save:
                 self._save(end=False)
             self._wait_for_data()
-        return self._finish(interrupted)
+        return self._finish(asked.end)
 
-    def _start(self) -> None:
-        limit = self.options.max_seconds
+    def _start(self) -> Asked:
+        """Start the clock and the callbacks, and evaluate at step 0 if configured; return what follows."""
+        run = self.run
+        limit = run.options.max_seconds
         if self._rates.monitor is not None:
             self._evaluation.monitor("scheduler.monitor", self._rates.monitor)
         self._clock.start()
-        self.stopped = self.callbacks.stopped or self.stopped
-        if limit is not None and self._clock.elapsed_before >= limit and self.progress.step < self.num_steps:
-            self.stopped = self._out_of_time()
+        asked = NOTHING_ASKED
+        if limit is not None and self._clock.elapsed_before >= limit and self.progress.step < run.num_steps:
+            asked = Asked(end=self._out_of_time())
+        elif self.callbacks.stopped is not None:
+            asked = Asked(end=End(self.callbacks.stopped))
         if self.callbacks.members:
-            self.callbacks.start(RunView(
-                self.num_steps, self.options, self.world, self.train, self.strategy.modules, self.optimizers,
-                self.logger, self.callbacks.requests, self.progress, self._step, self._evaluation.monitor,
-                parameter_names(self.strategy.modules), self.strategy.shard,
-            ))  # fmt: skip
+            names = parameter_names(run.strategy.modules)
+            self.callbacks.start(
+                RunView(
+                    run,
+                    self.callbacks.requests,
+                    self.logger,
+                    self.progress,
+                    self._step,
+                    self._evaluation.monitor,
+                    names,
+                )
+            )
+        asked |= self._evaluate_before_steps()
+        run.strategy.train(True)
+        run.control.set_phase("data")
+        return asked
 
     def _new_accumulator(self) -> MetricAccumulator:
         """Return an accumulator with a slot per micro-batch of the global batch, or per rank for a manual task."""
-        data, manual, copies = self.strategy.data, self._step.manual, Compilation.records_graphs(self.options)
+        run = self.run
+        data, manual, copies = run.strategy.data, self._step.manual, Compilation.records_graphs(run.options)
         if manual is not None:
-            return MetricAccumulator(self.world, data, [data.rank], data.size, manual.train_step, copies)
-        num_micro_batches = self.train.plan.gradient_accumulation_steps
+            return MetricAccumulator(run.world, data, [data.rank], data.size, manual.train_step, copies)
+        num_micro_batches = run.train.plan.gradient_accumulation_steps
         first = data.rank * num_micro_batches
         slots = range(first, first + num_micro_batches)
-        return MetricAccumulator(self.world, data, slots, num_micro_batches * data.size, self.task.step, copies, True)
+        return MetricAccumulator(run.world, data, slots, num_micro_batches * data.size, run.task.step, copies, True)
 
-    def _evaluate_before_steps(self) -> bool:
-        """Evaluate at step 0 if configured, or redo an interrupted evaluation; return whether it was interrupted."""
+    def _evaluate_before_steps(self) -> Asked:
+        """Evaluate at step 0 if configured, or redo an interrupted evaluation."""
         progress = self.progress
-        sets = self._evaluation.periodic
-        at_start = self.options.eval_at_start and progress.step == 0 and progress.evaluated_at is None and bool(sets)
+        is_first = progress.step == 0 and progress.evaluated_at is None
+        at_start = self.run.options.eval_at_start and is_first and bool(self._evaluation.periodic)
         if not at_start and progress.evaluated:
-            return False
-        interrupted, improved = self._evaluate()
-        if at_start and improved:
+            return NOTHING_ASKED
+        asked = self._evaluate()
+        if asked.save and asked.end is None:
             self._save(end=False)
-        return interrupted
+        return asked
 
-    def _remaining_steps(self, interrupted: bool) -> Iterable[list[Any]]:
-        return () if interrupted or self.stopped is not None else self.train.steps(self.progress.step, self.num_steps)
-
-    def _prepare_for_data(self) -> None:
-        self.strategy.train(True)
-        self.control.set_phase("data")
+    def _remaining_steps(self, asked: Asked) -> Iterable[tuple[int, list[Any]]]:
+        """Return the numbers and the micro-batches of the steps to do. Units: steps, from 0."""
+        begin = self.progress.step
+        return () if asked.end is not None else enumerate(self.run.train.steps(begin, self.run.num_steps), start=begin)
 
     def _wait_for_data(self) -> None:
-        self.control.set_phase("data")
+        self.run.control.set_phase("data")
         fault_point("data")
 
     def _due_after(self, step: int) -> Due:
@@ -210,8 +194,9 @@ class Loop:
             self.checkpointer.check()
         if step < self._next_due:
             return NOTHING
-        due = Due.after(step, self.num_steps, self.train.steps_per_epoch, self.options)
-        self._next_due = next_due(step, self.num_steps, self.train.steps_per_epoch, self.options)
+        run = self.run
+        due = Due.after(step, run.num_steps, run.train.steps_per_epoch, run.options)
+        self._next_due = next_due(step, run.num_steps, run.train.steps_per_epoch, run.options)
         if due.evaluation or due.checkpoint:
             return due._replace(
                 evaluation=due.evaluation and bool(self._evaluation.periodic),
@@ -219,29 +204,40 @@ class Loop:
             )
         return due
 
-    def _poll(self) -> What | None:
+    def _poll(self, asked: Asked) -> Asked:
         """Return what all ranks do now. Ranks: all; of the times rank zero's count, since clocks differ."""
-        every, limit = self.options.checkpoint_every_seconds, self.options.max_seconds
+        run = self.run
+        every, limit = run.options.checkpoint_every_seconds, run.options.max_seconds
         save = self.callbacks.failed
         if every is not None and self.checkpointer is not None and self._clock.since_save() > every:
             save = True
         end = limit is not None and self._clock.elapsed() >= limit
-        return self.control.poll(self.progress.step, save, end)
+        match run.control.poll(self.progress.step, save, end):
+            case None:
+                return asked
+            case "save":
+                return asked._replace(save=True)
+            case "end":
+                return Asked(end=self._out_of_time())
+            case "stop":
+                return INTERRUPTED
 
-    def _out_of_time(self) -> str:
-        limit = f"trainer.max_seconds={self.options.max_seconds:.15g}"
-        return f"{limit} reached after step {self.progress.step:,} of {self.num_steps:,}"
+    def _out_of_time(self) -> End:
+        limit = f"trainer.max_seconds={self.run.options.max_seconds:.15g}"
+        return End(f"{limit} reached after step {self.progress.step:,} of {self.run.num_steps:,}")
 
     def _train_step(self, step: int, micro_batches: list[Any], due: Due) -> None:
         """Do one optimizer step, and count it."""
-        self._step.want_norm = due.record or due.checkpoint  # the norm is recorded, or checked before saving
-        sums = self._step.run(step, micro_batches)
+        callbacks = self.callbacks
+        self.run.control.set_phase("train")
+        self._rates.set(step)
+        sums = self._step.take(step, micro_batches, with_norm=due.record or due.checkpoint)  # recorded, or checked
         self._metrics.add(sums)
-        self.progress.step = self.control.step = step + 1
+        self.progress.step = self.run.control.step = step + 1
         if self.average is not None:
             self.average.update(step + 1, self._step.moved)
-        if self.callbacks.on_step:
-            self.callbacks.call("on_step", self.callbacks.on_step)
+        if callbacks.on_step:
+            callbacks.call("on_step", callbacks.on_step)
         fault_point("step")
         if math.isnan(self._first_step_at):
             self._first_step_at = time.time()
@@ -252,64 +248,69 @@ class Loop:
 
     def _check_first_step(self, step: int, sums: Sums, batch: Any) -> None:
         """Check the task and the ranks by the first step of a start. Ranks: all; communicates."""
+        run = self.run
         self._comparison.compare(step + 1)
-        if self.world.is_rank_zero and (hint := core_wait_hint()):
+        if run.world.is_rank_zero and (hint := core_wait_hint()):
             logging.getLogger("ddpexp").info(hint)
         # Blocks run as they are written: for a check they would be compiled once more.
-        with nullcontext() if self.options.compile_blocks is None else torch.compiler.set_stance("force_eager"):
+        with nullcontext() if run.options.compile_blocks is None else torch.compiler.set_stance("force_eager"):
             self._evaluation.check_metrics(sums)
             # A rank whose batch the task refuses would leave the others waiting in a forward pass that communicates.
-            if step == 0 and self._step.manual is None and not self.strategy.forward_communicates:
-                warn_of_a_mean(self.task, self.strategy, batch, self.precision, self.world)
+            if step == 0 and self._step.manual is None and not run.strategy.forward_communicates:
+                warn_of_a_mean(run.task, run.strategy, batch, run.precision, run.world)
 
-    def _record(self) -> None:
-        """Log the means since the last record. Ranks: all; communicates."""
+    def _record(self) -> Asked:
+        """Log the means since the last record; return what callbacks have requested. Ranks: all; communicates."""
+        run = self.run
         self._step.check()
         num_steps = len(self._metrics)
-        stop = self.options.nonfinite == "stop"
+        stop = run.options.nonfinite == "stop"
         means = self._metrics.reduce(self.progress.step - num_steps + 1, stop, self.callbacks.pending)
         values = {f"train/{name}": value for name, value in means.items()}
         values |= {f"train/lr{suffix}": rate for suffix, rate in self._rates.recorded().items()} | self._check_norms()
-        speed = num_steps * self.train.samples_per_step / self._clock.lap()
+        speed = num_steps * run.train.samples_per_step / self._clock.lap()
         values |= {f"train/{name}_per_second": speed * number for name, number in self._units_per_sample.items()}
         fault_point("record")
-        self.logger.scalars(self.progress.step, self._epoch(), values)
-        if self._metrics.flagged:
-            self._follow_requests()
+        self.logger.scalars(self.progress.step, run.epoch_after(self.progress.step), values)
+        return self._requested() if self._metrics.flagged else NOTHING_ASKED
 
-    def _follow_requests(self) -> None:
-        """Do what callbacks of any rank have requested. Ranks: all; communicates."""
-        self.callbacks.agree()
-        if self.callbacks.failed:
+    def _requested(self) -> Asked:
+        """Return what callbacks of any rank have requested. Ranks: all; communicates."""
+        callbacks = self.callbacks
+        callbacks.agree()
+        if callbacks.failed:
             self._save(end=False)
-        self.callbacks.raise_error("")  # without a checkpointer
-        requests = self.callbacks.taken()
-        self._save_requested = requests.save
-        if requests.stop is not None and self.stopped is None and self.progress.step < self.num_steps:
-            self.stopped = self.callbacks.stopped = requests.stop
+        callbacks.raise_error("")  # without a checkpointer
+        requests = callbacks.taken()
+        if requests.stop is None or self.progress.step == self.run.num_steps:
+            return Asked(requests.save)
+        if callbacks.stopped is None:
+            callbacks.stopped = requests.stop
+        return Asked(requests.save, End(callbacks.stopped))
 
-    def _evaluate(self) -> tuple[bool, bool]:
-        """Evaluate and log; return whether a stop request ended it early, and whether the metric to keep improved.
+    def _evaluate(self) -> Asked:
+        """Evaluate and log; return whether that was interrupted, and whether the metric to keep improved.
 
         Ranks: all, with the same result; communicates.
         """
+        callbacks = self.callbacks
         metrics = self._run_evaluation(test=False)
         self.progress.evaluated = metrics is not None
         if metrics is None:
-            return True, False
+            return INTERRUPTED
         self.progress.metrics, self.progress.evaluated_at = metrics, self.progress.step
         self._rates.observe(metrics, self.progress.step)
         try:
-            improved = self._evaluation.improves(metrics, self.progress)
+            asked = Asked(save=self._evaluation.improves(metrics, self.progress))
         except UnknownMetricError:
             self._save(end=False)  # no step so far is lost
             raise
-        if self.callbacks.members:
-            self.callbacks.call("on_evaluated", self.callbacks.on_evaluated, dict(metrics))
-            if self.callbacks.any_pending():
-                self._follow_requests()
-        self.control.set_phase("train")
-        return False, improved
+        if callbacks.members:
+            callbacks.call("on_evaluated", callbacks.on_evaluated, dict(metrics))
+            if callbacks.any_pending():
+                asked |= self._requested()
+        self.run.control.set_phase("train")
+        return asked
 
     def _evaluate_test(self) -> bool:
         """Evaluate the set `test` at the end of the run, unless that is done; return whether a stop interrupted it."""
@@ -325,7 +326,7 @@ class Loop:
     def _run_evaluation(self, test: bool) -> dict[str, float] | None:
         try:
             with self._clock.paused():
-                return self._evaluation.run(self.progress.step, self._epoch(), test)
+                return self._evaluation.evaluate(self.progress.step, test)
         except MetricError:
             self.progress.evaluated = test and self.progress.evaluated
             self._save(end=False)  # no step so far is lost, and a resume evaluates again
@@ -333,11 +334,11 @@ class Loop:
 
     def _save(self, end: bool, interrupted: bool = False) -> str | None:
         """Save a checkpoint; at the end return the hash of the weights. Ranks: all; communicates."""
+        run = self.run
         if self.checkpointer is None:
             return None
-        self.control.set_phase("save")
+        run.control.set_phase("save")
         fault_point("save")
-        self._save_requested = False
         if self.callbacks.any_pending():
             self.callbacks.agree()
         with self._clock.paused():
@@ -345,16 +346,20 @@ class Loop:
             self._check_finite()
             self._comparison.compare(self.progress.step)
             self._evaluation.refresh_average(estimate=not interrupted)  # else the time is limited
-            digest = self.checkpointer.save(self.states, self.progress, self._epoch(), end)
+            epoch = run.epoch_after(self.progress.step)
+            digest = self.checkpointer.save(self.states, self.progress, epoch, end)
         self._clock.saved()
         if self.callbacks.failed:
             self.checkpointer.finish()  # no step so far is lost
-            self.world.barrier()
+            run.world.barrier()
             self.callbacks.raise_error(f"Step {self.progress.step} is saved: correct the callback, or leave it out.")
         return digest
 
-    def _finish(self, interrupted: bool) -> Outcome:
-        if self.stopped is not None and not interrupted:
+    def _finish(self, end: End | None) -> Outcome:
+        """Record, evaluate, test and save what a run that is done has, or save where it was interrupted."""
+        stopped = None if end is None else end.stopped
+        interrupted = end is not None and stopped is None
+        if stopped is not None:
             interrupted = self._complete_early_end()
         if not interrupted:
             interrupted = self._evaluate_test()
@@ -363,9 +368,16 @@ class Loop:
         digest = self._save(end=True, interrupted=interrupted)
         progress = self.progress
         return Outcome(
-            progress.step, self._epoch(), progress.metrics, self._clock.total(), self._clock.elapsed(),
-            self._first_step_at, interrupted, digest, None if interrupted else self.stopped,
-        )  # fmt: skip
+            step=progress.step,
+            epoch=self.run.epoch_after(progress.step),
+            metrics=progress.metrics,
+            train_seconds=self._clock.total(),
+            elapsed_seconds=self._clock.elapsed(),
+            first_step_at=self._first_step_at,
+            interrupted=interrupted,
+            digest=digest,
+            stopped=None if interrupted else stopped,
+        )
 
     def _complete_early_end(self) -> bool:
         """Record and evaluate as after the last step, unless that is done; return whether a stop interrupted it."""
@@ -373,12 +385,10 @@ class Loop:
         if len(self._metrics):
             self._rates.set(progress.step - 1)
             self._record()
-        if not self._evaluation.periodic or self.options.eval_every == 0 or progress.evaluated_at == progress.step:
+        is_done = progress.evaluated_at == progress.step
+        if not self._evaluation.periodic or self.run.options.eval_every == 0 or is_done:
             return False
-        return self._evaluate()[0]
-
-    def _epoch(self) -> float:
-        return self.progress.step / self.train.steps_per_epoch
+        return self._evaluate().end == INTERRUPTED.end
 
     def _check_finite(self) -> None:
         """Refuse to checkpoint a diverged run. Ranks: all; communicates.
@@ -386,7 +396,7 @@ class Loop:
         Raises:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss since the last record, or the gradient, is not finite.
         """
-        if self.options.nonfinite == "stop":
+        if self.run.options.nonfinite == "stop":
             self._metrics.check_finite(self.progress.step - len(self._metrics) + 1)
             self._check_norms()
 
@@ -394,6 +404,6 @@ class Loop:
         """Return the gradient norms of the last step as they are recorded."""
         norms = {f"train/grad_norm{suffix}": float(norm) for suffix, norm in self._step.norms.items()}
         bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
-        if bad is not None and self.options.nonfinite == "stop" and not self.precision.skips:
+        if bad is not None and self.run.options.nonfinite == "stop" and not self.run.precision.skips:
             raise nonfinite_error(bad, norms[bad], self.progress.step)
         return norms

@@ -57,7 +57,7 @@ def check_loss(loss: Any, count: Any, step: Callable[..., Any]) -> None:
     """
     problem = _problem_of_loss(loss, trains=True) or _problem_of_count(count)
     if problem is not None:
-        raise DdpexpError(f"{named(step)} gave update.backward {problem}")
+        raise DdpexpError(f"{named(step)} gave micro_batch.backward {problem}")
 
 
 def _problem(found: Any, trains: bool, evaluates: bool) -> str | None:
@@ -227,11 +227,11 @@ def check_unchanged(
 
 
 def own_backward(step: Callable[..., Any]) -> DdpexpError:
-    """Return the error for a train_step whose gradients are not of `update.backward`."""
+    """Return the error for a train_step whose gradients are not of `micro_batch.backward`."""
     return DdpexpError(
         f"{named(step)} calls update.apply with gradients of a backward pass of its "
         f"own{line_of(step, '.backward(')}: they are not divided by the count over the global batch",
-        suggestion="Call update.backward(loss_sum, count) in place of loss.backward().",
+        suggestion="Call micro_batch.backward(loss_sum, count) in place of loss.backward().",
     )
 
 

@@ -67,8 +67,7 @@ from ddpexp.train.choose_checkpoint import choose
 from ddpexp.train.choose_samples import arrange, check_held_out
 from ddpexp.train.compilations import Compilations, limit_processes
 from ddpexp.train.disk_space import check_disk_space
-from ddpexp.train.evaluate import chosen_sets
-from ddpexp.train.evaluate import evaluate as compute_metrics
+from ddpexp.train.evaluate import Evaluator, chosen_sets
 from ddpexp.train.freezing import LateStarts
 from ddpexp.train.initial_weights import InitialWeights
 from ddpexp.train.join import join_world
@@ -200,7 +199,7 @@ def build(context: RunContext) -> Built:
     log.info(report.headline())
     evals = build_evals(experiment, splits, data, world.device, eval_batch_size(experiment, data.size))
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, average, callbacks)
-    _log_other_bits(context, plan.gradient_accumulation_steps, loop.optimizers.values())
+    _log_other_bits(context, plan.gradient_accumulation_steps, loop.run.optimizers.values())
     _warn_of_late_starts(trainer, strategy, num_steps, log)
     if slow := slow_average_warning(trainer.ema_decay, num_steps):
         log.warning(slow)
@@ -230,7 +229,7 @@ def _log_other_bits(context: RunContext, gradient_accumulation_steps: int, optim
 def restore(context: RunContext, built: Built) -> None:
     """Restore the newest checkpoint, or record what a new run starts with. Ranks: all; communicates."""
     run, experiment, log = context.run, context.experiment, context.log
-    loop, num_steps = built.loop, built.loop.num_steps
+    loop, num_steps = built.loop, built.loop.run.num_steps
     if context.world.is_rank_zero and built.resumes_at < num_steps:
         check_disk_space(run, experiment.trainer, loop)
     if built.newest is None:
@@ -321,7 +320,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     task = instantiate(experiment.task, experiment.trust, "task")
     check_task(task, experiment.task.target, evaluates=True)
     precision = Precision(experiment.trainer.precision, world.device, False)
-    metrics = compute_metrics(task, model, evals, precision, world, data, control)
+    metrics = Evaluator(task, precision, world, data, control).evaluate(model, evals)
     if metrics is None:
         raise Interrupted(0)  # there is nothing to save
     log.info("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))

@@ -64,9 +64,9 @@ class ActorCritic:
         total, length = torch.zeros((), dtype=torch.float64), 0
         seen = torch.zeros(3, 4, dtype=torch.float64, device=update.world.device)
         for number, (state,) in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 loss, states = self.play(update.models, state)
-                update.backward(loss, torch.tensor(len(states)))
+                micro_batch.backward(loss, torch.tensor(len(states)))
             total, length = total + loss.detach(), length + len(states)
             seen += torch.stack([torch.ones_like(states), states, states.square()]).sum(1)
         if update.apply():

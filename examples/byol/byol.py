@@ -42,9 +42,9 @@ class BYOL:
     def train_step(self, update: OptimizerStep, batches: list[Images]) -> Sums:
         total, count = torch.zeros((), dtype=torch.float64), 0
         for number, batch in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 loss, samples, _ = self.step(update.models, batch)
-                update.backward(loss, samples)
+                micro_batch.backward(loss, samples)
             total, count = total + loss.detach(), count + samples
         if update.apply():
             progress = update.step / update.num_steps

@@ -40,6 +40,7 @@ from ddpexp.train.average import WeightAverage
 from ddpexp.train.checkpointer import Checkpointer
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
+from ddpexp.train.run import Run
 from ddpexp.train.schedule import Cosine
 from ddpexp.train.states import RandomNumbers
 from tests.conftest import Ddpexp, finish
@@ -90,13 +91,12 @@ def build(world: World, way: str, folder: Path) -> Loop:
     average = WeightAverage.from_config(strategy.modules, trainer, 4)
     checkpointer = Checkpointer(RunDir(folder), Writer(folder, world), strategy, Logger(), world, {}, {}, b"")
     random = RandomNumbers(HostRandom(0, world.rank), world)
-    return Loop(
+    run = Run(
         task=Regress(), strategy=strategy, optimizers=optimizers, schedule=Cosine(), world=world,
-        precision=Precision("fp32", world.device, False),
-        train=TrainBatches(Arrays((torch.zeros(24, 9),)), plan, world.rank, 0, world.device), evals={},
-        logger=Logger(), control=Control(None), options=trainer, num_steps=8, checkpointer=checkpointer,
-        average=average, further_states={"rank/random": random},
+        precision=Precision("fp32", world.device, False), control=Control(None), options=trainer, num_steps=8,
+        train=TrainBatches(Arrays((torch.zeros(24, 9),)), plan, world.rank, 0, world.device),
     )  # fmt: skip
+    return Loop(run, {}, Logger(), checkpointer, average, None, {"rank/random": random})
 
 
 def link(world: World, way: str, source: Path | None, folder: Path) -> tuple[str | None, list[float]]:
@@ -105,15 +105,15 @@ def link(world: World, way: str, source: Path | None, folder: Path) -> tuple[str
     checkpointer = loop.checkpointer
     assert isinstance(checkpointer, Checkpointer)
     if source is None:
-        assert isinstance(loop.strategy, Replicas)
-        train(world, loop.strategy, lambda parameters: loop.optimizers["optimizer"])
+        assert isinstance(loop.run.strategy, Replicas)
+        train(world, loop.run.strategy, lambda parameters: loop.run.optimizers["optimizer"])
         loop.progress.step = 6
     else:
         checkpoint = open_checkpoint(newest_checkpoint(source))
         assert checkpoint.problem(world.rank, world.world_size) is None
         checkpointer.restore(checkpoint, loop.states)
         checkpointer.resumed_from = None  # it is saved again, elsewhere
-    with torch.no_grad(), loop.strategy.evaluation() as model:
+    with torch.no_grad(), loop.run.strategy.evaluation() as model:
         given = model(torch.linspace(-1, 1, 45).view(5, 9)).flatten().tolist()
     loop._start()
     digest = loop._save(end=True)

@@ -94,9 +94,9 @@ def test_a_metric_that_is_no_sum_is_found() -> None:
 def test_a_mean_that_a_train_step_gives_to_backward_is_found() -> None:
     problem, are_sums = means_in_train_step(subject(broken.ManualMean()), batch())
     assert problem is not None
-    place = line("update.backward(losses.mean()").rpartition(":")[2]
+    place = line("micro_batch.backward(losses.mean()").rpartition(":")[2]
     assert f"ManualMean.train_step ({FILE}:" in problem
-    assert f"seems to give update.backward in line {place} the mean of a loss, not its sum: " in problem
+    assert f"seems to give backward in line {place} the mean of a loss, not its sum: " in problem
     assert not are_sums
     assert means_in_train_step(subject(broken.Manual()), batch()) == (None, True)
     adversarial = subject(broken.Adversarial(), broken.networks())

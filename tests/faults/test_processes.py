@@ -49,9 +49,9 @@ class Slow(Sides):
 class ByHand(Slow):
     def train_step(self, update, micro_batches):
         for number, batch in enumerate(micro_batches):
-            with update.micro_batch(last=number == len(micro_batches) - 1):
+            with update.micro_batch(last=number == len(micro_batches) - 1) as micro_batch:
                 loss, count, sums = self.step(update.models, batch)
-                update.backward(loss, count)
+                micro_batch.backward(loss, count)
         update.apply()
         return loss, count, sums
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.fsdp.strategy import FSDP
 from ddpexp.strategy.replica import Replicas
 from ddpexp.train.build_optimizers import build_optimizers
-from ddpexp.train.freezing import LateStarts, freeze
+from ddpexp.train.freezing import freeze
 from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import optimizer_state, parameter_names, restore_optimizers, settings
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import run_rank
+from ddpexp.train.run import Run
+from ddpexp.train.schedule import Cosine
 from tests.fitting import ALONE, STRATEGY, TRAINER
 from tests.strategy.fsdp.ranks import OPTIONS, whole
 
@@ -115,11 +118,12 @@ class Trained:
         )
         self.built = {name: settings(one) for name, one in self.optimizers.items()}
         self.plan = plan_batches(20, 5, world.world_size)
-        self.step = Step(
-            Squares(), strategy, Precision("fp32", world.device, False, strategy.gradient_weight, strategy),
-            self.optimizers, world, Control(None), self.plan, 0, trainer.reduction, trainer.clip_grad_norm, None, STEPS,
-            late_starts=LateStarts.of(trainer, strategy.modules, strategy.single),
-        )  # fmt: skip
+        data: Any = SimpleNamespace(plan=self.plan)
+        self.step = Step(Run(
+            task=Squares(), strategy=strategy, optimizers=self.optimizers, schedule=Cosine(), world=world,
+            precision=Precision("fp32", world.device, False, strategy.gradient_weight, strategy),
+            control=Control(None), train=data, options=trainer, num_steps=STEPS,
+        ))  # fmt: skip
 
     def train(self, steps: range) -> list[float]:
         """Take steps; return the gradient norms."""
@@ -130,7 +134,7 @@ class Trained:
             for position in range(first, first + self.plan.gradient_accumulation_steps):
                 generator = torch.Generator().manual_seed(10 * number + position)
                 batches.append(torch.randn(5, 9, generator=generator))
-            self.step.run(number, batches)
+            self.step.take(number, batches, with_norm=False)
             norms.append(float(self.step.norms[""]))
         return norms
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,8 +42,10 @@ class Step:
     def __init__(self, strategy: LocalSGD, step: int) -> None:
         self.step, self._strategy = step, strategy
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return self._strategy.micro_batch(last)
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[Step]:
+        with self._strategy.micro_batch(last):
+            yield self
 
     def forward(self, batch: Tensor) -> Sums:
         return loss_of(self._strategy.train_model, batch), 1, {}

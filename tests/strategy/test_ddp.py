@@ -100,11 +100,11 @@ class Several(Sides):
     # Two forward passes, then two backward passes, in each micro-batch.
     def train_step(self, update, batches):
         for number, (_, rows, labels) in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 loss = nn.functional.cross_entropy(update.models(rows), labels, reduction="sum")
                 other = update.models.encode(2 * rows).square().sum()
-                update.backward(loss, len(labels))
-                update.backward(other, len(labels))
+                micro_batch.backward(loss, len(labels))
+                micro_batch.backward(other, len(labels))
         update.apply()
         return loss.detach(), len(labels), {}
 

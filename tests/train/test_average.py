@@ -241,7 +241,7 @@ def test_the_statistics_of_the_average_are_those_of_torch_and_training_never_see
     plain, _ = loop_alone(points, tmp_path, Sides(), 6, Normed, **keys)
     loop.fit()
     plain.fit()
-    model, other = loop.strategy.modules["model"], plain.strategy.modules["model"]
+    model, other = loop.run.strategy.modules["model"], plain.run.strategy.modules["model"]
     assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
     assert plain.average is not None
     of_training = plain.average.tensors("model")["net.1.running_mean"]  # without average_batch_norm
@@ -258,7 +258,7 @@ def with_statistics_of_torch(loop: Loop) -> dict[str, Tensor]:
     with torch.no_grad():
         reference = Normed()
         reference.load_state_dict(averaged)
-        update_bn([_Held(batch) for batches in loop.train.steps(0, 4) for batch in batches], _Whole(reference))
+        update_bn([_Held(batch) for batches in loop.run.train.steps(0, 4) for batch in batches], _Whole(reference))
     for name, tensor in reference.state_dict().items():
         assert torch.allclose(averaged[name].double(), tensor.double(), rtol=1e-5, atol=1e-6), name
     return averaged
@@ -275,15 +275,13 @@ def test_the_statistics_are_estimated_before_the_first_step_and_again_after_a_re
     counts: list[int] = []
     loop, _ = loop_alone(points, tmp_path, Counted(), 6, Normed, average_batch_norm=4, ema_decay=0.5)
     assert loop.average is not None
-    estimate = BatchNormEstimate(
-        loop.task, loop.strategy, loop.train, loop.precision, loop.world, loop.control, num_batches=4
-    )
+    estimate = BatchNormEstimate(loop.run, num_batches=4)
     for _ in range(2):
         estimate.refresh(loop.average)
         with_statistics_of_torch(loop)
         assert len(counts) == 4  # once, as it has not changed
     with torch.no_grad():
-        for parameter in loop.strategy.modules["model"].parameters():
+        for parameter in loop.run.strategy.modules["model"].parameters():
             parameter.mul_(2)
     loop.average.reset()
     estimate.refresh(loop.average)

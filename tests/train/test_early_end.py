@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpexp.launch.workers.control import Control
+from ddpexp.launch.workers.control import Control, What
 from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import Clock
 from ddpexp.train.progress import Progress
@@ -23,22 +23,21 @@ def points(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
     return Recipe(Ddpexp(tmp_path_factory.mktemp("early"), environ)).module()
 
 
-def ends_after(loop: Loop, step: int) -> None:
-    """Let the loop end after a step, as a callback would."""
-    run = loop._step.run
+class EndsAfter(Control):
+    """A command that ends the run after a step."""
 
-    def run_and_end(number: int, micro_batches: list[Any]) -> Any:
-        if number + 1 == step:
-            loop.stopped = "enough"
-        return run(number, micro_batches)
+    def __init__(self, step: int) -> None:
+        super().__init__(None)
+        self.last = step
 
-    loop._step.run = run_and_end  # type: ignore[method-assign,assignment]
+    def poll(self, done: int, save: bool = False, end: bool = False) -> What | None:
+        return "end" if done == self.last else None
 
 
 def test_time_that_is_over_ends_the_run_and_a_larger_limit_continues_it(points: Any, tmp_path: Path) -> None:
     def trained(limit: float | None, step: int | None = None) -> Loop:
-        loop, _ = loop_alone(points, tmp_path, points.Sides(), 10, max_seconds=limit)
-        loop.control = Control(None, leads=True)
+        control = Control(None, leads=True)
+        loop, _ = loop_alone(points, tmp_path, points.Sides(), 10, control=control, max_seconds=limit)
         if step is not None:
             restore(loop, {"progress": asdict(Progress(step)), "clock": spent})
         return loop
@@ -76,11 +75,12 @@ def test_an_early_end_is_saved_recorded_and_evaluated_like_the_last_step(
     points: Any, tmp_path: Path, every: int, kinds: list[tuple[str, int]]
 ) -> None:
     kept = Kept()
-    loop, records = loop_alone(points, tmp_path, points.Sides(), 10, eval_every=every, checkpoint_every=0)
+    keys: dict[str, Any] = {"eval_every": every, "checkpoint_every": 0, "max_seconds": 7200}
+    loop, records = loop_alone(points, tmp_path, points.Sides(), 10, control=EndsAfter(6), **keys)
     loop.checkpointer = kept
-    ends_after(loop, 6)
     outcome = loop.fit()
-    assert (outcome.step, outcome.interrupted, outcome.stopped, outcome.digest) == (6, False, "enough", "digest")
+    reason = "trainer.max_seconds=7200 reached after step 6 of 10"
+    assert (outcome.step, outcome.interrupted, outcome.stopped, outcome.digest) == (6, False, reason, "digest")
     assert kept.steps == [6]
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert [("train" if "train/loss" in line else "eval", line["step"]) for line in lines] == kinds

@@ -30,7 +30,7 @@ from ddpexp.strategy.mesh import DataRank
 from ddpexp.system.hardware import count_gpus
 from ddpexp.task import metric_update
 from ddpexp.train import batch_states
-from ddpexp.train.evaluate import evaluate, metric_names
+from ddpexp.train.evaluate import Evaluator, metric_names
 from ddpexp.train.metrics import MetricError
 from ddpexp.train.precision import Precision
 from tests.fitting import ALONE
@@ -92,7 +92,7 @@ def run(
 ) -> dict[str, float] | None:
     rank = data or DataRank(world.rank, world.world_size)
     batches = EvalBatches(samples(count), 8, rank.rank, rank.size, world.device)
-    return evaluate(task, nn.Identity().eval(), {"eval": batches}, FP32, world, rank, Stops(after))
+    return Evaluator(task, FP32, world, rank, Stops(after)).evaluate(nn.Identity().eval(), {"eval": batches})
 
 
 def chances(scores: Tensor) -> Tensor:

@@ -93,9 +93,9 @@ def steps(points: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     def run(task: str, **options: Any) -> None:
         loop, _ = loop_alone(points, tmp_path, getattr(points, task)(), evals={}, **options)
         loop._start()
-        for step, micro_batches in enumerate(loop.train.steps(0, 4)):
+        for step, micro_batches in enumerate(loop.run.train.steps(0, 4)):
             with Waits(refuses=step > 0):
-                loop._metrics.add(loop._step.run(step, micro_batches))
+                loop._metrics.add(loop._step.take(step, micro_batches, with_norm=False))
 
     return run
 
@@ -150,7 +150,7 @@ def test_an_exact_step_without_waiting_gives_the_same_bits(
     expected = weights()
     monkeypatch.setattr("ddpexp.strategy.exact.buffers.is_host", not_host)
     monkeypatch.setattr("ddpexp.strategy.exact.round.is_host", not_host)
-    monkeypatch.setattr("ddpexp.train.optimizer_step.moved", lambda tensor, device: tensor)
+    monkeypatch.setattr("ddpexp.train.counts.moved", lambda tensor, device: tensor)
     monkeypatch.setattr("ddpexp.train.counts.is_host", not_host)
     monkeypatch.setattr(buffers, "_SHARE_OF_GRADIENTS", share)
     monkeypatch.setattr(buffers, "_UNREAD_BYTES", unread)

@@ -117,15 +117,15 @@ class Pair:
     def train_step(self, update, batches):
         models = update.models
         for number, (_, rows, labels) in enumerate(batches):
-            with update.micro_batch(last=number == len(batches) - 1):
+            with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                 loss = nn.functional.cross_entropy(models["left"](rows), labels, reduction="sum")
-                update.backward(loss, len(labels))
+                micro_batch.backward(loss, len(labels))
         update.apply("left")
         for number, (_, rows, labels) in enumerate(batches):
-            with update.micro_batch(last=number == len(batches) - 1):
+            with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                 scores = models["left"](rows) + models["right"](rows)
                 other = nn.functional.cross_entropy(scores, 1 - labels, reduction="sum")
-                update.backward(other, len(labels))
+                micro_batch.backward(other, len(labels))
         update.apply("right")
         return loss.detach(), len(labels), {"other": (other.detach(), len(labels))}
 
@@ -518,7 +518,7 @@ def test_several_networks_under_manual_optimization_train_alike_at_every_world_s
     )  # fmt: skip
     assert done.code == 0, done.err
     alone = fit(points.Pair(), factory=points.pair)
-    assert set(alone.loop.optimizers) == {"left", "right"}
+    assert set(alone.loop.run.optimizers) == {"left", "right"}
     assert near(weights(done), alone.weights, 1e-5)
     # What `right`'s loss leaves in `left` does not reach its next step: it learns as if it were alone.
     torch.manual_seed(0)

@@ -79,8 +79,6 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def run(points: Any, folder: Path, make: Callable[[Any], Optimizer], **keys: Any) -> tuple[Any, OptimizerAverage]:
     """Train in this process."""
     loop, _ = loop_alone(points, folder, points.Sides(), 8, make=make, **keys)
-    loop.average = average_of(None, loop.strategy.modules, loop.optimizers, loop.options)
-    loop.__post_init__()
     loop.fit()
     loop.logger.close()
     assert isinstance(loop.average, OptimizerAverage)
@@ -88,7 +86,7 @@ def run(points: Any, folder: Path, make: Callable[[Any], Optimizer], **keys: Any
 
 
 def weights(loop: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in loop.strategy.modules["model"].state_dict().items()}
+    return {name: tensor.clone() for name, tensor in loop.run.strategy.modules["model"].state_dict().items()}
 
 
 @pytest.mark.parametrize("make", KINDS)
@@ -104,10 +102,10 @@ def test_evaluations_use_the_average_and_leave_no_trace_in_the_training(
     assert all(torch.equal(trained[name], tensor) for name, tensor in weights(often).items())
     evaluated = {name: tensor.clone() for name, tensor in average.tensors("model").items()}
     assert not any(torch.equal(trained[name], tensor) for name, tensor in evaluated.items())
-    optimizer: Any = often.optimizers["optimizer"]
+    optimizer: Any = often.run.optimizers["optimizer"]
     optimizer.eval()
     assert all(torch.equal(evaluated[name], tensor) for name, tensor in weights(often).items())
-    model = often.strategy.modules["model"]
+    model = often.run.strategy.modules["model"]
     _, rows, labels = points.points(33, 1).tensors
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(rows), labels)

@@ -135,9 +135,9 @@ class ByHand:
         self.loss, self.found = loss, found
 
     def train_step(self, update: Any, batches: list[Any]) -> Any:
-        with update.micro_batch(last=True):
+        with update.micro_batch(last=True) as micro_batch:
             loss, count, _ = good(update.models, batches[0])
-            update.backward(self.loss(loss), count)
+            micro_batch.backward(self.loss(loss), count)
         update.apply()
         return self.found
 
@@ -150,8 +150,8 @@ class ByHand:
     [
         (ByHand(found=None), "returned None, where the loop expects"),
         (ByHand(found=(1.0, 24, {})), "returned a float as the loss"),
-        (ByHand(lambda loss: loss.expand(3)), r"gave update\.backward a tensor of shape \(3,\) as the loss"),
-        (ByHand(lambda loss: loss.detach()), r"gave update\.backward a loss that does not require a gradient"),
+        (ByHand(lambda loss: loss.expand(3)), r"gave micro_batch\.backward a tensor of shape \(3,\) as the loss"),
+        (ByHand(lambda loss: loss.detach()), r"gave micro_batch\.backward a loss that does not require a gradient"),
     ],
 )
 def test_a_tasks_own_train_step_is_looked_at_too(fit: Callable[..., Once], task: ByHand, message: str) -> None:
@@ -174,7 +174,7 @@ class Twice:
 
 
 class OnItsOwn(ByHand):
-    """A task's own train_step that runs the backward pass without update.backward."""
+    """A task's own train_step that runs the backward pass without micro_batch.backward."""
 
     def train_step(self, update: Any, batches: list[Any]) -> Any:
         with update.micro_batch(last=True):
@@ -202,7 +202,7 @@ def test_a_train_step_that_runs_the_backward_pass_without_its_count_is_named(fit
     with pytest.raises(
         DdpexpError,
         match=rf"^OnItsOwn\.train_step \(.*\) calls update\.apply with .* of its own in line {line + 2}: .* Call "
-        r"update\.backward\(loss_sum, count\) in place of loss\.backward\(\)\.",
+        r"micro_batch\.backward\(loss_sum, count\) in place of loss\.backward\(\)\.",
     ):
         fit(OnItsOwn())
 
@@ -361,7 +361,7 @@ def test_the_question_changes_nothing(
         np.random.seed(0)
         random.seed(0)
         once = fit(task := Noisy(), factory=net, micro_batch_size=6, reduction=reduction, eval_every=0)
-        modes = [module.training for module in once.loop.strategy.modules["model"].modules()]
+        modes = [module.training for module in once.loop.run.strategy.modules["model"].modules()]
         return once.weights, modes, task.calls, np.random.rand(), random.random()
 
     checked = run()

@@ -17,6 +17,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import Control
 from ddpexp.settings.metrics import check_not_test
 from ddpexp.sweep.settings import settings_of
+from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import MetricError
@@ -86,7 +87,7 @@ def test_the_test_set_is_evaluated_once_with_the_weights_of_the_end(points: Any,
     assert outcome.metrics["test/perplexity"] == math.exp(outcome.metrics["test/loss"])
     assert task.shown == [33] * 4
     with torch.no_grad():
-        loss, count, _ = task.step(loop.strategy.eval_model, points.points(20, 1).tensors)
+        loss, count, _ = task.step(loop.run.strategy.eval_model, points.points(20, 1).tensors)
     assert outcome.metrics["test/loss"] == pytest.approx(float(loss) / count, rel=1e-5)
 
 
@@ -108,16 +109,14 @@ def test_a_test_set_alone_is_evaluated_at_the_end(points: Any, tmp_path: Path) -
 
 
 def test_a_run_that_ends_early_has_its_test_set_evaluated(points: Any, tmp_path: Path) -> None:
-    loop = build(points, tmp_path)
-    loop.stopped = "enough"
-    loop.fit()
+    build(points, tmp_path, callbacks=Callbacks(stopped="enough")).fit()
     assert records(tmp_path, "test/") == [0]
 
 
 @pytest.mark.parametrize("during", [1, 2])
 def test_an_interruption_leaves_what_it_interrupted_to_the_resume(points: Any, tmp_path: Path, during: int) -> None:
-    loop = build(points, tmp_path, eval_every=8)
-    loop.control = loop._evaluation.__dict__["control"] = Stops(during)  # a batch of eval, then one of test
+    control = Stops(during)  # a batch of eval, then one of test
+    loop = build(points, tmp_path, control=control, eval_every=8)
     assert loop.fit().interrupted
     again = build(points, tmp_path, eval_every=8)
     assert isinstance(loop.checkpointer, Kept)
@@ -144,7 +143,7 @@ def test_a_metric_that_cannot_be_computed_loses_no_step(
 ) -> None:
     """The first call is the one that tries the metrics out after the first step of a start."""
     loop = build(points, tmp_path, task=Task(failing), eval_every=4)
-    loop.task.failing = failing  # type: ignore[attr-defined]
+    loop.run.task.failing = failing  # type: ignore[attr-defined]
     with refused(": raised", MetricError):
         loop.fit()
     assert isinstance(loop.checkpointer, Kept)

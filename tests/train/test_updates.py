@@ -77,9 +77,9 @@ class LeavesOut(Poisoned):
         self.number += 1
         total, count = torch.zeros(()), 0
         for number, batch in enumerate(() if bad else batches):
-            with update.micro_batch(last=number == len(batches) - 1):
+            with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                 loss, each, _ = self.step(update.models, batch)
-                update.backward(loss, each)
+                micro_batch.backward(loss, each)
             total, count = total + loss.detach(), count + each
         if not bad:
             update.apply()
@@ -222,14 +222,14 @@ class TwoLosses:
     def train_step(self, update: Any, batches: list[Any]) -> Any:
         total = torch.zeros(())
         for number, batch in enumerate(batches):
-            with update.micro_batch(last=number == len(batches) - 1):
+            with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                 first, second = self.losses(update.models, batch)
                 one, other = self.counts(*batch[1:])
                 if self.together:
-                    update.backward(first + second, one)
+                    micro_batch.backward(first + second, one)
                 else:
-                    update.backward(first, one)
-                    update.backward(self.losses(update.models, batch)[1], other)
+                    micro_batch.backward(first, one)
+                    micro_batch.backward(self.losses(update.models, batch)[1], other)
             total += (first + second).detach()
         update.apply()
         return total, 24, {}
@@ -259,10 +259,10 @@ def test_a_loss_that_a_micro_batch_leaves_out_counts_for_the_others(fit: Callabl
     class Sometimes(TwoLosses):
         def train_step(self, update: Any, batches: list[Any]) -> Any:
             for number, batch in enumerate(batches):
-                with update.micro_batch(last=number == len(batches) - 1):
-                    update.backward(self.losses(update.models, batch)[0], *self.counts(number)[:1])
+                with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
+                    micro_batch.backward(self.losses(update.models, batch)[0], *self.counts(number)[:1])
                     if number % 2:
-                        update.backward(self.losses(update.models, batch)[0], self.counts(number)[1])
+                        micro_batch.backward(self.losses(update.models, batch)[0], self.counts(number)[1])
             update.apply()
             return torch.zeros(()), 24, {}
 
@@ -281,8 +281,8 @@ class Passes(TwoLosses):
 
     def train_step(self, update: Any, batches: list[Any]) -> Any:
         for batch, last in zip(batches, self.lasts, strict=False):
-            with update.micro_batch(last=last):
-                update.backward(self.losses(update.models, batch)[0], self.counts(*batch[1:])[0])
+            with update.micro_batch(last=last) as micro_batch:
+                micro_batch.backward(self.losses(update.models, batch)[0], self.counts(*batch[1:])[0])
         update.apply()
         return torch.zeros(()), 24, {}
 
@@ -311,9 +311,9 @@ def test_a_train_step_knows_its_step_and_whether_it_was_taken(points: Any, fit: 
 
     class Knows(points.Sides):  # type: ignore[misc]
         def train_step(self, update: Any, batches: list[Any]) -> Any:
-            with update.micro_batch(last=True):
+            with update.micro_batch(last=True) as micro_batch:
                 loss, count, _ = self.step(update.models, batches[0])
-                update.backward(loss * (math.nan if update.step == 1 else 1.0), count)
+                micro_batch.backward(loss * (math.nan if update.step == 1 else 1.0), count)
             seen.append((update.step, update.num_steps, update.world.world_size, update.apply()))
             return loss.detach(), count, {}
 
@@ -333,8 +333,8 @@ def test_every_apply_has_a_gradient_norm_of_its_own(points: Any, fit: Callable[.
 def test_gradients_that_nobody_applies_are_refused(fit: Callable[..., Once]) -> None:
     class Forgets(TwoLosses):
         def train_step(self, update: Any, batches: list[Any]) -> Any:
-            with update.micro_batch(last=True):
-                update.backward(self.losses(update.models, batches[0])[0], 24)
+            with update.micro_batch(last=True) as micro_batch:
+                micro_batch.backward(self.losses(update.models, batches[0])[0], 24)
             return torch.zeros(()), 24, {}
 
     with pytest.raises(DdpexpError, match=r"without a later update\.apply"):
@@ -352,7 +352,7 @@ def test_a_count_that_is_no_number_is_named(fit: Callable[..., Once], count: Any
     [
         (
             lambda rows, labels: (torch.tensor(6), counted(rows)),
-            r"train_step calls update\.backward with tensors that count 24, \d+ over the global batch: .* Call it once "
+            r"train_step calls micro_batch\.backward with tensors that count 24, \d+ over the global batch: .* Call it once "
             r"with ",
         ),
         (
@@ -365,7 +365,7 @@ def test_a_count_that_is_no_number_is_named(fit: Callable[..., Once], count: Any
         ),
         (
             lambda rows, labels: (6, int(counted(rows))),
-            r"train_step gave update\.backward the count \d after \d: a number must be",
+            r"train_step gave micro_batch\.backward the count \d after \d: a number must be",
         ),
         (lambda rows, labels: (0, 6), r"train_step gave the count 0"),
     ],
@@ -457,10 +457,10 @@ class Both:
     def train_step(self, update: Any, batches: list[Any]) -> Any:
         for _ in range(1 + self.again):
             for number, (_, rows, labels) in enumerate(batches):
-                with update.micro_batch(last=number == len(batches) - 1):
+                with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                     scores = update.models["left"](rows) + update.models["right"](rows)
                     loss = nn.functional.cross_entropy(scores, labels, reduction="sum")
-                    update.backward(loss, torch.tensor(len(labels)))
+                    micro_batch.backward(loss, torch.tensor(len(labels)))
             for names in self.names:
                 update.apply(*names)
         return loss.detach(), len(labels), {}
@@ -483,7 +483,7 @@ def test_several_applies_use_the_gradients_of_one_round(
         in_turn = fit(Both(("right",), ("left",), again=again), **keys)
         for name, tensor in at_once.weights.items():
             assert torch.equal(tensor, in_turn.weights[name]), name
-        assert at_once.loop.precision.state() == in_turn.loop.precision.state()
+        assert at_once.loop.run.precision.state() == in_turn.loop.run.precision.state()
 
 
 @pytest.mark.parametrize("names", [((), ("left",)), (("left",), ("left",)), (("left", "left"),), (("left",), ())])
@@ -549,7 +549,7 @@ def test_an_fp16_step_that_overflows_leaves_no_trace(points: Any, fit: Callable[
     assert all(torch.equal(once.weights[f"model.{name}"], tensor) for name, tensor in fresh.items())
     assert once.loop.average is not None
     assert all(torch.equal(once.loop.average.tensors("model")[name], tensor) for name, tensor in fresh.items())
-    assert once.loop.precision.state()["scale"] == 2.0**13
+    assert once.loop.run.precision.state()["scale"] == 2.0**13
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -559,9 +559,9 @@ def test_an_optimizer_without_a_gradient_in_a_step_does_nothing(
     class One(Both):
         def train_step(self, update: Any, batches: list[Any]) -> Any:
             _, rows, labels = batches[0]
-            with update.micro_batch(last=True):
+            with update.micro_batch(last=True) as micro_batch:
                 loss = nn.functional.cross_entropy(update.models["left"](rows), labels, reduction="sum")
-                update.backward(loss, len(labels))
+                micro_batch.backward(loss, len(labels))
             update.apply()
             return loss.detach(), len(labels), {}
 
@@ -615,14 +615,14 @@ def test_a_tasks_own_train_step_computes_in_the_configured_precision(
     class ByHand(points.Sides):  # type: ignore[misc]
         def train_step(self, update: Any, batches: list[Any]) -> Any:
             for number, (_, rows, labels) in enumerate(batches):
-                with update.micro_batch(last=number == len(batches) - 1):
+                with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                     with torch.no_grad():
                         update.models(rows)  # as a GAN's other network does, whose weights are cast for it
                     scores = update.models(rows)
                     forwards.add(scores.dtype)
                     seen = Looks.apply(scores)  # type: ignore[no-untyped-call]
                     loss = nn.functional.cross_entropy(seen, labels, reduction="sum")
-                    update.backward(loss, len(labels))
+                    micro_batch.backward(loss, len(labels))
             update.apply()
             return loss.detach(), len(labels), {}
 

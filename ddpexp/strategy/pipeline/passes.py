@@ -16,7 +16,7 @@ from ddpexp.strategy.pipeline.groups import Groups
 from ddpexp.strategy.pipeline.links import kind_of_batch
 from ddpexp.strategy.pipeline.schedule import Pass
 from ddpexp.strategy.pipeline.stages import Division
-from ddpexp.task import OptimizerStep, Sums
+from ddpexp.task import MicroBatch, OptimizerStep, Sums
 
 
 class _Sent(BaseException):
@@ -49,28 +49,28 @@ class Passes:
         Ranks: all; communicates.
         """
         begun: dict[tuple[int, int], _InProgress] = {}
+        contexts = [step.micro_batch(last=number == len(micro_batches)) for number in range(1, len(micro_batches) + 1)]
         sums: list[Sums] = []
         for one in passes:
             number = one.micro_batch
+            micro_batch = contexts[number]
             if one.forward:
-                begins = one.stage == self._stages[0]
-                last = number == len(micro_batches) - 1
-                with step.micro_batch(last) if begins else step.forward_pass(number):
-                    begun[number, one.stage] = self._forward(step, one.stage, micro_batches[number])
+                with micro_batch if one.stage == self._stages[0] else micro_batch.forward_pass():
+                    begun[number, one.stage] = self._forward(micro_batch, one.stage, micro_batches[number])
             else:
-                with step.backward_pass(number):
-                    found = self._backward(step, one.stage, begun.pop((number, one.stage)))
+                with micro_batch.backward_pass():
+                    found = self._backward(micro_batch, one.stage, begun.pop((number, one.stage)))
                 sums += [] if found is None else [found]
         self._links.finish()
         return sums
 
-    def _forward(self, step: OptimizerStep, stage: int, batch: Any) -> _InProgress:
+    def _forward(self, micro_batch: MicroBatch, stage: int, batch: Any) -> _InProgress:
         """Compute a stage's layers for a micro-batch; send the result to the next stage."""
         kind = kind_of_batch(batch)
         received = None if stage == 0 else self._links.receive(stage, kind)
         self.model.begin(stage, received)
         try:
-            sums = step.forward(batch)
+            sums = micro_batch.forward(batch)
         except _Sent:
             output = self.model.output
             assert output is not None
@@ -84,7 +84,7 @@ class Passes:
             )
         return _InProgress(received, sums=sums)
 
-    def _backward(self, step: OptimizerStep, stage: int, begun: _InProgress) -> Sums | None:
+    def _backward(self, micro_batch: MicroBatch, stage: int, begun: _InProgress) -> Sums | None:
         """Compute the gradients of a micro-batch; send that of what was received to the stage before.
 
         Returns the sums of the micro-batch after the last of this worker's stages, which comes first.
@@ -93,7 +93,7 @@ class Passes:
         if begun.sums is not None:
             sums = begun.sums
             self._note_names(sums)
-            step.backward(sums[0], sums[1])
+            micro_batch.backward(sums[0], sums[1])
         else:
             assert begun.output is not None
             if stage == self._stages[-1]:
@@ -101,7 +101,8 @@ class Passes:
                 sums = self._zeros()
             gradient = self._links.receive_gradient(begun.output) if begun.output.requires_grad else None
             if sums is not None:
-                step.backward(_Given.apply(begun.output, self._anchor, gradient), sums[1])  # type: ignore[no-untyped-call]
+                loss = _Given.apply(begun.output, self._anchor, gradient)  # type: ignore[no-untyped-call]
+                micro_batch.backward(loss, sums[1])
             elif gradient is not None:
                 torch.autograd.backward(begun.output, gradient)
         if begun.received is not None and begun.received.requires_grad:

@@ -11,14 +11,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from ddpexp.data.streams import Batches
-    from ddpexp.distributed.world import World
     from ddpexp.loggers.base import Logger
     from ddpexp.settings.experiment import ExperimentSettings
     from ddpexp.settings.trainer import Trainer
-    from ddpexp.strategy.base import Shard
     from ddpexp.train.optimizer_step import Step
     from ddpexp.train.progress import Progress
+    from ddpexp.train.run import Run
 
 
 class Callback:
@@ -86,21 +84,30 @@ class Requests:
 class RunView:
     """What a callback sees of its run: one object, always up to date."""
 
-    num_steps: int
-    _options: Trainer
-    _world: World
-    _train: Batches
-    models: Mapping[str, nn.Module]  # by name, as built: a single one is `model`
-    optimizers: Mapping[str, Optimizer]
-    logger: Logger  # rank zero records, those of the others do nothing
+    _run: Run
     _requests: Requests
+    logger: Logger  # rank zero records, those of the others do nothing
     _progress: Progress
     _step: Step
     _register: Callable[[str, str], None]
     _parameters: Mapping[str, Tensor]  # of all models, by name
-    _shard: Callable[[str, Tensor], Shard]
     caller: str = ""  # the key of the callback that is called
     _stepping: Sequence[Optimizer] = ()  # in `on_gradients`, those that are about to use the gradients
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of optimizer steps of the whole run."""
+        return self._run.num_steps
+
+    @property
+    def models(self) -> Mapping[str, nn.Module]:
+        """Return the models by name, as built; a single one is `model`."""
+        return self._run.strategy.modules
+
+    @property
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        """Return the optimizers by name."""
+        return self._run.optimizers
 
     @property
     def step(self) -> int:
@@ -110,32 +117,32 @@ class RunView:
     @property
     def steps_per_epoch(self) -> int:
         """Return the number of optimizer steps in an epoch."""
-        return self._train.steps_per_epoch
+        return self._run.train.steps_per_epoch
 
     @property
     def options(self) -> Trainer:
         """Return the section `trainer` of the configuration."""
-        return self._options
+        return self._run.options
 
     @property
     def rank(self) -> int:
         """Return this process's rank."""
-        return self._world.rank
+        return self._run.world.rank
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return self._world.world_size
+        return self._run.world.world_size
 
     @property
     def device(self) -> torch.device:
         """Return this rank's device."""
-        return self._world.device
+        return self._run.world.device
 
     @property
     def epoch(self) -> float:
         """Return the number of epochs done, as a fraction."""
-        return self._progress.step / self._train.steps_per_epoch
+        return self._run.epoch_after(self._progress.step)
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -146,7 +153,7 @@ class RunView:
     def is_recorded(self) -> bool:
         """Return whether the training metrics are recorded after this step."""
         step = self._progress.step
-        return step % self._options.log_every == 0 or step == self.num_steps
+        return step % self._run.options.log_every == 0 or step == self.num_steps
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names such as `model.0.weight` with the parameters of all models, tied ones once."""
@@ -165,12 +172,12 @@ class RunView:
 
     def held(self, name: str, tensor: Tensor) -> Tensor:
         """Return what this rank holds of a parameter or gradient: all of it, or some rows of a sharded one."""
-        return self._shard(name, tensor).tensor
+        return self._run.strategy.shard(name, tensor).tensor
 
     @property
     def micro_batch_size(self) -> int:
         """Return the number of samples in a micro-batch."""
-        return self._train.plan.micro_batch_size
+        return self._run.train.plan.micro_batch_size
 
     @property
     def micro_batch(self) -> int | None:
@@ -178,11 +185,12 @@ class RunView:
 
         Units: from 0 in each step.
         """
-        return self._step.micro_batch_in_progress
+        current = self._step.micro_batch_in_progress
+        return None if current is None else current.number % self._run.train.plan.gradient_accumulation_steps
 
     def samples(self, rows: Sequence[int]) -> str:
         """Describe the samples in these rows of the micro-batch in progress, by their indices in the data set."""
-        return self._train.describe(self.step, self.micro_batch or 0, rows)
+        return self._run.train.describe(self.step, self.micro_batch or 0, rows)
 
     def monitor(self, key: str, metric: str) -> None:
         """Announce in `on_start` that this callback reads a metric, which its key `key` names.

@@ -184,10 +184,10 @@ class Twice:
     def train_step(self, update: OptimizerStep, batches: list[Batch]) -> Sums:
         sums = []
         for number, batch in enumerate(batches):
-            with update.micro_batch(last=number == len(batches) - 1):
+            with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                 sums.append(self.step(update.models, batch))
-                update.backward(*sums[-1][:2])
-                update.backward(*size(update.models(batch[1], batch[2]), batch, self.counts))
+                micro_batch.backward(*sums[-1][:2])
+                micro_batch.backward(*size(update.models(batch[1], batch[2]), batch, self.counts))
         update.apply()
         return added(sums)
 
@@ -209,10 +209,10 @@ class Pair:
     def train_step(self, update: OptimizerStep, batches: list[Batch]) -> Sums:
         sums = []
         for number, batch in enumerate(batches):
-            with update.micro_batch(last=number == len(batches) - 1):
+            with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                 for name in ("left", "right"):
                     learned = Plain(self.counts).step(update.models[name], batch)
-                    update.backward(*learned[:2])
+                    micro_batch.backward(*learned[:2])
                     sums += [learned] if name == "left" else []
         update.apply("left")
         update.apply("right")
@@ -237,14 +237,14 @@ class Game:
         left, right = update.models["left"], update.models["right"]
         sums = []
         for number, batch in enumerate(batches):
-            with update.micro_batch(last=number == len(batches) - 1):
+            with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                 sums.append(Plain(self.counts).step(left, batch))
-                update.backward(*sums[-1][:2])
+                micro_batch.backward(*sums[-1][:2])
         update.apply("left")
         for number, batch in enumerate(batches):
-            with update.micro_batch(last=number == len(batches) - 1):
+            with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                 scores = right(batch[1], batch[2]) - left(batch[1], batch[2])
-                update.backward(*entropy(scores, batch, self.counts))
+                micro_batch.backward(*entropy(scores, batch, self.counts))
         update.apply("right")
         return added(sums)
 

@@ -554,10 +554,10 @@ class Pair:
         models = update.models
         for name in ("left", "right"):
             for number, (_, rows, labels) in enumerate(batches):
-                with update.micro_batch(last=number == len(batches) - 1):
+                with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                     scores = sum(model(rows) for model in models.values())
                     loss = nn.functional.cross_entropy(scores, labels, reduction="sum")
-                    update.backward(loss, len(labels))
+                    micro_batch.backward(loss, len(labels))
             update.apply(name)
         return loss.detach(), len(labels), {}
 

@@ -489,10 +489,10 @@ class Pair:
         models, total = update.models, 0
         for name in ("left", "right"):
             for number, (_, rows, labels) in enumerate(batches):
-                with update.micro_batch(last=number == len(batches) - 1):
+                with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                     scores = models["left"](rows) + (models["right"](rows) if name == "right" else 0)
                     loss = nn.functional.cross_entropy(scores, labels, reduction="sum")
-                    update.backward(loss, len(labels))
+                    micro_batch.backward(loss, len(labels))
                 total = total + loss.detach()
             update.apply(name)
         return total, 2 * sum(len(labels) for _, _, labels in batches), {}
@@ -505,14 +505,15 @@ class Pair:
 class Outside(Pair):
     def train_step(self, update, batches):
         _, rows, labels = batches[0]
-        update.backward(update.models["left"](rows).sum(), len(labels))
+        micro_batch = update.micro_batch(last=True)
+        micro_batch.backward(update.models["left"](rows).sum(), len(labels))
 
 
 class TooEarly(Pair):
     def train_step(self, update, batches):
         _, rows, labels = batches[0]
-        with update.micro_batch(last=True):
-            update.backward(update.models["left"](rows).sum(), len(labels))
+        with update.micro_batch(last=True) as micro_batch:
+            micro_batch.backward(update.models["left"](rows).sum(), len(labels))
             update.apply("left")
 """
 DEEP = ("model._target_=points.Deep", "trainer.global_batch_size=48", "trainer.micro_batch_size=2",
@@ -640,8 +641,8 @@ def test_a_run_resumes_at_another_world_size_with_the_same_result(recipe: Recipe
 @pytest.mark.parametrize(
     ("task", "reduction", "size", "said"),
     [
-        ("Outside", "exact", 2, "calls update.backward outside of `with update.micro_batch(last):`"),
-        ("Outside", "fast", 1, "calls update.backward outside of `with update.micro_batch(last):`"),
+        ("Outside", "exact", 2, "calls backward outside of `with update.micro_batch(last):`"),
+        ("Outside", "fast", 1, "calls backward outside of `with update.micro_batch(last):`"),
         ("TooEarly", "fast", 2, "calls update.apply inside of `with update.micro_batch(last):`"),
     ],
 )

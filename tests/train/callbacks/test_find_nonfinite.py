@@ -54,7 +54,7 @@ def found(points: Any, tmp_path: Path, factory: Any, **keys: Any) -> str:  # noq
     loop, _ = loop_alone(points, tmp_path, Sums(), 4, factory, callbacks=callbacks, checkpoint_every=0, **keys)
     with pytest.raises(NonFiniteError) as caught:
         loop.fit()
-    assert all(bool(parameter.isfinite().all()) for parameter in loop.strategy.parameters())
+    assert all(bool(parameter.isfinite().all()) for parameter in loop.run.strategy.parameters())
     return str(caught.value)
 
 
@@ -67,8 +67,8 @@ def test_module_step_and_sample_are_named(
     keys: dict[str, Any],
 ) -> None:
     loop, _ = loop_alone(points, tmp_path, points.Sides(), 4)
-    assert isinstance(loop.train, TrainBatches)
-    step = next(number for number, block in enumerate(loop.train.indices(0, 4), start=1) if BAD in block)
+    assert isinstance(loop.run.train, TrainBatches)
+    step = next(number for number, block in enumerate(loop.run.train.indices(0, 4), start=1) if BAD in block)
     message = found(points, tmp_path, lambda: Faulty(backward), **keys)
     what = (
         "the gradient at the output of model.first (Linear) is not finite ("
@@ -95,5 +95,5 @@ def test_a_sound_run_is_the_same_with_it(points: Any, tmp_path: Path) -> None:  
     loop.fit()
     alone, _ = loop_alone(points, tmp_path, points.Sides(), 8)
     alone.fit()
-    weights, expected = (one.strategy.modules["model"].state_dict() for one in (loop, alone))
+    weights, expected = (one.run.strategy.modules["model"].state_dict() for one in (loop, alone))
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())

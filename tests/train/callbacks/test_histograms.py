@@ -50,14 +50,14 @@ def test_they_are_of_the_reduced_gradient_before_clipping_and_of_the_new_weights
         gradient = torch.cat([keeps.kept[f"gradients/{name}", step].flatten() for name in NAMES])
         assert float(gradient.norm()) == pytest.approx(norms[step], rel=1e-5)
         assert norms[step] > 0.01
-    for name, parameter in nn.ModuleDict(loop.strategy.modules).named_parameters():
+    for name, parameter in nn.ModuleDict(loop.run.strategy.modules).named_parameters():
         assert torch.equal(keeps.kept[f"weights/{name}", steps[-1]], parameter.detach().flatten())
 
 
 def test_what_is_not_finite_is_left_out(points: Any, tmp_path: Path) -> None:  # noqa: F811
     loop, _, _ = fitting(points, tmp_path, Histograms(1, gradients=False), steps=1, nonfinite="skip")
     loop.logger = keeps = Keeps()
-    weight, bias = list(loop.strategy.parameters())[:2]
+    weight, bias = list(loop.run.strategy.parameters())[:2]
     with torch.no_grad():
         weight.view(-1)[0], bias[:] = torch.nan, torch.inf
     loop.fit()

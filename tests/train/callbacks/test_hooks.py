@@ -83,7 +83,7 @@ def test_a_run_is_the_same_with_callbacks(points: Any, tmp_path: Path) -> None:
     loop.fit()
     alone, path_alone = loop_alone(points, tmp_path, points.Sides(), 8)
     alone.fit()
-    weights, expected = (one.strategy.modules["model"].state_dict() for one in (loop, alone))
+    weights, expected = (one.run.strategy.modules["model"].state_dict() for one in (loop, alone))
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
     dropped = ("time", "train/samples_per_second")
     one, other = (

@@ -34,7 +34,7 @@ def test_every_group_is_recorded_with_other_settings(
     found = [line for line in lines if "lr/optimizer/0" in line]
     assert [line["step"] for line in found] == steps
     for line in found:
-        factor = loop.schedule.factor(line["step"] - 1, 6)
+        factor = loop.run.schedule.factor(line["step"] - 1, 6)
         assert line["lr/optimizer/0"] == pytest.approx(0.5 * factor)
         assert line["lr/optimizer/1"] == pytest.approx(0.25 * factor)
         assert (line["betas/optimizer/1/0"], line["betas/optimizer/0/1"]) == (0.9, 0.999)

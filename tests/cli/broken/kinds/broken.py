@@ -93,17 +93,14 @@ class PythonRandom(Sound):
 class Manual(Sound):
     def train_step(self, update: OptimizerStep, batches: Sequence[Batch]) -> Sums:
         for number, batch in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 losses = self.losses(update.models, batch)
-                self.backward(update, losses)
+                micro_batch.backward(losses.sum(), len(losses))
         update.apply()
         return losses.sum().detach(), len(losses), {}
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-    def backward(self, update: OptimizerStep, losses: Tensor) -> None:
-        update.backward(losses.sum(), len(losses))
 
 
 class ManualByRank(Manual):
@@ -114,9 +111,9 @@ class ManualByRank(Manual):
 class ManualMean(Sound):
     def train_step(self, update: OptimizerStep, batches: Sequence[Batch]) -> Sums:
         for number, (rows, labels) in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 losses = functional.cross_entropy(update.models(rows), labels, reduction="none")
-                update.backward(losses.mean(), len(losses))
+                micro_batch.backward(losses.mean(), len(losses))
         update.apply()
         return losses.sum().detach(), len(losses), {}
 
@@ -201,15 +198,15 @@ class Adversarial:
     def train_step(self, update: OptimizerStep, batches: Sequence[Batch]) -> Sums:
         generator, critic = update.models["generator"], update.models["critic"]
         for number, (rows, _) in enumerate(batches):
-            with update.micro_batch(last=number == len(batches) - 1):
+            with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                 fake = generator(torch.randn(len(rows), 2)).detach()
                 loss = functional.softplus(-critic(rows)).sum() + functional.softplus(critic(fake)).sum()
-                update.backward(loss, len(rows))
+                micro_batch.backward(loss, len(rows))
         update.apply("critic")
         for number, (rows, _) in enumerate(batches):
-            with update.micro_batch(last=number == len(batches) - 1):
+            with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                 fooled = functional.softplus(-critic(generator(torch.randn(len(rows), 2)))).sum()
-                update.backward(fooled, len(rows))
+                micro_batch.backward(fooled, len(rows))
         update.apply("generator")
         return loss.detach(), len(rows), {"fooled": (fooled.detach(), len(rows))}
 

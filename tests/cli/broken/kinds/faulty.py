@@ -93,9 +93,9 @@ class UnevenRounds(Manual):
 class NoApply(Manual):
     def train_step(self, update: OptimizerStep, batches: Sequence[Batch]) -> Sums:
         for number, batch in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 losses = self.losses(update.models, batch)
-                update.backward(losses.sum(), len(losses))
+                micro_batch.backward(losses.sum(), len(losses))
         return losses.sum().detach(), len(losses), {}
 
 
@@ -121,10 +121,10 @@ class Forgotten(broken.Adversarial):
     def train_step(self, update: OptimizerStep, batches: Sequence[Batch]) -> Sums:
         generator, critic = update.models["generator"], update.models["critic"]
         for number, (rows, _) in enumerate(batches):
-            with update.micro_batch(last=number == len(batches) - 1):
+            with update.micro_batch(last=number == len(batches) - 1) as micro_batch:
                 fake = generator(torch.randn(len(rows), 2)).detach()
                 loss = functional.softplus(-critic(rows)).sum() + functional.softplus(critic(fake)).sum()
-                update.backward(loss, len(rows))
+                micro_batch.backward(loss, len(rows))
         update.apply("critic")
         return loss.detach(), len(rows), {}
 

@@ -20,9 +20,9 @@ class OnlyTrains:
     def train_step(self, update: OptimizerStep, batches: Sequence[Batch]) -> Sums:
         total, count = torch.zeros((), dtype=torch.float64), 0
         for number, (rows, labels) in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 loss = functional.cross_entropy(update.models(rows), labels, reduction="sum")
-                update.backward(loss, len(labels))
+                micro_batch.backward(loss, len(labels))
             total, count = total + loss.detach(), count + len(labels)
         update.apply()
         return total, count, {}
@@ -68,11 +68,11 @@ class FillsQueue(CountsSteps):
     def train_step(self, update: OptimizerStep, batches: Sequence[Batch]) -> Sums:
         count, means = 0, torch.zeros(2, dtype=torch.float64)
         for number, (rows, labels) in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 scores = update.models(rows)
                 loss = functional.cross_entropy(scores, labels, reduction="sum")
                 loss = loss + 0.1 * (scores - update.models.queue.mean(0)).square().sum()
-                update.backward(loss, len(labels))
+                micro_batch.backward(loss, len(labels))
             means, count = means + scores.detach().double().sum(0), count + len(labels)
         update.apply()
         together = update.world.sum(torch.cat([means, torch.tensor([count], dtype=torch.float64)]))
@@ -103,10 +103,10 @@ class Rarely(Manual):
 
     def train_step(self, update: OptimizerStep, batches: Sequence[Batch]) -> Sums:
         for number, (rows, labels) in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)):
+            with update.micro_batch(last=number == len(batches)) as micro_batch:
                 scores = update.models(rows, trains_head=update.step % 4 == 3)
                 loss = functional.cross_entropy(scores, labels, reduction="sum")
-                update.backward(loss, len(labels))
+                micro_batch.backward(loss, len(labels))
         update.apply()
         return loss.detach(), len(labels), {}
 

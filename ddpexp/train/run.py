@@ -1,0 +1,36 @@
+"""What a run consists of on a rank, from its first step to its last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from ddpexp.data.streams import Batches
+from ddpexp.distributed.world import World
+from ddpexp.launch.workers.control import Control
+from ddpexp.settings.trainer import Trainer
+from ddpexp.strategy.base import Strategy
+from ddpexp.task import Schedule, Task
+from ddpexp.train.precision import Precision
+
+
+@dataclass(frozen=True)
+class Run:
+    """The objects that steps, evaluations and records of a run share."""
+
+    task: Task
+    strategy: Strategy
+    optimizers: Mapping[str, Optimizer]
+    schedule: Schedule
+    precision: Precision
+    world: World
+    control: Control
+    train: Batches
+    options: Trainer
+    num_steps: int
+
+    def epoch_after(self, step: int) -> float:
+        """Return the number of epochs done after a step, as a fraction. Units: steps done."""
+        return step / self.train.steps_per_epoch
