@@ -25,6 +25,21 @@ from ddpexp.distributed.transfers import is_host, moved
 _TASKS = 4  # pieces of a batch for each thread, so that none waits long for the last
 
 
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How the images of a batch are cut out, flipped and changed.
+
+    Shapes: boxes (batch, 4): top, left, height, width; flipped (batch,).
+    """
+
+    boxes: NDArray[np.int64]
+    flipped: NDArray[np.bool_]
+    changes: colors.Changes | None
+
+
 @dataclass(frozen=True)
 class Fetched:
     """A batch on the host, before normalization.
@@ -61,7 +76,8 @@ class ImageFolder(IndexData):
         """Make a batch as in evaluation on the host; may run in any thread."""
         samples = indices.numpy()
         boxes = draws.center_crops(self.store.shapes(samples), self.options.size, self._eval_size)
-        return self.fetch_boxes(samples, boxes, np.zeros(len(samples), bool), None, pinned, self.options.size)
+        unchanged = Drawn(boxes, np.zeros(len(samples), bool), None)
+        return self.fetch_drawn(samples, unchanged, pinned, self.options.size)
 
     def stage(self, batch: Fetched, device: torch.device) -> tuple[Tensor, Tensor]:
         """Move a batch to the device as bytes, and normalize it there.
@@ -69,9 +85,7 @@ class ImageFolder(IndexData):
         Shapes: as in `ddpexp.data.image_folder.dataset.load`.
         """
         pixels = moved(batch.pixels, device).permute(0, 3, 1, 2)
-        images = (
-            empty(tuple(pixels.shape), torch.float32) if is_host(device) else torch.empty(pixels.shape, device=device)
-        )
+        images = empty(tuple(pixels.shape), torch.float32, device)
         images.copy_(pixels)
         return self.normalized(images), moved(batch.labels, device)
 
@@ -93,26 +107,16 @@ class ImageFolder(IndexData):
         number = torch.get_num_threads()
         return ThreadPoolExecutor(number, "ddpexp-images") if number > 1 else None
 
-    def fetch_boxes(
-        self,
-        samples: NDArray[np.int64],
-        boxes: NDArray[np.int64],
-        flipped: NDArray[np.bool_],
-        changes: colors.Changes | None,
-        pinned: bool,
-        size: int,
-    ) -> Fetched:
-        """Cut `boxes` out of samples, resize them to `size`, flip and change them, in several threads."""
-        channels = self.options.channels
-        shape = len(samples), size, size, channels
-        out = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else empty(shape, torch.uint8)
-        pixels, numbers, places = out.numpy(), samples.tolist(), boxes.tolist()
+    def fetch_drawn(self, samples: NDArray[np.int64], drawn: Drawn, pinned: bool, size: int) -> Fetched:
+        """Cut boxes out of samples, resize them to `size`, flip and change them, in several threads."""
+        out = empty((len(samples), size, size, self.options.channels), torch.uint8, pinned=pinned)
+        pixels, numbers, boxes = out.numpy(), samples.tolist(), drawn.boxes.tolist()
 
         def cut(row: int) -> None:
-            image = _resized(self.store.image(numbers[row]), places[row], size)
-            if flipped[row]:
+            image = _resized(self.store.image(numbers[row]), boxes[row], size)
+            if drawn.flipped[row]:
                 image = image.flip(1)
-            pixels[row] = image.numpy() if changes is None else changed(image.numpy(), changes, row)
+            pixels[row] = image.numpy() if drawn.changes is None else changed(image.numpy(), drawn.changes, row)
 
         self.in_threads(cut, len(samples))
         return Fetched(out, torch.from_numpy(self.labels[samples]))
@@ -147,27 +151,26 @@ class Augmented(IndexData):
 
     def fetch(self, indices: Tensor, pinned: bool = False) -> Fetched:
         """Make a batch of training on the host; may run in any thread."""
-        images, samples = self.images, indices.numpy()
-        boxes, flipped, changes = drawn(self.key, samples, images)
-        return images.fetch_boxes(samples, boxes, flipped, changes, pinned, self.size)
+        samples = indices.numpy()
+        return self.images.fetch_drawn(samples, draw(self.key, samples, self.images), pinned, self.size)
 
     def stage(self, batch: Fetched, device: torch.device) -> tuple[Tensor, Tensor]:
         """Move a batch to the device, and normalize it there."""
         return self.images.stage(batch, device)
 
 
-def drawn(
-    key: int, samples: NDArray[np.int64], images: ImageFolder
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], colors.Changes | None]:
-    """Draw how images of training are cut out, flipped and changed. Shapes: boxes (batch, 4); flipped (batch,)."""
+def draw(key: int, samples: NDArray[np.int64], images: ImageFolder) -> Drawn:
+    """Draw how images of training are cut out, flipped and changed."""
     options = images.options
     boxes = draws.crops(key, samples, images.store.shapes(samples), options.scale, options.ratio)
     flipped = draws.flips(key, samples) if options.flip else np.zeros(len(samples), bool)
-    return boxes, flipped, colors.draw(key, samples, options)
+    return Drawn(boxes, flipped, colors.draw(key, samples, options))
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return new memory of the host, which numpy maps in huge pages: new small ones take as long as a whole batch."""
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _HOST, pinned: bool = False) -> Tensor:
+    """Return new memory, which numpy maps in huge pages on the host: new small ones take as long as a whole batch."""
+    if pinned or not is_host(device):
+        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
     return torch.from_numpy(np.empty(shape, {torch.uint8: np.uint8, torch.float32: np.float32}[dtype]))
 
 

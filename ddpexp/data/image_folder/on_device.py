@@ -9,28 +9,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpexp.compat import operators
 from ddpexp.data.base import IndexData
-from ddpexp.data.image_folder import colors
 from ddpexp.data.image_folder.device_colors import DEVICE
-from ddpexp.data.image_folder.images import ImageFolder, drawn, empty
-from ddpexp.distributed.transfers import is_host, moved
+from ddpexp.data.image_folder.images import Drawn, ImageFolder, draw, empty
+from ddpexp.distributed.transfers import moved
 
 
 @dataclass(frozen=True)
 class FetchedCuts:
-    """What was cut out of the images of a batch, on the host, with the changes that were drawn for them.
+    """The cuts out of the images of a batch, on the host.
 
-    Shapes: pixels (bytes,) uint8, one cut after the other; boxes (batch, 4); flipped (batch,); labels (batch,) int64.
+    Shapes: pixels (bytes,) uint8, one cut after the other; labels (batch,) int64.
     """
 
     pixels: Tensor
-    boxes: NDArray[np.int64]
-    flipped: NDArray[np.bool_]
-    changes: colors.Changes | None
+    drawn: Drawn
     labels: Tensor
 
 
@@ -49,37 +45,35 @@ class AugmentedOnDevice(IndexData):
     def fetch(self, indices: Tensor, pinned: bool = False) -> FetchedCuts:
         """Cut out on the host, in several threads; may run in any thread."""
         images, samples = self.images, indices.numpy()
-        boxes, flipped, changes = drawn(self.key, samples, images)
-        ends = (boxes[:, 2] * boxes[:, 3] * images.options.channels).cumsum().tolist()
-        shape = (ends[-1] if ends else 0,)
-        out = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else empty(shape, torch.uint8)
-        pixels, numbers, places = out.numpy(), samples.tolist(), boxes.tolist()
+        drawn = draw(self.key, samples, images)
+        ends = (drawn.boxes[:, 2] * drawn.boxes[:, 3] * images.options.channels).cumsum().tolist()
+        out = empty((ends[-1] if ends else 0,), torch.uint8, pinned=pinned)
+        pixels, numbers, boxes = out.numpy(), samples.tolist(), drawn.boxes.tolist()
 
         def cut(row: int) -> None:
-            top, left, height, width = places[row]
+            top, left, height, width = boxes[row]
             window = images.store.image(numbers[row])[top : top + height, left : left + width]
             pixels[ends[row] - window.size : ends[row]].reshape(window.shape)[:] = window
 
         images.in_threads(cut, len(samples))
-        return FetchedCuts(out, boxes, flipped, changes, torch.from_numpy(images.labels[samples]))
+        return FetchedCuts(out, drawn, torch.from_numpy(images.labels[samples]))
 
     def stage(self, batch: FetchedCuts, device: torch.device) -> tuple[Tensor, Tensor]:
         """Move the cuts to the device as bytes; resize, flip, change and normalize them there."""
-        options, pixels = self.images.options, moved(batch.pixels, device)
-        shape = len(batch.boxes), options.channels, self.size, self.size
-        images = empty(shape, torch.float32) if is_host(device) else torch.empty(shape, device=device)
+        drawn, channels, pixels = batch.drawn, self.images.options.channels, moved(batch.pixels, device)
+        images = empty((len(drawn.boxes), channels, self.size, self.size), torch.float32, device)
         begin = 0
-        for row, (_, _, height, width) in enumerate(batch.boxes.tolist()):
-            end = begin + height * width * options.channels
-            self._resize(pixels[begin:end].view(height, width, options.channels), images[row : row + 1])
+        for row, (_, _, height, width) in enumerate(drawn.boxes.tolist()):
+            end = begin + height * width * channels
+            self._resize(pixels[begin:end].view(height, width, channels), images[row : row + 1])
             begin = end
         images.round_().clamp_(0, 255)
-        if batch.flipped.any():
-            rows = moved(torch.from_numpy(np.flatnonzero(batch.flipped)), device)
+        if drawn.flipped.any():
+            rows = moved(torch.from_numpy(np.flatnonzero(drawn.flipped)), device)
             images.index_copy_(0, rows, images.index_select(0, rows).flip(3))
-        if batch.changes is not None:
+        if drawn.changes is not None:
             for row, image in enumerate(images):
-                image.copy_(batch.changes.apply(image, row, DEVICE))
+                image.copy_(drawn.changes.apply(image, row, DEVICE))
         return self.images.normalized(images), moved(batch.labels, device)
 
     def _resize(self, cut: Tensor, out: Tensor) -> None:

@@ -116,7 +116,7 @@ def test_the_host_never_waits_for_what_the_device_computes(photos: Path) -> None
     """Tensors of the device `meta` have no values, so whatever reads one fails."""
     batch = load(prepare(str(photos), size=16, augment_on="device", **EVERYTHING)).train.of_epoch(0, 0)
     image = torch.empty(3, 16, 16, device="meta")
-    changes = batch.fetch(torch.arange(12), False).changes
+    changes = batch.fetch(torch.arange(12), False).drawn.changes
     for row in range(12):
         changed = changes.apply(image, row, DEVICE)
         assert (changed.device.type, changed.shape) == ("meta", (3, 16, 16))
@@ -140,7 +140,9 @@ def test_an_image_takes_two_launches_and_has_the_pixels_that_it_has_by_itself(
     alone = torch.cat([batch.gather(indices[row : row + 1], CPU)[0] for row in range(len(train))])
     assert torch.equal(batch.gather(indices, CPU)[0], alone)
     begin, expected = 0, []
-    for (_, _, height, width), flipped in zip(fetched.boxes.tolist(), fetched.flipped.tolist(), strict=True):
+    for (_, _, height, width), flipped in zip(
+        fetched.drawn.boxes.tolist(), fetched.drawn.flipped.tolist(), strict=True
+    ):
         planes = fetched.pixels[begin : begin + height * width * 3].view(1, height, width, 3).permute(0, 3, 1, 2)
         image = functional.interpolate(planes.float(), (16, 16), mode="bilinear", antialias=True).round().clamp(0, 255)
         expected.append(image.flip(3) if flipped else image)
