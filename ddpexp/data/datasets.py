@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,11 @@ class Arrays(IndexData):
     def to(self, device: torch.device) -> Arrays:
         """Return the same rows on the device."""
         return replace(self, tensors=[tensor.to(device) for tensor in self.tensors])
+
+
+def map_npy(path: Path) -> Tensor:
+    """Map an `.npy` file: copy-on-write, although nothing writes to it, because torch wants a writable array."""
+    return torch.from_numpy(np.load(path, mmap_mode="c"))
 
 
 def on_device(splits: Splits, device: torch.device) -> Splits:

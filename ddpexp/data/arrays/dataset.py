@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddpexp.data.arrays.store import check_unchanged
 from ddpexp.data.base import LABELS, IndexData
-from ddpexp.data.datasets import Splits
+from ddpexp.data.datasets import Splits, map_npy
 from ddpexp.data.schema import Schema
 from ddpexp.distributed.transfers import moved, rows
 
@@ -122,10 +122,6 @@ def _vector(values: Sequence[float] | None) -> Tensor | None:
 
 
 def _part(folder: Path, part: Mapping[str, Any], form: Form) -> Rows:
-    def mapped(name: str) -> Tensor:
-        # Mapped copy-on-write, although nothing writes to it, because torch wants a writable array.
-        return torch.from_numpy(np.load(folder / name, mmap_mode="c"))
-
-    targets = mapped(part["targets"]) if part["targets"] else None
+    targets = map_npy(folder / part["targets"]) if part["targets"] else None
     groups = np.asarray(np.load(folder / part["groups"])) if part["groups"] else None
-    return Rows(mapped(part["inputs"]), targets, form, groups)
+    return Rows(map_npy(folder / part["inputs"]), targets, form, groups)

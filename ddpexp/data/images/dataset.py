@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ddpexp.data.base import IndexData
-from ddpexp.data.datasets import Splits
+from ddpexp.data.datasets import Splits, map_npy
 from ddpexp.data.order import STRIDE, mix
 from ddpexp.distributed.rng import AUGMENT, seed_of
 from ddpexp.distributed.transfers import moved, rows
@@ -220,8 +220,5 @@ def _windows(pixels: Tensor, frame: int, reflect: bool) -> Tensor:
 
 
 def _part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    # Mapped copy-on-write, although nothing writes to it, because torch wants a writable array.
-    pixels, labels = (
-        torch.from_numpy(np.load(folder / f"{part}-{what}.npy", mmap_mode="c")) for what in ("images", "labels")
-    )
+    pixels, labels = (map_npy(folder / f"{part}-{what}.npy") for what in ("images", "labels"))
     return pixels if pixels.dim() == 4 else pixels.unsqueeze(1), labels.long()
