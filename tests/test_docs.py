@@ -27,6 +27,7 @@ from ddpexp.cli.predict import prediction_of
 from ddpexp.cli.resume import resumed_run
 from ddpexp.cli.schema import schema_of
 from ddpexp.cli.verb import Call
+from ddpexp.config.build import build
 from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import conf_folder, groups
 from ddpexp.config.parse import parse
@@ -37,10 +38,10 @@ from ddpexp.export.request import check as check_export
 from ddpexp.plan.layout import assume
 from ddpexp.run.stored_run import find_run, read_run
 from ddpexp.run.training import Training
+from ddpexp.settings.run import Sweep
 from ddpexp.sweep.arguments import TableArguments
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.resume import resumed
-from ddpexp.sweep.settings import settings_of
 from tests.conftest import ROOT, Ddpexp, finish
 from tests.examples import DOCUMENTS, EXAMPLES
 
@@ -280,7 +281,7 @@ def accept_run(words: Sequence[str]) -> None:
 
 def accept_sweep(swept: Swept) -> None:
     """Compose a sweep's first job."""
-    settings_of(swept.settings)
+    build(Sweep, swept.settings, "sweep")
     first = [
         re.sub(r"=(?:range|interval|choice)\(([^,)]+).*|=([^,\[]+),.*", r"=\1\2", word) for word in swept.overrides
     ]

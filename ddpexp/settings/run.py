@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from ddpexp.errors import RefusedError
 from ddpexp.settings.key import Key
+from ddpexp.settings.metrics import check_not_test
 from ddpexp.settings.trainer import Auto
 
 
@@ -65,3 +68,24 @@ class Sweep:
     early_stop_after: Annotated[int, Key(at_least=1)]
     early_stop_factor: Annotated[int, Key(at_least=2)]
     retries: Annotated[int, Key(at_least=0)]
+
+    def __post_init__(self) -> None:
+        """Refuse an objective that is none, and early stopping without one."""
+        if self.objective is None:
+            if self.early_stop is None:
+                return
+            raise RefusedError(
+                "compares jobs by their objective, but sweep.objective is not set",
+                key="sweep.early_stop",
+                value=self.early_stop,
+                suggestion="Name one with sweep.objective=eval/loss.",
+            )
+        with_mode = re.fullmatch(r"(min|max):(.+)", self.objective)
+        if with_mode is not None:
+            raise RefusedError(
+                "is not the name of a metric",
+                key="sweep.objective",
+                value=self.objective,
+                suggestion=f"Type sweep.mode={with_mode[1]} sweep.objective={with_mode[2]}.",
+            )
+        check_not_test("sweep.objective", self.objective, self.objective)

@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from ddpexp.config.build import build
 from ddpexp.config.sweeps import Swept
 from ddpexp.errors import EXIT_DONE, RefusedError, StoppedError
 from ddpexp.launch.workers.client import Server
@@ -19,7 +20,6 @@ from ddpexp.sweep.hydra_sweeper import check_grid_size, is_grid, run_sweeper
 from ddpexp.sweep.job_status import FINAL
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.runner import SweepFailed, SweepRunner
-from ddpexp.sweep.settings import settings_of
 from ddpexp.sweep.sweep_log import SweepLog
 from ddpexp.sweep.view import View
 from ddpexp.system import caller, files
@@ -33,7 +33,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     Raises:
         RefusedError: nothing was started. SweepFailed: jobs failed. StoppedError: a signal ended it.
     """
-    settings = settings_of(swept.settings)
+    settings = build(Sweep, swept.settings, "sweep")
     for warning in swept.warnings:
         print_message(f"ddpexp: warning: {warning}")
     _check_sweeper(swept, settings)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpexp.config.build import did_you_mean
-from ddpexp.settings.metrics import TEST_SET
 from ddpexp.settings.run import Sweep
 from ddpexp.sweep.early import names_of
 from ddpexp.sweep.folder import EventLog, SweepDir
@@ -77,10 +76,10 @@ class SweepLog:
         """Warn if a running job has recorded without the objective; return whether that can be said by now.
 
         A metric of an evaluation may be said to be missing once there was one, a metric of training after the first
-        record of training. A metric of the test set is known only at the end of a job.
+        record of training.
         """
         metric = self.settings.objective
-        if metric is None or metric.startswith(f"{TEST_SET}/"):
+        if metric is None:
             return True
         names, of_training = names_of(job.run), metric.startswith("train/")
         if metric not in names and any(

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from ddpexp.config.build import build as build_section
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import Control
 from ddpexp.settings.metrics import check_not_test
-from ddpexp.sweep.settings import settings_of
+from ddpexp.settings.run import Sweep
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.loop import Loop
@@ -159,7 +160,7 @@ def test_a_metric_that_cannot_be_computed_loses_no_step(
 def test_nothing_is_chosen_by_the_test_set(metric: str) -> None:
     message = r"^sweep\.objective=test.* chooses by the set `test`, which is for the final result only"
     with pytest.raises(RefusedError, match=message):
-        settings_of({"objective": metric})
+        build_section(Sweep, {"objective": metric}, "sweep")
     with refused("trainer.keep_best=max:x"):
         check_not_test("trainer.keep_best", "max:x", metric)
 
