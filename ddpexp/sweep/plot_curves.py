@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 
 _LEGEND_LABEL, _TITLE_LABEL = 20, 105  # characters
-
-
 _LEGEND_LINE = 0.056  # of the height of the curves
 _LEGEND_GAP = 0.03
 
@@ -51,21 +49,16 @@ def draw_curves(figure: SubFigure, drawn: PlottedSweep) -> None:
     lines = [curves[row.path] for row in rows]
     axes.add_collection(LineCollection(lines, colors=colors, linestyles=styles, linewidths=width, alpha=alpha))
     for row, look in zip(rows, looks, strict=True):
-        if len(curves[row.path]) == 1:  # is no line
+        if len(curves[row.path]) == 1:  # one point is no line
             axes.plot(*curves[row.path][0], ".", color=look.color, alpha=alpha)
-    best = curves[drawn.best.path] if drawn.best is not None else []
-    if drawn.best is not None and best:
-        _draw_best(axes, best, drawn.encoding.looks[drawn.best.path])
+    best_look = None
+    if drawn.best is not None and (points := curves[drawn.best.path]):
+        best_look = drawn.encoding.looks[drawn.best.path]
+        _draw_best(axes, points, best_look)
     values = [value for row in rows for _, value in curves[row.path]]
     if not values:
-        axes.text(
-            0.5,
-            0.5,
-            f"no job has recorded {shortened(drawn.objective)} yet",
-            transform=axes.transAxes,
-            ha="center",
-            color=FAINT,
-        )
+        text = f"no job has recorded {shortened(drawn.objective)} yet"
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=FAINT)
     ObjectiveAxis.of(values, drawn.mode).apply(axes, drawn.objective)
     axes.margins(x=0.02)
     axes.autoscale_view(scaley=False)
@@ -73,9 +66,7 @@ def draw_curves(figure: SubFigure, drawn: PlottedSweep) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == int(value) else "")
     axes.set_ylabel(shortened(drawn.objective))
     axes.set_title(_title(drawn), loc="left", pad=10, fontsize=10)
-    _draw_legend(
-        figure, axes, drawn.encoding, drawn.encoding.looks[drawn.best.path] if drawn.best is not None and best else None
-    )
+    _draw_legend(figure, axes, drawn.encoding, best_look)
 
 
 def _draw_best(axes: Axes, points: Sequence[tuple[int, float]], look: Look) -> None:
