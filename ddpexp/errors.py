@@ -55,7 +55,10 @@ class DdpexpError(Exception):
         super().__init__(reason)
         if key is not None and value is ABSENT and "=" in key:
             key, _, value = key.partition("=")
-        self.reason, self.key, self.value, self.suggestion = reason, key, value, suggestion.strip()
+        self.reason = reason
+        self.key = key
+        self.value = value
+        self.suggestion = suggestion.strip()
         self.place = None if place is None else str(place)
 
     def __str__(self) -> str:
@@ -139,7 +142,9 @@ class CodeError(DdpexpError):
         """`kind` is the name of the original exception's class; `place`, the user's file and line."""
         super().__init__(message, place=place)
         self.args = (kind, message, trace, place)  # all arguments, so that it can be pickled between processes
-        self.kind, self.message, self.trace = kind, message, trace
+        self.kind = kind
+        self.message = message
+        self.trace = trace
 
     def __str__(self) -> str:
         return self.message

@@ -312,7 +312,9 @@ def seal(manifest: Mapping[str, Any]) -> bytes:
 
 def _unsealed(raw: bytes) -> dict[str, Any]:
     """Invert `seal`. Raises ValueError: a byte has changed."""
-    text, digest, end = raw[: -_HEX - len(_END)], raw[-_HEX - len(_END) : -len(_END)], raw[-len(_END) :]
+    text = raw[: -_HEX - len(_END)]
+    digest = raw[-_HEX - len(_END) : -len(_END)]
+    end = raw[-len(_END) :]
     if end != _END.encode() or digest != hashlib.sha256(text).hexdigest().encode():
         raise ValueError(f"{MANIFEST} is damaged: it does not have its own hash")
     manifest = parse_json(raw)

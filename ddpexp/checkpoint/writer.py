@@ -97,7 +97,9 @@ class Writer:
         self._folder = folder
         self._anchor = Anchor(folder.parent)
         self._world = world
-        self._keep_last, self._keep_best, self._keep_best_k = keep_last, keep_best, keep_best_k
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._keep_best_k = keep_best_k
         self._keep_every, self._stops = keep_every, stops
         self._mailbox = world.mailbox()
         self._stage = Stage(world.device)

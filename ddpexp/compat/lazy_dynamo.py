@@ -134,7 +134,10 @@ class _Part:
     """A submodule with the one function that torch calls without compilation; the real one for everything else."""
 
     def __init__(self, standin: _StandIn, name: str, known: str, answer: Any) -> None:
-        self._standin, self._name, self._known, self._answer = standin, name, known, answer
+        self._standin = standin
+        self._name = name
+        self._known = known
+        self._answer = answer
 
     def __getattr__(self, name: str) -> Any:
         if name == self._known and not self._standin._is_replaced:

@@ -34,4 +34,6 @@ def accepted(metric: Any, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def prepare_compute(metric: Any, num_updates: int) -> None:
     """Have `compute` use the states as they are: as after some updates, without a cached value and communication."""
-    metric._update_count, metric._computed, metric._to_sync = num_updates, None, False
+    metric._update_count = num_updates
+    metric._computed = None
+    metric._to_sync = False

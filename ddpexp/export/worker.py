@@ -52,7 +52,9 @@ def main(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def export_model(request: Mapping[str, Any]) -> dict[str, Any]:
     """Write the folder, complete or not at all; return the names of its files and the greatest difference."""
-    experiment, source, out = load(request["config"]), Path(request["weights"]), Path(request["out"])
+    experiment = load(request["config"])
+    source = Path(request["weights"])
+    out = Path(request["out"])
     format_name, averaged = request["format"], open_checkpoint(source).has_average
     model = saved_model(experiment, source, averaged)
     inputs = _inputs(experiment, request["data"])

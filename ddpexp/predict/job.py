@@ -35,7 +35,9 @@ class Prediction(Job):
         self.experiment = weights.run.experiment
         self.request = request_of(self.experiment, weights.run.manifest)
         self.identity = job_identity(weights.run.text)
-        self._weights, self._out, self._split = weights, out, split
+        self._weights = weights
+        self._out = out
+        self._split = split
 
     def begin(self, layout: Layout, participants: Participants) -> None:
         """Check that the file can be written, and prepare the data."""

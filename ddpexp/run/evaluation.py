@@ -31,7 +31,9 @@ class Evaluation(Job):
         """
         self.experiment = weights.run.experiment
         self.request, self.identity = worker_request(self.experiment), job_identity(weights.run.text)
-        self._weights, self._split, self._answers = weights, tuple(split), answers
+        self._weights = weights
+        self._split = tuple(split)
+        self._answers = answers
         self._answer: int | None = None  # a file in memory
 
     def check(self, layout: Layout) -> None:

@@ -167,7 +167,9 @@ def resolve_layout(previous: PreviousRun, layout: Layout, threads_key: str | int
     notes = list(previous.notes)
     world = previous.manifest.get("world") if previous.manifest else None
     if isinstance(world, Mapping):
-        size, threads, device = world.get("world_size"), world.get("threads"), world.get("device")
+        size = world.get("world_size")
+        threads = world.get("threads")
+        device = world.get("device")
         if size != layout.world_size:
             notes.append(f"{counted(layout.world_size, 'worker')} instead of {size}")
         if device != layout.device:

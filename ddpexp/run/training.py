@@ -68,9 +68,13 @@ class Training(Job):
         self.run = run
         home = run or resume_from
         self.folder = run.path if run else resume_from.path.absolute().parent if resume_from else self._parent()
-        self._text, self._overrides, self._argv = text, overrides, argv
+        self._text = text
+        self._overrides = overrides
+        self._argv = argv
         self._new_overrides = overrides if new_overrides is None else new_overrides
-        self._home, self._is_member, self._is_resume = home, run is not None, resume_from is not None
+        self._home = home
+        self._is_member = run is not None
+        self._is_resume = resume_from is not None
         self._lock: lock.Lock | None = None
         self._began = False
         self._worker_args: dict[str, Any] = {}  # passed to every worker

@@ -141,7 +141,9 @@ class ShardedOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, world: World, parts: Parts = WHOLE) -> None:
         """Take over a newly built optimizer, whose parameters are replaced by the rows of this rank."""
         # Not Optimizer.__init__: everything but the groups is the inner optimizer's.
-        self._inner, self._world, self._parts = optimizer, world, parts
+        self._inner = optimizer
+        self._world = world
+        self._parts = parts
         self.defaults = optimizer.defaults
         self.param_groups = [dict(group) for group in optimizer.param_groups]
         self._whole = [parameter for group in self.param_groups for parameter in group["params"]]

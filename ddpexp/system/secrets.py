@@ -197,7 +197,9 @@ def referenced(overrides: Sequence[str], environ: Mapping[str, str] = os.environ
 
     Return the overrides with `${oc.env:TOKEN}` in place of the value, and a note for the user on each replacement.
     """
-    masker, changed, notes = _masker_of(environ), [], []
+    masker = _masker_of(environ)
+    changed = []
+    notes = []
     for override in overrides:
         start = _OVERRIDE.match(override)
         value = override[start.end() :] if start else ""

@@ -157,7 +157,9 @@ class _Screen:
             self.is_live, self._bar = False, None
 
     def progress(self, message: dict[str, Any]) -> None:
-        done, total, text = message["done"], message["total"], message["text"]
+        done = message["done"]
+        total = message["total"]
+        text = message["text"]
         if self._for_caller and caller.report(caller.Progress(done, total, text)):
             return
         if not self.is_live:

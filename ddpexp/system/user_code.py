@@ -12,7 +12,9 @@ def place_in_code(error: BaseException) -> str | None:
 
     A call in another installed package counts if there is none outside of them. None without any.
     """
-    trace, place, installed = error.__traceback__, None, None
+    trace = error.__traceback__
+    place = None
+    installed = None
     while trace is not None:
         frame = trace.tb_frame
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _OTHERS:

@@ -52,7 +52,10 @@ class WeightAverage:
     ) -> None:
         """Start from the current parameters."""
         self._models = models
-        self._decay, self._start, self._every, self._steps_per_epoch = decay, start, every, steps_per_epoch
+        self._decay = decay
+        self._start = start
+        self._every = every
+        self._steps_per_epoch = steps_per_epoch
         self.count = 0  # without decay: how many values it is the mean of
         self.is_stale = True  # it has changed since the statistics of BatchNorm were estimated
         self._parameters = [p for module in models.values() for p in module.parameters()]

@@ -283,7 +283,9 @@ def _pack(items: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _unpack(head: Tensor, body: Tensor) -> list[Tensor]:
     """Invert `_pack`."""
-    numbers, items, start = head.tolist(), [], 0
+    numbers = head.tolist()
+    items = []
+    start = 0
     while numbers:
         dtype, dim = _DTYPES[numbers[0]], numbers[1]
         shape, numbers = torch.Size(numbers[2 : 2 + dim]), numbers[2 + dim :]

@@ -45,7 +45,9 @@ def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
         RefusedError: the data does not allow it.
     """
     experiment = without_own_arguments(experiment)
-    data, limit, whole = experiment.data, experiment.trainer.limit_train_samples, splits.train
+    data = experiment.data
+    limit = experiment.trainer.limit_train_samples
+    whole = splits.train
     if data.validation_fraction or data.folds is not None:
         _check_no_order(splits, f"data.folds={data.folds}" if data.folds else _fraction(data))
         splits = _hold_out(splits, data)

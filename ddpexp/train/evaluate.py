@@ -60,7 +60,9 @@ class Evaluator:
 
     def _evaluate_set(self, model: Any, batches: EvalBatches) -> dict[str, float] | None:
         """Return the metrics of one set. Data rank r of n evaluates the batches r, r + n, r + 2 n and so on."""
-        task, world, data = self.task, self.world, self.data
+        task = self.task
+        world = self.world
+        data = self.data
         metrics = SetMetrics(task, world, data, batches.num_batches)
         sums: list[Sums] = []
         uncounted: Sums | None = None

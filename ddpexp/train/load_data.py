@@ -109,7 +109,9 @@ def _check_keys(experiment: Experiment) -> None:
 
 def build_batches(experiment: Experiment, splits: Splits, plan: BatchPlan, rank: int, device: torch.device) -> Batches:
     """Return the training batches of a rank."""
-    trainer, data, train = experiment.trainer, experiment.data, splits.train
+    trainer = experiment.trainer
+    data = experiment.data
+    train = splits.train
     if isinstance(train, Stream):
         return StreamBatches(
             train, plan, rank, trainer.seed, device, trainer.max_steps or 0, _check_state, data.num_workers

@@ -160,7 +160,9 @@ class Loop:
     def _new_accumulator(self) -> MetricAccumulator:
         """Return an accumulator with a slot per micro-batch of the global batch, or per rank for a manual task."""
         run = self.run
-        data, manual, copies = run.strategy.data, self._step.manual, Compilation.records_graphs(run.options)
+        data = run.strategy.data
+        manual = self._step.manual
+        copies = Compilation.records_graphs(run.options)
         if manual is not None:
             return MetricAccumulator(run.world, data, [data.rank], data.size, manual.train_step, copies)
         num_micro_batches = run.train.plan.gradient_accumulation_steps

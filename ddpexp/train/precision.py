@@ -186,7 +186,9 @@ class _Scale:
         """Start with the defaults of torch's GradScaler."""
         self.value = torch.tensor(2.0**16, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
-        self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 2000
+        self._growth_factor = 2.0
+        self._backoff_factor = 0.5
+        self._growth_interval = 2000
 
     def update(self, nonfinite: Tensor) -> None:
         operators.amp_update_scale_(

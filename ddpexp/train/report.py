@@ -44,7 +44,9 @@ class Report:
 
     def headline(self) -> str:
         """Return what will run, in a few lines."""
-        experiment, layout, plan = self.experiment, self.layout, self.train.plan
+        experiment = self.experiment
+        layout = self.layout
+        plan = self.train.plan
         size = count_text(experiment.trainer, self.models, self.single)
         groups = group_texts(experiment, self.models, self.single)
         note = self.prepared.get("note") if self.prepared else None

@@ -150,7 +150,10 @@ def build(context: RunContext) -> Built:
     Raises:
         RefusedError: the run cannot start, or not resume from its newest checkpoint.
     """
-    run, experiment, world, log = context.run, context.experiment, context.world, context.log
+    run = context.run
+    experiment = context.experiment
+    world = context.world
+    log = context.log
     trainer = experiment.trainer
     context.control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
@@ -228,7 +231,9 @@ def _log_other_bits(context: RunContext, gradient_accumulation_steps: int, optim
 
 def restore(context: RunContext, built: Built) -> None:
     """Restore the newest checkpoint, or record what a new run starts with. Ranks: all; communicates."""
-    run, experiment, log = context.run, context.experiment, context.log
+    run = context.run
+    experiment = context.experiment
+    log = context.log
     loop, num_steps = built.loop, built.loop.run.num_steps
     if context.world.is_rank_zero and built.resumes_at < num_steps:
         check_disk_space(run, experiment.trainer, loop)

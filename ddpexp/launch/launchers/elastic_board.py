@@ -19,7 +19,9 @@ _BYTES = 4  # per number: the phase, then the exit code of each rank of this mac
 _LEVEL, _LEVEL_IS_OURS = "TORCH_CPP_LOG_LEVEL", "DDPEXP_AGENT_LOG_LEVEL"
 
 # Exit codes of the agent when it ends for reasons other than its ranks; the command prints why.
-JOB_ENDED, FEW_CAME, LIST_LOST = 3, 4, 5
+JOB_ENDED = 3
+FEW_CAME = 4
+LIST_LOST = 5
 
 
 class Phase(IntEnum):

@@ -182,7 +182,9 @@ def join(rendezvous: Rendezvous, handshake: Mapping[str, Any], seconds: float, u
     name = f"{unit} {handshake['index']}"
     started = time.monotonic()
     deadline = started + seconds
-    seen, dead, strange_since = f"nothing was heard of it{_where(rendezvous)}", False, None
+    seen = f"nothing was heard of it{_where(rendezvous)}"
+    dead = False
+    strange_since = None
     while time.monotonic() < deadline:
         endpoint = rendezvous.seek()
         if endpoint is not None:

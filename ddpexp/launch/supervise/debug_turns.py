@@ -32,7 +32,10 @@ class DebugTurns:
 
     def __init__(self, terminal: int | None, output: Output, end: RunEnd, size: int) -> None:
         """`terminal` is a descriptor of the command's terminal, if it has one; `size` is the number of ranks."""
-        self._terminal, self._output, self._end, self._size = terminal, output, end, size
+        self._terminal = terminal
+        self._output = output
+        self._end = end
+        self._size = size
         self._waiting: deque[_Request] = deque()
         self._holder: Worker | None = None
         self._stepping: Worker | None = None  # it executes a line, and is expected back

@@ -92,7 +92,9 @@ class _Supervisor:
     def __init__(self, job: Job, worker: Worker, grace_seconds: float) -> None:
         """Take over the supervisor's ends of the worker's channels."""
         self._thread = threading.Thread(target=self._run, name="ddpexp-supervisor", daemon=True)
-        self._job, self._worker, self._grace_seconds = job, worker, grace_seconds
+        self._job = job
+        self._worker = worker
+        self._grace_seconds = grace_seconds
         self._agreement, self._end = Agreement([worker.status_page], lambda _message: None), RunEnd([worker])
         self._signals = SignalHandler([worker], Peers(None), self._agreement, self._end, _send_signal, self._leave)
         self._reports, self._memory = WorkerReports(None, self._end, self._signals.quit_debugger), Memory()

@@ -32,7 +32,10 @@ class SignalHandler:
         kill_workers: Callable[[], None],
     ) -> None:
         """`send_signal` sends one to all workers but the given process."""
-        self._workers, self._peers, self._agreement, self._end = workers, peers, agreement, end
+        self._workers = workers
+        self._peers = peers
+        self._agreement = agreement
+        self._end = end
         self._send_signal, self._kill_workers = send_signal, kill_workers
         self._handled_at: dict[int, float] = {}  # when each of the signals that end nothing was handled last
         self._first_end: dict[int, float] = {}  # when the first signal to end came from each source

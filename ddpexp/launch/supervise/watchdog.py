@@ -173,14 +173,18 @@ class Watchdog:
         """Begin anew: what was observed does not count, since a rank was at a debugger's prompt."""
         self._silences.clear()
         self._unanswered.clear()
-        self._looked_at, self._round, self._accounts = time.monotonic(), None, None
+        self._looked_at = time.monotonic()
+        self._round = None
+        self._accounts = None
 
     def on_message(self, message: InquiryMessage, sender: int) -> None:
         """Handle a message of another command."""
         if isinstance(message, ReportSilence):
             self._requested = True
         elif isinstance(message, BeginInquiry):
-            self._awaits_leader, self._accounts, self._number = False, {}, message.number
+            self._awaits_leader = False
+            self._accounts = {}
+            self._number = message.number
             self._ask(time.monotonic())
         elif self._accounts is not None and message.number == self._number:
             self._accounts[sender] = list(message.accounts)
@@ -246,7 +250,10 @@ class Watchdog:
         """Begin an inquiry, or ask the leading command to; if one is in progress, later."""
         if self._accounts is not None or self._awaits_leader:
             return
-        self._inquired, self._again_at, self._requested, self._asked_at = overdue, now + _AGAIN_SECONDS, False, now
+        self._inquired = overdue
+        self._again_at = now + _AGAIN_SECONDS
+        self._requested = False
+        self._asked_at = now
         if self.leads:
             self._accounts = {}
             self._number += 1

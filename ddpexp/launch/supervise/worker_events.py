@@ -129,7 +129,9 @@ class WorkerEvents:
         self, server: Server, workers: Sequence[Worker], end: RunEnd, reports: WorkerReports, dump: Callable[[], None]
     ) -> None:
         """`dump` makes all ranks of this command dump their stacks."""
-        self._server, self._workers, self._end = server, workers, end
+        self._server = server
+        self._workers = workers
+        self._end = end
         self._reports, self._dump = reports, dump
 
     def dispatch(self) -> bool:

@@ -55,7 +55,9 @@ class Server:
             RefusedError: the server is gone already.
         """
         server = object.__new__(cls)
-        server.start_method, server.channel, server.memory = "forkserver", channel, Memory()
+        server.start_method = "forkserver"
+        server.channel = channel
+        server.memory = Memory()
         server.pid, server._process = 0, None
         answer = server.receive()
         if answer is None:

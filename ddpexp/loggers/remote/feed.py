@@ -46,7 +46,9 @@ class Mark:
             sent, sending = (
                 {str(name): int(step) for name, step in values[key].items()} for key in ("sent", "sending")
             )
-            checkpoint, ended, destination = values["checkpoint"], bool(values["ended"]), values["destination"]
+            checkpoint = values["checkpoint"]
+            ended = bool(values["ended"])
+            destination = values["destination"]
             return cls(path, str(values["id"]), sent, sending, checkpoint, ended, destination)
         except FileNotFoundError:
             mark = cls(path, secrets.token_hex(4))
@@ -64,7 +66,10 @@ class Mark:
         """Forget what was sent to another destination."""
         destination = sha256(destination)[:16]
         if self.destination not in ("", destination):
-            self.sent, self.sending, self.checkpoint, self.ended = {}, {}, None, False
+            self.sent = {}
+            self.sending = {}
+            self.checkpoint = None
+            self.ended = False
         self.destination = destination
 
 
@@ -79,7 +84,9 @@ class Feed:
         self.num_sent = 0  # rows
         self.problem: str | None = None  # why the last attempt failed
         self.gave_up = False  # a later attempt cannot succeed
-        self._records, self._connect, self._report = records, connect, report
+        self._records = records
+        self._connect = connect
+        self._report = report
         self._pending: list[Row] = []
         self._final = False  # what is pending includes the newest step
         self._remote: Remote | None = None

@@ -30,7 +30,9 @@ class Followers(MediaFile):
     def __init__(self, run_dir: Path, end_seconds: Mapping[str, float], log: logging.Logger) -> None:
         """`end_seconds` is how long the end of the run waits for each logger, by the key below `logger`."""
         super().__init__(run_dir)
-        self._run_dir, self._end_seconds, self._log = run_dir, end_seconds, log
+        self._run_dir = run_dir
+        self._end_seconds = end_seconds
+        self._log = log
         self._followers: list[_Follower] | None = None
         self._done = False
 

@@ -53,7 +53,9 @@ class _Parts:
     """What was recorded at a step so far."""
 
     def __init__(self, step: int, time: float) -> None:
-        self.step, self.time, self.epoch = step, time, math.nan
+        self.step = step
+        self.time = time
+        self.epoch = math.nan
         self.scalars: dict[str, float] = {}
         self.media: list[Medium] = []
 

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _HEADER, _BLOCK = struct.Struct("<IHB"), 32 << 10
-_WHOLE, _FIRST, _LAST = 1, 2, 4
+_WHOLE = 1
+_FIRST = 2
+_LAST = 4
 
 
 def last_steps(paths: Iterable[Path]) -> dict[str, int]:

@@ -177,7 +177,10 @@ def share(world: World, slot_bytes: int) -> SharedMemory | str:
     """
     slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
     size = size_of(world.world_size, slot_bytes)
-    token, descriptor, address, problem = secrets.token_hex(8), -1, "", ""
+    token = secrets.token_hex(8)
+    descriptor = -1
+    address = ""
+    problem = ""
     try:
         if world.is_rank_zero:
             descriptor = _make(size, token)

@@ -147,7 +147,9 @@ class OverBackend:
 
     def sum(self, sent: Sequence[Tensor]) -> None:
         """Exchange the blocks, or chunks of them. A rank with fewer blocks than others sends padding."""
-        out, size, most = sent[0], self._size, self._most
+        out = sent[0]
+        size = self._size
+        most = self._most
         if (size - 2) * most * out.numel() * out.element_size() < GATHERED_BYTES:
             outgoing = out.new_zeros(most, out.numel())
             for slot, block in zip(outgoing, sent, strict=False):

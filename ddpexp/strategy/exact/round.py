@@ -129,7 +129,9 @@ class Round:
 
     def _take_gradients(self, views: Sequence[Tensor]) -> set[int]:
         """Move the gradients into a leaf; return which units have any."""
-        gradients, targets, empty = [], [], []
+        gradients = []
+        targets = []
+        empty = []
         used, missing = set(), []
         for (name, _, p), view, unit in zip(self._trained, views, self._unit_of, strict=False):
             if p.grad is None:

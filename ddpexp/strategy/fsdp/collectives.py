@@ -40,7 +40,9 @@ class MemoryTransport:
 
     def __init__(self, memory: SharedMemory, world: World, num_shards: int) -> None:
         """Use the memory of all workers of this host."""
-        self._memory, self._rank, self._shard = memory, world.rank, world.rank % num_shards
+        self._memory = memory
+        self._rank = world.rank
+        self._shard = world.rank % num_shards
 
     def receive(
         self, chunks: Tensor, write: Callable[[Tensor, Tensor], object]
@@ -61,7 +63,9 @@ class BackendTransport:
 
     def __init__(self, world: World, num_shards: int) -> None:
         """Use the world's process group."""
-        self._world, self._size, self._replicas = world, world.world_size, world.world_size // num_shards
+        self._world = world
+        self._size = world.world_size
+        self._replicas = world.world_size // num_shards
 
     def receive(
         self, chunks: Tensor, write: Callable[[Tensor, Tensor], object]
@@ -85,7 +89,9 @@ class MeanReduceScatter(_Allocates, ReduceScatter):
 
     def __init__(self, transport: Transport, world: World, num_shards: int) -> None:
         """Average over the world."""
-        self._transport, self._size, self._num_shards = transport, world.world_size, num_shards
+        self._transport = transport
+        self._size = world.world_size
+        self._num_shards = num_shards
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -110,7 +116,9 @@ class TreeReduceScatter(_Allocates, ReduceScatter):
         self, transport: Transport, world: World, num_shards: int, gradient_accumulation_steps: int, dtype: torch.dtype
     ) -> None:
         """Sum in `dtype` over so many micro-batches of each rank."""
-        self._transport, self._num_shards, self._dtype = transport, num_shards, dtype
+        self._transport = transport
+        self._num_shards = num_shards
+        self._dtype = dtype
         self._leaves_per_rank = gradient_accumulation_steps
         self._plan = Plan.of(gradient_accumulation_steps * world.world_size, world.world_size)
         self._partials: list[Partial] = []  # one for each rank
@@ -181,7 +189,9 @@ class MemoryAllGather(_Allocates, AllGather):
 
     def __init__(self, memory: SharedMemory, world: World, num_shards: int) -> None:
         """Use the memory of all workers of this host."""
-        self._memory, self._rank, self._size = memory, world.rank, num_shards
+        self._memory = memory
+        self._rank = world.rank
+        self._size = num_shards
         self._first = world.rank // num_shards * num_shards  # rank of this replica
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:

@@ -47,7 +47,9 @@ class Sharding:
         tensor: TensorGroup | None = None,
     ) -> None:
         """Shard nothing yet; see `FSDP`. `world` has the ranks that share the data, `tensor` those of a layer."""
-        self._options, self._world, self._tensor = options, world, tensor
+        self._options = options
+        self._world = world
+        self._tensor = tensor
         self.shares: dict[str, Share] = {}  # of the parameters that the ranks of a tensor group divide, by their names
         self.of_tokens: list[str] = []  # parameters whose gradient a rank of a tensor group has of some tokens
         self._gradient_accumulation_steps = gradient_accumulation_steps

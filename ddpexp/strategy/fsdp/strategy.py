@@ -73,7 +73,9 @@ class FSDP(Replicas):
         self.forward_communicates = world.world_size > 1
         together = tensor is not None or not options.gather_in_evaluation
         self.evaluates_together = self.forward_communicates and together
-        self._sharding, self._sharded, self._replica = sharding, sharding.blocks, sharding.replica
+        self._sharding = sharding
+        self._sharded = sharding.blocks
+        self._replica = sharding.replica
         self._names = {
             f"{model}.{name}": parameter
             for model, module in self.modules.items()

@@ -43,7 +43,9 @@ class _Forward:
     """Stands for the method `forward` of the model."""
 
     def __init__(self, division: Division, groups: Groups) -> None:
-        self._division, self._groups, self._links = division, groups, groups.links
+        self._division = division
+        self._groups = groups
+        self._links = groups.links
 
     def __call__(self, x: Any, /, *arguments: Any, **named: Any) -> Tensor:
         """Compute the stages of this worker when their inputs arrive; return the output of the last stage.
@@ -63,7 +65,9 @@ class _Forward:
 
     def _to_all(self, output: Tensor | None) -> Tensor:
         """Give the workers of the pipe the output of the last stage. Ranks: all of the pipe; communicates."""
-        world, device, last = self._groups.pipe, self._links.device, self._division.pipe.size - 1
+        world = self._groups.pipe
+        device = self._links.device
+        last = self._division.pipe.size - 1
         if output is None:
             kind = kind_in(world.broadcast(empty_header(device), last))
             output = output_of_last = torch.empty(kind.shape, dtype=kind.dtype, device=device)

@@ -142,14 +142,18 @@ class StageModel:
 
     def __init__(self, module: nn.Module, division: Division, device: torch.device) -> None:
         """Stand for the module."""
-        self._module, self._division, self._device = module, division, device
+        self._module = module
+        self._division = division
+        self._device = device
         self._stage = 0  # in progress
         self._received: Tensor | None = None
         self.output: Tensor | None = None  # of the micro-batch in progress, once it is computed
 
     def begin(self, stage: int, received: Tensor | None) -> None:
         """Begin a micro-batch in a stage, with what the stage before has sent."""
-        self._stage, self._received, self.output = stage, received, None
+        self._stage = stage
+        self._received = received
+        self.output = None
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module."""

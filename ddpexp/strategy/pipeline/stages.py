@@ -66,7 +66,9 @@ class InStages:
 
     def __init__(self, module: nn.Module, division: Division, enter: Callable[[int, Any], None]) -> None:
         """Call `enter` before each stage, with its number and what it is given."""
-        self._module, self._division, self._enter = module, division, enter
+        self._module = module
+        self._division = division
+        self._enter = enter
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module."""

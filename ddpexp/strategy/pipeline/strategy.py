@@ -76,7 +76,9 @@ class Pipeline(Replicas):
         """
         mesh = options.mesh(world.world_size)
         self._groups = Groups.join(world, mesh, options.stages_per_worker > 1, channels_last)
-        self._options, self._world, self._mesh = options, world, mesh
+        self._options = options
+        self._world = world
+        self._mesh = mesh
         if options.init == "whole":
             super().__init__(world, factory, channels_last=channels_last, prepare=prepare)
             self.share_initial_weights(world)
@@ -281,13 +283,17 @@ class Pipeline(Replicas):
 
     def _replica(self, name: str) -> int:
         """Return the number of this rank among those that hold a parameter; it is above theirs if it does not."""
-        places, place, tensor = self._holding.places[name], self._groups.place, self._groups.tensor
+        places = self._holding.places[name]
+        place = self._groups.place
+        tensor = self._groups.tensor
         number = (places.index(place) if place in places else len(places)) * self._mesh.data_size + self.data.rank
         return number if tensor is None else number * tensor.size + tensor.rank
 
     def _held(self, name: str, rows: Tensor, first: int, copy: int, num_copies: int) -> Shard:
         """Return rows of what this rank has of a parameter; `copy` numbers the ranks of a stage that have the same."""
-        places, place, share = self._holding.places[name], self._groups.place, self._holding.shares.get(name)
+        places = self._holding.places[name]
+        place = self._groups.place
+        share = self._holding.shares.get(name)
         replica = (places.index(place) if place in places else len(places)) * num_copies + copy
         if share is None:
             tensor = self._groups.tensor

@@ -77,7 +77,9 @@ class Requests:
 
     def clear(self) -> None:
         """Forget all of them."""
-        self.save, self.stop, self.error = False, None, None
+        self.save = False
+        self.stop = None
+        self.error = None
 
 
 @dataclass

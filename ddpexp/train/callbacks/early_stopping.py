@@ -45,7 +45,9 @@ class EarlyStopping(Callback):
             raise DdpexpError(reason, key="monitor", value=self.monitor)
         value = metrics[self.monitor]
         if self._improves(value):
-            self.best, self.best_step, self.waited = value, run.step, 0
+            self.best = value
+            self.best_step = run.step
+            self.waited = 0
             return
         self.waited += 1
         if self.waited >= self.patience:
@@ -67,4 +69,6 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.best, self.best_step, self.waited = state["best"], int(state["best_step"]), int(state["waited"])
+        self.best = state["best"]
+        self.best_step = int(state["best_step"])
+        self.waited = int(state["waited"])
