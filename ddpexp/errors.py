@@ -112,7 +112,9 @@ def shown(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {_shown_inside(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_shown_inside, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _shown_inside(value: Any) -> str:

@@ -65,7 +65,9 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
     if cores is None:
         cores = usable_cores()
         notes.append(f"each machine is assumed to have {cores} cores, as this one: --cores sets another number")
-    workers = max(1, present) if gpus == "auto" and device == "cuda" else 1 if gpus == "auto" else gpus
+    workers = gpus if gpus != "auto" else 1
+    if gpus == "auto" and device == "cuda":
+        workers = max(1, present)
     each = resolve(
         gpus, device, job.request.backend, max(1, cores // max(1, workers)) if threads == "auto" else threads,
         present=max(1, present) if device == "cuda" else 0,

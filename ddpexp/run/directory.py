@@ -205,12 +205,13 @@ class RunDir:
             world_size = self.layout().world_size
         except (RefusedError, KeyError):
             world_size = None  # nothing may prevent a failure from being recorded
+        last = lines[-1] if lines else {"step": 0, "epoch": 0}
         evals = [line for line in lines if "train/loss" not in line]
         metrics = {name: value for name, value in evals[-1].items() if "/" in name} if evals else {}
         result = {
             "status": status,
-            "step": step if step is not None else lines[-1]["step"] if lines else 0,
-            "epoch": lines[-1]["epoch"] if lines else 0,
+            "step": step if step is not None else last["step"],
+            "epoch": last["epoch"],
             "world_size": world_size,
             "metrics": metrics,
             "weights_sha256": None,

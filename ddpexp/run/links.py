@@ -31,12 +31,14 @@ def check_kinds(folder: Path, expected: Iterable[tuple[Path, Sequence[str]]], na
             mode = path.lstat().st_mode
         except OSError:
             continue
-        kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else None
-        if kind is not None and kind in kinds:
+        if stat.S_ISLNK(mode):
+            actual = f"a symbolic link to {os.readlink(path)}"
+        elif stat.S_ISDIR(mode):
+            actual = "a folder"
+        else:
+            actual = "a file" if stat.S_ISREG(mode) else "neither a file nor a folder"
+        if actual in kinds:
             continue
-        actual = (
-            f"a symbolic link to {os.readlink(path)}" if stat.S_ISLNK(mode) else kind or "neither a file nor a folder"
-        )
         raise RefusedError(
             f"is {actual}, but this start would write to {' or '.join(kinds)} of its own",
             suggestion="Remove it, or copy it without its links.",

@@ -67,7 +67,10 @@ class Training(Job):
         self.needs = experiment.data.prepare, experiment.data.options, experiment.trust
         self.run = run
         home = run or resume_from
-        self.folder = run.path if run else resume_from.path.absolute().parent if resume_from else self._parent()
+        if run is not None:
+            self.folder = run.path
+        else:
+            self.folder = resume_from.path.absolute().parent if resume_from else self._parent()
         self._text = text
         self._overrides = overrides
         self._argv = argv

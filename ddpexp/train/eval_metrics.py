@@ -192,4 +192,6 @@ def agreed(world: World, compute: Callable[[], Mapping[str, float]]) -> dict[str
 
 
 def _num_elements(value: Any) -> int:
-    return value.numel() if isinstance(value, Tensor) else value.size if isinstance(value, np.ndarray) else 0
+    if isinstance(value, Tensor):
+        return value.numel()
+    return value.size if isinstance(value, np.ndarray) else 0

@@ -74,7 +74,9 @@ class MetricAccumulator:
         what it has returned. `equal_counts`: counts that are numbers must be the same in all slots of a step.
         """
         self._world, self._data = world, data
-        self._keep = _to_numbers if is_host(world.device) else copied if copies else detached
+        self._keep = copied if copies else detached
+        if is_host(world.device):
+            self._keep = _to_numbers
         self._slots = slots
         self._num_slots = num_slots
         self._source = source

@@ -295,8 +295,8 @@ def _collect(batch: Any, sizes: set[int]) -> bool:
     if isinstance(batch, Tensor):
         sizes.update(batch.shape[:1])
         return batch.dim() > 0
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else None
-    return values is not None and all(_collect(value, sizes) for value in values)
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return isinstance(batch, Mapping | tuple | list) and all(_collect(value, sizes) for value in values)
 
 
 def _cut(batch: Any, part: slice) -> Any:

@@ -140,7 +140,9 @@ def _lead(
                     peer.send({**go, "assignment": asdict(assignments[peer.index])})
                 _wait_until_ready(peers, unit)
         except ENDS as error:
-            kind = "finished" if isinstance(error, FinishedError) else "absent" if _is_absence(error) else "refused"
+            kind = "absent" if _is_absence(error) else "refused"
+            if isinstance(error, FinishedError):
+                kind = "finished"
             known = error if isinstance(error, DdpexpError) else DdpexpError(str(error))
             meeting.send({"kind": kind, "error": known.as_dict()})
             raise

@@ -244,7 +244,9 @@ class Control:
         """
         words = self._words
         if words is None:  # a single rank without a command that watches it
-            return ("end" if end else "save" if save else None) if self._leads else None
+            if not self._leads or not (save or end):
+                return None
+            return "end" if end else "save"
         self._step = done
         words[_STEP] = done + 1  # before reading _NEWEST: the command writes _NEWEST first, then reads this word
         if (save or end) and self._leads:
