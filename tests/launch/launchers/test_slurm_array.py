@@ -26,7 +26,7 @@ from ddpexp.system.job_schedulers.slurm import SLURM, array_size
 from tests.conftest import OWN_SERVER, PATIENCE, Call, Ddpexp, Done, finish
 from tests.launch.launchers.test_slurm import begun, requeue_now, slurm_output, state_of, steps
 from tests.points import Recipe, wait_for
-from tests.refusals import refused
+from tests.refusals import command_refused, refused
 
 
 def state_names(job_ids: Iterable[str]) -> dict[str, str]:
@@ -375,8 +375,7 @@ def test_a_dry_run_prints_the_scripts_and_writes_nothing(offline: Sweep) -> None
 
 def test_without_slurm_a_sweep_is_refused_before_anything_is_written(offline: Sweep) -> None:
     done = offline([], PATH="")
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("ddpexp: launcher=slurm: There is no sbatch on this machine")
+    command_refused(done, "launcher=slurm: sbatch")
     assert not offline.folder.exists()
 
 
