@@ -15,7 +15,7 @@ import ddpexp
 from ddpexp.loggers.base import Logger, Many, Truncatable
 from tests.conftest import Ddpexp, Done
 from tests.points import Recipe
-from tests.refusals import refused
+from tests.refusals import command_refused, refused
 
 CODE = """\
 from pathlib import Path
@@ -195,8 +195,7 @@ def test_what_is_no_choice_of_loggers_is_refused(recipe: Recipe, overrides: list
 
 def test_an_object_that_is_no_logger_is_refused(recipe: Recipe) -> None:
     done = recipe("logger=deaf", "trainer.gpus=1")
-    assert done.code == 2
-    assert "logger.deaf._target_=points.Deaf: Deaf has no method scalars, so it is not a logger" in done.err
+    command_refused(done, "logger.deaf._target_=points.Deaf: method scalars")
 
 
 def test_only_loggers_that_can_be_truncated_are_called() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from recipes.distill import Distill, Distilled
 from recipes.mnist import LeNet
 from tests.conftest import Ddpexp
+from tests.refusals import command_refused
 
 SHORT = (
     "recipe=distill", "data.source=embedded", "data.embedded_train=160", "data.embedded_test=32", "logger=none",
@@ -76,5 +77,4 @@ def test_the_teacher_stays_as_it_is_under_every_strategy(ddpexp: Ddpexp, words: 
 
 def test_a_run_without_a_teacher_is_refused_in_a_sentence(ddpexp: Ddpexp) -> None:
     done = ddpexp(*(word for word in SHORT if not word.startswith("run.init_from")))
-    assert done.code == 2
-    assert "is for the weights of run.init_from, and there are none. Type it, too." in done.err
+    command_refused(done, "run.init_rename: run.init_from")
