@@ -51,7 +51,16 @@ def _check(request: Mapping[str, Any], control: Control) -> None:
     run = RunDir(Path(request["run"]))
     if layout.device == "cpu" and request["part"] == "one":
         bound_memory()
-    context = RunContext(run, experiment, layout, request["data"], request["init_from"], world, control, log)
+    context = RunContext(
+        run=run,
+        experiment=experiment,
+        layout=layout,
+        prepared=request["data"],
+        init_from=request["init_from"],
+        world=world,
+        control=control,
+        log=log,
+    )
     built = worker.build(context)
     worker.restore(context, built)
     examined = _Examined(context, built)

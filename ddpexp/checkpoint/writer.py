@@ -140,7 +140,16 @@ class Writer:
             "format": FORMAT, "ddpexp": __version__, "torch": torch.__version__, "step": step, **content.facts,
             "records": dict(content.records),
         }  # fmt: skip
-        job = _Job(step, self._number, routing.kept, copied, pages, own_files, manifest, content.log_files)
+        job = _Job(
+            step=step,
+            number=self._number,
+            spans=routing.kept,
+            copied=copied,
+            pages=pages,
+            own_files=own_files,
+            manifest=manifest,
+            log_files=content.log_files,
+        )
         thread = threading.Thread(target=self._work, args=(job,), daemon=True, name=f"checkpoint {step}")
         try:
             thread.start()

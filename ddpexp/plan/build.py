@@ -204,14 +204,14 @@ class _Built:
             for number, group in enumerate(one.param_groups):
                 parameters, name = group["params"], str(group.get("name", number))
                 yield ParamGroup(
-                    optimizer,
-                    name,
-                    conditions.get(name, ""),
-                    len(parameters),
-                    sum(p.numel() for p in parameters),
-                    sum(p.numel() for p in parameters if p.requires_grad),
-                    float(group["lr"]),
-                    group.get("weight_decay"),
+                    optimizer=optimizer,
+                    name=name,
+                    conditions=conditions.get(name, ""),
+                    num_parameters=len(parameters),
+                    num_elements=sum(p.numel() for p in parameters),
+                    num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+                    lr=float(group["lr"]),
+                    weight_decay=group.get("weight_decay"),
                 )
 
     def _optimizer_bytes(self) -> int:

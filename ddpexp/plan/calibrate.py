@@ -188,8 +188,16 @@ class _Bench:
         return place
 
     def _arguments(self, workers: int, passes: int, steps: int, folder: Path) -> list[str]:
-        window = self.steps // _WINDOWS
-        return run_words(self.typed, workers, passes, self.micro, self.threads, steps, window, folder / "run")
+        return run_words(
+            self.typed,
+            workers=workers,
+            passes=passes,
+            micro=self.micro,
+            threads=self.threads,
+            steps=steps,
+            log_every=self.steps // _WINDOWS,
+            folder=folder / "run",
+        )
 
 
 def num_steps(pilot_ms: float) -> int:

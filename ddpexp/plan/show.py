@@ -43,8 +43,7 @@ def render(outcome: Outcome) -> RenderableType:
     from rich.console import Group as Lines
     from rich.text import Text
 
-    notes = [Text(f"note: {one_line(text)}", style="dim") for text in outcome.notes()]
-    return Lines(
+    lines = [
         *(Text(f"{name:<12}{one_line(text)}") for name, text in _lines(outcome).items()),
         "",
         *_groups(outcome),
@@ -52,8 +51,9 @@ def render(outcome: Outcome) -> RenderableType:
         Text(_uncounted(outcome), style="dim"),
         "",
         *(Text(f"{name:<12}{one_line(text)}") for name, text in _rest(outcome).items()),
-        *notes,
-    )
+        *(Text(f"note: {one_line(text)}", style="dim") for text in outcome.notes()),
+    ]
+    return Lines(*lines)
 
 
 def _uncounted(outcome: Outcome) -> str:

@@ -167,10 +167,8 @@ def _state(git: _Git) -> _State | None:
         return None
     none = [f"{name}.{what}" for name in sorted(filters) for what in ("clean=", "process=", "required=false")]
     options = [part for setting in none for part in ("-c", setting)]
-    status = git.output(
-        *options, "status", "-z", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty",
-        "--no-renames"
-    )  # fmt: skip
+    flags = ("-z", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty", "--no-renames")
+    status = git.output(*options, "status", *flags)
     changed = [line for line in status if not line.startswith("#")]
     commit = next((line.split()[-1] for line in status if line.startswith("# branch.oid")), None)
     # 1 XY sub mH mI mW hH hI path, and u XY sub m1 m2 m3 mW h1 h2 h3 path for unmerged files. See git-status(1).

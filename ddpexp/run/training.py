@@ -184,7 +184,16 @@ class Training(Job):
         snapshot = repository.snapshot(code_folder(self.identity), code.files)
         diff, path = manifest.diff_of(run, snapshot, before)
         resolved = fused.resolve(self.experiment, layout.device, before)
-        start = manifest.Start(layout, self._argv, participants, snapshot, inputs, notes, self._files.facts, resolved)
+        start = manifest.Start(
+            layout=layout,
+            argv=self._argv,
+            participants=participants,
+            code=snapshot,
+            inputs=inputs,
+            changes=notes,
+            facts=self._files.facts,
+            resolved=resolved,
+        )
         with self._refuse_if_unwritable(run):
             contents = manifest.describe(start, data, before, diff)
             self._write(run, previous, contents, {path: snapshot.diff} if path else {})

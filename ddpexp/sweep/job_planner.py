@@ -65,9 +65,18 @@ class JobPlanner:
             raise
         submits = isinstance(experiment.launcher, Submitter) and experiment.launcher.submits
         return Planned(
-            number, name, overrides, tuple(arguments), experiment, composed.text, run, workers, on_gpus, submits,
-            self._is_stored,
-        )  # fmt: skip
+            number=number,
+            name=name,
+            overrides=overrides,
+            arguments=tuple(arguments),
+            experiment=experiment,
+            text=composed.text,
+            run=run,
+            workers=workers,
+            on_gpus=on_gpus,
+            submits=submits,
+            is_stored=self._is_stored,
+        )
 
     def _slots_needed(self, experiment: Experiment) -> tuple[int | None, bool]:
         """Return how many slots a job takes, None for all, and whether they are GPUs."""

@@ -163,7 +163,21 @@ def _times(job: JobRecord, run: RunFiles, status: Status) -> tuple[float | None,
 
 
 def _broken(path: Path, message: str) -> Row:
-    return Row(0, path.name, path, {}, "broken", None, {}, None, None, None, _short(message), None, None)
+    return Row(
+        number=0,
+        name=path.name,
+        path=path,
+        overrides={},
+        status="broken",
+        objective=None,
+        metrics={},
+        step=None,
+        seconds=None,
+        job=None,
+        message=_short(message),
+        started=None,
+        ended=None,
+    )
 
 
 def _read_record(path: Path) -> SweepRecord:

@@ -256,9 +256,17 @@ def build_evals(
     evals = {}
     for name, dataset in splits.evals.items():
         evals[name] = EvalBatches(
-            dataset, batch_size, rank.rank, rank.size, device, data.num_workers, trainer.timeout.data_seconds, name,
-            splits.on_device, limit,
-        )  # fmt: skip
+            dataset,
+            batch_size,
+            rank.rank,
+            rank.size,
+            device,
+            num_workers=data.num_workers,
+            timeout_seconds=trainer.timeout.data_seconds,
+            name=name,
+            on_device=splits.on_device,
+            limit=limit,
+        )
     return evals
 
 

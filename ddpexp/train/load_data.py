@@ -114,12 +114,26 @@ def build_batches(experiment: Experiment, splits: Splits, plan: BatchPlan, rank:
     train = splits.train
     if isinstance(train, Stream):
         return StreamBatches(
-            train, plan, rank, trainer.seed, device, trainer.max_steps or 0, _check_state, data.num_workers
+            train,
+            plan,
+            rank,
+            trainer.seed,
+            device,
+            steps_per_epoch=trainer.max_steps or 0,
+            check=_check_state,
+            num_workers=data.num_workers,
         )
     return TrainBatches(
-        train, plan, rank, trainer.seed, device, data.num_workers, trainer.timeout.data_seconds, splits.on_device,
-        splits.order,
-    )  # fmt: skip
+        train,
+        plan,
+        rank,
+        trainer.seed,
+        device,
+        num_workers=data.num_workers,
+        timeout_seconds=trainer.timeout.data_seconds,
+        on_device=splits.on_device,
+        order=splits.order,
+    )
 
 
 def _check_state(state: Any) -> None:

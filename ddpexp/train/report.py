@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import counted, epochs_text
@@ -14,15 +12,14 @@ from ddpexp.data.lengths import ByLength
 from ddpexp.data.schema import guesses_about
 from ddpexp.data.streams import Batches, StreamBatches
 from ddpexp.data.token_batches import ByTokens
-from ddpexp.launch import Layout
 from ddpexp.loggers.base import Logger
-from ddpexp.run.directory import RunDir
 from ddpexp.settings.node import Node
 from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.replica import Models
+from ddpexp.strategy.base import Strategy
 from ddpexp.system.files import relative, write_json
 from ddpexp.system.hardware import usable_cores, why_no_gpu
 from ddpexp.system.text import first_few, metric_text, one_line
+from ddpexp.train.build import RunContext
 from ddpexp.train.freezing import count_text
 from ddpexp.train.param_groups import group_texts
 from ddpexp.train.progress import Outcome
@@ -32,28 +29,24 @@ from ddpexp.train.progress import Outcome
 class Report:
     """What is reported of a run: its configuration, and what was built from it."""
 
-    experiment: Experiment
-    run: RunDir
-    layout: Layout
-    prepared: Mapping[str, Any] | None  # what `prepare` of the data section returned
-    models: Models
-    single: bool  # the model is one module, not a mapping of modules
-    shares_memory: bool  # gradients are reduced through shared memory, not by the backend
+    context: RunContext
+    strategy: Strategy
     train: Batches
     num_steps: int
 
     def headline(self) -> str:
         """Return what will run, in a few lines."""
-        experiment = self.experiment
-        layout = self.layout
+        experiment = self.context.experiment
+        layout = self.context.layout
+        prepared = self.context.prepared
         plan = self.train.plan
-        size = count_text(experiment.trainer, self.models, self.single)
-        groups = group_texts(experiment, self.models, self.single)
-        note = self.prepared.get("note") if self.prepared else None
+        size = count_text(experiment.trainer, self.strategy.modules, self.strategy.single)
+        groups = group_texts(experiment, self.strategy.modules, self.strategy.single)
+        note = prepared.get("note") if prepared else None
         workers = counted(layout.world_size, "GPU worker" if layout.device == "cuda" else "CPU worker")
         cores, local = usable_cores(), layout.world_size // layout.nodes
         crowded = f"; {local} share {counted(cores, 'core')}" if layout.device == "cpu" and local > cores else ""
-        shared = ", gradients through shared memory" if self.shares_memory else ""
+        shared = ", gradients through shared memory" if self.strategy.memory is not None else ""
         asks = layout.device == "cpu" and experiment.trainer.device == "auto"
         no_gpu = why_no_gpu() if asks else ""
         is_stream = isinstance(self.train, StreamBatches)
@@ -62,9 +55,9 @@ class Report:
         if experiment.trainer.reduction == "exact":
             batch += ", summed in one order at every number of workers"
         lines = {
-            "recipe": " ".join([experiment.recipe.name, *self.run.options()]),
+            "recipe": " ".join([experiment.recipe.name, *self.context.run.options()]),
             "data": (note or f"{experiment.data.target}, {self.train.description}") + self._limits(),
-            **({"guess": f"\n{'':8}".join(guesses)} if (guesses := guesses_about(self.prepared)) else {}),
+            **({"guess": f"\n{'':8}".join(guesses)} if (guesses := guesses_about(prepared)) else {}),
             "model": f"{_model(experiment.model)}, {size}, {_numbers(experiment.trainer)}",
             **({"groups": f"{len(groups)}: {first_few(groups, 4)}"} if groups else {}),
             "world": f"{workers} ({layout.backend}{shared}), {counted(layout.threads, 'thread')} each{crowded}",
@@ -72,7 +65,7 @@ class Report:
             **({"mesh": f"\n{'':8}".join(mesh)} if mesh else {}),
             "batch": f"{plan.global_batch_size} = {batch}",
             "steps": f"{self.num_steps:,}" if is_stream else f"{self.num_steps:,} ({self._epochs()})",
-            "folder": relative(self.run.path),
+            "folder": relative(self.context.run.path),
         }
         return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 
@@ -87,11 +80,13 @@ class Report:
 
     def _limits(self) -> str:
         """Return what is held out of the data, and what the trainer leaves out."""
-        trainer, data = self.experiment.trainer, self.experiment.data
+        trainer = self.context.experiment.trainer
+        data = self.context.experiment.data
+        prepared = self.context.prepared
         parts = []
         if data.validation_fraction > 0:
             parts.append(f"{data.validation_fraction:.3g} of the training samples held out to evaluate on")
-        elif data.folds is None and self.prepared is not None and self.prepared.get("num_test") == 0:
+        elif data.folds is None and prepared is not None and prepared.get("num_test") == 0:
             parts.append("no evaluation set (data.validation_fraction=0.1 would hold one out)")
         if trainer.limit_train_samples is not None:
             parts.append(f"trained on {trainer.limit_train_samples:,} samples")
@@ -113,14 +108,16 @@ class Report:
     def hyperparameters(self) -> dict[str, bool | float | str]:
         """Return the hyperparameters by their keys: a fixed selection, and every override of this run."""
         overrides = {}
-        for override in self.run.read_overrides():
+        for override in self.context.run.read_overrides():
             key, _, value = override.lstrip("+").partition("=")
             if not key.startswith(("~", "run.", "hydra.", "sweep.", "launcher.")):
                 overrides[key] = _value(value)
-        return {**overrides, **_hyperparameters(self.experiment)}
+        return {**overrides, **_hyperparameters(self.context.experiment)}
 
     def finish(self, outcome: Outcome, logger: Logger) -> str:
         """Write result.json; return the last line. Ranks: rank zero, once the last checkpoint is on disk."""
+        experiment = self.context.experiment
+        prepared = self.context.prepared
         status = "interrupted" if outcome.interrupted else "done"
         if not outcome.interrupted:
             logger.done()
@@ -129,12 +126,12 @@ class Report:
         result = {
             "status": status,
             "stopped": one_line(outcome.stopped) if outcome.stopped is not None else None,
-            "recipe": self.experiment.recipe.name,
-            "data": self.prepared["name"] if self.prepared else self.experiment.data.target,
+            "recipe": experiment.recipe.name,
+            "data": prepared["name"] if prepared else experiment.data.target,
             "step": outcome.step,
             "epoch": outcome.epoch,
             "samples": samples,
-            "world_size": self.layout.world_size,
+            "world_size": self.context.layout.world_size,
             "metrics": dict(outcome.metrics),
             "weights_sha256": outcome.digest,
             "first_step_at": outcome.first_step_at,
@@ -143,12 +140,12 @@ class Report:
             "elapsed_seconds": round(outcome.elapsed_seconds, 3),
             "samples_per_second": round(samples / seconds, 1) if seconds else None,
         }
-        write_json(self.run.result, result)
+        write_json(self.context.run.result, result)
         if outcome.interrupted:
             return f"stopped after step {outcome.step} of {self.num_steps}, which is saved"
         shown = "  ".join(f"{one_line(name)} {metric_text(name, value)}" for name, value in outcome.metrics.items())
         why = "" if outcome.stopped is None else f"ended early: {one_line(outcome.stopped)}\n"
-        return f"{why}done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.run.path)}"
+        return f"{why}done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.context.run.path)}"
 
 
 def _numbers(trainer: Trainer) -> str:

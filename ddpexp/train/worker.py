@@ -137,9 +137,16 @@ def join(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> RunCo
     for note in worker_args.get("notes", ()) if world.is_rank_zero else ():
         log.info(note)
     return RunContext(
-        run, experiment, layout, worker_args["data"], worker_args.get("init_from"), world, control, log,
+        run=run,
+        experiment=experiment,
+        layout=layout,
+        prepared=worker_args["data"],
+        init_from=worker_args.get("init_from"),
+        world=world,
+        control=control,
+        log=log,
         is_fused=fused.is_fused(experiment.optimizer, run.read(run.manifest)),
-    )  # fmt: skip
+    )
 
 
 def build(context: RunContext) -> Built:
@@ -192,16 +199,22 @@ def build(context: RunContext) -> Built:
     average = build_average(strategy, trainer, batches.steps_per_epoch, num_steps)
     check_models(strategy)
     checkpointer = Checkpointer(
-        run, writer_of(run, trainer, world), strategy, logger, world, inputs, positions, run.config.read_bytes()
+        run,
+        writer_of(run, trainer, world),
+        strategy,
+        logger,
+        world,
+        inputs=inputs,
+        positions=positions,
+        config=run.config.read_bytes(),
     )
     callbacks = build_callbacks(experiment, replace(world, memory=strategy.memory), num_steps)
-    report = Report(
-        experiment, run, context.layout, context.prepared, strategy.modules, strategy.single,
-        strategy.memory is not None, batches, num_steps,
-    )  # fmt: skip
+    report = Report(context, strategy, batches, num_steps)
     log.info(report.headline())
     evals = build_evals(experiment, splits, data, world.device, eval_batch_size(experiment, data.size))
-    loop = build_loop(context, strategy, batches, evals, logger, checkpointer, average, callbacks)
+    loop = build_loop(
+        context, strategy, batches, evals, logger, checkpointer=checkpointer, average=average, callbacks=callbacks
+    )
     _log_other_bits(context, plan.gradient_accumulation_steps, loop.run.optimizers.values())
     _warn_of_late_starts(trainer, strategy, num_steps, log)
     if slow := slow_average_warning(trainer.ema_decay, num_steps):

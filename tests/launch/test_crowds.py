@@ -183,7 +183,7 @@ class Watched:
         return made
 
     def watch(self) -> int:
-        return supervisor.supervise(self.server, [self.worker], Terminal(), self.meeting, WorkerRequest())
+        return supervisor.Supervisor(self.server, [self.worker], Terminal(), self.meeting, WorkerRequest()).run()
 
     def part(self) -> None:
         """Let the worker and all other commands end well."""

@@ -91,9 +91,22 @@ def prepare(
     Raises: RefusedError, if the images or an option are invalid, or the cache cannot be written.
     """
     options = Options(
-        size, eval_size, scale, ratio, flip, color_jitter, rand_augment, rand_augment_magnitude, mixup, cutmix,
-        mean, std, channels, augment_on, tuple(tuple(pair) for pair in size_from_epoch or ()),
-    ).resolved()  # fmt: skip
+        size=size,
+        eval_size=eval_size,
+        scale=scale,
+        ratio=ratio,
+        flip=flip,
+        color_jitter=color_jitter,
+        rand_augment=rand_augment,
+        rand_augment_magnitude=rand_augment_magnitude,
+        mixup=mixup,
+        cutmix=cutmix,
+        mean=mean,
+        std=std,
+        channels=channels,
+        augment_on=augment_on,
+        sizes=tuple(tuple(pair) for pair in size_from_epoch or ()),
+    ).resolved()
     stored = options.stored_size(cache_size)
     known = classes if schema is None else Schema.read(schema).classes
     return prepared(scan(root, known, nested), stored, cache, broken, options)

@@ -77,14 +77,14 @@ def open_store(folder: Path, part: str, prepared: Any) -> tuple[Store, NDArray[n
 
     content = folder / f"{part}.bin"
     store = Store(
-        prepared["cache"],
-        Path(prepared["root"]),
-        _bytes(content) if prepared["cache"] != "none" else None,
-        mapped("index"),
-        mapped("name-ends"),
-        _bytes(folder / f"{part}-names.bin"),
-        StoredSize(*prepared["stored"]),
-        prepared["channels"],
+        kind=prepared["cache"],
+        root=Path(prepared["root"]),
+        content=_bytes(content) if prepared["cache"] != "none" else None,
+        table=mapped("index"),
+        name_ends=mapped("name-ends"),
+        names=_bytes(folder / f"{part}-names.bin"),
+        stored=StoredSize(*prepared["stored"]),
+        channels=prepared["channels"],
     )
     return store, mapped("labels")
 

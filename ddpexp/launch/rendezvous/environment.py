@@ -94,7 +94,16 @@ def of_torchrun(request: WorkerRequest, environ: Mapping[str, str] = os.environ)
     starter = "torchrun" if elastic else "the environment"
     _check_consistent(request, starter, nodes, local_size, "LOCAL_WORLD_SIZE")
     owner = process_identity(start.parent()) if elastic else None
-    return LaunchEnvironment(rank, size, True, local_rank, local_size, nodes, starter, owner)
+    return LaunchEnvironment(
+        index=rank,
+        size=size,
+        externally_launched=True,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        nodes=nodes,
+        starter=starter,
+        owner=owner,
+    )
 
 
 def of_slurm_task(request: WorkerRequest, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
@@ -120,7 +129,15 @@ def of_slurm_task(request: WorkerRequest, environ: Mapping[str, str] = os.enviro
     )
     owner = f"slurm:{names[0]}:{names[1]}.{names[2]}" if all(names) else None
     return LaunchEnvironment(
-        rank, size, True, local_rank if local_size else None, local_size, nodes, "srun", owner, restarts > 0
+        index=rank,
+        size=size,
+        externally_launched=True,
+        local_rank=local_rank if local_size else None,
+        local_world_size=local_size,
+        nodes=nodes,
+        starter="srun",
+        owner=owner,
+        restarted=restarts > 0,
     )
 
 
@@ -167,9 +184,17 @@ def of_mpi(
     local_rank, local_size = _local(environ, names[2], names[3], size, names[1])
     nodes = 1 if local_size == size else None
     _check_consistent(request, "mpirun", nodes, local_size, names[3])
-    return LaunchEnvironment(
-        rank, size, True, local_rank, local_size, nodes, "mpirun", process_identity(start.parent())
-    ), key
+    environment = LaunchEnvironment(
+        index=rank,
+        size=size,
+        externally_launched=True,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        nodes=nodes,
+        starter="mpirun",
+        owner=process_identity(start.parent()),
+    )
+    return environment, key
 
 
 def is_started_by_srun(

@@ -35,7 +35,7 @@ from ddpexp.launch.rendezvous.meeting import join, lead
 from ddpexp.launch.rendezvous.wire import Meeting, Peer
 from ddpexp.launch.supervise.assignment import RankAssignment, assign_ranks, versions
 from ddpexp.launch.supervise.causes import Worker
-from ddpexp.launch.supervise.supervisor import supervise
+from ddpexp.launch.supervise.supervisor import Supervisor
 from ddpexp.launch.workers import cleanup
 from ddpexp.launch.workers.client import Server
 from ddpexp.launch.workers.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, TERMINAL_FD, SharedStatus
@@ -297,9 +297,17 @@ def _supervise(
             listener.close()
     try:
         uses_nccl = layout.backend == "nccl" and layout.world_size > 1
-        return supervise(
-            server, workers, Terminal(), meeting, job.request, layout.device == "cuda", uses_nccl, terminal
+        supervisor = Supervisor(
+            server,
+            workers,
+            Terminal(),
+            meeting,
+            job.request,
+            on_gpus=layout.device == "cuda",
+            uses_nccl=uses_nccl,
+            terminal_descriptor=terminal,
         )
+        return supervisor.run()
     except BaseException:
         cleanup.clear(began, of_gpus=layout.device == "cuda")
         raise

@@ -42,29 +42,6 @@ _SHUTDOWN_SECONDS = 10.0  # for the other commands to end, when this one's worke
 _KILL_SECONDS = 2.0  # for the fork server to kill its workers; after that it is killed itself, and they with it
 
 
-def supervise(
-    server: Server,
-    workers: Sequence[Worker],
-    terminal: Terminal,
-    meeting: Meeting | None,
-    request: WorkerRequest,
-    on_gpus: bool = False,
-    uses_nccl: bool = False,
-    terminal_descriptor: int | None = None,
-) -> int:
-    """Supervise the workers until all have ended; return the exit code of the run.
-
-    Where several commands run the job, `meeting` connects them: a failure in one ends all, and the leading one reports
-    it. On a stop signal the ranks save and exit within `request.grace_seconds`; a hang ends the run after
-    `request.timeout`. `terminal_descriptor`: the command's terminal, which is lent to ranks at a breakpoint.
-
-    Raises:
-        WorkerError: the first genuine failure. RefusedError: the workers refused to start.
-        StoppedError: a signal to this process, another command or a rank ended the run.
-    """
-    return Supervisor(server, workers, terminal, meeting, request, on_gpus, uses_nccl, terminal_descriptor).run()
-
-
 class Supervisor:
     """One command's workers, and its connections to the other commands of the job."""
 
@@ -75,11 +52,16 @@ class Supervisor:
         terminal: Terminal,
         meeting: Meeting | None,
         request: WorkerRequest,
-        on_gpus: bool,
-        uses_nccl: bool,
-        terminal_descriptor: int | None,
+        on_gpus: bool = False,
+        uses_nccl: bool = False,
+        terminal_descriptor: int | None = None,
     ) -> None:
-        """Take over the workers, which the server starts; the arguments are those of `supervise`."""
+        """Take over the workers, which the server starts.
+
+        Where several commands run the job, `meeting` connects them: a failure in one ends all, and the leading one
+        reports it. On a stop signal the ranks save and exit within `request.grace_seconds`; a hang ends the run after
+        `request.timeout`. `terminal_descriptor`: the command's terminal, which is lent to ranks at a breakpoint.
+        """
         self._server, self._workers = server, workers
         self._grace_seconds, self._step_seconds = request.grace_seconds, request.timeout.step_seconds
         self._peers = peers = Peers(meeting)
@@ -88,7 +70,14 @@ class Supervisor:
         self._end = RunEnd(workers, peers.leader, meeting is None or meeting.speaks)
         self._signals = SignalHandler(workers, peers, self._agreement, self._end, server.kill, self._kill_workers)
         self._watchdog = Watchdog(
-            workers, request.timeout, peers.leads, peers.send, self._signals.dump, server.pid, on_gpus, uses_nccl
+            workers,
+            request.timeout,
+            peers.leads,
+            peers.send,
+            self._signals.dump,
+            server=server.pid,
+            on_gpus=on_gpus,
+            uses_nccl=uses_nccl,
         )
         self._turns = DebugTurns(terminal_descriptor, self._output, self._end, len(workers))
         reports = WorkerReports(self._output, self._end, self._on_quit, self._turns)
@@ -118,7 +107,12 @@ class Supervisor:
     # The loop.
 
     def run(self) -> int:
-        """Supervise until all workers have ended; like `supervise`."""
+        """Supervise the workers until all have ended; return the exit code of the run.
+
+        Raises:
+            WorkerError: the first genuine failure. RefusedError: the workers refused to start.
+            StoppedError: a signal to this process, another command or a rank ended the run.
+        """
         with self._selector, signals_as_bytes() as signals:
             self._register(signals)
             try:

@@ -222,17 +222,17 @@ class Watchdog:
         if silent and silence and silence.busy_seconds > _BUSY_FACTOR * limit:
             silent = silence.busy_seconds
         return Account(
-            worker.rank,
-            platform.node(),
-            worker.pid,
-            status_page.phase,
-            status_page.step,
-            silent,
-            limit,
-            key,
-            how,
-            None if where is None else str(where),
-            stack,
+            rank=worker.rank,
+            host=platform.node(),
+            pid=worker.pid,
+            phase=status_page.phase,
+            step=status_page.step,
+            silent_seconds=silent,
+            limit_seconds=limit,
+            key=key,
+            how=how,
+            where=None if where is None else str(where),
+            stack=stack,
             is_ours=not isinstance(where, Frame) or where.is_ours,
         )
 

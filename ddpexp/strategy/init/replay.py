@@ -242,23 +242,38 @@ class _Recorder(TorchDispatchMode):
             numbers = [self._number(output) for output in outputs]
             self.recording.operations.append(
                 _Operation(
-                    function, arguments, named, frozenset(reads & before), frozenset(written), frozenset(made), numbers,
-                    overwrites, draws, state,
+                    function=function,
+                    arguments=arguments,
+                    named=named,
+                    reads=frozenset(reads & before),
+                    writes=frozenset(written),
+                    makes=frozenset(made),
+                    outputs=numbers,
+                    overwrites=overwrites,
+                    draws=draws,
+                    random_state=state,
                 )
-            )  # fmt: skip
+            )
         return tree_map_only(Tensor, lambda meta: self._hollow(meta, hollow), returned)
 
     def initialize(self, function: Callable[..., Tensor], tensor: _Hollow, args: Any, kwargs: Any) -> Tensor:
         """Record a function of torch.nn.init, which gives every element a value; some look at values on the way."""
-        memory, place = _memory_of(tensor.meta), frozenset({_memory_of(tensor.meta)})
-        number, overwrites = self._number(tensor.meta), _is_whole_memory(tensor.meta)
-        state = self._new_random_state(kwargs.get("generator"))
+        memory = frozenset({_memory_of(tensor.meta)})
+        overwrites = _is_whole_memory(tensor.meta)
         self.recording.operations.append(
             _Operation(
-                function, [_Ref(number), *args], kwargs, frozenset() if overwrites else place, frozenset({memory}),
-                frozenset(), [], overwrites, True, state,
+                function=function,
+                arguments=[_Ref(self._number(tensor.meta)), *args],
+                named=kwargs,
+                reads=frozenset() if overwrites else memory,
+                writes=memory,
+                makes=frozenset(),
+                outputs=[],
+                overwrites=overwrites,
+                draws=True,
+                random_state=self._new_random_state(kwargs.get("generator")),
             )
-        )  # fmt: skip
+        )
         return tensor
 
     def _hollow(self, meta: Tensor, known: Mapping[int, _Hollow]) -> _Hollow:
