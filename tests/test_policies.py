@@ -203,3 +203,33 @@ def test_collectives_are_those_of_the_world_which_checks_devices() -> None:
     }  # fmt: skip
     calling = {str(path.relative_to(ROOT)) for path in SOURCES if collectives_in(path.read_text())}
     assert calling == {"ddpexp/distributed/world.py", "ddpexp/doctor/worker.py"}  # doctor measures the backend itself
+
+
+def unreadable_expressions(text: str) -> Iterator[str]:
+    """Yield the calls whose arguments a reader has to count, and the conditional expressions inside others."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and len(node.args) >= 8:
+            yield f"line {node.lineno}: {len(node.args)} positional arguments. Name those after the fifth."
+        if isinstance(node, ast.IfExp) and ast.IfExp in map(type, (node.test, node.body, node.orelse)):
+            yield f"line {node.lineno}: a conditional expression inside another. Write statements."
+
+
+def test_no_call_has_eight_positional_arguments_and_no_conditional_expression_is_inside_another() -> None:
+    own = sorted((ROOT / "ddpexp").rglob("*.py"))
+    found = {str(path.relative_to(ROOT)): list(unreadable_expressions(path.read_text())) for path in own}
+    assert {path: problems for path, problems in found.items() if problems} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_readable"),
+    [
+        ("f(1, 2, 3, 4, 5, 6, 7)", True),
+        ("f(1, 2, 3, 4, 5, 6, 7, 8)", False),
+        ("f(1, 2, 3, 4, 5, 6, seven=7, eight=8)", True),
+        ("a if b else c", True),
+        ("a if b else c if d else e", False),
+        ("(a if b else c) if d else e", False),
+    ],
+)
+def test_unreadable_expressions_are_seen(text: str, is_readable: bool) -> None:
+    assert (list(unreadable_expressions(text)) == []) == is_readable

@@ -172,7 +172,12 @@ def _marked(catalogue: Catalogue, group: str) -> list[str]:
 
 def _section(catalogue: Catalogue, name: str) -> str:
     chosen = catalogue.chosen(name)
-    title = name if chosen in (None, "default") else f"{name}=[{chosen}]" if "," in chosen else f"{name}={chosen}"
+    if chosen in (None, "default"):
+        title = name
+    elif "," in chosen:
+        title = f"{name}=[{chosen}]"
+    else:
+        title = f"{name}={chosen}"
     return _titled(title, catalogue.about(name), catalogue.keys(name))
 
 

@@ -193,7 +193,9 @@ def typed(value: Any) -> str:
         return f"[{','.join(map(typed, value))}]"
     if value == "":
         return "''"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @cache

@@ -41,7 +41,12 @@ def _lines(sent: Mapping[str, Sent], path: Path) -> list[str]:
     width = max(map(len, sent))
     lines = []
     for name, part in sent.items():
-        text = f"{part.sent:,} steps sent" if part.sent else "nothing to send" if not part.left else "nothing sent"
+        if part.sent:
+            text = f"{part.sent:,} steps sent"
+        elif part.left:
+            text = "nothing sent"
+        else:
+            text = "nothing to send"
         why = f": {part.problem}" if part.problem is not None else ""
         left = f", {part.left:,} left" if part.left else ""
         lines.append(f"logger.{name:<{width}}  {text}{left}{why}")

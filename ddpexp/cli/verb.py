@@ -211,8 +211,11 @@ class Call:
             field_name = name.removeprefix("--").replace("-", "_")
             hint = hints[field_name]
             _, plain = declaration(hint)
-            is_text = str in (plain, *get_args(plain))
-            value = True if plain is bool else text if is_text else _number(text)
+            value: Any = text
+            if plain is bool:
+                value = True
+            elif str not in (plain, *get_args(plain)):
+                value = _number(text)
             values[field_name] = convert(value, hint, f"{self.name} {name}")
         return type(defaults)(**{**vars(defaults), **values})
 

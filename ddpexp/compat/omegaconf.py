@@ -162,7 +162,9 @@ def count_nodes(tree: Container, most: int) -> int:
     count, waiting = 0, [tree]
     while waiting and count < most:
         content = waiting.pop().__dict__["_content"]
-        inner = list(content.values()) if isinstance(content, dict) else content if isinstance(content, list) else []
+        if not isinstance(content, dict | list):
+            continue
+        inner = list(content.values()) if isinstance(content, dict) else content
         count += len(inner)
         waiting += [item for item in inner if isinstance(item, Container)]
     return count

@@ -70,7 +70,9 @@ def build(cls: type[T], values: Any, where: str) -> T:
     for field in (field for field in dataclasses.fields(cls) if field.init):  # type: ignore[arg-type]
         key = f"{where}.{field.name}"
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        value = values[field.name] if field.name in values else MISSING if has_default else default_of(key)
+        value = values.get(field.name, MISSING)
+        if field.name not in values and not has_default:
+            value = default_of(key)
         if value is not MISSING:
             built[field.name] = convert(value, hints[field.name], key)
         elif not has_default:
@@ -120,9 +122,10 @@ def nearest(word: str, known: Iterable[str], cutoff: float = _NEAR) -> str | Non
     word = word.lower().replace("-", "_")
     if word in plain:
         return plain[word]
-    near = difflib.get_close_matches(word, plain, n=1, cutoff=cutoff)
+    if near := difflib.get_close_matches(word, plain, n=1, cutoff=cutoff):
+        return plain[near[0]]
     longer = [name for name in plain if len(word) > 2 and name.startswith(f"{word}_")]
-    return plain[near[0]] if near else plain[longer[0]] if len(longer) == 1 else None
+    return plain[longer[0]] if len(longer) == 1 else None
 
 
 def unknown_key(
@@ -258,7 +261,9 @@ def _meant(value: Any, hint: Any, parts: Sequence[Any], key: str) -> str | None:
     if int in parts and isinstance(value, float) and value.is_integer():
         return str(int(value))
     if (int in parts or float in parts) and isinstance(value, str) and (number := _without_unit(text, key)) is not None:
-        return str(int(number)) if number.is_integer() else f"{number:g}" if float in parts else None
+        if number.is_integer():
+            return str(int(number))
+        return f"{number:g}" if float in parts else None
     return nearest(shown(value), filter(_is_text, literals(hint)))
 
 
@@ -267,7 +272,11 @@ def _without_unit(text: str, key: str) -> float | None:
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([a-z%]+)", text)
     if match is None:
         return None
-    units = _SECONDS if key.endswith("_seconds") else _MEGABYTES if key.endswith("_mb") else _COUNTS
+    units: Mapping[str, float] = _COUNTS
+    if key.endswith("_seconds"):
+        units = _SECONDS
+    elif key.endswith("_mb"):
+        units = _MEGABYTES
     return float(match[1]) * units[match[2]] if match[2] in units else None
 
 

@@ -114,10 +114,11 @@ def _joined(comment: Sequence[str]) -> str:
     for line in comment:
         content = line.lstrip("#").rstrip()
         content = content[1:] if content.startswith(" ") else content
-        if not content or content.startswith("   "):
-            text = f"{text}\n{content}" if text else content
+        previous = text.rpartition("\n")[2]
+        if not text:
+            text = content
+        elif any(not line or line.startswith("   ") for line in (previous, content)):
+            text = f"{text}\n{content}"
         else:
-            previous = text.rpartition("\n")[2]
-            joint = "" if not text else "\n" if not previous or previous.startswith("   ") else " "
-            text = f"{text}{joint}{content}"
+            text = f"{text} {content}"
     return text.strip("\n")

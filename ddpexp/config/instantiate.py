@@ -163,7 +163,9 @@ def _advice(target: str, trust: Trust, key: str) -> str:
     if re.search(r"[:/]|\.py\b", target):
         return f"Did you mean {re.sub(r'[.]py(?=[.:]|$)', '', target).replace(':', '.').replace('/', '.').strip('.')}?"
     if not head or root in ("torch", "nn", "optim"):
-        kind = "torch.optim." if where == "optimizer" else f"{head}." if head.startswith("torch.") else ""
+        kind = f"{head}." if head.startswith("torch.") else ""
+        if where == "optimizer":
+            kind = "torch.optim."
         classes = {
             known.rpartition(".")[2].lower(): known
             for known in sorted(TORCH)

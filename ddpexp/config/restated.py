@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -286,7 +286,11 @@ def leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 def _names(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
     """Yield the names in mappings, each with the place of its value."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
     for name, inner in items:
         yield (*place, name), name
         yield from _names(inner, (*place, name))

@@ -98,11 +98,15 @@ def _check_init(run: Run) -> None:
     for name in ("init_checkpoint", "init_weights", "init_rename", "init_skip"):
         value = getattr(run, name)
         if value and value != default_of(f"run.{name}"):
-            text = f"[{','.join(value)}]" if isinstance(value, tuple) else "..." if name == "init_rename" else value
+            shown = value
+            if isinstance(value, tuple):
+                shown = f"[{','.join(value)}]"
+            elif name == "init_rename":
+                shown = "..."
             raise RefusedError(
                 "is for the weights of run.init_from, and there are none",
                 key=f"run.{name}",
-                value=text,
+                value=shown,
                 suggestion="Type it, too.",
             )
 

@@ -131,7 +131,12 @@ def judge_together(
     together = []
     for name, result in measured:
         hosts = list(by_host) if name is None else [name]
-        where = f"on {name}" if name is not None else f"of {len(hosts)} hosts" if len(hosts) > 1 else "on this host"
+        if name is not None:
+            where = f"on {name}"
+        elif len(hosts) > 1:
+            where = f"of {len(hosts)} hosts"
+        else:
+            where = "on this host"
         speed = _carried([by_host[host] for host in hosts], result)
         together.append(allreduce.judge_all_reduce(result, speed, where))
     if len(by_host) < 2:

@@ -70,4 +70,6 @@ class Data(CommonData):
 
 
 def _as_tuple(nodes: Node | tuple[Node, ...] | None) -> tuple[Node, ...]:
-    return () if nodes is None else nodes if isinstance(nodes, tuple) else (nodes,)
+    if nodes is None:
+        return ()
+    return nodes if isinstance(nodes, tuple) else (nodes,)

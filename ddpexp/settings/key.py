@@ -87,10 +87,16 @@ class Key:
         high = self.below if self.below != math.inf else None
         if self.above is not None and high is not None:
             return f" between {self.above} and {high}"
-        begin = f" above {self.above}" if self.above is not None else ""
-        begin = f" from {self.at_least}" if self.at_least is not None else begin
-        end = f" to below {high}" if high is not None else f" to {self.at_most}" if self.at_most is not None else ""
-        return begin + end
+        text = ""
+        if self.at_least is not None:
+            text += f" from {self.at_least}"
+        elif self.above is not None:
+            text += f" above {self.above}"
+        if high is not None:
+            text += f" to below {high}"
+        elif self.at_most is not None:
+            text += f" to {self.at_most}"
+        return text
 
 
 _UNDECLARED = Key()

@@ -90,7 +90,9 @@ class ObjectiveAxis:
 
     def marker(self, value: float) -> str:
         """Return a dot, or an arrow that points to a value beyond the axis."""
-        return "o" if self.holds(value) else "^" if value > self.high else "v"
+        if self.holds(value):
+            return "o"
+        return "^" if value > self.high else "v"
 
     def apply(self, axes: Axes, objective: str) -> None:
         """Give the axis its scale."""

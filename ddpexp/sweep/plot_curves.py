@@ -43,7 +43,12 @@ def draw_curves(figure: SubFigure, drawn: PlottedSweep) -> None:
         for row in drawn.rows
     }
     rows = [row for row in drawn.rows if curves[row.path]]
-    width, alpha = (1.6, 0.9) if len(rows) <= 12 else (1.2, 0.75) if len(rows) <= 60 else (0.9, 0.55)
+    if len(rows) <= 12:
+        width, alpha = 1.6, 0.9
+    elif len(rows) <= 60:
+        width, alpha = 1.2, 0.75
+    else:
+        width, alpha = 0.9, 0.55
     looks = [drawn.encoding.looks[row.path] for row in rows]
     colors, styles = [look.color for look in looks], [look.style for look in looks]
     lines = [curves[row.path] for row in rows]

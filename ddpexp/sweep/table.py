@@ -73,8 +73,10 @@ def jobs_grid(
         }
         if name in facts:
             return facts[name]
+        if name == DIRECTORY and together:
+            return cell_text(row.name)
         if name == DIRECTORY:
-            return cell_text(row.name if together else str(row.path) if full else files.relative(row.path))
+            return cell_text(str(row.path) if full else files.relative(row.path))
         return cell_text(row.overrides.get(name, ""))
 
     def is_right(name: str) -> bool:
@@ -122,7 +124,9 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     best = 0 if is_finite(groups[0].mean) else None
     repeated = repeats(rows)
     by_fold = FOLD in repeated
-    counted = "runs" if len(repeated) > 1 else "folds" if by_fold else "seeds"
+    counted = "folds" if by_fold else "seeds"
+    if len(repeated) > 1:
+        counted = "runs"
     columns = []
     weak = _weakest_first(groups, list(groups[0].overrides))
     for key in groups[0].overrides:

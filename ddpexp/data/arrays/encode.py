@@ -89,7 +89,9 @@ def combined(readers: Sequence[Reader], dtype: str, schema: Schema | None, may_h
         _check(reader, numbers, dtype)
     if dtype == "float32" and schema is None:
         rounded = [str(one.name) for _, one, numbers in columns if numbers.ndim == 1 and loses_digits(numbers)]
-    stored = schema.stored if schema is not None else "float64" if rounded else dtype
+    stored = dtype if schema is None else schema.stored
+    if rounded:
+        stored = "float64"
     inputs = _joined([numbers for _, _, numbers in columns], str(stored))
     return Columns(tuple(one for _, one, _ in columns), inputs, guesses, rounded)
 

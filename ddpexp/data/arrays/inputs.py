@@ -174,10 +174,14 @@ def _names(values: Sequence[str] | NDArray[Any]) -> list[str]:
     if not isinstance(values, np.ndarray):
         return [value.strip() for value in values]
     if values.dtype.kind == "f":
-        return [
-            "" if np.isnan(value) else str(int(value)) if value == np.floor(value) else str(value) for value in values
-        ]
+        return list(map(_number_name, values))
     return list(map(str, values.tolist()))
+
+
+def _number_name(value: np.floating[Any]) -> str:
+    if np.isnan(value):
+        return ""
+    return str(int(value)) if value == np.floor(value) else str(value)
 
 
 def _key(name: str | None, kind: str, section: str = "columns") -> str:

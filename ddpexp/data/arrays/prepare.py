@@ -235,7 +235,9 @@ def part_of(name: str, path: str, inputs: str | Names | None, targets: str | Nam
 
 def names_of(names: str | Names | None) -> Names | None:
     """Return names that may be one name, as a tuple."""
-    return (names,) if isinstance(names, str) else tuple(names) if names else None
+    if isinstance(names, str):
+        return (names,)
+    return tuple(names) if names else None
 
 
 def _hash(record: Mapping[str, Any], options: Options) -> str:

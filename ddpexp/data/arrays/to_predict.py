@@ -37,8 +37,10 @@ def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     given = {name: options[name] for name in names if name in options}
     declared = options_of(kind if has_targets else "none", **given)
     prepared = described([part], declared, bool(options.get("standardize")), schema)
-    value = None if kind == "none" else -1 if Schema.read(schema).classes is not None else float("nan")
-    return {**prepared, "is_single_set": True, "placeholder": value}
+    placeholder: float | None = None
+    if kind != "none":
+        placeholder = float("nan") if Schema.read(schema).classes is None else -1
+    return {**prepared, "is_single_set": True, "placeholder": placeholder}
 
 
 def _alone(options: Mapping[str, Any]) -> Part | None:

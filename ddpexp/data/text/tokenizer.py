@@ -59,7 +59,9 @@ class Tokenizer(Protocol):
 
 def token_bytes(vocab_size: int) -> int:
     """Return the number of bytes of a stored token: 1, 2 or 4."""
-    return 1 if vocab_size <= 1 << 8 else 2 if vocab_size <= 1 << 16 else 4
+    if vocab_size <= 1 << 8:
+        return 1
+    return 2 if vocab_size <= 1 << 16 else 4
 
 
 @dataclass(frozen=True)

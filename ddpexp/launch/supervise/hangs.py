@@ -179,8 +179,7 @@ def classify(stacks: Sequence[Stack], used: float) -> tuple[How, Frame | None, s
     waits = bool(_WAITS.search(inner.file)) or (bool(_MAY_WAIT.search(inner.file)) and used < _BUSY)
     if inner.file.endswith("/ddpexp/checkpoint/writer.py"):  # on rank zero its thread waits for the others' parts
         waits = any(frame.function == "_awaited" for other in stacks[:-1] for frame in other)
-    return (
-        ("waits" if waits else "busy" if used > _BUSY else "asleep"),
-        shown(main),
-        f"Stack, the innermost call first:\n{formatted}",
-    )
+    how: How = "busy" if used > _BUSY else "asleep"
+    if waits:
+        how = "waits"
+    return how, shown(main), f"Stack, the innermost call first:\n{formatted}"
