@@ -55,7 +55,9 @@ class Subject:
         try:
             task, model = deepcopy((self.task, self.model))
         except Exception:  # whatever an object of the user raises
-            task, model, is_copy = self.task, self.model, False
+            task = self.task
+            model = self.model
+            is_copy = False
         modules = modules_of(model)
         for module in modules.values():
             module.train(trains and not self.is_manual)  # without the noise of dropout, for whole and halves
@@ -96,7 +98,9 @@ class TriedStep:
 
     def __init__(self, subject: Subject, step: int) -> None:
         """Begin step number `step`, from 0, with the models of a copy."""
-        self.models, self.world, self._precision = subject.model, subject.world, subject.precision
+        self.models = subject.model
+        self.world = subject.world
+        self._precision = subject.precision
         self.step, self.num_steps = step, max(step + 1, 2)
         self.losses: list[tuple[float, float]] = []  # each with its count
         self.calls: list[str] = []  # those that all workers must make alike

@@ -135,7 +135,9 @@ class _Examined:
 
     def compare_ranks(self) -> dict[str, Any]:
         """Compare what the ranks compute for the same batch, then train. Ranks: all; communicates."""
-        loop, world, before = self._built.loop, self._context.world, self._attributes()
+        loop = self._built.loop
+        world = self._context.world
+        before = self._attributes()
         losses = torch.zeros(2, world.world_size, dtype=torch.float64, device=world.device)
         size, there = loop.run.train.plan.micro_batch_size, loop.run.train.on_device
         for row, trains in enumerate((True, False) if self._subject.has_step else (True,)):

@@ -100,7 +100,8 @@ def parse(text: str, breaks: str = "") -> Line:
     `breaks` are the characters behind which only the rest of a word is replaced.
     """
     words: list[str] = []
-    current, before, kept, quote, started, escaped = "", "", "", "", False, False
+    current = before = kept = quote = ""
+    started = escaped = False
     for char in text:
         if escaped:
             current, kept, escaped = current + char, kept + char, False
@@ -116,7 +117,8 @@ def parse(text: str, breaks: str = "") -> Line:
             before, kept = (kept + char, "") if breaks else ("", kept + char)
         elif char.isspace():
             words += [current] if started else []
-            current, kept, started = "", "", False
+            current = kept = ""
+            started = False
         else:
             current, kept, started = current + char, "" if char in breaks else kept + char, True
     return Line(tuple(words), current, quote, kept)

@@ -103,7 +103,9 @@ def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) ->
         RefusedError: a key that stays as it is for as long as a run lasts, or one that has changed without being typed.
     """
     for change in sorted(changes, key=lambda change: change.key != "recipe.name"):
-        key, old, new = change.key, change.old, change.new
+        key = change.key
+        old = change.old
+        new = change.new
         if key == "recipe.name":
             raise RefusedError(
                 f"holds a run of the recipe {shown(old)}, and this is {shown(new)}: another recipe is another "
@@ -119,7 +121,9 @@ def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) ->
             )
     for change in changes:
         if change.kind == "untyped":
-            key, old, new = change.key, change.old, change.new
+            key = change.key
+            old = change.old
+            new = change.new
             to_change, to_keep = change.overrides or (_override_for(key, new, old), _override_for(key, old, new))
             raise RefusedError(
                 f"was started with {_assigned(key, old)}, and {_here(change, edited)}, which is not typed",

@@ -230,7 +230,9 @@ def _of_two_kinds(override: str) -> RefusedError:
 
 def unknown_key_in(tree: Mapping[str, Any], typed: str) -> RefusedError:
     """Return the error of an unknown key: the nearest key at the level where it leaves the tree, or elsewhere."""
-    section, names, rest = tree, list[str](), typed.split(".")
+    section = tree
+    names = list[str]()
+    rest = typed.split(".")
     while len(rest) > 1 and isinstance(section, Mapping) and rest[0] in section:
         section = section[rest[0]]
         names.append(rest.pop(0))

@@ -27,7 +27,9 @@ from ddpexp.errors import RefusedError
 # Indices computed at a time: few at first, for a fast start, and then more; enough to amortise numpy's calls, but few
 # enough that their arrays fit into memory that the process reuses (with twice as many, the kernel clears new pages
 # each time).
-_FIRST_BLOCK, _BLOCK, _GROWTH = 512, 32768, 4
+_FIRST_BLOCK = 512
+_BLOCK = 32768
+_GROWTH = 4
 
 
 @dataclass(frozen=True)

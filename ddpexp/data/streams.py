@@ -89,7 +89,10 @@ class _Shard:
     """One shard of a stream, and its position."""
 
     def __init__(self, stream: Stream, index: int, count: int, seed: int) -> None:
-        self.stream, self.index, self.count, self.seed = stream, index, count, seed
+        self.stream = stream
+        self.index = index
+        self.count = count
+        self.seed = seed
         self.samples, self.epoch = 0, 0  # samples read in this epoch
         self.source: Any = stream.open(index, count)
         self._iterator: Iterator[Any] | None = None
@@ -126,7 +129,9 @@ class _Shard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue at a position that `state` returned."""
-        self.samples, self.epoch, self._restored = int(state["samples"]), int(state["epoch"]), state["source"]
+        self.samples = int(state["samples"])
+        self.epoch = int(state["epoch"])
+        self._restored = state["source"]
 
     def description(self, first: int, count: int) -> str:
         """Describe samples of this epoch in a message."""

@@ -39,7 +39,9 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
     wanted = launcher.adapt(job.request)
     first, last = wanted.node_range
     sizes = range(first, last + 1)
-    gpus, device, threads = wanted.gpus, wanted.device, wanted.threads
+    gpus = wanted.gpus
+    device = wanted.device
+    threads = wanted.threads
     notes: list[str] = []
     request = launcher.resource_request(job, sizes[-1])
     if request is not None:

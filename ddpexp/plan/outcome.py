@@ -132,7 +132,9 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values. Units: bytes."""
-        layout, cut, files = self.assumed.layout, self.traffic().buckets, self.files()
+        layout = self.assumed.layout
+        cut = self.traffic().buckets
+        files = self.files()
         made, at_once = self.checkpoints()
         return {
             "recipe": self.experiment.recipe.name,

@@ -65,7 +65,9 @@ def _uncounted(outcome: Outcome) -> str:
 
 def _lines(outcome: Outcome) -> dict[str, str]:
     """Return what would run, as in the headline of a run."""
-    experiment, layout, batch = outcome.experiment, outcome.assumed.layout, outcome.batch
+    experiment = outcome.experiment
+    layout = outcome.assumed.layout
+    batch = outcome.batch
     kind = "GPU" if layout.device == "cuda" else "CPU"
     where = "" if layout.nodes == 1 else f" on {layout.nodes:,} machines, {outcome.assumed.workers} each"
     workers = f"{layout.world_size:,} {kind} worker{'s' if layout.world_size > 1 else ''}{where}"

@@ -44,7 +44,9 @@ class Group:
     @property
     def interval(self) -> tuple[float, float] | None:
         """Return the ends of the 95 % confidence interval of the mean, by Student's t; None for a single value."""
-        mean, std, freedom = self.mean, self.std, len(self.values) - 1
+        mean = self.mean
+        std = self.std
+        freedom = len(self.values) - 1
         if mean is None or std is None:
             return None
         # Beyond the table by Cornish and Fisher's expansion, right to three digits there.

@@ -110,7 +110,9 @@ def json_lines(
     `on_damaged` is called with the number of each line that is no object, except a last line that is still being
     written.
     """
-    name, size, number = b"" if key is None else json.dumps(key).encode(), 0, 1
+    name = b"" if key is None else json.dumps(key).encode()
+    size = 0
+    number = 1
     with suppress(OSError, ValueError), open_regular(path) as file:
         while (line := file.readline(_LINE_BYTES)) and (size := size + len(line)) < files.JSON_BYTES:
             if name in line and (record := _record(line)):

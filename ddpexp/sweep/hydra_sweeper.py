@@ -31,7 +31,9 @@ class _Launcher:
     """In place of Hydra's launcher: runs a batch of jobs with the sweep's own function."""
 
     def __init__(self, run_batch: RunBatch, counts_failures: bool, folder: SweepDir) -> None:
-        self._run_batch, self._counts_failures, self._folder = run_batch, counts_failures, folder
+        self._run_batch = run_batch
+        self._counts_failures = counts_failures
+        self._folder = folder
         self.began = self.has_run = False  # a batch
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
@@ -54,7 +56,9 @@ def run_sweeper(swept: Swept, folder: SweepDir, run_batch: RunBatch) -> None:
     Raises:
         RefusedError: the sweeper takes its settings not as they were typed. And what `run_batch` raises.
     """
-    cfg, loader, plugins = swept.composed.cfg, swept.composed.loader, Plugins.instance()
+    cfg = swept.composed.cfg
+    loader = swept.composed.loader
+    plugins = Plugins.instance()
     with open_dict(cfg):
         cfg.hydra.sweep.dir = str(folder.path)
     launcher = _Launcher(run_batch, not is_grid(swept), folder)  # a grid continues whatever fails, batch by batch

@@ -29,7 +29,9 @@ class JobPlanner:
 
     def __init__(self, swept: Swept, folder: SweepDir, slots: Slots, earlier: Mapping[int, JobRecord]) -> None:
         """Take the sweep, its directory, the slots of this machine, and the jobs of earlier starts."""
-        self._folder, self._slots, self._is_stored = folder, slots, swept.is_stored
+        self._folder = folder
+        self._slots = slots
+        self._is_stored = swept.is_stored
         self._composer = JobComposer(swept)
         self.keys = frozenset(key.lstrip("+~") for key in swept.keys)
         # The names are computed again instead of read, because they are paths and the log is not trusted.

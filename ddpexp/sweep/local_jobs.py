@@ -78,7 +78,11 @@ class LocalJobs:
         self, log: SweepLog, slots: Slots, results: ResultReader, server: WarmServer, options: Sequence[str]
     ) -> None:
         """Take what the jobs share; `options` are those of the sweep's command line that say where configs are."""
-        self._log, self._slots, self._results, self._server, self._options = log, slots, results, server, options
+        self._log = log
+        self._slots = slots
+        self._results = results
+        self._server = server
+        self._options = options
         self._running: dict[int, _Running] = {}
         self._attempts: dict[int, int] = {}
         self._curves: dict[int, Curve] = {}

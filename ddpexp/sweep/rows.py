@@ -147,7 +147,9 @@ def _times(job: JobRecord, run: RunFiles, status: Status) -> tuple[float | None,
     The sweep's log has both moments, unless a command of its own, or a scheduler, has started the job since: then
     its files do.
     """
-    started, ended, seconds = job.started, job.ended, job.seconds
+    started = job.started
+    ended = job.ended
+    seconds = job.seconds
     if started is None or (ended is not None and run.started is not None and run.started > ended):
         started, ended, seconds = run.started, ended if run.ended is None else run.ended, None
     elif ended is None:

@@ -34,7 +34,9 @@ class SweepRunner:
 
     def __init__(self, swept: Swept, log: SweepLog, server: Server | None) -> None:
         """Take the sweep, the log in its directory (which this command has locked), and a warm server, if any."""
-        self.log, self._settings, self._folder = log, log.settings, log.folder
+        self.log = log
+        self._settings = log.settings
+        self._folder = log.folder
         self._swept, self._grid = swept, is_grid(swept)
         self._options = ["--config-dir", swept.config_dir] if swept.config_dir else []
         self._slots = Slots(log.settings.slots)

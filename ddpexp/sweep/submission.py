@@ -51,7 +51,9 @@ class Submissions:
 
     def __init__(self, log: SweepLog, results: ResultReader, options: Sequence[str]) -> None:
         """Take the options of the sweep's command line that say where configs are, and no jobs yet."""
-        self._log, self._results, self._options = log, results, options
+        self._log = log
+        self._results = results
+        self._options = options
         self._submitted: dict[int, ScheduledJob] = {}
 
     def find_queued(self, jobs: Iterable[JobRecord]) -> dict[int, Ended]:

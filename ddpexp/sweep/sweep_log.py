@@ -22,7 +22,9 @@ class SweepLog:
 
     def __init__(self, folder: SweepDir, settings: Sweep, view: View) -> None:
         """Write nothing yet."""
-        self.folder, self.settings, self.view = folder, settings, view
+        self.folder = folder
+        self.settings = settings
+        self.view = view
         self._events: EventLog | None = None
         self._warned = False  # that a job does not report the objective
         self.planned: dict[int, Planned] = {}

@@ -30,7 +30,9 @@ class View:
 
     def __init__(self, folder: SweepDir, goal: Goal, draws: bool) -> None:
         """Check that standard output is a terminal; `draws`: there is to be a plot."""
-        self._folder, self._goal, self._draws = folder, goal, draws
+        self._folder = folder
+        self._goal = goal
+        self._draws = draws
         self._reader = RowReader(folder.path, goal.metric)
         self._live: Live | None = None
         self._is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"

@@ -36,7 +36,10 @@ class RunFailedError(DdpexpError):
         """Store the attributes; `fields` are those of the error that the command or its worker raised."""
         super().__init__(**(fields or {"reason": sentence}))
         self._sentence = sentence
-        self.exit_code, self.failure, self.run, self.sweep = exit_code, failure, run, sweep
+        self.exit_code = exit_code
+        self.failure = failure
+        self.run = run
+        self.sweep = sweep
 
     def __str__(self) -> str:
         return self._sentence
@@ -66,7 +69,9 @@ class RunInterruptedError(KeyboardInterrupt):
     def __init__(self, sentence: str, signum: int, run: Run | None = None, sweep: Sweep | None = None) -> None:
         """Store the attributes."""
         super().__init__(sentence)
-        self.signum, self.run, self.sweep = signum, run, sweep
+        self.signum = signum
+        self.run = run
+        self.sweep = sweep
 
 
 class WorkerTraceback(Exception):

@@ -116,7 +116,9 @@ def _kept(prepared: Mapping[str, Any], division: Mapping[str, Any], count: int) 
     fraction, fold, folds = (division[key] for key in ("validation_fraction", "fold", "folds"))
     if not fraction and folds is None:
         return slice(None)
-    folder, part, group_by = Path(prepared["folder"]), prepared["parts"]["train"], division["group_by"]
+    folder = Path(prepared["folder"])
+    part = prepared["parts"]["train"]
+    group_by = division["group_by"]
     stratify = folds is not None if division["stratify"] is None else division["stratify"]
     labels = np.load(folder / part["targets"]) if stratify and "num_classes" in prepared["facts"] else None
     groups = np.load(folder / part["groups"]) if part["groups"] else None

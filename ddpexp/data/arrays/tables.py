@@ -104,7 +104,9 @@ class _Csv:
     """A text with a row of names first; values are separated by commas, semicolons or tabs, or by `delimiter`."""
 
     def __init__(self, source: Source, delimiter: str | None) -> None:
-        self.source, self.dates, self.guesses = source, frozenset[str](), list[str]()
+        self.source = source
+        self.dates = frozenset[str]()
+        self.guesses = list[str]()
         csv.field_size_limit(_LONGEST_FIELD)
         self.delimiter = delimiter or self._guessed()
         self.names: list[str] = next(self._rows(), [])
@@ -118,7 +120,9 @@ class _Csv:
 
     def blocks(self, names: Sequence[str]) -> Iterator[Sequence[Values]]:
         place_of = {name: place for place, name in enumerate(self.names)}
-        places, rows, first = [place_of[name] for name in names], self._rows(), 1
+        places = [place_of[name] for name in names]
+        rows = self._rows()
+        first = 1
         next(rows)
         while lines := list(islice(rows, max(1, _BLOCK // len(self.names)))):
             lines = list(filter(None, lines))  # without empty lines

@@ -52,7 +52,9 @@ def read_batch(content: bytes) -> Part:
     Raises:
         WrongError: it is no such pickle.
     """
-    key, pixels, labels = "", b"", bytearray()
+    key = ""
+    pixels = b""
+    labels = bytearray()
     try:
         for code, argument, _ in pickletools.genops(content):
             if isinstance(argument, str) and argument in ("data", "labels", "filenames", "batch_label"):

@@ -75,7 +75,9 @@ class _Conversion:
 
     def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
         known, self.options = request["schema"], Options(**request["options"])
-        self.folder, self.request, self.where = folder, request, f"data.path={request['path']}"
+        self.folder = folder
+        self.request = request
+        self.where = f"data.path={request['path']}"
         self.reading = Reading(folder, self.options, Schema.read(known) if known is not None else None)
         self.what = "numbers"
 

@@ -110,7 +110,9 @@ class ImageFolder(IndexData):
     def fetch_drawn(self, samples: NDArray[np.int64], drawn: Drawn, pinned: bool, size: int) -> Fetched:
         """Cut boxes out of samples, resize them to `size`, flip and change them, in several threads."""
         out = empty((len(samples), size, size, self.options.channels), torch.uint8, pinned=pinned)
-        pixels, numbers, boxes = out.numpy(), samples.tolist(), drawn.boxes.tolist()
+        pixels = out.numpy()
+        numbers = samples.tolist()
+        boxes = drawn.boxes.tolist()
 
         def cut(row: int) -> None:
             image = _resized(self.store.image(numbers[row]), boxes[row], size)

@@ -48,7 +48,9 @@ class AugmentedOnDevice(IndexData):
         drawn = draw(self.key, samples, images)
         ends = (drawn.boxes[:, 2] * drawn.boxes[:, 3] * images.options.channels).cumsum().tolist()
         out = empty((ends[-1] if ends else 0,), torch.uint8, pinned=pinned)
-        pixels, numbers, boxes = out.numpy(), samples.tolist(), drawn.boxes.tolist()
+        pixels = out.numpy()
+        numbers = samples.tolist()
+        boxes = drawn.boxes.tolist()
 
         def cut(row: int) -> None:
             top, left, height, width = boxes[row]
@@ -60,7 +62,9 @@ class AugmentedOnDevice(IndexData):
 
     def stage(self, batch: FetchedCuts, device: torch.device) -> tuple[Tensor, Tensor]:
         """Move the cuts to the device as bytes; resize, flip, change and normalize them there."""
-        drawn, channels, pixels = batch.drawn, self.images.options.channels, moved(batch.pixels, device)
+        drawn = batch.drawn
+        channels = self.images.options.channels
+        pixels = moved(batch.pixels, device)
         images = empty((len(drawn.boxes), channels, self.size, self.size), torch.float32, device)
         begin = 0
         for row, (_, _, height, width) in enumerate(drawn.boxes.tolist()):

@@ -279,7 +279,9 @@ def _run_chunks(
     unflushed = 0
     target = place / f"{part}.bin" if mode != "none" else None
     boot = boot_id()
-    done, chunks, ranges = {}, [], []
+    done = {}
+    chunks = []
+    ranges = []
     for begin, end in _ranges(len(paths)):
         marker = place / f"{part}-{begin}.done"
         known = _read_marker(marker, boot, end)

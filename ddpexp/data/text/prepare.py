@@ -237,7 +237,9 @@ class _Encoding:
         end = self._end(tokenizer)
         if isinstance(tokenizer, Library):
             (self.folder / TOKENIZER_FILE).write_text(tokenizer.content)
-        size, digest, borders = token_bytes(tokenizer.vocab_size), hashlib.sha256(), array("q")
+        size = token_bytes(tokenizer.vocab_size)
+        digest = hashlib.sha256()
+        borders = array("q")
         num_tokens = num_train = 0
         with open(self.folder / TOKENS, "wb") as file:
             for part in (train, held_out):
@@ -330,7 +332,9 @@ def _pieces(sources: Sequence[Source], encoding: str, documents: str | None) -> 
     Raises: RefusedError, if a file is not in the encoding.
     """
     for source in sources:
-        decoder, rest, read = codecs.getincrementaldecoder(encoding)(), "", 0
+        decoder = codecs.getincrementaldecoder(encoding)()
+        rest = ""
+        read = 0
         with open_regular(source.path) as file:
             while chunk := file.read(_CHUNK):
                 try:
