@@ -1,4 +1,4 @@
-"""Who may import whom: DESIGN's rows, held by reading the imports."""
+"""Who may import whom: the order of packages in CONTRIBUTING.md, held by reading the imports."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_room_imports_only_from_rows_above() -> None:
     assert len(FILES) > 100
     for path in FILES:
         own = room(path)
-        assert own in ROW, f"{own} is a new room: give it a row in DESIGN and here"
+        assert own in ROW, f"{own} is a new package: give it a row here, and a place in the order in CONTRIBUTING.md"
         for other in known_rooms(path) - {own}:
             assert ROW[other] < ROW[own], f"{path} imports {other}, which is not above {own}"
 
