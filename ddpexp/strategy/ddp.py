@@ -104,7 +104,7 @@ class DDP(Replicas):
         self._buffers_due = True
         self._late = [module for module in self.wrapped.values() if isinstance(module, LateDDP)]  # none if frozen
         self._overlaps = False  # a micro-batch has one backward pass, during which gradients can be reduced
-        self._micro_batches = {last: _MicroBatch(self, last) for last in (False, True)}
+        self._gradient_syncs = {last: _GradientSync(self, last) for last in (False, True)}
 
     def train(self, mode: bool) -> None:
         """Set every module to training or evaluation mode."""
@@ -119,7 +119,7 @@ class DDP(Replicas):
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of one micro-batch; the last one of a step reduces gradients."""
-        return self._micro_batches[last]
+        return self._gradient_syncs[last]
 
     @contextmanager
     def synced_buffers(self) -> Iterator[None]:
@@ -178,8 +178,11 @@ class DDP(Replicas):
                 bucket.assign()
 
 
-class _MicroBatch(AbstractContextManager[None]):
-    """The context of a micro-batch; a class, because a generator takes four times as long."""
+class _GradientSync(AbstractContextManager[None]):
+    """The context of a micro-batch, at whose end gradients are reduced if it is the last one of a round.
+
+    A class, because a generator takes four times as long.
+    """
 
     def __init__(self, strategy: DDP, last: bool) -> None:
         self._strategy, self._last = strategy, last
