@@ -17,12 +17,12 @@ def will_fork(verb: Verb | None, argv: Sequence[str]) -> bool:
     """Guess from the arguments alone whether workers will be forked here; a wrong guess costs time, nothing else."""
     if verb is None:
         asks = any(argument.startswith("-") and not argument.startswith(_NO_QUESTION) for argument in argv)
-        return bool(argv) and not asks and _forks_here(argv, _chosen(argv))
+        return bool(argv) and not asks and _forks_workers(argv, _chosen(argv))
     if HELP & set(argv) or (verb.missing_prompt and len(argv) == 1):
         return False
     if verb.forks == "stored launcher":
-        return _forks_here(argv, _chosen(argv) or _launcher_of_run(argv[1:]))
-    return verb.forks == "always" or (verb.forks == "launcher" and _forks_here(argv, _chosen(argv)))
+        return _forks_workers(argv, _chosen(argv) or _launcher_of_run(argv[1:]))
+    return verb.forks == "always" or (verb.forks == "launcher" and _forks_workers(argv, _chosen(argv)))
 
 
 def _chosen(argv: Sequence[str]) -> list[str]:
@@ -30,7 +30,7 @@ def _chosen(argv: Sequence[str]) -> list[str]:
     return [name for names in chosen for name in names.split(",")]
 
 
-def _forks_here(argv: Sequence[str], launchers: Sequence[str]) -> bool:
+def _forks_workers(argv: Sequence[str], launchers: Sequence[str]) -> bool:
     """Return whether this command forks the workers of these launchers, of launcher=spawn if there are none."""
     start_methods = [argument for argument in argv if argument.startswith("launcher.start_method=")]
     return all(method == "launcher.start_method=forkserver" for method in start_methods) and all(
