@@ -147,6 +147,7 @@ def test_the_rest_changes_only_by_an_override(stored: dict[str, Any], key: str, 
     new = changed(stored, key, value)
     for word in (f"{key}={value}", f"++{key}={value}"):
         assert changes(stored, new, word) == {key: "typed"}
+        assert changes(stored, new, word, before=[word]) == {key: "typed"}  # the run had another value since then
     refuse(compare(stored, new, [f"{key}={value}"]), "x")
     section, _, last = key.rpartition(".")
     old = {None: "null"}.get(stored[section][last], stored[section][last])

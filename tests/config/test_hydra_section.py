@@ -111,6 +111,12 @@ def test_so_is_one_that_an_option_of_another_group_or_a_package_header_sets(tmp_
 def test_what_a_file_says_as_it_is_anyway_is_no_reason_to_refuse(tmp_path: Path) -> None:
     text = "hydra: {job: {chdir: false, name: digits}, output_subdir: null, verbose: false, run: {dir: .}}"
     assert one(recipe(tmp_path, text)).warnings == ()
+    overrides = recipe(tmp_path, "", "plain")
+    write(
+        tmp_path / "conf/experiment/bare.yaml",
+        "# @package _global_\ndefaults:\n  - override /hydra/job_logging: none\n",
+    )
+    assert one([*overrides, "+experiment=bare"]).warnings == ()
 
 
 # A sweep by a config file

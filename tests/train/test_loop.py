@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddpexp.data.order import Permutation
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.train.metrics import MetricAccumulator, NonFiniteError
+from ddpexp.train.optimizer_step import Step
 from ddpexp.train.schedule import Cosine
 from tests.conftest import Ddpexp, Done
-from tests.fitting import ALONE, Once, fit_alone, manual, near
+from tests.fitting import ALONE, Once, fit_alone, loop_alone, manual, near
 from tests.points import Recipe, weights
 from tests.refusals import refused
 
@@ -328,6 +329,35 @@ def test_random_numbers_are_a_function_of_seed_step_and_micro_batch(points: Any,
     assert draws(micro_batch_size=6, eval_every=1) == first  # nothing that happens between the steps matters
     assert draws(micro_batch_size="auto") == first[::4]
     assert not set(draws(micro_batch_size=6, seed=1)) & set(first)
+
+
+def test_no_two_micro_batches_of_a_step_have_the_same_random_numbers(points: Any, tmp_path: Path) -> None:
+    """Of two workers that go through their micro-batches twice."""
+    drawn = []
+    for rank in range(2):
+        run = loop_alone(points, tmp_path, points.Sides(), micro_batch_size=6)[0].run
+        run.strategy.data = DataRank(rank, 2)
+        train = replace(run.train, plan=replace(run.train.plan, data_size=2))
+        step = Step(replace(run, train=train))
+        for number in range(2 * step.turn_length):
+            step.seed(number)
+            drawn.append(float(torch.rand(())))
+    assert len(set(drawn)) == 16
+
+
+def test_an_optimizer_draws_other_numbers_in_each_step_and_the_same_in_each_run(
+    points: Any, fit: Callable[..., Once]
+) -> None:
+    class Noisy(torch.optim.SGD):
+        def step(self, *arguments: Any) -> Any:
+            drawn.append(float(torch.rand(())))
+            return super().step(*arguments)
+
+    drawn: list[float] = []
+    for _ in range(2):
+        fit(points.Sides(), make=partial(Noisy, lr=0.05))
+    assert drawn[:8] == drawn[8:]
+    assert len(set(drawn)) == 8
 
 
 class _Syncs(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -280,7 +281,7 @@ class Passes(TwoLosses):
         self.lasts = lasts
 
     def train_step(self, update: Any, batches: list[Any]) -> Any:
-        for batch, last in zip(batches, self.lasts, strict=False):
+        for batch, last in zip(itertools.cycle(batches), self.lasts, strict=False):
             with update.micro_batch(last=last) as micro_batch:
                 micro_batch.backward(self.losses(update.models, batch)[0], self.counts(*batch[1:])[0])
         update.apply()
@@ -288,14 +289,14 @@ class Passes(TwoLosses):
 
 
 @pytest.mark.parametrize(
-    ("task", "message"),
+    ("task", "reason"),
     [
-        (Passes(False, False, False, False), r"before the workers have summed"),
-        (Passes(False, True), r"after 2 micro-batches, where a step has 4: a count that is a number stands for all"),
+        (Passes(False, False, False, False), "apply before the workers"),
+        (Passes(False, True), "apply after 2 micro-batches"),
     ],
 )
-def test_a_round_that_is_not_complete_is_refused(fit: Callable[..., Once], task: Any, message: str) -> None:
-    with refused("apply", DdpexpError):
+def test_a_round_that_is_not_complete_is_refused(fit: Callable[..., Once], task: Any, reason: str) -> None:
+    with refused(reason, DdpexpError):
         fit(task, micro_batch_size=6, eval_every=0)
 
 
@@ -304,6 +305,14 @@ def test_a_round_over_some_micro_batches_is_divided_by_their_tensors(fit: Callab
     first = fit(Passes(False, True, count=torch.tensor(6)), **keys)
     same = fit(Passes(False, True, count=torch.tensor(3)), **keys)  # of a sum over 12, half of it counted
     assert 2 * norms(first)[0] == pytest.approx(norms(same)[0], rel=1e-5)
+
+
+def test_every_turn_through_the_micro_batches_has_counts_of_its_own(fit: Callable[..., Once]) -> None:
+    keys = {"micro_batch_size": 6, "eval_every": 0}
+    lasts = [*[False] * 7, True]  # two turns
+    numbers = fit(Passes(*lasts), **keys)
+    tensors = fit(Passes(*lasts, count=torch.tensor(6)), **keys)
+    assert near(tensors.weights, numbers.weights, 1e-6)
 
 
 def test_a_train_step_knows_its_step_and_whether_it_was_taken(points: Any, fit: Callable[..., Once]) -> None:
@@ -348,33 +357,25 @@ def test_a_count_that_is_no_number_is_named(fit: Callable[..., Once], count: Any
 
 
 @pytest.mark.parametrize(
-    ("counts", "message"),
+    ("counts", "reason"),
     [
-        (
-            lambda rows, labels: (torch.tensor(6), counted(rows)),
-            r"train_step calls micro_batch\.backward with tensors that count 24, \d+ over the global batch: .* Call it once "
-            r"with ",
-        ),
-        (
-            lambda rows, labels: (6, counted(rows)),
-            r"train_step gives numbers and tensors as counts",
-        ),
-        (
-            lambda rows, labels: (counted(rows), 6),
-            r"train_step gives numbers and tensors as counts",
-        ),
-        (
-            lambda rows, labels: (6, int(counted(rows))),
-            r"train_step gave micro_batch\.backward the count \d after \d: a number must be",
-        ),
-        (lambda rows, labels: (0, 6), r"train_step gave the count 0"),
+        (lambda rows, labels: (torch.tensor(6), counted(rows)), "tensors that count 24"),
+        (lambda rows, labels: (6, counted(rows)), "numbers and tensors"),
+        (lambda rows, labels: (counted(rows), 6), "numbers and tensors"),
+        (lambda rows, labels: (6, int(counted(rows))), "after"),
+        (lambda rows, labels: (0, 6), "the count 0"),
     ],
 )
 def test_counts_that_cannot_be_divided_by_are_refused(
-    fit: Callable[..., Once], counts: Callable[..., Any], message: str
+    fit: Callable[..., Once], counts: Callable[..., Any], reason: str
 ) -> None:
-    with refused("task", DdpexpError):
+    with refused(reason, DdpexpError):
         fit(TwoLosses(counts), micro_batch_size=6)
+
+
+def test_a_number_after_a_tensor_is_refused_in_a_step_of_one_micro_batch(fit: Callable[..., Once]) -> None:
+    with refused("numbers and tensors", DdpexpError):
+        fit(TwoLosses(lambda rows, labels: (counted(rows), 6)))
 
 
 def test_a_task_that_counts_nothing_with_a_number_is_refused(points: Any, fit: Callable[..., Once]) -> None:
