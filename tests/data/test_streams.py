@@ -262,7 +262,7 @@ def test_the_first_samples_of_a_stream_are_an_evaluation_set() -> None:
 
 @pytest.mark.parametrize(("kind", "name"), [("iterator", "list_iterator"), ("rows", "Numbers")])
 def test_an_iterable_by_itself_is_refused_with_what_reads_its_parts(kind: str, name: str) -> None:
-    with refused("data._target_=mine.load"):
+    with refused(f"data._target_=mine.load: {name}"):
         check_splits(Splits(iter([1]) if kind == "iterator" else Numbers(0, 1), {}), "mine.load")
 
 

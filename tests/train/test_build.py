@@ -67,5 +67,5 @@ def test_a_fraction_that_leaves_no_batch_to_train_is_refused_with_the_largest_th
 
     with pytest.raises(RefusedError) as caught:
         check(fraction)
-    assert is_about(caught.value, f"data.validation_fraction={fraction}")
+    assert is_about(caught.value, f"data.validation_fraction={fraction}: leaves {left} training sample")
     check(most)

@@ -215,7 +215,7 @@ class Whole(Logger):
     ],
 )
 def test_a_logger_with_other_arguments_is_refused_before_training(logger: object, definition: str) -> None:
-    with refused("called"):
+    with refused(definition):
         check_logger(logger, "logger.mine._target_=mine.Logger")
 
 

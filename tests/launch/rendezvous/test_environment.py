@@ -373,7 +373,8 @@ def test_a_given_number_of_workers_must_be_the_starters(
     read(WorkerRequest(gpus=workers), environ)
     with pytest.raises(RefusedError) as caught:
         read(WorkerRequest(gpus=8), environ)
-    assert is_about(caught.value, "trainer.gpus=8")
+    assert is_about(caught.value, f"trainer.gpus=8: {starter}")
+    assert is_about(caught.value, f"trainer.gpus=8: {name}")
 
 
 @pytest.mark.parametrize(
@@ -389,7 +390,7 @@ def test_a_given_number_of_nodes_must_be_the_starters(
     read(WorkerRequest(nodes=nodes), environ)
     with pytest.raises(RefusedError) as caught:
         read(WorkerRequest(nodes=3), environ)
-    assert is_about(caught.value, "trainer.nodes=3")
+    assert is_about(caught.value, f"trainer.nodes=3: {starter}")
 
 
 def test_a_process_is_distinguished_from_a_later_one_with_its_pid() -> None:
