@@ -9,7 +9,7 @@ import re
 import pytest
 
 from ddpexp.config.suggestions import drop_refused
-from ddpexp.errors import CodeError, DdpexpError, RefusedError
+from ddpexp.errors import CodeError, DdpexpError, RefusedError, subject
 from tests import write_messages
 from tests.conftest import Ddpexp
 from tests.suggestions import refusals
@@ -73,6 +73,11 @@ def test_fields_have_the_value_as_it_is_typed() -> None:
     error = DdpexpError("is unset", key="a", value=None, suggestion="Set it.")
     fields = {"reason": "is unset", "key": "a", "value": "null", "suggestion": "Set it.", "place": None}
     assert error.as_dict() == fields
+
+
+def test_an_error_is_about_a_key_only_where_nothing_stands_before_it() -> None:
+    assert subject("data.root=x", "a.npy") == {"key": "data.root", "value": "x", "place": "a.npy"}
+    assert subject("predict a=b.npz", "x") == {"place": "predict a=b.npz: x"}
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
-from ddpexp.config.build import build, convert, did_you_mean, unknown_key
+from ddpexp.config.build import build, convert, did_you_mean, nearest, unknown_key
 from ddpexp.errors import RefusedError, shown
+from ddpexp.settings.parameters import ParamGroup
 from tests.refusals import refused
 
 
@@ -56,6 +57,16 @@ def test_right_values_become_a_frozen_section() -> None:
     assert built == Section(3, 0.5, True, "a", "cpu", "auto", ("a", "b"), None, Inner(1), 7)
     with pytest.raises(AttributeError):
         built.count = 4  # type: ignore[misc]
+
+
+def test_a_field_for_the_other_keys_takes_one_of_its_own_name_too() -> None:
+    built = build(ParamGroup, {"match": "*.bias", "settings": 3, "weight_decay": 0}, "group")
+    assert built.settings == {"settings": 3, "weight_decay": 0}
+
+
+def test_the_beginning_of_one_known_word_stands_for_it_and_that_of_several_for_none() -> None:
+    assert nearest("log", ["log_every_n_steps", "seed"]) == "log_every_n_steps"
+    assert nearest("log", ["log_every_n_steps", "log_interval_of_steps", "seed"]) is None
 
 
 def test_a_whole_number_may_stand_for_a_float_but_not_the_other_way_round() -> None:

@@ -766,6 +766,7 @@ def test_another_target_over_a_run_directorys_file_inherits_nothing(written: Pat
         ("trainer.gpu=1", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
         ("trainr.gpus=1", "trainr.gpus is not a known key. Did you mean trainer.gpus?"),
         ("trainer.gpus", "trainer.gpus has no value. Write trainer.gpus=... ."),
+        ("run.trust[0]=mine", "run.trust[0] is not a known key. Did you mean run.trust?"),
         ("trainer.gpus=[", "trainer.gpus=[ is not an override: its value is not YAML."),
         (
             "model=lenet",

@@ -197,7 +197,7 @@ def test_no_fork_server_is_started_for_it() -> None:
     ],
 )
 def test_several_workers_are_refused(request_: WorkerRequest, value: str) -> None:
-    with refused("launcher=inline"):
+    with refused(f"launcher=inline: {value}"):
         Inline().adapt(request_)
 
 
@@ -208,5 +208,8 @@ def test_one_worker_is_what_auto_means() -> None:
 
 def test_ranks_of_torchrun_are_refused() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "a"}
-    with refused("inline"):
-        check_started_once(Inline(), Job(), environ)
+    job = Job()
+    for nodes in ("auto", 1):
+        job.request = WorkerRequest(nodes=nodes)
+        with refused("inline"):
+            check_started_once(Inline(), job, environ)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpexp.errors import Failure
+from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch.supervise import messages
 from ddpexp.launch.supervise.hangs import Account
 from ddpexp.launch.supervise.messages import PeerMessage
@@ -51,3 +51,9 @@ def test_a_message_of_an_unknown_kind_is_ignored() -> None:
 def test_a_worker_message_is_parsed() -> None:
     fields = {"kind": "progress", "done": 1, "total": 6, "text": "loss 2", "line": "step 1", "after": 12}
     assert messages.decode_worker(fields) == messages.Progress(1, 6, "loss 2", "step 1", 12)
+
+
+def test_a_refusal_by_a_worker_is_raised_again_with_all_its_fields() -> None:
+    error = RefusedError("is damaged", key="data.root", value=1, suggestion="Remove it.", place="x.npy")
+    failure = Failure(0, "a", "RefusedError", str(error), **error.as_dict())  # type: ignore[arg-type]
+    assert RefusedError.from_dict(failure.error_fields()).as_dict() == error.as_dict()
