@@ -38,8 +38,8 @@ from ddpexp.train.states import (
     AverageCount,
     CallbackStates,
     LocalBuffers,
-    Models,
-    Modules,
+    ModelStates,
+    ModuleStates,
     Saves,
     Stateful,
     States,
@@ -84,14 +84,14 @@ class Loop:
         self._first_step_at = math.nan
         self._next_due = 0  # nothing is due after the steps before it
         self.states: dict[str, Stateful] = {
-            "models": Models(run.strategy, average, run.world),
+            "models": ModelStates(run.strategy, average, run.world),
             "optimizers": OptimizerStates(run.optimizers, run.strategy),
             "progress": self.progress,
             "progress/window": self._metrics,
             "progress/schedule": self._rates,
             "progress/averaged": AverageCount(average),
             "progress/precision": run.precision,
-            "modules": Modules(run.strategy),
+            "modules": ModuleStates(run.strategy),
             "clock": self._clock,
             "rank/buffers": LocalBuffers(run.strategy, run.world),
             "rank/callbacks": CallbackStates(callbacks, run.world),

@@ -90,7 +90,7 @@ class RankStates:
 
 
 @dataclass(frozen=True)
-class Models:
+class ModelStates:
     """The tensors of the models, and of the average of their weights, in a file each."""
 
     strategy: Strategy
@@ -123,7 +123,7 @@ class Models:
 
 
 @dataclass(frozen=True)
-class Modules:
+class ModuleStates:
     """What `state_dict` leaves out of the models' files: non-persistent buffers, and extra states."""
 
     strategy: Strategy
