@@ -42,13 +42,14 @@ def refused(expected: str, kind: type[DdpexpError] = RefusedError) -> Iterator[p
 def command_refused(done: Done, expected: str, out: str | None = "") -> None:
     """Check that a command was refused: with `out` on stdout, None for anything, and a last line about `expected`.
 
-    `expected` is as for `is_about`. What a line is about stands at its beginning: a place with the folders above it,
-    and behind KEY=VALUE or a verb with its argument where both are there.
+    `expected` is as for `is_about`. What a line is about stands at its beginning: a place with the folders above it
+    or in the parentheses of its checkpoint, and behind KEY=VALUE or a verb with its argument where both are there.
     """
     assert (done.code, done.out) == (EXIT_REFUSED, done.out if out is None else out), (done.code, done.out, done.err)
     assert "Traceback" not in done.err, done.err
     line = done.err.splitlines()[-1]
     subject, _, word = expected.partition(": ")
-    begin = re.match(rf"ddpexp: (([a-z]+ )?\S+: )?(\S*/)?{re.escape(subject)}(?=[:= ])", line)
+    before = r"(([a-z]+ )?\S+: )?(the checkpoint of step \d+ \()?(\S*/)?"
+    begin = re.match(rf"ddpexp: {before}{re.escape(subject)}(?=[:= )])", line)
     assert begin is not None, f"{done.err} is not about {subject}"
     assert word.lower() in line[begin.end() :].lower(), f"{done.err} does not say {word}"
