@@ -430,6 +430,7 @@ def test_several_overrides_inside_one_pair_of_quotes_are_recognized() -> None:
         "trainer.seed=3, each on its own."
     )
     assert refusal("run.dir=a b c=d").endswith("each on its own, or a text that holds both: 'run.dir=\"a b c=d\"'.")
+    assert refusal("+task.note=a b c=d").endswith("or a text that holds both: '+task.note=\"a b c=d\"'.")
     assert refusal("-m", "optimizer.lr=0.1 0.01").endswith(" Did you mean optimizer.lr=0.1,0.01?")
 
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
+from ddpexp.checkpoint.reader import read_all
 from ddpexp.distributed.world import World
 from ddpexp.strategy.ddp import DDP
 from ddpexp.train.compare_replicas import ReplicaComparison, ReplicaError, _digests, _of_device
+from ddpexp.train.states import RankStates
 from tests.conftest import Ddpexp
 from tests.fitting import STRATEGY, near
 from tests.points import Recipe, weights
@@ -150,6 +153,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, warm_single_environ: dict[s
     return Recipe(Ddpexp(tmp_path_factory.mktemp("replicas"), warm_single_environ), CODE)
 
 
+def seen_by_ranks(run: Path) -> list[str]:
+    """What each of two ranks has for itself in the last checkpoint."""
+    newest = open_checkpoint(newest_checkpoint(run / "checkpoints"))
+    return [str(read_all(own)["model.seen"]) for own in RankStates(newest, "buffers", 2)]
+
+
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("through", ["auto", "backend"])
 def test_state_that_each_rank_keeps_in_a_buffer_is_refused_before_a_checkpoint(recipe: Recipe, through: str) -> None:
@@ -168,6 +177,8 @@ def test_state_that_each_rank_keeps_in_a_buffer_is_refused_before_a_checkpoint(r
     )
     assert resumed.code == 0, resumed.err
     assert weights(stopped)["model.seen"].equal(weights(own)["model.seen"])
+    assert seen_by_ranks(stopped.run) == seen_by_ranks(own.run)
+    assert len(set(seen_by_ranks(own.run))) == 2
 
 
 def test_a_weight_that_one_rank_changes_ends_the_run_and_the_checkpoint_before_stays(recipe: Recipe) -> None:

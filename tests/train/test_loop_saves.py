@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from ddpexp.checkpoint.format import complete_checkpoints
+from ddpexp.checkpoint.format import complete_checkpoints, open_checkpoint
 from ddpexp.data.order import Permutation
 from tests.conftest import Ddpexp, finish
 from tests.points import Recipe
@@ -58,8 +58,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
     return Recipe(Ddpexp(tmp_path_factory.mktemp("saves"), environ), CODE)
 
 
+def checkpoints(run: Path) -> list[Path]:
+    return sorted(complete_checkpoints(run / "checkpoints"))
+
+
 def steps(run: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in complete_checkpoints(run / "checkpoints"))
+    return [int(path.name.removeprefix("step-")) for path in checkpoints(run)]
 
 
 @pytest.mark.parametrize(("mode", "last", "kept"), [("max", "null", [1, 2, 5, 7]), ("min", "1", [3, 7])])
@@ -102,11 +106,18 @@ def test_a_checkpoint_after_a_bad_step_is_refused_with_the_number_of_that_step(r
 
 
 def test_an_ema_that_is_enabled_later_begins_with_the_weights_of_the_checkpoint(recipe: Recipe) -> None:
-    overrides = ("task._target_=points.Sides", "trainer.checkpoint_every=1", "trainer.keep_last=null")
+    overrides = (
+        "task._target_=points.Sides",
+        "trainer.checkpoint_every=1",
+        "trainer.keep_last=null",
+        "trainer.log_every=1",
+    )
     first = recipe(*overrides, "trainer.max_steps=4")
     assert first.code == 0, first.err
     done = recipe(*overrides, "trainer.max_steps=5", "trainer.ema_decay=0.99999", run=first.run)
     assert done.code == 0, done.err
+    recorded = [open_checkpoint(path).manifest["records"]["metrics.jsonl"] for path in checkpoints(first.run)]
+    assert recorded == sorted(set(recorded))  # each has more lines than the one before
     then, since = (load_file(first.run / f"checkpoints/step-0000000{number}/model.safetensors") for number in (4, 5))
     average = load_file(first.run / "checkpoints/step-00000005/model.ema.safetensors")
     for name, value in then.items():
