@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ddpexp.cli.api.opened import open_run
 from ddpexp.cli.export import export
 from ddpexp.export.request import described, request_of
+from ddpexp.export.weights import export_weights
 from ddpexp.export.worker import _difference, export_model, inputs_of
 from ddpexp.run.stored_run import find_weights
 from tests.conftest import ROOT
@@ -103,6 +105,14 @@ def test_the_inputs_of_a_batch(batch: Any) -> None:
 def test_a_batch_without_inputs_is_refused(batch: Any) -> None:
     with refused("compared"):
         inputs_of(batch)
+
+
+def test_a_file_is_full_with_its_last_byte(tmp_path: Path) -> None:
+    save_file({name: torch.zeros(2) for name in "abc"}, tmp_path / "model.safetensors")
+    written = export_weights(tmp_path / "model.safetensors", tmp_path / "out", 16)
+    assert [path.name for path in written] == [
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
+    ]  # fmt: skip
 
 
 def test_the_greatest_difference_is_that_of_all_outputs() -> None:

@@ -16,8 +16,9 @@ import torch
 import ddpexp as package
 from ddpexp.cli.predict import predict
 from ddpexp.errors import DdpexpError
+from ddpexp.launch import Layout
 from ddpexp.predict.files import check_holds, contents
-from ddpexp.predict.job import batch_size_of, provenance_of, request_of
+from ddpexp.predict.job import Prediction, batch_size_of, provenance_of, request_of
 from ddpexp.predict.worker import _write, as_arrays
 from ddpexp.run.stored_run import StoredRun, StoredWeights
 from tests.conftest import Ddpexp, Done, python_path
@@ -135,6 +136,16 @@ def test_batch_size_and_threads_do_not_follow_the_workers() -> None:
     assert request_of(experiment, {}).threads == 1
     typed = replace(experiment, trainer=replace(trainer, threads=2))
     assert request_of(typed, {"world": {"threads": 3}}).threads == 2
+
+
+def test_data_of_a_single_set_is_named_by_that_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpexp.predict.job.prepare_to_predict", lambda *_: {"name": "x", "is_single_set": True})
+    composed = package.compose(["recipe=mnist"])
+    weights = StoredWeights(tmp_path, StoredRun(composed.experiment, "run: {}", None))
+    for split in (None, "eval"):
+        Prediction(weights, tmp_path / "x.npz", split).enter({}, Layout(1, 1, "cpu", "gloo", 1))
+    with refused("--split train: only"):
+        Prediction(weights, tmp_path / "x.npz", "train").enter({}, Layout(1, 1, "cpu", "gloo", 1))
 
 
 def test_what_predict_returns_becomes_arrays() -> None:

@@ -68,7 +68,8 @@ def test_accumulated_gradients_and_what_stays_gathered_are_whole() -> None:
     assert parts(reshard_after_forward=False)["gathered blocks"] == 50 * MB
     assert parts(dp_replicate_size=2)["parameters"] == 20 * MB
     teacher = Parameter("teacher", MB, 4 * MB, "float32", False)
-    assert parts(replace(FACTS, parameters=[*FACTS.parameters, teacher]), whole=("teacher",))["parameters"] == 14 * MB
+    found = parts(replace(FACTS, parameters=[*FACTS.parameters, teacher]), whole=("teacher",))
+    assert (found["parameters"], found["optimizer"]) == (14 * MB, 20 * MB)
 
 
 def test_the_whole_model_is_there_at_the_start_and_in_evaluations_unless_chosen_otherwise() -> None:
