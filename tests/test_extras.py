@@ -38,7 +38,7 @@ GROUPS: Mapping[str, tuple[tuple[str, ...], Sequence[str]]] = {  # packages of t
 }
 
 
-@pytest.mark.variants(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["data", "hf", "migrate", "onnx"])
 def test_nothing_is_skipped_where_the_extras_are_installed(group: str, tmp_path: Path) -> None:
     packages, tests = GROUPS[group]

@@ -299,7 +299,8 @@ def test_three_stages_have_the_weights_and_records_of_one_process(recipe: Recipe
     same(recipe(*COMMON, *ONE), whole)
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["a pipe", "two pipes"])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 4], ids=["a pipe", "two pipes"])
 def test_an_evaluation_through_the_stages_calls_the_model_as_a_whole(
     recipe: Recipe, tmp_path: Path, workers: int
 ) -> None:
@@ -371,7 +372,7 @@ def test_a_killed_run_resumes_as_a_pipeline_and_another_strategy_resumes_from_it
     assert last.result()["weights_sha256"] == one.result()["weights_sha256"]
 
 
-@pytest.mark.variants(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "rank"), [("backward:sleep:0:6", 0), ("forward:sleep:1:6", 1)])
 def test_a_stage_that_hangs_is_named_and_not_the_one_that_waits_for_it(recipe: Recipe, fault: str, rank: int) -> None:
     options = (*COMMON, *PIPELINE, "trainer.timeout.step_seconds=2")
