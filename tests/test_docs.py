@@ -9,6 +9,7 @@ import pkgutil
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.resume import resumed
 from tests.conftest import ROOT, Ddpexp, finish
 from tests.examples import DOCUMENTS, EXAMPLES
+from tests.write_ways import BEGIN, END, WAYS, traced
+from tests.write_ways import text as text_of_ways
 
 SAMPLES = ROOT / "tests/samples"
 
@@ -371,20 +374,25 @@ def test_what_is_quickly_done_is_really_run(ddpexp: Ddpexp, kept: Path, line: st
     assert done.code == 0, done.err
 
 
-def _functions_of_the_way() -> list[str]:
-    """Return the functions that CONTRIBUTING.md names, from the command to the first backward pass."""
-    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## The way of a command")[2].partition("\n## ")[0]
-    return re.findall(r"^    ([\w.]+)  ", text, re.M)
+def _functions_of_the_ways() -> list[str]:
+    """Return the functions in the drawings of CONTRIBUTING.md."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition(BEGIN)[2].partition(END)[0]
+    return re.findall(r"^ {4,}([\w.]+)  ", text, re.M)
 
 
-@pytest.mark.parametrize("name", _functions_of_the_way())
-def test_every_function_on_the_way_of_a_command_exists(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(set(_functions_of_the_ways())))
+def test_every_function_of_the_drawings_exists(name: str) -> None:
     assert callable(pkgutil.resolve_name(f"ddpexp.{name}"))
 
 
-def test_the_way_of_a_command_begins_with_the_command_and_ends_with_backward() -> None:
-    names = _functions_of_the_way()
-    assert (names[0], names[-1]) == ("cli.main.run", "train.optimizer_step.MicroBatch.backward")
+def test_the_drawings_have_every_function_that_is_traced() -> None:
+    assert sorted(_functions_of_the_ways()) == sorted(name for way in WAYS.values() for name in way)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names before Python 3.11")
+def test_the_drawings_are_current(tmp_path: Path) -> None:
+    assert text_of_ways(traced(tmp_path)) in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 @pytest.mark.parametrize("name", re.findall(r"`((?:ddpexp|conf|tests|docs)/[\w./]+)`", DOCUMENTS[1].read_text()))
