@@ -25,8 +25,9 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
+        group = dist.new_group(group_desc="flight")  # of the default one, calls of other tests may be left
         for size in (1000, 10):
-            dist.all_reduce(torch.ones(size))
+            dist.all_reduce(torch.ones(size), group=group)
         made = flight_recorder.read()
         assert made is not None
         if not made.groups:
@@ -39,7 +40,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
 def test_the_recorder_of_this_torch_has_the_format_that_is_read(record: Record) -> None:
     group = record.groups[-1]
     assert group.ranks in ((), (0,))  # gloo's is empty
-    assert group.description == "default_pg"
+    assert group.description == "flight"
     newest = [group.calls[number] for number in sorted(group.calls)][-2:]
     assert [str(call) for call in newest] == ["all_reduce (Float[1000])", "all_reduce (Float[10])"]
     assert [call.elements for call in newest] == [1000, 10]

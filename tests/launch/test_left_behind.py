@@ -29,7 +29,7 @@ def run_tests(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     path = folder / "test_one.py"
     path.write_text(f"import atexit, os, subprocess, threading, time\ndef test_it():\n    {body}\n")
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(path)],
+        [sys.executable, "-u", "-c", PROGRAM, str(path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -22,7 +22,7 @@ def tell():
     sys.stderr.write("err " + os.environ["MINE"] + "\\n")
     sys.stdout.flush()
     os.environ["LATE_TOKEN"] = "late-4711-late"
-    print("late", os.environ["LATE_TOKEN"])
+    print("late", os.environ["LATE_TOKEN"], flush=True)
     if os.fork() == 0:
         print("forked", os.environ["MINE"], flush=True)
         os._exit(0)
