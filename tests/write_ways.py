@@ -82,7 +82,7 @@ SAVE = {
     "train.optimizers.OptimizerStates.state": "likewise",
     "train.progress.Progress.state": "plain values",
     "train.states.RandomNumbers.state": "of each rank",
-    "checkpoint.writer.Writer.save": "copies; training goes on",
+    "checkpoint.writer.Writer.save": "copies the states, so that training can continue",
     "checkpoint.writer.Writer._work": "in a thread: writes this rank's share",
     "checkpoint.writer.Writer._complete": "rank zero: all shares are there, the manifest",
 }
@@ -138,7 +138,7 @@ sys.setprofile(watch)
 
 
 def traced(folder: Path) -> list[tuple[str, str]]:
-    """Return which function has called which, in the order of the first calls; those of the command come first."""
+    """Return pairs of caller and function, in the order of the first calls; the command's calls come first."""
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(WATCH)
     names = sorted({name for way in WAYS.values() for name in way})

@@ -92,7 +92,7 @@ def _records(path: Path) -> dict[int, Mapping[str, float]]:
 
 
 def _notes(experiment: Experiment) -> list[Finding]:
-    """Return what is checked otherwise than it would run."""
+    """Return a finding for each setting that the check replaces."""
     name = launcher_name(type(experiment.launcher))
     notes = []
     if name != launcher_name(Spawn):

@@ -121,7 +121,7 @@ class _Evidence:
             if two["weights"] == one["weights"]:
                 return Finding("workers", True, "one and two workers give the same weights, to the bit")
             return Finding("workers", False, "one and two workers give different weights with trainer.reduction=exact")
-        # The sums of a train_step may be those of its last micro-batch.
+        # A train_step may return the sums of its last micro-batch alone.
         norms = [name for name in self.records["one"].get(1, {}) if name.startswith("train/grad_norm")]
         for name in norms if one["is_manual"] else ("train/loss", *norms):
             values = [self._record(part, 1, name) for part in ("one", "two")]

@@ -185,7 +185,7 @@ class _Examined:
         self._findings += [Finding(check, False, text) for text in found] or [Finding(check, True, fine)]
 
     def _sums_of_train_step(self, batch: Any) -> tuple[list[str], str]:
-        """Return the problem of what a train_step gives micro_batch.backward, and what is known if there is none."""
+        """Return the problems of the losses that a train_step passes to backward, and a sentence on the result."""
         if not self._subject.is_manual:
             return [], "loss and metrics are sums over samples"
         found = _or_empty(lambda: [means_in_train_step(self._subject, batch)])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ddpexp.cli.keys import Catalogue, KeyHelp
 
 SHELLS = ("bash", "zsh", "fish")
-LINE = "_DDPEXP_LINE"  # what is typed so far, up to the cursor
+LINE = "_DDPEXP_LINE"  # the command line up to the cursor
 _BREAKS = "_DDPEXP_BREAKS"  # of bash: the characters at which readline takes a word apart
 _SECONDS = 10.0  # after which a shell gets no answer: it waits
 _ENTRIES = 10_000  # of a folder that are looked at

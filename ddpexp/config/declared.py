@@ -1,4 +1,4 @@
-"""The sections of a configuration, and of each key what is declared, its type and its default."""
+"""The sections of a configuration, and the declaration, type and default of each key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpexp.system.yaml_text import load_yaml
 class Section(NamedTuple):
     """A section of a configuration."""
 
-    fields: type | None = None  # the class with its keys; for `data` those of every kind of data
+    fields: type | None = None  # the class with its keys; for `data`, the keys that every kind of data has
     target: str = ""  # the key that names its class or function, or the one of each part that it lists
     is_group: bool = False  # whether its options are files in conf
     reads_facts: bool = False  # whether it is built after the data is prepared, and may refer to facts of the data
@@ -49,9 +49,9 @@ FIELDS: Mapping[str, type] = {name: section.fields for name, section in SECTIONS
 
 @cache
 def declared() -> Mapping[str, tuple[Key, Any]]:
-    """Return what is declared of each key, and its type, by the key as it is typed.
+    """Return the declaration and the type of each key, by its dotted name.
 
-    Keys of sections with a `_target_` are not declared; those of all our strategies are.
+    The keys of all shipped strategies are declared. A section with a `_target_` has no declared keys.
     """
     strategies = [options for kind in keys_of("strategy") if (options := options_of(kind)) is not None]
     sections = [*FIELDS.items(), *(("strategy", options) for options in strategies)]
@@ -96,7 +96,7 @@ def takes_text(key: str) -> bool:
 
 
 def _types_of(key: str) -> set[Any]:
-    """Return the types of values that a key takes: as declared, else those of the values in our options' files."""
+    """Return the types of values that a key takes: as declared, else the types of the values in the shipped files."""
     key = key.lstrip("+~")
     if key in declared():
         return _types_in(declared()[key][1])

@@ -104,7 +104,7 @@ _SENTENCE_OF = {name: sentence for names, sentence in _SENTENCES.items() for nam
 
 
 def advice_on_key(name: str) -> str:
-    """Return a sentence on what is typed here for another framework's key; empty if unknown."""
+    """Return a sentence that names the key here for another framework's key; empty if unknown."""
     for typed, (key, _) in declared().items():
         if name in key.also.split():
             remark = f", {key.remark}" if key.remark else ""

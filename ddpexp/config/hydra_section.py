@@ -22,7 +22,7 @@ _SUPPORTED = re.compile(
 )
 _OF_SWEEPS = re.compile(r"hydra(\.sweep\.dir$|[./]sweeper\b)")
 _OF_A_RUN = re.compile(r"hydra\.job\.(name$|config\.override_dirname\.)")
-_UNCHANGED = {"hydra.run.dir": ".", "hydra.sweep.subdir": "${hydra.job.num}"}  # a file may say what is so anyway
+_UNCHANGED = {"hydra.run.dir": ".", "hydra.sweep.subdir": "${hydra.job.num}"}  # a file may repeat these values
 _ADVICE = (
     ("sweep.subdir", "The jobs' directories are named by their number and what is their own."),
     (

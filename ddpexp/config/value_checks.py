@@ -53,7 +53,7 @@ def _unchosen(config_dir: Path, recipe: str, overrides: Sequence[str]) -> Iterat
 
 
 def _shadowed(folder: Path) -> Iterator[str]:
-    """Yield a warning for each option of a folder that one of ours hides."""
+    """Yield a warning for each option file of a folder that a shipped file of the same name hides."""
     for path, _ in _hidden(folder):
         name = path.relative_to(folder).with_suffix("")
         yield f"{path} is not used: ddpexp has its own {name}. Give yours another name."
@@ -73,7 +73,7 @@ def _check_chosen_is_used(config_dir: Path, choices: Mapping[str, str], values: 
 
 
 def _hidden(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield each option of a folder that one of ours hides, and ours: Hydra searches our folder first."""
+    """Yield each option file of a folder with the shipped file that hides it: Hydra searches shipped files first."""
     for path in sorted(folder.glob("*/*.yaml")):
         ours = conf_folder() / path.relative_to(folder)
         if ours.is_file():

@@ -20,7 +20,7 @@ from ddpexp.system.files import open_regular
 
 
 class WrongError(Exception):
-    """A content is not what it should be; the text continues the sentence that begins with its name."""
+    """A file has the wrong content; the text continues the sentence that begins with the file's name."""
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ class _Built:
                 )
 
     def _optimizer_bytes(self) -> int:
-        """Have each optimizer take a step, after which it holds what it keeps."""
+        """Have each optimizer take a step, after which its state exists."""
         parameters = [p for _, p in self.named()]
         for p in parameters:
             p.grad = torch.empty_like(p) if p.requires_grad else None

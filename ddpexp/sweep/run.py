@@ -50,7 +50,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
         sweep = SweepRunner(swept, SweepLog(folder, settings, view), server)
         try:
             run_sweeper(swept, folder, sweep.run)
-            if sweep.log.began:  # and has not only printed what it would do
+            if sweep.log.began:  # false if the sweep has only printed its plan
                 view.finish()
         except StoppedError as error:
             if not sweep.log.began:

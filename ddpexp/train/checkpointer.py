@@ -158,7 +158,7 @@ def truncate_records(run: RunDir, logger: Logger, checkpoint: Checkpoint | None)
 
 
 def _collected(states: States, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the states of each rank for itself, or those of all, without the prefix of their names."""
+    """Yield the states with this prefix, without it in their names; the empty prefix stands for all shared states."""
     for name, state in states.items():
         if name.startswith(OWN) == bool(prefix):
             yield name.removeprefix(prefix), state.state()

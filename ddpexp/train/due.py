@@ -1,4 +1,4 @@
-"""What follows a step: by the periods of the trainer section, and by what was asked or reached on the way."""
+"""The actions after a step: by the periods of the trainer section, by requests, and by limits that are reached."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ NOTHING = Due(record=False, evaluation=False, checkpoint=False, comparison=False
 
 
 class End(NamedTuple):
-    """Why a run does no further step."""
+    """The reason why a run does no further step."""
 
-    stopped: str | None  # it is done, as configured: a sentence without full stop; None: it is interrupted
+    stopped: str | None  # the run is done, as configured: a sentence without full stop; None: the run is interrupted
 
 
 class Asked(NamedTuple):
-    """What follows a step beside what is due. Ranks: all, with the same values."""
+    """The actions after a step that no period of the trainer section asks for. Ranks: all, with the same values."""
 
     save: bool = False  # a checkpoint, by a callback, by the metric to keep, by the time since the last one or a signal
     end: End | None = None

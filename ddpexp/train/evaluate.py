@@ -88,7 +88,7 @@ class Evaluator:
                 loss, count, pairs = uncounted
                 sums = [(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in pairs.items()})]
         if stopped and metrics.states.folds_again():
-            metrics.states.fold(stopped=True)  # where the other ranks learn of it
+            metrics.states.fold(stopped=True)  # this tells the other ranks
             return None
         slots = range(data.rank, data.rank + len(sums) * data.size, data.size)
         accumulator = MetricAccumulator(world, data, slots, max(batches.num_batches, data.size), task.step)

@@ -167,7 +167,7 @@ class Step:
         seed_torch(value, self._device)
 
     def add_loss_weight(self, total: int, dtype: torch.dtype) -> Tensor:
-        """Return by what a loss is multiplied that is divided by `total`, on the device; remember it."""
+        """Return the factor of a loss that is divided by `total`, on the device, and remember it."""
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         weight = torch.tensor(self.run.strategy.gradient_weight / total, dtype=kind, device=self.run.world.device)
         self.loss_weights[total, dtype] = weight
@@ -321,7 +321,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Return a context for the backward pass where that of the micro-batch has ended.
+        """Return a context for a backward pass after the block of the micro-batch has ended.
 
         For a pipeline, which begins further micro-batches before that; inside there is one call of `backward`.
         """
@@ -339,7 +339,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
             yield
 
     def forward(self, batch: Any) -> Sums:
-        """Return the task's sums for the micro-batch; those of the first step are checked."""
+        """Return the task's sums for the micro-batch; the sums of the first step are checked."""
         run = self._step.run
         if not self._step.checks:
             return run.task.step(run.strategy.train_model, batch)  # type: ignore[return-value]

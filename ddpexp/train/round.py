@@ -48,7 +48,7 @@ class Round:
         return self.has_numbers or bool(self.tensors)
 
     def begin_turn(self) -> None:
-        """Begin another turn through the micro-batches, whose numbers may differ from those of the last one."""
+        """Begin another turn through the micro-batches; its numbers may differ from the last turn's."""
         self.numbers.clear()
 
     def add_tensor(self, count: Tensor, turn: int, position: int) -> None:

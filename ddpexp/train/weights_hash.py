@@ -16,7 +16,7 @@ _PART_BYTES = 16 << 20  # of a sharded tensor on rank zero at a time
 
 
 def hash_weights(strategy: Strategy, world: World) -> str | None:
-    """Return the hash of the weights. Ranks: rank zero, the others None; communicates if tensors are sharded."""
+    """Return the hash of the weights on rank zero, None elsewhere. Ranks: all; communicates if tensors are sharded."""
 
     def parts(name: str, tensor: Tensor) -> Iterable[Tensor]:
         shard = strategy.shard(name, tensor)

@@ -39,7 +39,7 @@ class ColorFunctions(Generic[T]):
     affine: Callable[[T, Matrix], T]  # each pixel is taken from where the matrix finds it
     rotate: Callable[[T, float], T]  # by degrees
     posterize: Callable[[T, int], T]  # to a number of bits
-    solarize: Callable[[T, int], T]  # inverts what is not below a level
+    solarize: Callable[[T, int], T]  # pixel values at or above a threshold are inverted
     autocontrast: Callable[[T], T]
     equalize: Callable[[T], T]
 

@@ -88,7 +88,7 @@ class RunView:
 
     _run: Run
     _requests: Requests
-    logger: Logger  # rank zero records, those of the others do nothing
+    logger: Logger  # only rank zero's logger records; every other rank has one that does nothing
     _progress: Progress
     _step: Step
     _register: Callable[[str, str], None]
