@@ -87,6 +87,29 @@ class LeavesOut(Poisoned):
         return total, count, {"accuracy": (torch.zeros(()), count)}
 
 
+class Repeats(Sides):
+    # Two passes over the micro-batches, each for half of the loss; the second with the noise of the first, or another.
+    def __init__(self, repeats=True, passes=2, **options):
+        super().__init__(**options)
+        self.repeats, self.passes = repeats, passes
+
+    def train_step(self, update, batches):
+        lasts = [number == len(batches) - 1 for number in range(len(batches))]
+        micro_batches = [update.micro_batch(last=last) for last in lasts]
+        total = torch.zeros(())
+        for turn in range(self.passes):
+            if turn and not self.repeats:
+                micro_batches = [update.micro_batch(last=last) for last in lasts]
+            for entered, (ids, rows, labels) in zip(micro_batches, batches):
+                with entered as micro_batch:
+                    noisy = rows + torch.randn(rows.shape)
+                    loss, count, _ = self.step(update.models, (ids, noisy, labels))
+                    micro_batch.backward(loss / self.passes, count)
+                    total = total + loss.detach() / self.passes
+        update.apply()
+        return total, sum(len(labels) for _, _, labels in batches), {}
+
+
 class Double(Sides):
     def step(self, model, batch):
         return super().step(model, (batch[0], batch[1].double(), batch[2]))
@@ -313,6 +336,25 @@ def test_every_turn_through_the_micro_batches_has_counts_of_its_own(fit: Callabl
     numbers = fit(Passes(*lasts), **keys)
     tensors = fit(Passes(*lasts, count=torch.tensor(6)), **keys)
     assert near(tensors.weights, numbers.weights, 1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("size", [6, 24])
+def test_a_micro_batch_that_is_entered_again_repeats_its_random_numbers(
+    points: Any, fit: Callable[..., Once], reduction: str, size: int
+) -> None:
+    keys = {"micro_batch_size": size, "eval_every": 0, "reduction": reduction}
+    once = fit(points.Repeats(passes=1), **keys)
+    assert near(fit(points.Repeats(), **keys).weights, once.weights, 1e-6)
+    assert not near(fit(points.Repeats(repeats=False), **keys).weights, once.weights, 1e-3)
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_passes_that_are_repeated_train_to_the_same_at_two_workers(recipe: Recipe, reduction: str) -> None:
+    words = ("task._target_=points.Repeats", "trainer.micro_batch_size=6", f"trainer.reduction={reduction}")
+    one, two = (recipe(*words, f"trainer.gpus={size}") for size in (1, 2))
+    assert (one.code, two.code) == (0, 0), two.err
+    assert relative(weights(two), weights(one)) < 1e-6
 
 
 def test_a_train_step_knows_its_step_and_whether_it_was_taken(points: Any, fit: Callable[..., Once]) -> None:
