@@ -88,7 +88,7 @@ class DDPEstimator(Estimator):
         """
         if layout.world_size == 1:
             return "none"
-        if layout.device == "cuda" or (self.options.comm_hook != "none" and trainer.reduction == "fast"):
+        if layout.device == "cuda" or self.options.comm_hook != "none":
             return "backend"
         if layout.nodes == 1 and self.options.reduce_through != "backend":
             return "shared_memory"
