@@ -183,7 +183,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     if origin is Annotated:
         plain, spec, *_ = arguments
         converted = convert(value, plain, key)
-        spec.check(converted, plain, key)
+        spec.check(value, plain, key)  # as it was typed
         return converted
     if origin in (Union, types.UnionType):
         fitting = next((one for one in arguments if _fits(value, one)), None)

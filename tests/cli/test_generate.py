@@ -40,7 +40,7 @@ def test_options_stand_anywhere_among_the_arguments() -> None:
         ("--tokens", "generate --tokens: --tokens 200"),
         ("--seed 1 --seed 2", "generate --seed: once"),
         ("--tokens 0", "generate --tokens=0: from 1"),
-        ("--temperature -1", "generate --temperature=-1.0: from 0"),
+        ("--temperature -1", "generate --temperature=-1: from 0"),
         ("--top_k x", "generate --top_k=x"),
         ("--device gpu", "generate --device=gpu"),
     ],

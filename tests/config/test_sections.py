@@ -114,7 +114,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__epochs": None}, "trainer.epochs=null and trainer.max_steps=null make a run that never ends."),
         ({"trainer__eval_every": -1}, "trainer.eval_every=-1: use epoch, a number of steps, or 0 for never."),
         ({"trainer__eval_every": "epochs"}, "trainer.eval_every=epochs is not epoch or a whole number. Did you mean"),
-        ({"trainer__clip_grad_norm": 0}, "trainer.clip_grad_norm=0.0: use a number above 0 or null."),
+        ({"trainer__clip_grad_norm": 0}, "trainer.clip_grad_norm=0: use a number above 0 or null."),
         ({"trainer__keep_best_k": 2}, (
             "trainer.keep_best_k=2 needs a metric. Type it as well, for example trainer.keep_best=max:eval/accuracy."
         )),
@@ -138,7 +138,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
             "optimizer, remove it with ~optimizer.betas. Arguments: dampening, differentiable, foreach, fused, lr, "
         )),
         ({"optimizer": {"lr": 0.1}}, "optimizer._target_ is missing: it names the class or function to call."),
-        ({"scheduler__peak_at": 2}, "scheduler.peak_at=2.0: use a number from 0 to 1."),
+        ({"scheduler__peak_at": 2}, "scheduler.peak_at=2: use a number from 0 to 1."),
         ({"scheduler__warmup": 0.1}, "scheduler.warmup is not a known key. The rise of scheduler=onecycle is"),
         ({"scheduler__start": "a"}, "scheduler.start=a is not a number."),
         ({"launcher__start_method": "fork"}, "launcher.start_method=fork is not one of forkserver, spawn."),
@@ -165,7 +165,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
             {"strategy__static_graph": True, "strategy__find_unused_parameters": True},
             "strategy.static_graph=true finds unused parameters by itself in the first step",
         ),
-        ({"data__validation_fraction": 1}, "data.validation_fraction=1.0: use a share from 0 to below 1, such as 0.1."),
+        ({"data__validation_fraction": 1}, "data.validation_fraction=1: use a share from 0 to below 1, such as 0.1."),
         ({"data__num_workers": "many"}, "data.num_workers=many is not a whole number."),
         ({"data__embedded_train": "many"}, "data.embedded_train=many is not a whole number."),
         ({"data__embedded_test": 0}, "data.embedded_test=0: use a whole number from 1 to 1000000."),

@@ -270,7 +270,7 @@ def test_a_layer_without_a_shape_is_chosen_by_name_only() -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("param_groups=[{match: [a], lr_scale: -1}]", "param_groups[0].lr_scale=-1.0: use a number from 0 or null."),
+        ("param_groups=[{match: [a], lr_scale: -1}]", "param_groups[0].lr_scale=-1: use a number from 0 or null."),
         ("param_groups=[{match: [a], weight_decay: low}]", "param_groups[0].weight_decay=low: use a number from 0."),
         (
             "param_groups=[{match: [a], weight_decya: 0}]",
@@ -298,7 +298,7 @@ def test_a_layer_without_a_shape_is_chosen_by_name_only() -> None:
             "param_groups=[{match: [a], lr: 1, lr_scale: 2}]",
             "param_groups[0] sets the learning rate twice, by lr=1 and lr_scale=2.0. Leave one of them out.",
         ),
-        ("layer_decay={decay: 1, layers: [a]}", "layer_decay.decay=1.0: use a number between 0 and 1."),
+        ("layer_decay={decay: 1, layers: [a]}", "layer_decay.decay=1: use a number between 0 and 1."),
         ("layer_decay={decay: 0.5}", "layer_decay.layers is missing. Give it a value, for example in the recipe or as "
             "trainer.layer_decay.layers=... ."),
         ("freeze_until={steps: 5, match: [a]}", "freeze_until.steps is not a known key. Did you mean "

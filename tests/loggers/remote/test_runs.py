@@ -172,7 +172,7 @@ def test_every_remote_logger_has_the_common_keys_that_no_file_lists(monkeypatch:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("logger.tracker.end_seconds=-1", "logger.tracker.end_seconds=-1.0"),
+        ("logger.tracker.end_seconds=-1", "logger.tracker.end_seconds=-1"),
         ("logger.tracker.end_seconds=soon", "logger.tracker.end_seconds=soon"),
         ("logger.tracker.checkpoint=lats", "logger.tracker.checkpoint=lats"),
         ("logger.tracker.checkpoint=best", "logger.tracker.checkpoint=best"),
