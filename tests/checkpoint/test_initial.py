@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
         ("trainer.lora.match=[a]", "trainer.lora: trainer.lora={match:"),
         ("trainer.lora={match:[],rank:8}", "trainer.lora.match=[]: blocks.*"),
         ("trainer.lora={match:[a],rank:0}", "trainer.lora.rank=0: from 1"),
-        ("trainer.lora={match:[a],dropout:1}", "trainer.lora.dropout=1.0: from 0"),
+        ("trainer.lora={match:[a],dropout:1}", "trainer.lora.dropout=1: from 0"),
     ],
 )
 def test_keys_that_cannot_be_are_refused_before_anything_starts(override: str, expected: str) -> None:
