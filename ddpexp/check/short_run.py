@@ -6,11 +6,13 @@ from typing import Any
 
 import yaml
 
+from ddpexp.config.declared import declared
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.sampling import training_plan
 from ddpexp.config.schema import Experiment
 from ddpexp.launch.rendezvous.layout import check_workers, resolve
 from ddpexp.run.worker_request import worker_request
+from ddpexp.settings.key import UNCHANGED
 from ddpexp.system.yaml_text import load_yaml
 
 _STEP_SECONDS = 120  # after which workers that wait for one another are a finding
@@ -38,31 +40,18 @@ def shortened(text: str, experiment: Experiment, folder: str) -> str:
         if name in experiment.callbacks and experiment.callbacks[name].target != "histograms"  # which need a logger
     }
     tree["run"] |= {"dir": folder, "resume": "auto"}
-    tree["data"] |= {"num_workers": 0} if "num_workers" in tree["data"] else {}
+    for name, (key, _) in declared().items():
+        section, _, rest = name.partition(".")
+        if key.short_run is not UNCHANGED and tree[section].get(rest) is not None:
+            tree[section][rest] = key.short_run
     tree["trainer"] |= {
-        "nodes": 1,
-        "gpus": 1,
-        "backend": "auto",
         "threads": 1 if trainer.threads == "auto" else trainer.threads,
-        "epochs": None,
         "max_steps": 2,
-        "max_seconds": None,
         "global_batch_size": 2 * micro,
         "micro_batch_size": micro,
-        "swa_start": None if trainer.swa_start is None else 0,
         "swa_every": "epoch" if trainer.swa_start is None else 1,
-        "average_batch_norm": None if trainer.average_batch_norm is None else 1,
-        "compile": False,
-        "compile_blocks": None,
-        "log_every": 1,
         "eval_every": 2 if trainer.eval_every or trainer.eval_at_start else 0,
-        "eval_at_start": False,
         "limit_eval_batches": 2,
-        "checkpoint_every": 1,
-        "checkpoint_every_seconds": None,
-        "keep_last": None,
-        "keep_every": None,
-        "on_save_error": "stop",
         "timeout": {
             **tree["trainer"]["timeout"],
             "step_seconds": min(trainer.timeout.step_seconds, _STEP_SECONDS),

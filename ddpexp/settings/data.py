@@ -30,7 +30,14 @@ class CommonData:
         ),
     ]
     num_workers: Annotated[
-        int, Key(at_least=0, at_most=MOST_LOADERS, on_resume="free", also="dataloader_num_workers n_workers")
+        int,
+        Key(
+            at_least=0,
+            at_most=MOST_LOADERS,
+            on_resume="free",
+            short_run=0,
+            also="dataloader_num_workers n_workers",
+        ),
     ]
     on_device: Annotated[Auto | bool, Key(on_resume="free")]
     stratify: bool | None

@@ -20,10 +20,13 @@ from ddpexp.errors import RefusedError, shown
 OnResume = Literal["free", "typed", "fixed"]
 """Whether a run may be resumed with another value: in any case, if it is typed, or never."""
 
+UNCHANGED = object()
+"""The key has the same value in a run of two steps."""
+
 
 @dataclass(frozen=True, eq=False)  # it stands in annotations, which typing hashes
 class Key:
-    """The range of a key's numbers, whether a resume may change it, and the words of other frameworks for it."""
+    """The range of a key, its rules for a resume and for a short run, and the words of other frameworks for it."""
 
     above: float | None = None
     at_least: float | None = None
@@ -33,6 +36,7 @@ class Key:
     use: str = ""  # what may be typed, where the type and the range do not say it well
     on_resume: OnResume = "typed"
     because: str = ""  # why it is fixed
+    short_run: Any = UNCHANGED  # its value in the two steps of `ddpexp check`; null stays null
     also: str = ""  # keys of other frameworks, with blanks between them
     remark: str = ""  # what somebody should know who has typed one of those
     synonyms: Mapping[str, str] = field(default_factory=dict)  # values of other frameworks likewise, by the value here

@@ -36,6 +36,7 @@ class Trainer:
             pattern=r"auto|[1-9]\d*:[1-9]\d*",
             use="auto, a number of machines from 1, or a range such as 1:4",
             on_resume="free",
+            short_run=1,
             also="num_nodes nnodes num_machines",
         ),
     ]
@@ -45,6 +46,7 @@ class Trainer:
             at_least=1,
             use="a number of workers from 1, or auto for all GPUs",
             on_resume="free",
+            short_run=1,
             also="devices num_gpus n_gpu n_gpus nproc_per_node num_processes",
             synonyms={"auto": "-1 all"},
             advice={"cpu|cpus": "It is a number of workers: trainer.device=cpu trainer.gpus=2 runs two on the CPU."},
@@ -62,7 +64,7 @@ class Trainer:
             },
         ),
     ]
-    backend: Annotated[Literal["auto", "gloo", "nccl", "mpi"], Key(on_resume="free")]
+    backend: Annotated[Literal["auto", "gloo", "nccl", "mpi"], Key(on_resume="free", short_run="auto")]
     threads: Annotated[Auto | int, Key(at_least=1, on_resume="free")]
     seed: Annotated[
         int,
@@ -75,7 +77,9 @@ class Trainer:
             also="random_seed seed_everything manual_seed",
         ),
     ]
-    epochs: Annotated[int | None, Key(at_least=1, also="max_epochs num_epochs num_train_epochs n_epochs")]
+    epochs: Annotated[
+        int | None, Key(at_least=1, short_run=None, also="max_epochs num_epochs num_train_epochs n_epochs")
+    ]
     max_steps: Annotated[
         int | None, Key(at_least=1, also="max_train_steps num_training_steps num_train_steps total_steps max_iters")
     ]
@@ -110,7 +114,7 @@ class Trainer:
             advice={"tf32|high|medium": "trainer.matmul_precision=high lets matrix products in fp32 use TF32."},
         ),
     ]
-    compile: Annotated[bool | CompileMode, Key(also="torch_compile")]
+    compile: Annotated[bool | CompileMode, Key(short_run=False, also="torch_compile")]
     channels_last: bool
     clip_grad_norm: Annotated[
         float | None, Key(above=0, also="gradient_clip_val max_grad_norm clip_grad grad_clip", synonyms={"null": _OFF})
@@ -120,7 +124,9 @@ class Trainer:
         Key(above=0, below=1, use="a number between 0 and 1, such as 0.999, or null", synonyms={"null": _OFF}),
     ]
     nonfinite: Literal["stop", "skip"]
-    log_every: Annotated[int, Key(at_least=1, on_resume="free", also="log_every_n_steps logging_steps log_interval")]
+    log_every: Annotated[
+        int, Key(at_least=1, on_resume="free", short_run=1, also="log_every_n_steps logging_steps log_interval")
+    ]
     eval_every: Annotated[
         Literal["epoch"] | int,
         Key(
@@ -139,18 +145,22 @@ class Trainer:
             at_least=0,
             use="epoch, a number of steps, or 0 for never",
             on_resume="free",
+            short_run=1,
             also="save_steps save_interval save_strategy",
             synonyms={"0": "no never"},
             advice={"best": "trainer.keep_best=max:eval/accuracy keeps the best one, too."},
         ),
     ]
-    checkpoint_every_seconds: Annotated[float | None, Key(above=0, on_resume="free", synonyms={"null": _OFF})]
+    checkpoint_every_seconds: Annotated[
+        float | None, Key(above=0, on_resume="free", short_run=None, synonyms={"null": _OFF})
+    ]
     keep_last: Annotated[
         int | None,
         Key(
             at_least=1,
             use="1 or more, or null for all",
             on_resume="free",
+            short_run=None,
             also="save_total_limit",
             synonyms={"null": "all"},
         ),
@@ -164,7 +174,7 @@ class Trainer:
             synonyms={"null": _OFF},
         ),
     ]
-    on_save_error: Annotated[Literal["stop", "continue"], Key(on_resume="free")]
+    on_save_error: Annotated[Literal["stop", "continue"], Key(on_resume="free", short_run="stop")]
     reduction: Literal["fast", "exact"]
     deterministic: bool
     grace_seconds: Annotated[float, Key(above=0, below=math.inf, on_resume="free")]
@@ -176,6 +186,7 @@ class Trainer:
         Key(
             pattern=r"[^\W\d]\w*",
             use="the name of a class without its module, such as TransformerEncoderLayer, or null",
+            short_run=None,
             also="compile_repeated_blocks use_regional_compilation",
         ),
     ]
@@ -195,10 +206,10 @@ class Trainer:
         Key(also="cudnn_allow_tf32 allow_tf32_conv", synonyms={"fp32": "false highest", "tf32": "true high"}),
     ]
     cudnn_benchmark: Annotated[bool, Key(also="benchmark")]
-    max_seconds: Annotated[float | None, Key(above=0, below=math.inf)]
-    swa_start: Annotated[int | None, Key(at_least=0)]
+    max_seconds: Annotated[float | None, Key(above=0, below=math.inf, short_run=None)]
+    swa_start: Annotated[int | None, Key(at_least=0, short_run=0)]
     swa_every: Annotated[Literal["epoch"] | int, Key(at_least=1)]
-    average_batch_norm: Annotated[int | None, Key(at_least=1)]
+    average_batch_norm: Annotated[int | None, Key(at_least=1, short_run=1)]
     limit_train_samples: Annotated[
         int | None,
         Key(
@@ -212,9 +223,9 @@ class Trainer:
         Key(at_least=1, on_resume="free", also="limit_val_batches limit_test_batches limit_predict_batches eval_iters"),
     ]
     clip_grad_value: Annotated[float | None, Key(above=0, also="clip_value clip_grad_by_value max_grad_value")]
-    eval_at_start: Annotated[bool, Key(on_resume="free", also="eval_on_start")]
+    eval_at_start: Annotated[bool, Key(on_resume="free", short_run=False, also="eval_on_start")]
     keep_best_k: Annotated[int, Key(at_least=1, on_resume="free", also="save_top_k")]
-    keep_every: Annotated[int | None, Key(at_least=1, on_resume="free")]
+    keep_every: Annotated[int | None, Key(at_least=1, on_resume="free", short_run=None)]
     compare_replicas: Annotated[int | None, Key(at_least=1, on_resume="free")]
     param_groups: tuple[ParamGroup, ...] | None
     layer_decay: LayerDecay | None

@@ -22,7 +22,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.elastic import Elastic
 from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.settings.data import CommonData
-from ddpexp.settings.key import Key, annotations_of, declaration, declarations
+from ddpexp.settings.key import UNCHANGED, Key, annotations_of, declaration, declarations
 from ddpexp.settings.parameters import FreezeUntil, LayerDecay, LoRA, ParamGroup
 from ddpexp.settings.run import Predict, Recipe, Run, Sweep
 from ddpexp.settings.trainer import Timeout, Trainer
@@ -193,3 +193,10 @@ def test_a_fixed_key_has_its_reason_and_a_remark_its_words() -> None:
         for name, key, _ in declarations(section, where):
             assert (key.on_resume == "fixed") == bool(key.because), name
             assert key.also or not key.remark, name
+
+
+def test_the_value_of_a_key_in_a_short_run_is_one_that_it_takes() -> None:
+    for where, section in SECTIONS.items():
+        for name, key, hint in declarations(section, where):
+            if key.short_run is not UNCHANGED:
+                convert(key.short_run, Annotated[hint, key], name)
