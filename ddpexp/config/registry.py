@@ -15,7 +15,7 @@ class Part(NamedTuple):
 
     path: str  # module.name
     also: str = ""  # the names of its counterparts in other frameworks, with blanks between them
-    forks: bool = False  # of a launcher: the command forks its workers
+    forks: bool = False  # of a launcher: the command forks its workers, which must be known before it is imported
     forks_in: str = ""  # the variable without which it does not
 
 

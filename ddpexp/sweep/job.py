@@ -41,11 +41,6 @@ class Planned:
     is_stored: bool = False  # see `Training`
 
     @property
-    def forks_here(self) -> bool:
-        """Return whether its workers are forked from a warm server on this machine."""
-        return self.experiment.launcher.forks_here
-
-    @property
     def modules(self) -> set[str]:
         """Return the modules of ddpexp and torch that its workers import in addition to those of every worker.
 
@@ -98,12 +93,12 @@ def start(
 ) -> Started:
     """Start the process of a job: a fork of this one, which has everything imported and no torch.
 
-    `server` forks it a server of its own, where its launcher can use one; what it prints goes to `log`.
+    `server` forks it a server of its own, for a launcher that can use one; what it prints goes to `log`.
 
     Raises: OSError.
     """
     channel = None
-    if server is not None and job.forks_here:
+    if server is not None:
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server.clone(theirs.fileno(), environ)
         theirs.close()

@@ -50,7 +50,7 @@ class WarmServer:
         """Return the server, with the modules of these jobs imported; the selector watches it as `server`."""
         if self._server is None or self._server.channel.fileno() == -1:
             self._server, self._loaded = Server(), set()
-        if more := {name for job in jobs if job.forks_here for name in job.modules} - self._loaded:
+        if more := {name for job in jobs if job.experiment.launcher.forks_here for name in job.modules} - self._loaded:
             self._server.load(sorted(more))
             self._loaded |= more
         if self._server.channel not in {key.fileobj for key in selector.get_map().values()}:
@@ -126,7 +126,8 @@ class LocalJobs:
                 continue
             environ = self._slots.environ(slots, job.on_gpus) if job.workers is not None else {}
             try:
-                server = self._server.get(selector, self._log.planned.values()) if job.forks_here else None
+                is_warm = job.experiment.launcher.forks_here
+                server = self._server.get(selector, self._log.planned.values()) if is_warm else None
                 process = start(job, self._options, server, environ, self._log.folder.log(job.number))
             except (OSError, RefusedError) as error:  # no more processes, or files
                 self._slots.give_back(slots)
