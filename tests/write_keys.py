@@ -53,7 +53,7 @@ def _row(key: KeyHelp) -> str:
     declaration, _ = declared().get(key.name, (Key(), None))
     default = default_of(key.name)
     rule = resume_rule(key.name, {name: inner for name, (inner, _) in declared().items()})
-    on_resume = f"fixed: {rule.because}" if rule.because else rule.on_resume
+    on_resume = f"fixed: {rule.fixed_because}" if rule.fixed_because else rule.on_resume
     elsewhere = ", ".join(f"`{word}`" for word in declaration.also.split())
     meaning = key.meaning.partition("\nrecipe=")[0]  # what the recipe that was composed adds
     shown = typed(key.default if default is MISSING else default)

@@ -25,17 +25,15 @@ UNSET = object()  # the value of a key that one of the trees does not have
 _OTHER_SAMPLES = "the steps to come would see other samples than the order of this run says"
 # Keys that no field declares: whole sections, and those of sections with a `_target_`.
 _ON_RESUME: Mapping[str, Key] = {
-    "recipe": Key(on_resume="fixed", because="another recipe is another experiment"),
+    "recipe": Key(fixed_because="another recipe is another experiment"),
     "launcher": Key(on_resume="free"),
     "logger": Key(on_resume="free"),
     "run": Key(on_resume="free"),
     "predict": Key(on_resume="free"),
     "data.root": Key(on_resume="free"),
-    "data": Key(on_resume="fixed", because=_OTHER_SAMPLES),
-    "model._target_": Key(on_resume="fixed", because="the weights in the checkpoint belong to the old one"),
-    "optimizer._target_": Key(
-        on_resume="fixed", because="what the checkpoint holds of the optimizer belongs to the old one"
-    ),
+    "data": Key(fixed_because=_OTHER_SAMPLES),
+    "model._target_": Key(fixed_because="the weights in the checkpoint belong to the old one"),
+    "optimizer._target_": Key(fixed_because="what the checkpoint holds of the optimizer belongs to the old one"),
 }
 _STEPS = ("trainer.epochs", "trainer.max_steps")
 LENGTH = (*_STEPS, "trainer.max_seconds")
@@ -83,13 +81,13 @@ def compare(
             kind = "free"  # another source is held against the data's identity
         elif was is UNSET and not is_typed and _of_a_newer_version(key, new):
             continue
-        elif rule.on_resume == "fixed" and not _under(key, may_change):
+        elif rule.fixed_because and not _under(key, may_change):
             kind = "fixed"
         else:
             kind = "typed" if is_typed else "untyped"
         is_choice = re.fullmatch(r"callbacks(\.[^.]+)?", key) is not None
         changes.append(
-            Change(key, was, now, kind, _remark(key, new), callbacks if is_choice else None, because=rule.because)
+            Change(key, was, now, kind, _remark(key, new), callbacks if is_choice else None, because=rule.fixed_because)
         )
     return changes
 
@@ -205,7 +203,7 @@ def resume_rule(key: str, declared: Mapping[str, Key]) -> Key:
     """Return what is declared of a key, or of the section around it; a free key may stand in a fixed section."""
     names = list(itertools.accumulate(key.split("."), "{}.{}".format))
     rules = [rule for name in names for known in (declared, _ON_RESUME) if (rule := known.get(name)) is not None]
-    chosen = [rule for rule in rules if rule.on_resume != "typed"]
+    chosen = [rule for rule in rules if rule.on_resume == "free" or rule.fixed_because]
     return chosen[-1] if chosen else Key()
 
 

@@ -17,9 +17,6 @@ from typing import Any, Literal
 
 from ddpexp.errors import RefusedError, shown
 
-OnResume = Literal["free", "typed", "fixed"]
-"""Whether a run may be resumed with another value: in any case, if it is typed, or never."""
-
 UNCHANGED = object()
 """The key has the same value in a run of two steps."""
 
@@ -34,8 +31,8 @@ class Key:
     at_most: float | None = None
     pattern: str | None = None  # of a text, as a whole
     use: str = ""  # what may be typed, where the type and the range do not say it well
-    on_resume: OnResume = "typed"
-    because: str = ""  # why it is fixed
+    on_resume: Literal["free", "typed"] = "typed"  # a resume may change it in any case, or where it is typed
+    fixed_because: str = ""  # why no resume may change it
     short_run: Any = UNCHANGED  # its value in the two steps of `ddpexp check`; null stays null
     also: str = ""  # keys of other frameworks, with blanks between them
     remark: str = ""  # what somebody should know who has typed one of those

@@ -72,8 +72,7 @@ class Trainer:
             at_least=0,
             below=2**63,
             use="a whole number from 0 to 2**63 - 1",
-            on_resume="fixed",
-            because="the order of the samples and every random number follow from it",
+            fixed_because="the order of the samples and every random number follow from it",
             also="random_seed seed_everything manual_seed",
         ),
     ]
@@ -87,8 +86,7 @@ class Trainer:
         int,
         Key(
             at_least=1,
-            on_resume="fixed",
-            because="the steps so far are counted in such batches",
+            fixed_because="the steps so far are counted in such batches",
             also="batch_size train_batch_size",
             remark="the samples of a step over all workers",
         ),
@@ -214,8 +212,7 @@ class Trainer:
         int | None,
         Key(
             at_least=1,
-            on_resume="fixed",
-            because="the steps to come would see other samples than the order of this run says",
+            fixed_because="the steps to come would see other samples than the order of this run says",
         ),
     ]
     limit_eval_batches: Annotated[
@@ -231,7 +228,7 @@ class Trainer:
     layer_decay: LayerDecay | None
     freeze: Patterns | None
     freeze_until: FreezeUntil | tuple[FreezeUntil, ...] | None
-    lora: Annotated[LoRA | None, Key(on_resume="fixed", because="the adapters in the checkpoint belong to the old one")]
+    lora: Annotated[LoRA | None, Key(fixed_because="the adapters in the checkpoint belong to the old one")]
     numa_binding: Annotated[bool, Key(on_resume="free")]
 
     @property
