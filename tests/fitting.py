@@ -25,7 +25,7 @@ from ddpexp.loggers.jsonl import JsonLines
 from ddpexp.settings.data import DATA_KEYS, CommonData, Data
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.node import Node
-from ddpexp.settings.run import Predict, Recipe, Run
+from ddpexp.settings.run import Predict, Recipe, RunSettings
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.ddp import DDP
@@ -36,8 +36,8 @@ from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.loop import Loop
 from ddpexp.train.optimizer_average import average_of
 from ddpexp.train.precision import Precision
-from ddpexp.train.progress import Progress
-from ddpexp.train.run import Run as TrainRun
+from ddpexp.train.progress import TrainingProgress
+from ddpexp.train.run import TrainingRun
 from ddpexp.train.schedule import Cosine
 from ddpexp.train.states import States
 
@@ -57,7 +57,7 @@ def asked(**trainer: Any) -> ExperimentSettings:
     return ExperimentSettings(
         recipe=Recipe("points"), task=Node("points.Task"), model=Node("points.Net"),
         data=Data(**vars(common), target="points.data", options={}), optimizer=Node("torch.optim.SGD", {"lr": 0.1}),
-        logger={}, callbacks={}, trainer=replace(TRAINER, **trainer), run=build(Run, {}, "run"),
+        logger={}, callbacks={}, trainer=replace(TRAINER, **trainer), run=build(RunSettings, {}, "run"),
         predict=build(Predict, {}, "predict"),
     )  # fmt: skip
 
@@ -80,7 +80,7 @@ class Kept:
         """The steps after which the loop has saved."""
         return [states["progress"]["step"] for states in self.saved]
 
-    def save(self, states: States, progress: Progress, epoch: float, end: bool) -> str | None:
+    def save(self, states: States, progress: TrainingProgress, epoch: float, end: bool) -> str | None:
         kept = {name: part for name, part in states.items() if name.startswith(("progress", "clock"))}
         self.saved.append({name: deepcopy(part.state()) for name, part in kept.items()})
         return "digest" if end else None
@@ -151,7 +151,7 @@ def loop_alone(
     )
     path = folder / f"metrics{len(list(folder.iterdir()))}.jsonl"
     sets = {"eval": points.points(33, 1)} if evals is None else evals
-    run = TrainRun(
+    run = TrainingRun(
         task=task, strategy=strategy, optimizers=named, schedule=Cosine(),
         precision=Precision(options.precision, ALONE.device, options.nonfinite == "skip"), world=ALONE,
         control=control or Control(None),

@@ -20,7 +20,7 @@ import yaml
 from ddpexp.cli import verbs
 from ddpexp.cli.completion import SHELLS
 from ddpexp.cli.evaluate import evaluation_of
-from ddpexp.cli.generate import Options
+from ddpexp.cli.generate import GenerateArguments
 from ddpexp.cli.help import answer
 from ddpexp.cli.new import DEFAULT, kinds
 from ddpexp.cli.plan import arguments_of
@@ -39,7 +39,7 @@ from ddpexp.export.request import check as check_export
 from ddpexp.plan.layout import assume
 from ddpexp.run.stored_run import find_run, read_run
 from ddpexp.run.training import Training
-from ddpexp.settings.run import Sweep
+from ddpexp.settings.run import SweepSettings
 from ddpexp.sweep.arguments import TableArguments
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.resume import resumed
@@ -255,7 +255,7 @@ def accept(words: Sequence[str]) -> None:
     accepts: dict[str, Callable[[Call], object]] = {
         "resume": resumed_run,
         "evaluate": evaluation_of,
-        "generate": lambda call: call.typed(Options()),
+        "generate": lambda call: call.typed(GenerateArguments()),
         "predict": prediction_of,
         "export": lambda call: check_export(Path(call.options["--out"]), call.options["--format"]),
         "table": lambda call: call.typed(TableArguments.of(call.operands)),
@@ -284,7 +284,7 @@ def accept_run(words: Sequence[str]) -> None:
 
 def accept_sweep(swept: Swept) -> None:
     """Compose a sweep's first job."""
-    build(Sweep, swept.settings, "sweep")
+    build(SweepSettings, swept.settings, "sweep")
     first = [
         re.sub(r"=(?:range|interval|choice)\(([^,)]+).*|=([^,\[]+),.*", r"=\1\2", word) for word in swept.overrides
     ]

@@ -42,7 +42,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.train.checkpointer import Checkpointer
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
-from ddpexp.train.run import Run
+from ddpexp.train.run import TrainingRun
 from ddpexp.train.schedule import Cosine
 
 MODELS = {"10M": Size(6, 6, 372, 64, 96), "tiny": Size(2, 2, 32, 16, 64)}
@@ -188,7 +188,7 @@ class Saved:
         writer = Writer(folder, world, keep_last=1)
         self.checkpointer = Checkpointer(RunDir(folder), writer, self.strategy, Logger(), world, {}, {}, b"")
         batches = TrainBatches(Arrays((torch.zeros(8, 1),)), plan_batches(8, 1, 1), 0, 0, world.device)
-        run = Run(
+        run = TrainingRun(
             task=Nothing(), strategy=self.strategy, optimizers=self.optimizers, schedule=Cosine(), world=world,
             precision=Precision("fp32", world.device, False), train=batches, control=Control(None),
             options=self.trainer, num_steps=8,

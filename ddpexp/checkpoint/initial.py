@@ -11,30 +11,30 @@ from ddpexp.checkpoint.format import is_checkpoint
 from ddpexp.checkpoint.headers import read_header, read_source
 from ddpexp.checkpoint.matching import Selection, check_rename, check_selection
 from ddpexp.errors import RefusedError
-from ddpexp.settings.run import Run
+from ddpexp.settings.run import RunSettings
 
 CONVERTED = "init_from.safetensors"
 """The copy of a file of torch.save, in the run directory."""
 
 
-def override(run: Run) -> str:
+def override(run: RunSettings) -> str:
     """Return the key with its value, as it is typed."""
     return f"run.init_from={run.init_from}"
 
 
-def selection(run: Run) -> Selection:
+def selection(run: RunSettings) -> Selection:
     """Return what run.init_rename and run.init_skip say."""
     return Selection(run.init_rename or {}, run.init_skip)
 
 
-def check_exists(run: Run) -> None:
+def check_exists(run: RunSettings) -> None:
     """Check that what run.init_from names is there, and the keys beside it. Raises RefusedError."""
     if run.init_from is not None:
         check_selection(selection(run))
         weights.check_usable(Path(run.init_from), override(run), converts=True)
 
 
-def find(run: Run, warn: Callable[[str], None], source: Path | None = None) -> Path:
+def find(run: RunSettings, warn: Callable[[str], None], source: Path | None = None) -> Path:
     """Return the file of weights, or the folder, that run.init_from names; or that of `source`, which was found before.
 
     Raises:
@@ -65,7 +65,7 @@ def find(run: Run, warn: Callable[[str], None], source: Path | None = None) -> P
     return path
 
 
-def located(run: Run, warn: Callable[[str], None]) -> Mapping[str, str]:
+def located(run: RunSettings, warn: Callable[[str], None]) -> Mapping[str, str]:
     """Return the resolved path of run.init_from, the same for all workers; nothing where it is null.
 
     Raises:
@@ -74,7 +74,7 @@ def located(run: Run, warn: Callable[[str], None]) -> Mapping[str, str]:
     return {} if run.init_from is None else {"init_from": str(find(run, warn).resolve())}
 
 
-def converted(run: Run, path: Path, folder: Path) -> tuple[Path, str | None]:
+def converted(run: RunSettings, path: Path, folder: Path) -> tuple[Path, str | None]:
     """Return the weights as safetensors, and the part of a file of torch.save that they were.
 
     Such a file is converted to one in `folder`, which is of no use once the weights are loaded. Raises RefusedError.
@@ -86,7 +86,7 @@ def converted(run: Run, path: Path, folder: Path) -> tuple[Path, str | None]:
     return target, part
 
 
-def as_safetensors(run: Run, found: Mapping[str, str], folder: Path, notes: list[str]) -> Mapping[str, str]:
+def as_safetensors(run: RunSettings, found: Mapping[str, str], folder: Path, notes: list[str]) -> Mapping[str, str]:
     """Return what workers are passed of `found`, the weights that the command has found: `converted` ones.
 
     Adds a note on the part of the file that is taken. Without weights it removes the copy of a start that was killed.

@@ -19,7 +19,7 @@ from ddpexp.system.terminal import print_message
 
 
 @dataclass(frozen=True)
-class Options:
+class GenerateArguments:
     """What to generate, as typed."""
 
     prompt: str = ""
@@ -37,7 +37,7 @@ def generate(call: Call) -> int:
     Raises:
         RefusedError: no such run, one without text, or an option that means nothing.
     """
-    options = call.typed(Options())
+    options = call.typed(GenerateArguments())
     source, overrides = call.source()
     run = find_run(source, call.name)
     stored = read_run(run, overrides, f"generate {source}", call.restate)
@@ -70,7 +70,7 @@ def written(request: Mapping[str, Any]) -> str:
     from ddpexp.data.text.tokenizer import from_record, prompt_of
     from ddpexp.export.trained import saved_model
 
-    checkpoint, options = Path(request["checkpoint"]), Options(**request["options"])
+    checkpoint, options = Path(request["checkpoint"]), GenerateArguments(**request["options"])
     if options.device == "cuda" and not torch.cuda.is_available():
         raise RefusedError("There is no GPU here", place="generate --device cuda", suggestion="Use --device cpu.")
     on_gpu = options.device != "cpu" and torch.cuda.is_available()

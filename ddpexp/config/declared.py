@@ -14,7 +14,7 @@ from ddpexp.config.registry import keys_of
 from ddpexp.config.strategies import options_of
 from ddpexp.settings.data import CommonData
 from ddpexp.settings.key import Key, declarations
-from ddpexp.settings.run import Predict, Recipe, Run, Sweep
+from ddpexp.settings.run import Predict, Recipe, RunSettings, SweepSettings
 from ddpexp.settings.trainer import Trainer
 from ddpexp.system.yaml_text import load_yaml
 
@@ -40,9 +40,9 @@ SECTIONS: Mapping[str, Section] = {
     "launcher": Section(target="_target_", is_group=True),
     "logger": Section(target="_target_", is_group=True),
     "callbacks": Section(target="_target_", is_group=True, reads_facts=True),
-    "run": Section(Run),
+    "run": Section(RunSettings),
     "predict": Section(Predict),
-    "sweep": Section(Sweep),
+    "sweep": Section(SweepSettings),
 }
 FIELDS: Mapping[str, type] = {name: section.fields for name, section in SECTIONS.items() if section.fields}
 

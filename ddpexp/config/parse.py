@@ -27,7 +27,7 @@ from ddpexp.loggers.remote.base import Keys
 from ddpexp.settings.data import DATA_KEYS, CommonData, Data
 from ddpexp.settings.key import annotations_of
 from ddpexp.settings.node import Node
-from ddpexp.settings.run import Predict, Recipe, Run
+from ddpexp.settings.run import Predict, Recipe, RunSettings
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.options import Options
 from ddpexp.system.yaml_text import load_yaml
@@ -62,7 +62,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     left_out = [name for name in (*LISTED, "predict") if values.get(name) is None]
     values = {**values, **{name: {} for name in left_out}}
     _check_sections(values)
-    run = build(Run, values["run"], "run")
+    run = build(RunSettings, values["run"], "run")
     trust = Trust(run.trust, Path(run.code) if run.code else None)
     check_trusted(values, trust)
     facts.check(values)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Part(NamedTuple):
-    """A class or function of ours."""
+class Entry(NamedTuple):
+    """One of ddpexp's own classes or functions."""
 
     path: str  # module.name
     also: str = ""  # the names of its counterparts in other frameworks, with blanks between them
@@ -19,101 +19,101 @@ class Part(NamedTuple):
     forks_in: str = ""  # the variable without which it does not
 
 
-_PARTS: Mapping[str, Mapping[str, Part]] = {
+_ENTRIES: Mapping[str, Mapping[str, Entry]] = {
     "launcher": {
-        "spawn": Part(
+        "spawn": Entry(
             "ddpexp.launch.launchers.local.Spawn",
             "local ddp ddp_spawn mp process single none accelerate deepspeed fabric lightning",
             forks=True,
         ),
-        "inline": Part("ddpexp.launch.launchers.inline.Inline"),
-        "torchrun-env": Part("ddpexp.launch.launchers.torchrun_env.TorchrunEnv", "env", forks=True),
-        "mpi": Part("ddpexp.launch.launchers.mpi.Mpi", "mpirun mpiexec horovod", forks=True),
-        "slurm": Part(
+        "inline": Entry("ddpexp.launch.launchers.inline.Inline"),
+        "torchrun-env": Entry("ddpexp.launch.launchers.torchrun_env.TorchrunEnv", "env", forks=True),
+        "mpi": Entry("ddpexp.launch.launchers.mpi.Mpi", "mpirun mpiexec horovod", forks=True),
+        "slurm": Entry(
             "ddpexp.launch.launchers.slurm.Slurm",
             "srun sbatch salloc submitit submitit_slurm",
             forks=True,
             forks_in="SLURM_STEP_ID",
         ),
-        "elastic": Part("ddpexp.launch.launchers.elastic.Elastic"),
+        "elastic": Entry("ddpexp.launch.launchers.elastic.Elastic"),
     },
     "scheduler": {
-        "constant": Part("ddpexp.train.schedule.Constant", "none false no off"),
-        "constant_with_warmup": Part("ddpexp.train.schedule.Constant", "warmup warmup_constant warmuplr"),
-        "cosine": Part(
+        "constant": Entry("ddpexp.train.schedule.Constant", "none false no off"),
+        "constant_with_warmup": Entry("ddpexp.train.schedule.Constant", "warmup warmup_constant warmuplr"),
+        "cosine": Entry(
             "ddpexp.train.schedule.Cosine", "cosineannealing cosineannealinglr cosine_annealing cosine_with_restarts"
         ),
-        "exponential": Part("ddpexp.train.schedule.Exponential", "exp exponentiallr"),
-        "linear": Part("ddpexp.train.schedule.Linear", "linearlr"),
-        "multi_step": Part("ddpexp.train.schedule.MultiStep", "step steplr multisteplr"),
-        "onecycle": Part("ddpexp.train.schedule.OneCycle", "one_cycle onecyclelr"),
-        "plateau": Part("ddpexp.train.plateau.Plateau", "reducelronplateau reduce_lr_on_plateau reduce_on_plateau"),
-        "polynomial": Part("ddpexp.train.schedule.Polynomial", "poly polynomiallr"),
-        "torch": Part("ddpexp.train.torch_schedule.TorchSchedule"),
-        "wsd": Part("ddpexp.train.schedule.WSD", "warmup_stable_decay trapezoidal"),
+        "exponential": Entry("ddpexp.train.schedule.Exponential", "exp exponentiallr"),
+        "linear": Entry("ddpexp.train.schedule.Linear", "linearlr"),
+        "multi_step": Entry("ddpexp.train.schedule.MultiStep", "step steplr multisteplr"),
+        "onecycle": Entry("ddpexp.train.schedule.OneCycle", "one_cycle onecyclelr"),
+        "plateau": Entry("ddpexp.train.plateau.Plateau", "reducelronplateau reduce_lr_on_plateau reduce_on_plateau"),
+        "polynomial": Entry("ddpexp.train.schedule.Polynomial", "poly polynomiallr"),
+        "torch": Entry("ddpexp.train.torch_schedule.TorchSchedule"),
+        "wsd": Entry("ddpexp.train.schedule.WSD", "warmup_stable_decay trapezoidal"),
     },
     "optimizer": {
-        "muon": Part("ddpexp.train.combined_optimizer.muon"),
-        "sparse_adam": Part("ddpexp.train.combined_optimizer.sparse_adam"),
+        "muon": Entry("ddpexp.train.combined_optimizer.muon"),
+        "sparse_adam": Entry("ddpexp.train.combined_optimizer.sparse_adam"),
     },
     "logger": {
-        "tensorboard": Part("ddpexp.loggers.tensorboard.TensorBoard", "tb"),
-        "csv": Part("ddpexp.loggers.csv_files.CsvFiles", "CSVLogger"),
-        "wandb": Part("ddpexp.loggers.remote.wandb.WandB", "weights_and_biases WandbLogger"),
-        "mlflow": Part("ddpexp.loggers.remote.mlflow.MLflow"),
+        "tensorboard": Entry("ddpexp.loggers.tensorboard.TensorBoard", "tb"),
+        "csv": Entry("ddpexp.loggers.csv_files.CsvFiles", "CSVLogger"),
+        "wandb": Entry("ddpexp.loggers.remote.wandb.WandB", "weights_and_biases WandbLogger"),
+        "mlflow": Entry("ddpexp.loggers.remote.mlflow.MLflow"),
     },
     "callbacks": {
-        "early_stopping": Part(
+        "early_stopping": Entry(
             "ddpexp.train.callbacks.early_stopping.EarlyStopping", "earlystopping early_stop EarlyStopping"
         ),
-        "find_nonfinite": Part("ddpexp.train.callbacks.find_nonfinite.FindNonFinite", "detect_anomaly anomaly"),
-        "histograms": Part("ddpexp.train.callbacks.histograms.Histograms"),
-        "lr_monitor": Part("ddpexp.train.callbacks.lr_monitor.LRMonitor", "learning_rate_monitor LearningRateMonitor"),
+        "find_nonfinite": Entry("ddpexp.train.callbacks.find_nonfinite.FindNonFinite", "detect_anomaly anomaly"),
+        "histograms": Entry("ddpexp.train.callbacks.histograms.Histograms"),
+        "lr_monitor": Entry("ddpexp.train.callbacks.lr_monitor.LRMonitor", "learning_rate_monitor LearningRateMonitor"),
     },
     "strategy": {
-        "ddp": Part(
+        "ddp": Entry(
             "ddpexp.strategy.ddp_options.DDPOptions",
             "dp dataparallel data_parallel distributeddataparallel ddp_find_unused_parameters_true ddp_notebook "
             "no_shard",
         ),
-        "fsdp": Part(
+        "fsdp": Entry(
             "ddpexp.strategy.fsdp.options.FSDPOptions",
             "fsdp2 fsdp1 fully_sharded fully_shard zero3 zero_3 deepspeed_stage_3 sharded full_shard",
         ),
-        "local_sgd": Part("ddpexp.strategy.local.options.LocalOptions", "localsgd local post_local_sgd postlocalsgd"),
-        "diloco": Part("ddpexp.strategy.local.options.DiLoCoOptions"),
-        "pipeline": Part("ddpexp.strategy.pipeline.options.PipelineOptions"),
+        "local_sgd": Entry("ddpexp.strategy.local.options.LocalOptions", "localsgd local post_local_sgd postlocalsgd"),
+        "diloco": Entry("ddpexp.strategy.local.options.DiLoCoOptions"),
+        "pipeline": Entry("ddpexp.strategy.pipeline.options.PipelineOptions"),
     },
     "data": {
-        "arrays": Part("ddpexp.data.arrays.dataset.load"),
-        "hf": Part("ddpexp.data.arrays.dataset.load"),
-        "mixture": Part("ddpexp.data.mixture.dataset.mix"),
-        "mnist": Part("ddpexp.data.images.dataset.load"),
-        "cifar10": Part("ddpexp.data.images.dataset.load"),
-        "images": Part("ddpexp.data.images.dataset.load"),
-        "image_folder": Part("ddpexp.data.image_folder.dataset.load"),
-        "tar_shards": Part("ddpexp.data.tar_shards.dataset.load"),
-        "text": Part("ddpexp.data.text.dataset.load"),
+        "arrays": Entry("ddpexp.data.arrays.dataset.load"),
+        "hf": Entry("ddpexp.data.arrays.dataset.load"),
+        "mixture": Entry("ddpexp.data.mixture.dataset.mix"),
+        "mnist": Entry("ddpexp.data.images.dataset.load"),
+        "cifar10": Entry("ddpexp.data.images.dataset.load"),
+        "images": Entry("ddpexp.data.images.dataset.load"),
+        "image_folder": Entry("ddpexp.data.image_folder.dataset.load"),
+        "tar_shards": Entry("ddpexp.data.tar_shards.dataset.load"),
+        "text": Entry("ddpexp.data.text.dataset.load"),
     },
     "data.prepare": {
-        "arrays": Part("ddpexp.data.arrays.prepare.prepare"),
-        "hf": Part("ddpexp.data.hf.prepare.prepare"),
-        "mnist": Part("ddpexp.data.mnist.prepare.prepare"),
-        "cifar10": Part("ddpexp.data.cifar10.prepare.prepare"),
-        "images": Part("ddpexp.data.images.files.prepare"),
-        "image_folder": Part("ddpexp.data.image_folder.prepare.prepare"),
-        "tar_shards": Part("ddpexp.data.tar_shards.prepare.prepare"),
-        "text": Part("ddpexp.data.text.prepare.prepare"),
+        "arrays": Entry("ddpexp.data.arrays.prepare.prepare"),
+        "hf": Entry("ddpexp.data.hf.prepare.prepare"),
+        "mnist": Entry("ddpexp.data.mnist.prepare.prepare"),
+        "cifar10": Entry("ddpexp.data.cifar10.prepare.prepare"),
+        "images": Entry("ddpexp.data.images.files.prepare"),
+        "image_folder": Entry("ddpexp.data.image_folder.prepare.prepare"),
+        "tar_shards": Entry("ddpexp.data.tar_shards.prepare.prepare"),
+        "text": Entry("ddpexp.data.text.prepare.prepare"),
     },
     # Of kinds that check the keys of every kind of data.
     "data.check": {
-        "image_folder": Part("ddpexp.data.image_folder.prepare.check"),
-        "text": Part("ddpexp.data.text.prepare.check"),
+        "image_folder": Entry("ddpexp.data.image_folder.prepare.check"),
+        "text": Entry("ddpexp.data.text.prepare.check"),
     },
     # Of kinds that read other data by the schema, or the facts, of the data that was trained on.
     "data.predict": {
-        "arrays": Part("ddpexp.data.arrays.to_predict.prepare"),
-        "image_folder": Part("ddpexp.data.image_folder.to_predict.prepare"),
+        "arrays": Entry("ddpexp.data.arrays.to_predict.prepare"),
+        "image_folder": Entry("ddpexp.data.image_folder.to_predict.prepare"),
     },
 }
 
@@ -131,23 +131,23 @@ def section_of(where: str) -> str:
 
 def keys_of(where: str) -> tuple[str, ...]:
     """Return the keys of the parts that a place such as `launcher` or `logger.tensorboard` may name."""
-    return tuple(_PARTS.get(section_of(where), ()))
+    return tuple(_ENTRIES.get(section_of(where), ()))
 
 
 def key_of(where: str, target: object) -> str | None:
     """Return the key of one of our own parts; None for all else."""
-    return target if isinstance(target, str) and target in _PARTS.get(section_of(where), ()) else None
+    return target if isinstance(target, str) and target in _ENTRIES.get(section_of(where), ()) else None
 
 
 def path_of(where: str, key: str) -> str:
     """Return the full name, `module.name`, of one of our own parts."""
-    return _PARTS[section_of(where)][key].path
+    return _ENTRIES[section_of(where)][key].path
 
 
 def forks_workers(launcher: str, environ: Mapping[str, str]) -> bool:
     """Return whether the command itself forks the workers of a launcher of ours, given by its key."""
-    part = _PARTS["launcher"].get(launcher)
-    return part is not None and part.forks and (not part.forks_in or part.forks_in in environ)
+    entry = _ENTRIES["launcher"].get(launcher)
+    return entry is not None and entry.forks and (not entry.forks_in or entry.forks_in in environ)
 
 
 def is_mixture(target: object) -> bool:
@@ -163,9 +163,9 @@ def is_remote_logger(where: str, target: object) -> bool:
 def key_of_class(section: str, kind: type) -> str | None:
     """Return the key of one of our own classes."""
     path = f"{kind.__module__}.{kind.__qualname__}"
-    return next((key for key, known in _PARTS[section].items() if known.path == path), None)
+    return next((key for key, entry in _ENTRIES[section].items() if entry.path == path), None)
 
 
 def synonyms_of(section: str) -> Mapping[str, str]:
     """Return the names of other frameworks' counterparts of our parts, by the key of each part."""
-    return {key: part.also for key, part in _PARTS.get(section, {}).items()}
+    return {key: entry.also for key, entry in _ENTRIES.get(section, {}).items()}

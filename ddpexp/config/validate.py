@@ -15,7 +15,7 @@ from ddpexp.data.batch_plan import check_range
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.settings.experiment import Checked
-from ddpexp.settings.run import Run
+from ddpexp.settings.run import RunSettings
 
 
 def check_layout(experiment: Experiment, layout: Layout) -> None:
@@ -79,7 +79,7 @@ def check(experiment: Experiment) -> None:
             part.check(experiment)
 
 
-def _check_run(run: Run) -> None:
+def _check_run(run: RunSettings) -> None:
     if run.dir == "":
         raise RefusedError(
             "is empty", key="run.dir", value="", suggestion="Give it a folder, or null for one under outputs."
@@ -91,7 +91,7 @@ def _check_run(run: Run) -> None:
     _check_init(run)
 
 
-def _check_init(run: Run) -> None:
+def _check_init(run: RunSettings) -> None:
     """Check the keys beside run.init_from."""
     if run.init_from is not None:
         return

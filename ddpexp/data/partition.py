@@ -17,7 +17,7 @@ from ddpexp.errors import RefusedError
 _MOST_FOLDS = 100  # that groups are put into for a fraction
 
 
-class Part(NamedTuple):
+class OrderSlice(NamedTuple):
     """The samples at positions [offset, offset + length) of an order."""
 
     order: Order
@@ -43,7 +43,7 @@ class _Without:
 
 def fraction_parts(
     count: int, fraction: float, labels: NDArray[Any] | None = None, groups: NDArray[Any] | None = None
-) -> tuple[Part, Part]:
+) -> tuple[OrderSlice, OrderSlice]:
     """Return the part to train on and the held-out part, which is close to `fraction` of the samples.
 
     With `labels` each class has its share in both, to the sample; with `groups` none is divided.
@@ -58,12 +58,12 @@ def fraction_parts(
         return _parts_of(np.isin(member, chosen))
     order = _spread(labels) if labels is not None else Permutation(count, seed=0, epoch=0)
     held = min(count - 1, max(1, round(fraction * count)))
-    return Part(order, 0, count - held), Part(order, count - held, held)
+    return OrderSlice(order, 0, count - held), OrderSlice(order, count - held, held)
 
 
 def fold_parts(
     count: int, fold: int, folds: int, labels: NDArray[Any] | None = None, groups: NDArray[Any] | None = None
-) -> tuple[Part, Part]:
+) -> tuple[OrderSlice, OrderSlice]:
     """Return the part to train on and fold number `fold` of `folds`, which is held out.
 
     Each sample is in exactly one fold. With `labels` each class is spread over all folds evenly; with `groups` none
@@ -75,12 +75,13 @@ def fold_parts(
         return _parts_of(_grouped(groups, folds, labels) == fold)
     order = _spread(labels) if labels is not None else Permutation(count, seed=0, epoch=0)
     start, stop = (number * count // folds for number in (fold, fold + 1))
-    return Part(_Without(order, start, stop - start), 0, count - stop + start), Part(order, start, stop - start)
+    length = stop - start
+    return OrderSlice(_Without(order, start, length), 0, count - length), OrderSlice(order, start, length)
 
 
-def _parts_of(is_held: NDArray[np.bool_]) -> tuple[Part, Part]:
+def _parts_of(is_held: NDArray[np.bool_]) -> tuple[OrderSlice, OrderSlice]:
     kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
-    return Part(Listed(kept), 0, len(kept)), Part(Listed(held), 0, len(held))
+    return OrderSlice(Listed(kept), 0, len(kept)), OrderSlice(Listed(held), 0, len(held))
 
 
 def _spread(labels: NDArray[Any]) -> Listed:

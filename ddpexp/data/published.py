@@ -42,7 +42,7 @@ _SEEDS = (1, 2)  # of the drawn images to train on and to test with
 
 
 @dataclass(frozen=True)
-class Part:
+class LabeledImages:
     """Images as stored, and a byte for the class of each."""
 
     pixels: bytes | memoryview
@@ -60,7 +60,7 @@ class StandIn:
     title: str
     cache: str  # the beginning of the names of caches, with the version of what draws
     classes: Sequence[str]
-    draw: Callable[[int, int], tuple[Part, Sequence[str]]]
+    draw: Callable[[int, int], tuple[LabeledImages, Sequence[str]]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Published:
     title: str
     files: Sequence[PublishedFile]
     sha256: str
-    unpack: Callable[[Sequence[bytes]], tuple[Part, Part]]  # of the files; raises WrongError
+    unpack: Callable[[Sequence[bytes]], tuple[LabeledImages, LabeledImages]]  # of the files; raises WrongError
     shape: tuple[int, ...]  # of an image as stored
     mean: Sequence[float]  # of the training images, as fractions of 255
     std: Sequence[float]
@@ -241,7 +241,7 @@ class Published:
         title = f"{stand_in.title} (NOT {self.title})"
         return self._described(cache, "embedded", title, "embedded in ddpexp", stand_in.classes)
 
-    def _write(self, folder: Path, parts: Sequence[Part]) -> dict[str, Any]:
+    def _write(self, folder: Path, parts: Sequence[LabeledImages]) -> dict[str, Any]:
         """Write the arrays of both parts to the folder of a cache; return what it records of them. Raises: OSError."""
         train, test = parts
         for part, content in (("train", train), ("test", test)):

@@ -14,7 +14,7 @@ from ddpexp.system.text import metric_text, one_line
 _MAX_RATES = 4  # of parameter groups, shown one by one
 
 
-class Progress(Logger):
+class ProgressLogger(Logger):
     """Show how far the run is, and its metrics."""
 
     def __init__(self, control: Control, log: logging.Logger, num_steps: int) -> None:

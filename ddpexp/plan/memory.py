@@ -6,35 +6,37 @@ import math
 
 from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.estimator import Estimator, Facts, Part
+from ddpexp.strategy.estimator import Estimator, Facts, MemoryItem
 
 AVERAGE = "average of the weights"
 
 
-def parts(facts: Facts, trainer: Trainer, estimator: Estimator, layout: Layout) -> list[Part]:
+def parts(facts: Facts, trainer: Trainer, estimator: Estimator, layout: Layout) -> list[MemoryItem]:
     """Return what one rank holds at the end of a forward pass, and while gradients are reduced."""
     saved = sum(checkpoint_files(facts, trainer).values())
     facts = facts.of_a_rank()
     weights = facts.parameters_bytes // estimator.weights_share(layout)
-    estimates = [*estimator.memory(facts, trainer, layout), Part("buffers", facts.buffers_bytes)]
+    estimates = [*estimator.memory(facts, trainer, layout), MemoryItem("buffers", facts.buffers_bytes)]
     if trainer.averages or facts.averaged_by is not None:
         by = facts.averaged_by or ("trainer.swa_start" if trainer.swa_start is not None else "trainer.ema_decay")
-        estimates.append(Part(AVERAGE, weights, by))
+        estimates.append(MemoryItem(AVERAGE, weights, by))
     if trainer.precision != "fp32":
         halves = sum(2 * parameter.num_elements for parameter in facts.parameters)
-        estimates.append(Part(f"copies in {trainer.precision}", halves, "of the weights during a pass, at most"))
+        estimates.append(MemoryItem(f"copies in {trainer.precision}", halves, "of the weights during a pass, at most"))
     copied = trainer.param_dtype == "bf16" and trainer.master_weights
     if copied and not estimator.options.makes_copies(layout.world_size):
         halves = sum(2 * parameter.num_elements for parameter in facts.parameters)
-        estimates.append(Part("copies in bf16", halves, "of the weights during a pass"))
-    estimates.append(Part("activations", facts.activations_bytes, facts.notes.get("activations", "")))
-    estimates.append(Part("temporary", facts.temporary_bytes, "in backward: gradients of activations"))
-    estimates.append(Part("batch", facts.batch_bytes))
+        estimates.append(MemoryItem("copies in bf16", halves, "of the weights during a pass"))
+    estimates.append(MemoryItem("activations", facts.activations_bytes, facts.notes.get("activations", "")))
+    estimates.append(MemoryItem("temporary", facts.temporary_bytes, "in backward: gradients of activations"))
+    estimates.append(MemoryItem("batch", facts.batch_bytes))
     if layout.device == "cuda":
-        estimates.append(Part("samples", facts.device_data_bytes, "data.on_device"))
-    estimates.append(Part("data", facts.data_bytes, facts.notes.get("data", ""), on_host=True))
+        estimates.append(MemoryItem("samples", facts.device_data_bytes, "data.on_device"))
+    estimates.append(MemoryItem("data", facts.data_bytes, facts.notes.get("data", ""), on_host=True))
     estimates.append(
-        Part("checkpoint", -(-saved // layout.world_size), "the copy of its share, while one is written", on_host=True)
+        MemoryItem(
+            "checkpoint", -(-saved // layout.world_size), "the copy of its share, while one is written", on_host=True
+        )
     )
     return [part for part in estimates if part.num_bytes != 0 or part.name == "gradients"]
 

@@ -15,7 +15,7 @@ from ddpexp.plan.layout import Assumed
 from ddpexp.plan.memory import AVERAGE, checkpoint_files, checkpoints_at_once, num_checkpoints, parts
 from ddpexp.plan.speed import Costs, Place, Step, predict
 from ddpexp.run.directory import RunDir
-from ddpexp.strategy.estimator import Estimator, Facts, Part, Traffic
+from ddpexp.strategy.estimator import Estimator, Facts, MemoryItem, Traffic
 from ddpexp.system import files
 from ddpexp.system.job_schedulers import SCHEDULERS
 
@@ -69,7 +69,7 @@ class Outcome:
         """Return what the ranks send one another in a step."""
         return self.estimator.traffic(self.facts, self.experiment.trainer, self.assumed.layout)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[MemoryItem]:
         """Return what a rank holds."""
         return parts(self.facts, self.experiment.trainer, self.estimator, self.assumed.layout)
 
@@ -92,7 +92,7 @@ class Outcome:
         """Return the most that a rank holds on its device."""
         return max(self.rank_bytes(on_host=False), *self.moments().values(), 0)
 
-    def is_on_host(self, part: Part) -> bool:
+    def is_on_host(self, part: MemoryItem) -> bool:
         """Return whether a part is in the host's memory while the worker computes elsewhere."""
         return part.on_host and self.assumed.layout.device == "cuda"
 

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from ddpexp.settings.data import Data
 from ddpexp.settings.node import Node
-from ddpexp.settings.run import Predict, Recipe, Run
+from ddpexp.settings.run import Predict, Recipe, RunSettings
 from ddpexp.settings.trainer import Trainer
 
 
@@ -24,7 +24,7 @@ class ExperimentSettings:
     logger: Mapping[str, Node]  # what records the run beside metrics.jsonl, by the key below `logger`
     callbacks: Mapping[str, Node]  # in the order of their calls, by the key below `callbacks`
     trainer: Trainer
-    run: Run
+    run: RunSettings
     predict: Predict
 
 

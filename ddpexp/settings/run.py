@@ -21,7 +21,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSettings:
     """Where the run lies and what it starts from; conf/config.yaml has the default of every key and explains it."""
 
     dir: Annotated[
@@ -56,7 +56,7 @@ class Predict:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepSettings:
     """How a sweep runs its jobs; conf/config.yaml has the default of every key and explains it."""
 
     slots: Annotated[Auto | int, Key(at_least=1)]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.ddp_options import DDPOptions
-from ddpexp.strategy.estimator import Bucket, Estimator, Facts, Parameter, Part, Traffic, Variant
+from ddpexp.strategy.estimator import Bucket, Estimator, Facts, MemoryItem, Parameter, Traffic, Variant
 from ddpexp.system.limits import human
 
 _MIB = 1 << 20
@@ -24,34 +24,34 @@ class DDPEstimator(Estimator):
 
     options: DDPOptions
 
-    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
+    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[MemoryItem]:
         """Return what a rank holds of the model, its gradients and its optimizers."""
         by_ddp = layout.world_size > 1 and trainer.reduction == "fast"
         parameters, gradients, optimizer = super().memory(facts, trainer, layout)
         if by_ddp and self.options.gradient_as_bucket_view:
-            gradients = Part("gradients", facts.trained_bytes, "views of the buckets")
+            gradients = MemoryItem("gradients", facts.trained_bytes, "views of the buckets")
         parts = [parameters, gradients]
         if by_ddp and not self.options.gradient_as_bucket_view:
             note = "beside the gradients: strategy.gradient_as_bucket_view=false"
-            parts.append(Part("buckets", facts.trained_bytes, note))
+            parts.append(MemoryItem("buckets", facts.trained_bytes, note))
         if self.options.shard_optimizer and layout.world_size > 1:
             share = -(-facts.optimizer_bytes // layout.world_size)
             note = f"a share of {human(facts.optimizer_bytes)}: strategy.shard_optimizer=true"
-            optimizer = Part("optimizer", share, note)
+            optimizer = MemoryItem("optimizer", share, note)
         parts.append(optimizer)
         if trainer.reduction == "exact":
-            parts.append(Part("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact"))
+            parts.append(MemoryItem("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact"))
         transport, workers = self.transport(trainer, layout), layout.world_size // layout.nodes
         if transport == "shared_memory":
             note = f"{human(facts.shared_bytes)} for {workers} workers"
-            parts.append(Part("shared memory", facts.shared_bytes // workers, note))
+            parts.append(MemoryItem("shared memory", facts.shared_bytes // workers, note))
         elif transport == "in_rank_order":
             sizes = [bucket.num_bytes for bucket in self._buckets(facts, trainer, layout)] or [facts.sums_bytes]
             note = "what the ranks send one another, in the order of the sum"
-            parts.append(Part("exchange", exchange_bytes(sizes, layout.world_size), note))
+            parts.append(MemoryItem("exchange", exchange_bytes(sizes, layout.world_size), note))
         elif transport == "backend" and self.options.comm_hook == "powersgd":
             note = "the error that it feeds back, and its factors beside that"
-            parts.append(Part("PowerSGD's memory", facts.trained_bytes, note))
+            parts.append(MemoryItem("PowerSGD's memory", facts.trained_bytes, note))
         return parts
 
     def traffic(self, facts: Facts, trainer: Trainer, layout: Layout) -> Traffic:

@@ -94,8 +94,8 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of what a rank holds."""
+class MemoryItem:
+    """Memory that a rank needs for one purpose."""
 
     name: str
     num_bytes: int | None  # None: not known
@@ -133,13 +133,13 @@ class Estimator:
 
     options: Options
 
-    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
+    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[MemoryItem]:
         """Return what a rank holds of the model, its gradients and its optimizers."""
         num_elements = sum(parameter.num_elements for parameter in facts.parameters)
         return [
-            Part("parameters", facts.parameters_bytes, f"{num_elements:,} numbers"),
-            Part("gradients", facts.trained_bytes),
-            Part("optimizer", facts.optimizer_bytes, facts.notes.get("optimizer", "")),
+            MemoryItem("parameters", facts.parameters_bytes, f"{num_elements:,} numbers"),
+            MemoryItem("gradients", facts.trained_bytes),
+            MemoryItem("optimizer", facts.optimizer_bytes, facts.notes.get("optimizer", "")),
         ]
 
     def weights_share(self, layout: Layout) -> int:

@@ -14,7 +14,7 @@ from ddpexp.errors import EXIT_DONE, RefusedError, StoppedError
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import lock
 from ddpexp.run.directory import check_name
-from ddpexp.settings.run import Sweep
+from ddpexp.settings.run import SweepSettings
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.hydra_sweeper import check_grid_size, is_grid, run_sweeper
 from ddpexp.sweep.job_status import FINAL
@@ -33,7 +33,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     Raises:
         RefusedError: nothing was started. SweepFailed: jobs failed. StoppedError: a signal ended it.
     """
-    settings = build(Sweep, swept.settings, "sweep")
+    settings = build(SweepSettings, swept.settings, "sweep")
     for warning in swept.warnings:
         print_message(f"ddpexp: warning: {warning}")
     _check_sweeper(swept, settings)
@@ -74,7 +74,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
                     parent.rmdir()
 
 
-def _check_sweeper(swept: Swept, settings: Sweep) -> None:
+def _check_sweeper(swept: Swept, settings: SweepSettings) -> None:
     """Check that a sweeper that chooses jobs by their results has an objective."""
     if is_grid(swept):
         if intervals := swept.composed.intervals:

@@ -8,7 +8,7 @@ from ddpexp.config.plugins import launcher_name
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher, Submitter
-from ddpexp.settings.run import Sweep
+from ddpexp.settings.run import SweepSettings
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_result import Ended, ResultReader
 from ddpexp.sweep.record import JobRecord
@@ -16,7 +16,7 @@ from ddpexp.sweep.sweep_log import SweepLog
 from ddpexp.system.job_schedulers import ScheduledJob, states
 
 
-def submitter_of(jobs: Sequence[Planned], settings: Sweep, is_grid: bool) -> Submitter | None:
+def submitter_of(jobs: Sequence[Planned], settings: SweepSettings, is_grid: bool) -> Submitter | None:
     """Return the launcher that submits those jobs that do not run here, if there are any.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpexp.config.build import did_you_mean
-from ddpexp.settings.run import Sweep
+from ddpexp.settings.run import SweepSettings
 from ddpexp.sweep.early import names_of
 from ddpexp.sweep.folder import EventLog, SweepDir
 from ddpexp.sweep.job import Planned
@@ -20,7 +20,7 @@ from ddpexp.system.terminal import print_message
 class SweepLog:
     """The log of one start."""
 
-    def __init__(self, folder: SweepDir, settings: Sweep, view: View) -> None:
+    def __init__(self, folder: SweepDir, settings: SweepSettings, view: View) -> None:
         """Write nothing yet."""
         self.folder = folder
         self.settings = settings

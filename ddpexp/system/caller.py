@@ -38,7 +38,7 @@ class Directory:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressLine:
     """How far a run is, for a line that is redrawn."""
 
     done: int
@@ -57,8 +57,8 @@ class End:
     fields: Mapping[str, str | None] | None = None  # of the error, if no worker failed
 
 
-Message: TypeAlias = Ready | Directory | Progress | End
-_KINDS = {kind.__name__: kind for kind in (Ready, Directory, Progress, End)}
+Message: TypeAlias = Ready | Directory | ProgressLine | End
+_KINDS = {kind.__name__: kind for kind in (Ready, Directory, ProgressLine, End)}
 
 
 def variable(pid: int, descriptor: int, live: bool) -> str:

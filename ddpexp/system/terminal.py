@@ -160,7 +160,7 @@ class _Screen:
         done = message["done"]
         total = message["total"]
         text = message["text"]
-        if self._for_caller and caller.report(caller.Progress(done, total, text)):
+        if self._for_caller and caller.report(caller.ProgressLine(done, total, text)):
             return
         if not self.is_live:
             self.line(message["line"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddpexp.train.average import WeightAverage
-from ddpexp.train.run import Run
+from ddpexp.train.run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class BatchNormEstimate:
     without dropout.
     """
 
-    run: Run
+    run: TrainingRun
     num_batches: int
 
     def refresh(self, average: WeightAverage) -> None:

@@ -28,7 +28,7 @@ from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger, Many
 from ddpexp.loggers.jsonl import JsonLines
-from ddpexp.loggers.progress import Progress
+from ddpexp.loggers.progress import ProgressLogger
 from ddpexp.loggers.remote.follower import Followers
 from ddpexp.run.directory import RunDir
 from ddpexp.run.sync import is_remote, remote_keys
@@ -64,7 +64,7 @@ from ddpexp.train.recipe_checks import (
     check_task,
     check_train_step,
 )
-from ddpexp.train.run import Run
+from ddpexp.train.run import TrainingRun
 from ddpexp.train.states import RandomNumbers
 from ddpexp.train.torch_rates import TorchRates
 from ddpexp.train.torch_schedule import TorchSchedule
@@ -279,7 +279,7 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
     if not context.world.is_rank_zero:
         return Logger()
     run = context.run
-    loggers: list[Logger] = [JsonLines(run.metrics), Progress(context.control, context.log, num_steps)]
+    loggers: list[Logger] = [JsonLines(run.metrics), ProgressLogger(context.control, context.log, num_steps)]
     remote = [name for name in context.experiment.logger if is_remote(context.experiment, name)]
     if remote:
         limits = {name: remote_keys(context.experiment, name).end_seconds for name in remote}
@@ -368,7 +368,7 @@ def build_loop(
         return build_optimizers(experiment, task, *parts, is_fused=context.is_fused)
 
     optimizers = strategy.build_optimizers(make_all)
-    run = Run(
+    run = TrainingRun(
         task=task,
         strategy=strategy,
         optimizers=optimizers,

@@ -17,7 +17,7 @@ from ddpexp.run.directory import RunDir
 from ddpexp.run.lost_files import removed_records
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
-from ddpexp.train.progress import Progress
+from ddpexp.train.progress import TrainingProgress
 from ddpexp.train.states import OWN, RankStates, States
 from ddpexp.train.weights_hash import hash_weights
 
@@ -42,7 +42,7 @@ class Checkpointer:
     config: bytes  # config.yaml as this start read it
     resumed_from: int | None = None
 
-    def save(self, states: States, progress: Progress, epoch: float, end: bool) -> str | None:
+    def save(self, states: States, progress: TrainingProgress, epoch: float, end: bool) -> str | None:
         """Save the states after a step; at the `end` of the run return the hash of the weights on rank zero.
 
         Ranks: all; communicates. Training may continue as soon as this returns.

@@ -19,7 +19,7 @@ from ddpexp.data.datasets import Splits, belongs_on_device, choose_samples, devi
 from ddpexp.data.lengths import ByLength
 from ddpexp.data.named_files import is_value_file
 from ddpexp.data.order import TrainingOrder
-from ddpexp.data.partition import Part, fold_parts, fraction_parts
+from ddpexp.data.partition import OrderSlice, fold_parts, fraction_parts
 from ddpexp.data.streams import Stream
 from ddpexp.data.token_batches import by_tokens
 from ddpexp.data.weights import (
@@ -126,7 +126,7 @@ def _hold_out(splits: Splits, data: Data) -> Splits:
     return replace(splits, train=select(train, *kept, key), evals={**splits.evals, "validation": Subset(train, *held)})
 
 
-def _parts(train: IndexData, data: Data) -> tuple[Part, Part]:
+def _parts(train: IndexData, data: Data) -> tuple[OrderSlice, OrderSlice]:
     """Return the samples to train on, and those that are held out."""
     stratify = data.folds is not None if data.stratify is None else data.stratify
     labels = labels_of(train) if stratify else None

@@ -19,15 +19,15 @@ from ddpexp.train.average_batch_norm import BatchNormEstimate
 from ddpexp.train.evaluate import Evaluator, has_eval_metrics, metric_names
 from ddpexp.train.keep_best import check_monitor, unknown_metric, unknown_monitor, with_value
 from ddpexp.train.metrics import nonfinite_error
-from ddpexp.train.progress import Progress
-from ddpexp.train.run import Run
+from ddpexp.train.progress import TrainingProgress
+from ddpexp.train.run import TrainingRun
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Evaluates the model of a run on its evaluation sets: the one named `test` at the end, the others on the way."""
 
-    run: Run
+    run: TrainingRun
     evals: Mapping[str, EvalBatches]
     logger: Logger
     average: WeightAverage | None = None
@@ -47,7 +47,7 @@ class Evaluation:
         """Return the sets that are evaluated on the way."""
         return {name: batches for name, batches in self.evals.items() if name != TEST_SET}
 
-    def is_test_due(self, progress: Progress) -> bool:
+    def is_test_due(self, progress: TrainingProgress) -> bool:
         """Return whether a run that ends in this state still has to evaluate its set `test`."""
         if TEST_SET not in self.evals or self.run.options.eval_every == 0:
             return False
@@ -93,7 +93,7 @@ class Evaluation:
         if self.average is not None and num_batches is not None and estimate:
             BatchNormEstimate(self.run, num_batches).refresh(self.average)
 
-    def improves(self, metrics: Mapping[str, float], progress: Progress) -> bool:
+    def improves(self, metrics: Mapping[str, float], progress: TrainingProgress) -> bool:
         """Return whether the metric of trainer.keep_best is among the best so far, and note it in the state.
 
         Raises:

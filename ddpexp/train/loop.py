@@ -32,8 +32,8 @@ from ddpexp.train.learning_rates import LearningRates
 from ddpexp.train.metrics import Clock, MetricAccumulator, MetricError, nonfinite_error
 from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import OptimizerStates, parameter_names
-from ddpexp.train.progress import Outcome, Progress
-from ddpexp.train.run import Run
+from ddpexp.train.progress import Outcome, TrainingProgress
+from ddpexp.train.run import TrainingRun
 from ddpexp.train.states import (
     AverageCount,
     CallbackStates,
@@ -58,7 +58,7 @@ class Loop:
 
     def __init__(
         self,
-        run: Run,
+        run: TrainingRun,
         evals: Mapping[str, EvalBatches],
         logger: Logger,
         checkpointer: Saves | None = None,
@@ -73,7 +73,7 @@ class Loop:
         self.checkpointer = checkpointer
         self.average = average
         self.callbacks = callbacks = callbacks or Callbacks()
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self._units_per_sample = units_per_sample(run.train.data)
         self._rates = LearningRates(run.optimizers, run.schedule, run.num_steps, run.train.steps_per_epoch)
         self._step = Step(run, callbacks.call_on_gradients if callbacks.on_gradients else None)

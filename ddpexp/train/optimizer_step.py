@@ -20,7 +20,7 @@ from ddpexp.task import HasTrainStep, Sums
 from ddpexp.train.counts import GlobalCounts
 from ddpexp.train.freezing import LateStarts
 from ddpexp.train.round import Round
-from ddpexp.train.run import Run
+from ddpexp.train.run import TrainingRun
 from ddpexp.train.task_checks import check_loss, check_names, check_sums, check_unchanged, gradients_of, own_backward
 from ddpexp.train.undo import Undo
 
@@ -40,7 +40,7 @@ class Step:
         micro_batch_in_progress: The micro-batch whose forward or backward pass is in progress.
     """
 
-    def __init__(self, run: Run, on_gradients: Callable[[Sequence[Optimizer]], None] | None = None) -> None:
+    def __init__(self, run: TrainingRun, on_gradients: Callable[[Sequence[Optimizer]], None] | None = None) -> None:
         """Look at the task and the optimizers once: the checks are slow.
 
         `on_gradients` is called before optimizers use the gradients.

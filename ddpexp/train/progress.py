@@ -25,7 +25,7 @@ class Outcome:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far a run is, as its checkpoints store it."""
 
     step: int = 0  # optimizer steps done

@@ -17,7 +17,7 @@ from ddpexp.train.precision import Precision
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """The objects that steps, evaluations and records of a run share."""
 
     task: Task

@@ -26,7 +26,7 @@ from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.strategy.base import Shard, Strategy
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.hooks import Callbacks
-from ddpexp.train.progress import Progress
+from ddpexp.train.progress import TrainingProgress
 
 OWN = "rank/"
 """How the names of states begin that each rank has for itself."""
@@ -55,7 +55,7 @@ States = Mapping[str, Stateful]
 class Saves(Protocol):
     """What saves the states of a run: `ddpexp.train.checkpointer.Checkpointer`."""
 
-    def save(self, states: States, progress: Progress, epoch: float, end: bool) -> str | None:
+    def save(self, states: States, progress: TrainingProgress, epoch: float, end: bool) -> str | None:
         """Save the states after a step; at the `end` of the run return the hash of the weights. Ranks: all."""
         ...
 

@@ -40,7 +40,7 @@ from ddpexp.train.average import WeightAverage
 from ddpexp.train.checkpointer import Checkpointer
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
-from ddpexp.train.run import Run
+from ddpexp.train.run import TrainingRun
 from ddpexp.train.schedule import Cosine
 from ddpexp.train.states import RandomNumbers
 from tests.conftest import Ddpexp, finish
@@ -91,7 +91,7 @@ def build(world: World, way: str, folder: Path) -> Loop:
     average = WeightAverage.from_config(strategy.modules, trainer, 4)
     checkpointer = Checkpointer(RunDir(folder), Writer(folder, world), strategy, Logger(), world, {}, {}, b"")
     random = RandomNumbers(HostRandom(0, world.rank), world)
-    run = Run(
+    run = TrainingRun(
         task=Regress(), strategy=strategy, optimizers=optimizers, schedule=Cosine(), world=world,
         precision=Precision("fp32", world.device, False), control=Control(None), options=trainer, num_steps=8,
         train=TrainBatches(Arrays((torch.zeros(24, 9),)), plan, world.rank, 0, world.device),

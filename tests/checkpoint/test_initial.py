@@ -14,12 +14,12 @@ from ddpexp.checkpoint.weights import check_usable
 from ddpexp.config.build import build
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
-from ddpexp.settings.run import Run
+from ddpexp.settings.run import RunSettings
 from tests.conftest import ROOT
 from tests.refusals import refused
 
 SAMPLES = ROOT / "tests/samples/stopped"
-RUN = build(Run, {"dir": str(SAMPLES), "init_from": str(SAMPLES)}, "run")
+RUN = build(RunSettings, {"dir": str(SAMPLES), "init_from": str(SAMPLES)}, "run")
 
 
 def found(**changes: Any) -> Path:

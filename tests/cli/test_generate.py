@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.cli.generate import Options
+from ddpexp.cli.generate import GenerateArguments
 from tests.conftest import Ddpexp, Done
 from tests.refusals import command_refused, refused
 from tests.typed import call
@@ -27,10 +27,10 @@ def test_options_stand_anywhere_among_the_arguments() -> None:
         "0",
     ]
     called = call("generate", *typed)
-    assert called.typed(Options()) == Options(prompt="--x 3", tokens=5, top_k=None, temperature=0.0)
+    assert called.typed(GenerateArguments()) == GenerateArguments(prompt="--x 3", tokens=5, top_k=None, temperature=0.0)
     assert called.operands == ["run", "--config-dir", "mine/conf"]
     called = call("generate", "run", "--prompt", "7", "--checkpoint", "30")
-    assert called.typed(Options()) == Options(prompt="7", checkpoint=30)
+    assert called.typed(GenerateArguments()) == GenerateArguments(prompt="7", checkpoint=30)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_options_stand_anywhere_among_the_arguments() -> None:
 )
 def test_an_option_that_means_nothing_is_refused(typed: str, expected: str) -> None:
     with refused(expected):
-        call("generate", "run", *typed.split()).typed(Options())
+        call("generate", "run", *typed.split()).typed(GenerateArguments())
 
 
 def trained(ddpexp: Ddpexp) -> tuple[Done, Path]:

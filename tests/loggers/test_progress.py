@@ -9,7 +9,7 @@ import pytest
 
 from ddpexp.launch.workers.control import Control
 from ddpexp.launch.workers.lines import Lines
-from ddpexp.loggers.progress import Progress, _training_texts
+from ddpexp.loggers.progress import ProgressLogger, _training_texts
 
 TRAIN = {
     "train/loss": 0.123456, "train/accuracy": 0.98765, "train/lr": 0.05, "train/grad_norm": 1.5,
@@ -27,7 +27,7 @@ def log() -> logging.Logger:
 def test_without_a_watcher_everything_is_a_line_of_the_log(
     log: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    console = Progress(Control(None), log, 100)
+    console = ProgressLogger(Control(None), log, 100)
     console.scalars(50, 0.5, TRAIN)
     console.scalars(100, 1.0, {"eval/loss": 0.2, "eval/accuracy": 0.5})
     assert caplog.messages == [
@@ -40,7 +40,7 @@ def test_without_a_watcher_everything_is_a_line_of_the_log(
 def test_a_watcher_gets_progress_and_shows_it_itself(log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = socket.socketpair()
     lines = Lines(ours)
-    Progress(Control(theirs), log, 100).scalars(50, 0.5, TRAIN)
+    ProgressLogger(Control(theirs), log, 100).scalars(50, 0.5, TRAIN)
     [message], open_ = lines.read()
     assert open_
     assert isinstance(message.pop("after"), int)
@@ -54,7 +54,7 @@ def test_a_watcher_gets_progress_and_shows_it_itself(log: logging.Logger, caplog
 
 
 def test_a_metric_that_a_recipe_lacks_is_left_out(log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
-    Progress(Control(None), log, 9).scalars(3, 0.1, {"train/loss": 2.0, "train/lr": 1e-5})
+    ProgressLogger(Control(None), log, 9).scalars(3, 0.1, {"train/loss": 2.0, "train/lr": 1e-5})
     assert caplog.messages == ["step 3/9  epoch  0.10  loss 2  lr 1e-05"]
 
 

@@ -24,7 +24,7 @@ from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.settings.data import CommonData
 from ddpexp.settings.key import UNCHANGED, Key, annotations_of, declaration, declarations
 from ddpexp.settings.parameters import FreezeUntil, LayerDecay, LoRA, ParamGroup
-from ddpexp.settings.run import Predict, Recipe, Run, Sweep
+from ddpexp.settings.run import Predict, Recipe, RunSettings, SweepSettings
 from ddpexp.settings.trainer import Timeout, Trainer
 from ddpexp.system.yaml_text import load_yaml
 from ddpexp.train import plateau, schedule
@@ -38,7 +38,7 @@ def called(group: str, kind: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-IN_CONF = {"trainer": Trainer, "run": Run, "data": CommonData, "predict": Predict, "sweep": Sweep}
+IN_CONF = {"trainer": Trainer, "run": RunSettings, "data": CommonData, "predict": Predict, "sweep": SweepSettings}
 STRATEGIES = {f"strategy/{kind}": options_of(kind) for kind in keys_of("strategy")}
 SECTIONS: dict[str, Any] = {
     **IN_CONF,

@@ -27,7 +27,7 @@ from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import optimizer_state, parameter_names, restore_optimizers, settings
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import run_rank
-from ddpexp.train.run import Run
+from ddpexp.train.run import TrainingRun
 from ddpexp.train.schedule import Cosine
 from tests.fitting import ALONE, STRATEGY, TRAINER
 from tests.strategy.fsdp.ranks import OPTIONS, whole
@@ -119,7 +119,7 @@ class Trained:
         self.built = {name: settings(one) for name, one in self.optimizers.items()}
         self.plan = plan_batches(20, 5, world.world_size)
         data: Any = SimpleNamespace(plan=self.plan)
-        self.step = Step(Run(
+        self.step = Step(TrainingRun(
             task=Squares(), strategy=strategy, optimizers=self.optimizers, schedule=Cosine(), world=world,
             precision=Precision("fp32", world.device, False, strategy.gradient_weight, strategy),
             control=Control(None), train=data, options=trainer, num_steps=STEPS,

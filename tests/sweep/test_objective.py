@@ -14,7 +14,7 @@ import yaml
 
 from ddpexp.config.build import build
 from ddpexp.run.directory import RunDir
-from ddpexp.settings.run import Sweep
+from ddpexp.settings.run import SweepSettings
 from ddpexp.sweep.sweep_log import SweepLog
 from tests.refusals import refused
 from tests.sweep.conftest import Sweeps, most_at_once
@@ -119,7 +119,7 @@ def test_a_metric_is_missing_once_its_kind_is_recorded_without_it(
     run = RunDir(tmp_path)
     run.metrics.write_text("".join(f"{line}\n" for line in lines))
     unused: Any = None
-    log = SweepLog(unused, replace(build(Sweep, {}, "sweep"), objective=objective), unused)
+    log = SweepLog(unused, replace(build(SweepSettings, {}, "sweep"), objective=objective), unused)
     job: Any = SimpleNamespace(name="0000", run=run)
     assert log.check_objective(job) is is_known
     assert ("is no metric that job 0000 reports so far" in capsys.readouterr().err) is is_missing

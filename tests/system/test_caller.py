@@ -30,7 +30,7 @@ def environ(writing: int, live: bool = False) -> dict[str, str]:
     [
         caller.Ready(),
         caller.Directory("/x", is_sweep=True),
-        caller.Progress(3, 10, "loss 0.5"),
+        caller.ProgressLine(3, 10, "loss 0.5"),
         caller.End("failed", "rank 1 failed", failure={"rank": 1, "traceback": None}),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from ddpexp.launch.workers.control import Control, What
 from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import Clock
-from ddpexp.train.progress import Progress
+from ddpexp.train.progress import TrainingProgress
 from tests.conftest import Ddpexp
 from tests.fitting import Kept, loop_alone, restore
 from tests.points import Recipe
@@ -39,7 +39,7 @@ def test_time_that_is_over_ends_the_run_and_a_larger_limit_continues_it(points: 
         control = Control(None, leads=True)
         loop, _ = loop_alone(points, tmp_path, points.Sides(), 10, control=control, max_seconds=limit)
         if step is not None:
-            restore(loop, {"progress": asdict(Progress(step)), "clock": spent})
+            restore(loop, {"progress": asdict(TrainingProgress(step)), "clock": spent})
         return loop
 
     spent = {"train_seconds": 3.0, "elapsed_seconds": 7200.0, "since_record": 0.0}

@@ -17,7 +17,7 @@ from ddpexp.config.build import build as build_section
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import Control
 from ddpexp.settings.metrics import check_not_test
-from ddpexp.settings.run import Sweep
+from ddpexp.settings.run import SweepSettings
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.loop import Loop
@@ -158,7 +158,7 @@ def test_a_metric_that_cannot_be_computed_loses_no_step(points: Any, tmp_path: P
 def test_nothing_is_chosen_by_the_test_set(metric: str) -> None:
     message = r"^sweep\.objective=test.* chooses by the set `test`, which is for the final result only"
     with pytest.raises(RefusedError, match=message):
-        build_section(Sweep, {"objective": metric}, "sweep")
+        build_section(SweepSettings, {"objective": metric}, "sweep")
     with refused("trainer.keep_best=max:x"):
         check_not_test("trainer.keep_best", "max:x", metric)
 

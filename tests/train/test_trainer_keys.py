@@ -22,7 +22,7 @@ from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, choose_samples, on_device
 from ddpexp.strategy.replica import clip_values
 from ddpexp.train.keep_best import with_value
-from ddpexp.train.progress import Progress
+from ddpexp.train.progress import TrainingProgress
 from tests.conftest import Ddpexp
 from tests.fitting import ALONE, Kept, Once, fit_alone, loop_alone, sgd
 from tests.orders import hold_out
@@ -143,7 +143,7 @@ def test_the_samples_to_train_on_are_the_same_in_every_run_and_no_mere_cut(point
 
 
 def test_an_evaluation_at_the_start_is_recorded_once_and_may_be_the_best(points: Any, tmp_path: Path) -> None:
-    def trained(progress: Progress | None, **keys: Any) -> tuple[list[int], list[int]]:
+    def trained(progress: TrainingProgress | None, **keys: Any) -> tuple[list[int], list[int]]:
         loop, path = loop_alone(points, tmp_path, points.Sides(), 4, eval_at_start=True, eval_every=4, **keys)
         loop.checkpointer = saves = Kept()
         if progress is not None:
@@ -154,9 +154,9 @@ def test_an_evaluation_at_the_start_is_recorded_once_and_may_be_the_best(points:
 
     assert trained(None, checkpoint_every=0) == ([0, 4], [4])
     assert trained(None, checkpoint_every=0, keep_best="min:eval/loss") == ([0, 4], [0, 4])
-    assert trained(Progress(evaluated_at=0)) == ([4], [4])  # resumed from step 0
-    assert trained(Progress(step=2)) == ([4], [4])  # the key was set since
-    assert trained(Progress(evaluated=False)) == ([0, 4], [4])  # it was interrupted
+    assert trained(TrainingProgress(evaluated_at=0)) == ([4], [4])  # resumed from step 0
+    assert trained(TrainingProgress(step=2)) == ([4], [4])  # the key was set since
+    assert trained(TrainingProgress(evaluated=False)) == ([0, 4], [4])  # it was interrupted
 
 
 def test_an_evaluation_at_the_start_changes_nothing(points: Any, fit: Callable[..., Once]) -> None:
@@ -195,7 +195,7 @@ def test_an_evaluation_counts_when_it_is_among_the_best(
 
 def test_another_metric_starts_with_its_own_values(points: Any, tmp_path: Path) -> None:
     loop, _ = loop_alone(points, tmp_path, points.Sides(), 4, keep_best="min:eval/loss")
-    loop.progress.restore(asdict(Progress(best=[-1.0], best_of="max:eval/accuracy")))
+    loop.progress.restore(asdict(TrainingProgress(best=[-1.0], best_of="max:eval/accuracy")))
     loop.fit()
     assert loop.progress.best_of == "min:eval/loss"
     assert loop.progress.best[0] > 0

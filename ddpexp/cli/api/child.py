@@ -232,7 +232,7 @@ class _Show:
         decoder = self._decoders.setdefault(stream, getincrementaldecoder("utf-8")("replace"))
         return str(decoder.decode(data, final=not data))
 
-    def _progress(self, message: caller.Progress) -> None:
+    def _progress(self, message: caller.ProgressLine) -> None:
         filled = round(_BAR * message.done / max(1, message.total))
         bar = f"{'━' * filled}{'─' * (_BAR - filled)} {message.done:,}/{message.total:,}  {sanitize(message.text)}"
         bar = bar[: shutil.get_terminal_size().columns - 1]

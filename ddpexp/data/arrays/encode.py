@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpexp.data.arrays.inputs import Reader, doubts, field_of, is_index
-from ddpexp.data.arrays.sources import Options, Part
+from ddpexp.data.arrays.sources import ColumnOptions, SplitFiles
 from ddpexp.data.arrays.tables import Table, Values
 from ddpexp.data.arrays.texts import loses_digits
 from ddpexp.data.schema import Field, Schema
@@ -54,7 +54,7 @@ class _Raw:
         return [value for block in self.blocks for value in block]
 
 
-def encode(part: Part, table: Table, options: Options, schema: Schema | None) -> Rows:
+def encode(part: SplitFiles, table: Table, options: ColumnOptions, schema: Schema | None) -> Rows:
     """Read a part by the schema, or decide the fields of the inputs. Raises: RefusedError."""
     fields = schema.inputs if schema is not None else _declared(part, table, options)
     readers = [
@@ -96,7 +96,7 @@ def combined(readers: Sequence[Reader], dtype: str, schema: Schema | None, may_h
     return Columns(tuple(one for _, one, _ in columns), inputs, guesses, rounded)
 
 
-def _declared(part: Part, table: Table, options: Options) -> tuple[Field, ...]:
+def _declared(part: SplitFiles, table: Table, options: ColumnOptions) -> tuple[Field, ...]:
     """Return the fields of the inputs as the options declare them; a column that is not declared holds numbers."""
     names = frozenset(table.reader.names)
     for key, listed in (("data.columns", options.columns), ("data.missing", options.missing)):

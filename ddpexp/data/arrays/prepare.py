@@ -18,9 +18,9 @@ from ddpexp.data.arrays.sources import (
     TABLES,
     Classes,
     ColumnKind,
+    ColumnOptions,
     Names,
-    Options,
-    Part,
+    SplitFiles,
     TargetType,
 )  # fmt: skip
 from ddpexp.data.cache import Cache, cache_name, find_cache, make_cache
@@ -80,17 +80,17 @@ def options_of(
     columns: Mapping[str, ColumnKind] | None = None,
     missing: Mapping[str, str | float] | None = None,
     delimiter: str | None = None,
-) -> Options:
+) -> ColumnOptions:
     """Return what the options declare of columns. Raises: RefusedError."""
     delimiter = _DELIMITERS.get(str(delimiter), delimiter)
     if delimiter is not None and len(delimiter) != 1:
         raise RefusedError(key="data.delimiter", value=delimiter, suggestion="Use one character, or tab.")
     names = tuple(map(str, classes)) if classes is not None else None
-    return Options(target_type, names, dtype, group_by, dict(columns or {}), dict(missing or {}), delimiter)
+    return ColumnOptions(target_type, names, dtype, group_by, dict(columns or {}), dict(missing or {}), delimiter)
 
 
 def described(
-    parts: Sequence[Part], options: Options, standardize: bool, schema: Mapping[str, Any] | None = None
+    parts: Sequence[SplitFiles], options: ColumnOptions, standardize: bool, schema: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Check and store parts; return their description, as `prepare` does. Raises: RefusedError."""
     sources = [source for part in parts for source in (part.source, part.labels) if source is not None]
@@ -140,7 +140,7 @@ def cached(
 
 
 def description(
-    name: str, cache: Cache, options: Options, standardize: bool, schema: Mapping[str, Any] | None, note: str
+    name: str, cache: Cache, options: ColumnOptions, standardize: bool, schema: Mapping[str, Any] | None, note: str
 ) -> dict[str, Any]:
     """Return what a cache holds, as `load` understands it."""
     record = cache.record
@@ -170,7 +170,7 @@ def parts_of(
     eval_inputs: str | Names | None,
     eval_targets: str | Names | None,
     target_type: str,
-) -> list[Part]:
+) -> list[SplitFiles]:
     """Return the parts that the options name; one without names of its own has those of the training part."""
     if not path:
         raise RefusedError(
@@ -190,7 +190,9 @@ def parts_of(
     return parts
 
 
-def part_of(name: str, path: str, inputs: str | Names | None, targets: str | Names | None, target_type: str) -> Part:
+def part_of(
+    name: str, path: str, inputs: str | Names | None, targets: str | Names | None, target_type: str
+) -> SplitFiles:
     """Return a part of the data by its options. Raises: RefusedError."""
     prefix = "data." if name == "train" else "data.eval_"
     source = source_of(f"{prefix}path", path)
@@ -211,7 +213,7 @@ def part_of(name: str, path: str, inputs: str | Names | None, targets: str | Nam
             suggestion=table,
         )
     if source.kind != ".npy":
-        return Part(name, source, chosen, wanted, None)
+        return SplitFiles(name, source, chosen, wanted, None)
     if chosen:
         raise RefusedError(
             "holds one array without a name",
@@ -221,7 +223,7 @@ def part_of(name: str, path: str, inputs: str | Names | None, targets: str | Nam
             place=source,
         )
     if target_type == "none":
-        return Part(name, source, None, None, None)
+        return SplitFiles(name, source, None, None, None)
     if not wanted or len(wanted) > 1 or not wanted[0].lower().endswith(".npy"):
         raise RefusedError(
             f"The targets of {source} are not in the same file",
@@ -230,7 +232,7 @@ def part_of(name: str, path: str, inputs: str | Names | None, targets: str | Nam
             suggestion=f"Name their file, such as {prefix}targets=labels.npy, or use data.target_type=none for data "
             "without targets.",
         )
-    return Part(name, source, None, None, source_of(f"{prefix}targets", wanted[0]))
+    return SplitFiles(name, source, None, None, source_of(f"{prefix}targets", wanted[0]))
 
 
 def names_of(names: str | Names | None) -> Names | None:
@@ -240,7 +242,7 @@ def names_of(names: str | Names | None) -> Names | None:
     return tuple(names) if names else None
 
 
-def _hash(record: Mapping[str, Any], options: Options) -> str:
+def _hash(record: Mapping[str, Any], options: ColumnOptions) -> str:
     """Return a hash of what is trained on."""
     facts = Schema.read(record["schema"]).facts()
     known = {key: value for key, value in facts.items() if key not in ("num_outputs", "target_columns")}
@@ -249,7 +251,7 @@ def _hash(record: Mapping[str, Any], options: Options) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def _guesses(record: Mapping[str, Any], options: Options, standardize: bool) -> list[str]:
+def _guesses(record: Mapping[str, Any], options: ColumnOptions, standardize: bool) -> list[str]:
     """Return the lines on what a person could doubt of what a training part has decided."""
     rounded = [] if standardize or options.dtype != "float32" else record["rounded"]
     return [

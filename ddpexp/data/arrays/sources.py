@@ -17,8 +17,8 @@ ColumnKind = Literal["number", "category", "date", "text", "drop"]
 
 
 @dataclass(frozen=True)
-class Part:
-    """The files of a part of the data, and what is read from them."""
+class SplitFiles:
+    """The files of a split of the data, and what is read from them."""
 
     name: str  # train or eval
     source: Source
@@ -28,12 +28,12 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Return the beginning of the keys of this part."""
+        """Return the beginning of the keys of this split."""
         return self.source.key.removesuffix("path")
 
 
 @dataclass(frozen=True)
-class Options:
+class ColumnOptions:
     """What the options of the data section declare of columns, beside their names."""
 
     target_type: str = "auto"

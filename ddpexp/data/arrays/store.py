@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpexp.data.arrays.encode import encode
-from ddpexp.data.arrays.sources import TABLES, Options, Part
+from ddpexp.data.arrays.sources import TABLES, ColumnOptions, SplitFiles
 from ddpexp.data.arrays.tables import Values, open_table
 from ddpexp.data.arrays.targets import Encoded, TargetColumn, check_finite, encoded
 from ddpexp.data.npy import write_npy
@@ -31,13 +31,13 @@ class Reading:
     """The reading of files into the folder of a cache, by a schema that the first part decides if there is none."""
 
     folder: Path
-    options: Options
+    options: ColumnOptions
     schema: Schema | None = None
     digests: Any = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)  # lines on what a person could doubt
     rounded: list[str] = field(default_factory=list)  # columns that float32 changes, which are stored as float64
 
-    def store(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def store(self, parts: Sequence[SplitFiles]) -> dict[str, Any]:
         """Check and store the parts, the training part first; return the record of the cache. Raises: OSError."""
         for path in self.folder.glob("*.np[yz]"):
             path.unlink()
@@ -98,13 +98,13 @@ class Reading:
                 suggestion="Make the shapes equal.",
             )
 
-    def _part(self, part: Part) -> dict[str, Any]:
+    def _part(self, part: SplitFiles) -> dict[str, Any]:
         found = self._table(part) if part.source.kind in TABLES else self._arrays(part)
         hashes = [one and sha256_of_file(one.path) for one in (part.source, part.labels)]
         self.digests.append([part.inputs, part.targets, *hashes])
         return found
 
-    def _table(self, part: Part) -> dict[str, Any]:
+    def _table(self, part: SplitFiles) -> dict[str, Any]:
         options, known = self.options, self.schema
         if known is not None:
             part = _with_inputs(part, known)
@@ -126,7 +126,7 @@ class Reading:
         file = self.save(f"{part.name}-inputs.npy", array)
         return self.stored(part.name, file, len(array), targets, rows.groups)
 
-    def _arrays(self, part: Part) -> dict[str, Any]:
+    def _arrays(self, part: SplitFiles) -> dict[str, Any]:
         if part.source.kind == ".npz":
             inputs_path, targets_path = self._members(part)
         else:
@@ -154,7 +154,7 @@ class Reading:
         name = path.name if path.parent == self.folder else str(path)
         return self.stored(part.name, name, len(inputs), targets)
 
-    def _members(self, part: Part) -> tuple[Path, Path | None]:
+    def _members(self, part: SplitFiles) -> tuple[Path, Path | None]:
         """Store the chosen arrays of an `.npz` file as `.npy` files, block by block."""
         try:
             with zipfile.ZipFile(part.source.path) as archive:
@@ -176,7 +176,7 @@ class Reading:
             ) from None
         return paths[0], paths[1] if targets is not None else None
 
-    def _chosen(self, part: Part, names: Sequence[str]) -> tuple[str, str | None]:
+    def _chosen(self, part: SplitFiles, names: Sequence[str]) -> tuple[str, str | None]:
         """Return the names of the arrays with inputs and targets."""
         listed = f"it holds {first_few(names)}"
         for what, chosen in (("inputs", part.inputs), ("targets", part.targets)):
@@ -252,7 +252,7 @@ def _texts_or_numbers(array: NDArray[Any]) -> Values:
     return array.ravel().tolist() if array.dtype.kind == "U" else np.asarray(array)
 
 
-def _with_inputs(part: Part, schema: Schema) -> Part:
+def _with_inputs(part: SplitFiles, schema: Schema) -> SplitFiles:
     """Return a part with the names of the columns of the schema, unless it has as many of its own."""
     names = tuple(str(one.name) for one in schema.inputs)
     if part.inputs is not None and len(part.inputs) != len(names):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.arrays.sources import Names, Part
+from ddpexp.data.arrays.sources import Names, SplitFiles
 from ddpexp.data.named_files import Source
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
@@ -44,7 +44,7 @@ class Table:
 
 
 def open_table(
-    part: Part, group_by: str | None, target_type: str, dropped: Collection[str], delimiter: str | None
+    part: SplitFiles, group_by: str | None, target_type: str, dropped: Collection[str], delimiter: str | None
 ) -> Table:
     """Choose the columns that a part names; all but the targets, groups and `dropped` are inputs by default.
 

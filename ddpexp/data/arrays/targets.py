@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpexp.data.arrays.sources import Options
+from ddpexp.data.arrays.sources import ColumnOptions
 from ddpexp.data.arrays.tables import Values
 from ddpexp.data.arrays.texts import (
     NUMBER,
@@ -44,7 +44,9 @@ class TargetColumn:
     values: Values
     where: str  # for messages
 
-    def decide(self, options: Options, declared: str | None, has_others: bool, key: str) -> tuple[Field, list[str]]:
+    def decide(
+        self, options: ColumnOptions, declared: str | None, has_others: bool, key: str
+    ) -> tuple[Field, list[str]]:
         """Return what the targets are, and a line for each guess that a person could doubt.
 
         `declared` is the kind in data.columns; of several columns (`has_others`) each holds numbers.
@@ -202,7 +204,7 @@ class Encoded:
         ]
 
 
-def encoded(columns: Sequence[TargetColumn], fields: Sequence[Field], key: str, options: Options) -> Encoded:
+def encoded(columns: Sequence[TargetColumn], fields: Sequence[Field], key: str, options: ColumnOptions) -> Encoded:
     """Return the targets of a part by their fields: classes are int64, numbers float32, or float64 if data.dtype is.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpexp.data.arrays import prepare as labelled
 from ddpexp.data.arrays.prepare import described, names_of, options_of, part_of
-from ddpexp.data.arrays.sources import TABLES, Names, Part
+from ddpexp.data.arrays.sources import TABLES, Names, SplitFiles
 from ddpexp.data.named_files import Source, source_of
 from ddpexp.data.schema import Schema
 
@@ -43,7 +43,7 @@ def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     return {**prepared, "is_single_set": True, "placeholder": placeholder}
 
 
-def _alone(options: Mapping[str, Any]) -> Part | None:
+def _alone(options: Mapping[str, Any]) -> SplitFiles | None:
     """Return the part to predict for if it is read alone, without the training file."""
     name = "eval" if options.get("eval_path") else "train"
     prefix = "eval_" if name == "eval" else ""

@@ -12,7 +12,7 @@ import tarfile
 import zlib
 from collections.abc import Sequence
 
-from ddpexp.data.published import Part
+from ddpexp.data.published import LabeledImages
 from ddpexp.data.published_files import PublishedFile, WrongError
 
 SHAPE = (3, 32, 32)
@@ -29,10 +29,10 @@ ARCHIVE = PublishedFile(
 )
 
 
-def unpack(contents: Sequence[bytes]) -> tuple[Part, Part]:
+def unpack(contents: Sequence[bytes]) -> tuple[LabeledImages, LabeledImages]:
     """Return the pictures to train on and to test with. Raises: WrongError, if the archive holds something else."""
     [content] = contents
-    batches: dict[str, Part] = {}
+    batches: dict[str, LabeledImages] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as tar:
             for member in tar:
@@ -46,7 +46,7 @@ def unpack(contents: Sequence[bytes]) -> tuple[Part, Part]:
     return _joined([batches[name] for name in TRAIN]), _joined([batches[name] for name in TEST])
 
 
-def read_batch(content: bytes) -> Part:
+def read_batch(content: bytes) -> LabeledImages:
     """Return what a batch holds: a pickled mapping of Python 2 with an array `data` and a list `labels`.
 
     Raises:
@@ -67,8 +67,8 @@ def read_batch(content: bytes) -> Part:
         raise WrongError(f"holds a batch that cannot be read ({error})") from None
     if not labels or len(pixels) != _PIXELS * len(labels) or max(labels) > 9:
         raise WrongError(f"holds a batch of {len(pixels):,} bytes and {len(labels):,} labels, not a picture for each")
-    return Part(pixels, bytes(labels))
+    return LabeledImages(pixels, bytes(labels))
 
 
-def _joined(parts: list[Part]) -> Part:
-    return Part(b"".join(part.pixels for part in parts), b"".join(part.labels for part in parts))
+def _joined(parts: list[LabeledImages]) -> LabeledImages:
+    return LabeledImages(b"".join(part.pixels for part in parts), b"".join(part.labels for part in parts))

@@ -14,7 +14,7 @@ from ddpexp.data.cifar10 import archive
 from ddpexp.data.cifar10.archive import SHAPE
 from ddpexp.data.cifar10.classes import CLASSES, KINDS
 from ddpexp.data.mirrors import AUTO_PATIENCE, DOWNLOAD_PATIENCE, Patience
-from ddpexp.data.published import Part, Published, StandIn
+from ddpexp.data.published import LabeledImages, Published, StandIn
 from ddpexp.settings.key import Key
 
 MIRRORS = ("https://www.cs.toronto.edu/~kriz/",)
@@ -64,11 +64,11 @@ def _cifar10() -> Published:
     )
 
 
-def _draw(number: int, seed: int) -> tuple[Part, Sequence[str]]:
+def _draw(number: int, seed: int) -> tuple[LabeledImages, Sequence[str]]:
     from ddpexp.data.cifar10 import synthetic  # late: it imports numpy, which the command does not need otherwise
 
     images, labels = (array.tobytes() for array in synthetic.draw(number, seed))
-    return Part(images, labels), [hashlib.sha256(content).hexdigest() for content in (images, labels)]
+    return LabeledImages(images, labels), [hashlib.sha256(content).hexdigest() for content in (images, labels)]
 
 
 def patch_moments(pixels: bytes | memoryview) -> list[list[float]]:

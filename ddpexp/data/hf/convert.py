@@ -18,7 +18,7 @@ from PIL import ImageOps
 from ddpexp.compat.datasets import column_of
 from ddpexp.data.arrays.encode import combined
 from ddpexp.data.arrays.inputs import Reader, field_of
-from ddpexp.data.arrays.sources import Options
+from ddpexp.data.arrays.sources import ColumnOptions
 from ddpexp.data.arrays.store import Reading
 from ddpexp.data.arrays.targets import TargetColumn, check_finite
 from ddpexp.data.hf.sets import columns_of, open_sets
@@ -74,7 +74,7 @@ class _Conversion:
     """The conversion of parts, the training part first, by a schema that it decides if there is none."""
 
     def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
-        known, self.options = request["schema"], Options(**request["options"])
+        known, self.options = request["schema"], ColumnOptions(**request["options"])
         self.folder = folder
         self.request = request
         self.where = f"data.path={request['path']}"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpexp.data.image_folder import draws
-from ddpexp.data.image_folder.options import Options
+from ddpexp.data.image_folder.options import TransformOptions
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class ColorFunctions(Generic[T]):
 class Changes:
     """The numbers drawn for the images of a batch. Shapes: drawn (count, batch)."""
 
-    options: Options
+    options: TransformOptions
     drawn: NDArray[np.float64]
 
     def apply(self, image: T, row: int, functions: ColorFunctions[T]) -> T:
@@ -64,7 +64,7 @@ class Changes:
         return image
 
 
-def draw(key: int, samples: NDArray[np.int64], options: Options) -> Changes | None:
+def draw(key: int, samples: NDArray[np.int64], options: TransformOptions) -> Changes | None:
     """Draw the changes of samples; None if there are to be none."""
     if not any(options.color_jitter) and not options.rand_augment:
         return None

@@ -17,7 +17,7 @@ from torch.nn import functional
 from ddpexp.data.base import IndexData
 from ddpexp.data.image_folder import colors, draws
 from ddpexp.data.image_folder.host_colors import changed, to_pillow
-from ddpexp.data.image_folder.options import Options
+from ddpexp.data.image_folder.options import TransformOptions
 from ddpexp.data.image_folder.stores import Pixels, Store
 from ddpexp.data.images.dataset import Scales, normalize, scales_of
 from ddpexp.distributed.transfers import is_host, moved
@@ -57,7 +57,7 @@ class ImageFolder(IndexData):
 
     store: Store
     labels: NDArray[np.int64]
-    options: Options
+    options: TransformOptions
     num_classes: int
 
     draws_random = False

@@ -27,7 +27,7 @@ class StoredSize(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class TransformOptions:
     """The transforms of training and evaluation; see conf/data/image_folder.yaml."""
 
     size: int = 224
@@ -46,7 +46,7 @@ class Options:
     augment_on: Literal["host", "device"] = "host"
     sizes: tuple[tuple[int, ...], ...] = ()  # of training images, each with the epoch from which on it counts
 
-    def resolved(self) -> Options:
+    def resolved(self) -> TransformOptions:
         """Return the options without `auto`, checked. Raises: RefusedError."""
         if self.augment_on not in ("host", "device"):
             raise RefusedError(key="data.augment_on", value=self.augment_on, suggestion="Use host or device.")
@@ -120,11 +120,11 @@ class Options:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
 
-def options_of(prepared: Mapping[str, Any]) -> Options:
+def options_of(prepared: Mapping[str, Any]) -> TransformOptions:
     """Return the options that a preparation has stored."""
     values: dict[str, Any] = {}
-    for field in fields(Options):
+    for field in fields(TransformOptions):
         value = prepared[field.name]
         values[field.name] = tuple(value) if isinstance(value, list) else value
     values["sizes"] = tuple(tuple(pair) for pair in values["sizes"])
-    return Options(**values)
+    return TransformOptions(**values)

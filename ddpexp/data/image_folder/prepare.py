@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from ddpexp.data.cache import Cache, cache_name, find_cache, make_cache
 from ddpexp.data.hashes import hash_of_range
-from ddpexp.data.image_folder.options import MOST_PIXELS, Options, StoredSize
+from ddpexp.data.image_folder.options import MOST_PIXELS, StoredSize, TransformOptions
 from ddpexp.data.image_folder.pool import Pool, processes
 from ddpexp.data.image_folder.scan import Folder, scan
 from ddpexp.data.image_folder.walk import ImageFile
@@ -90,7 +90,7 @@ def prepare(
 
     Raises: RefusedError, if the images or an option are invalid, or the cache cannot be written.
     """
-    options = Options(
+    options = TransformOptions(
         size=size,
         eval_size=eval_size,
         scale=scale,
@@ -127,7 +127,7 @@ def check(data: CommonData) -> None:
         )
 
 
-def prepared(folder: Folder, stored: StoredSize, cache: str, broken: str, options: Options) -> dict[str, Any]:
+def prepared(folder: Folder, stored: StoredSize, cache: str, broken: str, options: TransformOptions) -> dict[str, Any]:
     """Make sure that a cache of the images of a folder exists; return their description. Raises: RefusedError."""
     channels = options.channels
     name = _name(folder, stored, channels)
@@ -375,7 +375,7 @@ def _broken_list(lost: Mapping[str, str]) -> str:
     return f"{len(lost):,} broken image{'s' if len(lost) > 1 else ''} ({few})"
 
 
-def _description(folder: Folder, cache: Cache, stored: StoredSize, options: Options) -> dict[str, Any]:
+def _description(folder: Folder, cache: Cache, stored: StoredSize, options: TransformOptions) -> dict[str, Any]:
     nums, lost = cache.record["parts"], cache.record["broken"]
     digest = hashlib.sha256(json.dumps([*_form(stored, options.channels), folder.classes]).encode())
     for part, files in folder.parts.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ddpexp.data.image_folder.prepare as labelled
-from ddpexp.data.image_folder.options import Options
+from ddpexp.data.image_folder.options import TransformOptions
 from ddpexp.data.image_folder.scan import scan_unlabelled
 from ddpexp.data.npy import read_npy_header
 from ddpexp.data.schema import Schema
@@ -30,8 +30,8 @@ def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
         return labelled.prepare(**options, schema=schema)
     if folder.left_out:
         print_message(f"ddpexp: data.root={folder.root}: {folder.left_out}")
-    names = {field.name for field in fields(Options)}
-    chosen = Options(**{key: value for key, value in options.items() if key in names}).resolved()
+    names = {field.name for field in fields(TransformOptions)}
+    chosen = TransformOptions(**{key: value for key, value in options.items() if key in names}).resolved()
     stored = chosen.stored_size(options.get("cache_size", "auto"))
     described = labelled.prepared(folder, stored, options.get("cache", "auto"), options.get("broken", "stop"), chosen)
     return {**described, "is_single_set": True, "files": _names(Path(described["folder"]))}

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from ddpexp.data.images.files import found_images
 from ddpexp.data.mirrors import Patience
 from ddpexp.data.mnist import idx
-from ddpexp.data.published import Part, Published, StandIn, joint_hash
+from ddpexp.data.published import LabeledImages, Published, StandIn, joint_hash
 from ddpexp.errors import RefusedError
 from ddpexp.settings.key import Key
 
@@ -73,18 +73,19 @@ def _mnist() -> Published:
     )
 
 
-def _unpacked(contents: Sequence[bytes]) -> tuple[Part, Part]:
+def _unpacked(contents: Sequence[bytes]) -> tuple[LabeledImages, LabeledImages]:
     images, labels = len(idx.header((0, *SHAPE))), len(idx.header((0,)))  # bytes of the headers
     train, test = (
-        Part(memoryview(contents[number])[images:], memoryview(contents[number + 1])[labels:]) for number in (0, 2)
+        LabeledImages(memoryview(contents[number])[images:], memoryview(contents[number + 1])[labels:])
+        for number in (0, 2)
     )
     return train, test
 
 
-def _draw(number: int, seed: int) -> tuple[Part, Sequence[str]]:
+def _draw(number: int, seed: int) -> tuple[LabeledImages, Sequence[str]]:
     """Draw a part, with the hashes of the IDX files that would hold it."""
     from ddpexp.data.mnist import synthetic  # late: it imports numpy, which the command does not need otherwise
 
     arrays = synthetic.draw(number, seed)
     hashes = [hashlib.sha256(idx.header(array.shape) + array.tobytes()).hexdigest() for array in arrays]
-    return Part(*(array.tobytes() for array in arrays)), hashes
+    return LabeledImages(*(array.tobytes() for array in arrays)), hashes

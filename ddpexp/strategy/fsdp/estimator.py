@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.estimator import Estimator, Facts, Part, Traffic, Variant
+from ddpexp.strategy.estimator import Estimator, Facts, MemoryItem, Traffic, Variant
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.system.limits import human
 
@@ -28,7 +28,7 @@ class FSDPEstimator(Estimator):
 
     options: FSDPOptions
 
-    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
+    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[MemoryItem]:
         """Return a rank's share of everything that is sharded, and the blocks that it has whole for a moment."""
         parts = super().memory(facts, trainer, layout)
         if layout.world_size == self.options.tp_size:
@@ -42,7 +42,7 @@ class FSDPEstimator(Estimator):
             # Backward frees activations while gradients come into being.
             more = max(0, (gradients.num_bytes or 0) - facts.activations_bytes + facts.recomputed_bytes)
             note = f"{gradients.note}, where activations were".removeprefix(", ")
-            gradients = Part("gradients", more, note if more < (gradients.num_bytes or 0) else gradients.note)
+            gradients = MemoryItem("gradients", more, note if more < (gradients.num_bytes or 0) else gradients.note)
         block = max(facts.blocks_bytes, default=parts[0].num_bytes or 0)
         if self.options.reshard_after_forward:
             note = f"parameters and gradients of blocks, the largest has {human(block)}"
@@ -51,10 +51,14 @@ class FSDPEstimator(Estimator):
             note = "all parameters after a forward pass, and gradients of blocks"
             gathered = sum(facts.blocks_bytes) + _GATHERED * block
         shares = [replace(part, on_host=self.options.offload) for part in (parameters, gradients, optimizer)]
-        sums = [Part("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact")] if facts.sums_bytes else []
-        return [*shares, *sums, Part("gathered blocks", gathered, note)]
+        sums = (
+            [MemoryItem("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact")]
+            if facts.sums_bytes
+            else []
+        )
+        return [*shares, *sums, MemoryItem("gathered blocks", gathered, note)]
 
-    def _share(self, part: Part, facts: Facts, size: int) -> Part:
+    def _share(self, part: MemoryItem, facts: Facts, size: int) -> MemoryItem:
         """Return a rank's share of a part."""
         if part.num_bytes is None:
             return part

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.estimator import Estimator, Facts, Part, Traffic, Variant
+from ddpexp.strategy.estimator import Estimator, Facts, MemoryItem, Traffic, Variant
 from ddpexp.strategy.local.options import LocalOptions
 
 
@@ -30,9 +30,9 @@ class LocalEstimator(Estimator):
 class DiLoCoEstimator(LocalEstimator):
     """The same with an outer optimizer."""
 
-    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
+    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[MemoryItem]:
         """Return what a rank holds, with the weights of the last round and the outer momentum."""
         return [
             *super().memory(facts, trainer, layout),
-            Part("outer optimizer", 2 * facts.trained_bytes, "the weights of the last round, and the momentum"),
+            MemoryItem("outer optimizer", 2 * facts.trained_bytes, "the weights of the last round, and the momentum"),
         ]

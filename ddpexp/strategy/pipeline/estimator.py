@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
-from ddpexp.strategy.estimator import Estimator, Facts, Part, Variant
+from ddpexp.strategy.estimator import Estimator, Facts, MemoryItem, Variant
 from ddpexp.strategy.pipeline.options import PipelineOptions
 from ddpexp.strategy.pipeline.schedule import num_in_flight
 
@@ -24,7 +24,7 @@ class PipelineEstimator(Estimator):
 
     options: PipelineOptions
 
-    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[Part]:
+    def memory(self, facts: Facts, trainer: Trainer, layout: Layout) -> list[MemoryItem]:
         """Return what the worker with the most parameters holds of them, of gradients and of the optimizer's state."""
         stages = "stages" if self.options.stages_per_worker == 1 else "workers' stages"
         note = f"of the largest of {self.options.pp_size} {stages}"
@@ -37,7 +37,7 @@ class PipelineEstimator(Estimator):
         if self.options.dp_shard_size > 1:
             optimizer = parts.pop()
             share = optimizer.num_bytes and -(-optimizer.num_bytes // self.options.dp_shard_size)
-            parts.append(Part("optimizer", share, f"a share of that {note}"))
+            parts.append(MemoryItem("optimizer", share, f"a share of that {note}"))
         return parts
 
     def weights_share(self, layout: Layout) -> int:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ddpexp.settings.experiment import ExperimentSettings
     from ddpexp.settings.trainer import Trainer
     from ddpexp.train.optimizer_step import Step
-    from ddpexp.train.progress import Progress
-    from ddpexp.train.run import Run
+    from ddpexp.train.progress import TrainingProgress
+    from ddpexp.train.run import TrainingRun
 
 
 class Callback:
@@ -86,10 +86,10 @@ class Requests:
 class RunView:
     """What a callback sees of its run: one object, always up to date."""
 
-    _run: Run
+    _run: TrainingRun
     _requests: Requests
     logger: Logger  # only rank zero's logger records; every other rank has one that does nothing
-    _progress: Progress
+    _progress: TrainingProgress
     _step: Step
     _register: Callable[[str, str], None]
     _parameters: Mapping[str, Tensor]  # of all models, by name

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from ddpexp.data.image_folder.decode import BrokenImageError, decode, size_of
-from ddpexp.data.image_folder.options import Options, StoredSize
+from ddpexp.data.image_folder.options import StoredSize, TransformOptions
 from tests.data.image_folder.conftest import photo
 
 _COLORS = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [255, 255, 0]]], np.uint8)
@@ -104,7 +104,7 @@ def test_images_are_reduced_by_auto_only_where_it_saves_more_than_half(
 ) -> None:
     path = str(tmp_path / "image.jpg")
     photo(300, shortest, 0).save(path)
-    stored = Options(size=56).stored_size(cache_size)
+    stored = TransformOptions(size=56).stored_size(cache_size)
     assert size_of(path, stored)[0] == decode(path, stored, 3).height == expected
 
 

@@ -20,7 +20,7 @@ from ddpexp.data.image_folder.dataset import load
 from ddpexp.data.image_folder.device_colors import DEVICE
 from ddpexp.data.image_folder.host_colors import HOST
 from ddpexp.data.image_folder.images import ImageFolder
-from ddpexp.data.image_folder.options import Options
+from ddpexp.data.image_folder.options import TransformOptions
 from ddpexp.data.image_folder.prepare import prepare
 from ddpexp.system.hardware import count_gpus
 from tests.data.image_folder.conftest import photo
@@ -101,7 +101,7 @@ def test_evaluation_does_not_depend_on_where_training_images_are_changed(photos:
 
 
 def test_changes_are_counted_as_on_the_host() -> None:
-    options = Options(color_jitter=(0.4, 0.4, 0.4, 0.0), rand_augment=2)
+    options = TransformOptions(color_jitter=(0.4, 0.4, 0.4, 0.0), rand_augment=2)
     image = photo(33, 33, 5)
     drawn = np.random.default_rng(1).random((colors.JITTERS + 4, 1))
     changes = colors.Changes(options, drawn)
