@@ -233,8 +233,7 @@ class StoppedError(BaseException):
     errors of its own.
     """
 
-    quiet = False  # another command of the same job reports it
-    recorded = False  # another command of the same job has recorded it in the run directory and reports it
+    quiet = False  # another command of the same job records and reports it
     then: Callable[[], str] | None = None  # called once the end is recorded; returns a sentence for the last message
 
     def __init__(

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 
 from ddpexp.cli.start import check_started_once, compose_experiment
 from ddpexp.cli.verb import Call
-from ddpexp.doctor.job import Diagnosis, ElsewhereError, NoAnswerError
+from ddpexp.doctor.job import Diagnosis, NoAnswerError
 from ddpexp.doctor.judge import headline, judge
 from ddpexp.doctor.report import as_json, as_text, exit_code
 from ddpexp.errors import EXIT_DONE, RefusedError, WorkerError
@@ -54,12 +54,12 @@ def diagnose(launcher: Launcher, job: Diagnosis, launch: Callable[[], int], json
         with redirect_stdout(sys.stderr):  # the workers' output is no part of the report
             launch()
     except (RefusedError, WorkerError) as error:
-        if (error.quiet or not job.leads) and not isinstance(error, ElsewhereError):
+        if error.quiet or job.entered:
             raise
         failure = error
     finally:
         job.wait()
-    if not job.leads and failure is None:
+    if job.entered and failure is None:
         return EXIT_DONE
     hosts, findings = judge(job, job.facts(), failure)
     if json:

@@ -57,6 +57,7 @@ class Diagnosis(Job):
         self.setting = Setting.of(experiment, request)
         self._nearest = Gathering.start({"folder": partial(_nearest, self.setting.folder)})
         self.layout: Layout | None = None
+        self.entered = False  # the job of another command, which reports
         self.hosts: Sequence[str] = ()
         self._code = experiment.run.code
         self._gathering: Gathering | None = None
@@ -108,7 +109,7 @@ class Diagnosis(Job):
 
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
         """Look for the leading command's file, and hand the facts of this host to its worker for rank zero."""
-        self.layout, path = layout, ""
+        self.layout, self.entered, path = layout, True, ""
         if self._gathering is not None:
             descriptor = os.memfd_create("ddpexp-doctor")
             self._descriptors.append(descriptor)

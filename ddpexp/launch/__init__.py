@@ -79,7 +79,6 @@ class Job:
     logs: Path | None = None  # the folder for each rank's output; None: unnamed files that end with the job
     request: WorkerRequest = WorkerRequest()
     identity: Mapping[str, Any] = {}  # must be equal in all commands of the job
-    leads: bool = True  # this command begins the job; False once it has entered a job that another one began
     vacant: Callable[[], None] | None = None  # raises RefusedError while another start uses the folder; called after
     # the rendezvous
     needs: object = (

@@ -97,14 +97,12 @@ def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool 
             assert isinstance(end, WorkerError | RefusedError)
             _record(job, end)
             raise end from None
-        if end.recorded:
-            end.quiet = True
+        if error.quiet or end.quiet:
+            end.quiet, end.then = True, None
             raise end from None
         stopped = StoppedError(end.signum, job.interrupt(end.step, end.saved), end.step, by=end.by)
-        stopped.quiet = not job.leads  # the leading command reports it
-        if job.leads:
-            nothing = (lambda: _NOTHING_TO_REQUEUE) if end.signum == signal.SIGUSR2 else None
-            stopped.then = end.then or nothing
+        nothing = (lambda: _NOTHING_TO_REQUEUE) if end.signum == signal.SIGUSR2 else None
+        stopped.then = end.then or nothing
         raise stopped from None
     except (OSError, MemoryError, RuntimeError) as error:
         ignore_signals()

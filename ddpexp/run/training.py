@@ -267,7 +267,7 @@ class Training(Job):
         with self._warn_if_unwritable(self.run):
             self.run.interrupt(step)
         folder = files.relative(self.run.path)
-        if self.leads and self._trained_here and self.run.status() != "done":
+        if self._trained_here and self.run.status() != "done":
             self._alert(f"was interrupted{f' after step {step}' if step is not None else ''}, and can be resumed")
         if self.run.status() == "done":
             return f"the run was finished by then, see {folder}"
@@ -280,12 +280,12 @@ class Training(Job):
 
     def done(self) -> None:
         """Send the alert on the end of the run."""
-        if self.leads and self._trained_here and self.run is not None and self.run.status() == "done":
+        if self._trained_here and self.run is not None and self.run.status() == "done":
             self._alert(alerts.text_of(self.run.read(self.run.result)))
 
     @property
     def _trained_here(self) -> bool:
-        """Return whether this command ran the workers, and did not only submit them or refuse."""
+        """Return whether this command began the workers, and did not enter, submit or refuse them."""
         return self._layout is not None
 
     def _alert(self, what: str) -> None:

@@ -91,7 +91,6 @@ class Elastic(Launcher):
             server.close()  # each rank's command starts its own
         if self.rdzv_endpoint is not None:
             _check_unfinished(job)
-        job.leads = False  # one of the commands that the agent starts leads
         with memory(json.dumps(job.described()).encode()) as described, StoreMailbox.make(here.world_size) as board:
             arguments = [
                 str(os.getpid()), f"--nnodes={low}:{high}", f"--nproc-per-node={here.world_size}",
@@ -114,17 +113,18 @@ class Elastic(Launcher):
                     ended=lambda: any(map(_ends_all, board.codes())),
                     lost=watch.gives_up,
                 )  # fmt: skip
+                if code == EXIT_DONE:
+                    return code
+                if watch.lost:
+                    code = LIST_LOST
+                if code in (JOB_ENDED, LIST_LOST):
+                    _check_unfinished(job)  # the run may have finished
+                self._explain(code, board.phase(), low, watch)
+                return next(iter(board.codes()), EXIT_FAILED)
             except StoppedError as error:
                 _report_stop(board.phase(), error)
+                error.quiet = True  # where there are ranks, they record and report it
                 raise
-            if code == EXIT_DONE:
-                return code
-            if watch.lost:
-                code = LIST_LOST
-            if code in (JOB_ENDED, LIST_LOST):
-                _check_unfinished(job)  # the run may have finished
-            self._explain(code, board.phase(), low, watch)
-            return next(iter(board.codes()), EXIT_FAILED)
 
     def _watch(self, job: Job, board: StoreMailbox) -> _Watch:
         endpoint, what = None, "torch's agent to start the workers"

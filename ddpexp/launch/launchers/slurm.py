@@ -229,7 +229,7 @@ class Slurm(Launcher):
             forwarded = (signal.SIGUSR1, signal.SIGUSR2)
             code = foreign.run(argv, environ, job.request.grace_seconds, forwarded, stop_signal=signal.SIGINT)
         except StoppedError as error:
-            error.recorded = status(run) == "interrupted"
+            error.quiet = status(run) == "interrupted"
             raise
         if code and status(run) == "submitted":
             code = of_unstarted(code)

@@ -186,11 +186,12 @@ def _follow(
     [leader] = meeting.peers
     has_terminal = not environment.shares_terminal
     meeting.speaks = has_terminal  # until it is known which command of this host reports
+    entered = False
     try:
         go = _next(leader, "go")
         assignment, layout = RankAssignment(**go["assignment"]), Layout(**go["layout"])
         meeting.speaks = assignment.first_on_host and leader.host != platform.node() and has_terminal
-        job.leads = False
+        entered = True
         try:
             job.enter(go["shared"], layout)
         except RefusedError as error:
@@ -205,6 +206,9 @@ def _follow(
         error.quiet = leader.host == platform.node() or not meeting.speaks
         with suppress(EOFError, TimeoutError):
             leader.receive(time.monotonic() + _PARTING_SECONDS)
+        raise
+    except StoppedError as error:
+        error.quiet = entered  # the leading command records and reports it
         raise
     finally:
         meeting.close()
