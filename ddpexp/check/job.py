@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from ddpexp.checkpoint import initial
 from ddpexp.checkpoint.format import folder_name
 from ddpexp.config.schema import Experiment
-from ddpexp.config.validate import check_layout
+from ddpexp.config.validate import check_layouts
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.run import pretrained
@@ -57,17 +57,17 @@ class Check(Job):
         self.run = RunDir(folder / part)
         self._text, self._folder = text, folder
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layouts: Sequence[Layout]) -> None:
         """Check that the device supports the options."""
         strategy = self.experiment.strategy
-        if strategy.least_world_size > layout.world_size:
+        if strategy.least_world_size > min(layout.world_size for layout in layouts):
             raise RefusedError(
                 f"needs {strategy.least_world_size} workers or more, but check trains with one worker, then with two",
                 key="strategy",
                 value=strategy.kind,
                 suggestion="Check the other overrides with strategy=ddp.",
             )
-        check_layout(self.experiment, layout)
+        check_layouts(self.experiment, layouts)
 
     def begin(self, layout: Layout, participants: Participants) -> None:
         """Prepare the data and a run directory."""

@@ -44,20 +44,27 @@ def check_layout(experiment: Experiment, layout: Layout) -> None:
     experiment.strategy.check_layout(experiment, layout, batch.gradient_accumulation_steps)
 
 
-def check_batches(experiment: Experiment, layouts: Sequence[Layout]) -> None:
-    """Check that the global batch splits over each layout of the range trainer.nodes; does nothing for a single one.
+def check_layouts(experiment: Experiment, layouts: Sequence[Layout]) -> None:
+    """Check each layout of the range trainer.nodes, or a single one; the batch first, over all of them.
 
     Raises:
-        RefusedError: it does not split over some; with a batch that splits over all.
+        RefusedError: as `check_layout`; of a range, with a batch that splits over all of it.
     """
     trainer = experiment.trainer
-    if len(layouts) == 1:
-        return
-    data_sizes = {
-        layout.nodes: experiment.strategy.data_rank(0, layout.world_size).size
-        for layout in sorted(layouts, key=lambda layout: layout.nodes)
-    }
-    check_range(trainer.global_batch_size, training_micro_batch_size(experiment), data_sizes, str(trainer.nodes))
+    if len(layouts) > 1:
+        data_sizes = {
+            layout.nodes: experiment.strategy.data_rank(0, layout.world_size).size
+            for layout in sorted(layouts, key=lambda layout: layout.nodes)
+        }
+        check_range(trainer.global_batch_size, training_micro_batch_size(experiment), data_sizes, str(trainer.nodes))
+    for layout in layouts:
+        try:
+            check_layout(experiment, layout)
+        except RefusedError as error:
+            if len(layouts) > 1:
+                with_nodes = f"(with {layout.nodes} of trainer.nodes={trainer.nodes})"
+                error.suggestion = f"{error.suggestion} {with_nodes}".lstrip()
+            raise
 
 
 def check(experiment: Experiment) -> None:

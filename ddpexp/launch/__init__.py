@@ -86,20 +86,11 @@ class Job:
     )
     folder: Path = Path()  # visible to all hosts, where the commands of several hosts find one another
 
-    def check(self, layout: Layout) -> None:
-        """Refuse a layout that the job cannot run on. Called by every command before anything is opened or written."""
+    def check(self, layouts: Sequence[Layout]) -> None:
+        """Refuse layouts that the job cannot run on: those of a range of machines, or a single one.
 
-    def check_range(self, layouts: Sequence[Layout]) -> None:
-        """Refuse a range of machines if the job cannot run on one of its layouts."""
-        for layout in layouts:
-            try:
-                self.check(layout)
-            except RefusedError as error:
-                if len(layouts) == 1:
-                    raise
-                with_nodes = f"(with {layout.nodes} of trainer.nodes={self.request.nodes})"
-                error.suggestion = f"{error.suggestion} {with_nodes}".lstrip()
-                raise
+        Called by every command before anything is opened or written.
+        """
 
     def foresee(self) -> object:
         """Check what a start would find, without changing anything.

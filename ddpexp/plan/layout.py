@@ -75,7 +75,7 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
         present=max(1, present) if device == "cuda" else 0,
     )  # fmt: skip
     layouts = [replace(each, nodes=nodes, world_size=nodes * each.world_size) for nodes in sizes]
-    job.check_range(layouts)
+    job.check(layouts)
     if len(layouts) > 1:
         notes.append(f"trainer.nodes={job.request.nodes} is planned as {sizes[-1]}")
     return Assumed(layouts[-1], cores, request, tuple(notes))

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ddpexp.config.sampling import eval_batch_size
-from ddpexp.config.validate import check_batches, check_layout
+from ddpexp.config.validate import check_layouts
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.run import directory
@@ -36,14 +36,9 @@ class Evaluation(Job):
         self._answers = answers
         self._answer: int | None = None  # a file in memory
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layouts: Sequence[Layout]) -> None:
         """Check that the batch splits, and that the device supports the options."""
-        check_layout(self.experiment, layout)
-
-    def check_range(self, layouts: Sequence[Layout]) -> None:
-        """Check every layout of a range; the batch first, over all of them."""
-        check_batches(self.experiment, layouts)
-        super().check_range(layouts)
+        check_layouts(self.experiment, layouts)
 
     def begin(self, layout: Layout, participants: Participants) -> None:
         """Prepare the data, and a place for the answer of rank zero."""

@@ -18,7 +18,7 @@ from ddpexp.config import fused
 from ddpexp.config.compare import list_changes
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.schema import Experiment
-from ddpexp.config.validate import check_batches, check_layout
+from ddpexp.config.validate import check_layouts
 from ddpexp.errors import Failure, RefusedError, subject
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.launch.rendezvous import started_by
@@ -90,16 +90,11 @@ class Training(Job):
     def _parent(self) -> Path:
         return directory.parent(self.experiment.run.dir, self.experiment.recipe.name)
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layouts: Sequence[Layout]) -> None:
         """Check that the batch splits, that the device supports the options, and that initial weights exist."""
-        check_layout(self.experiment, layout)
+        check_layouts(self.experiment, layouts)
         if not resume.has_checkpoint(self._existing(())):
             initial.check_exists(self.experiment.run)
-
-    def check_range(self, layouts: Sequence[Layout]) -> None:
-        """Check every layout of a range; the batch first, over all of them."""
-        check_batches(self.experiment, layouts)
-        super().check_range(layouts)
 
     def prepare(self) -> None:
         """Prepare the data on this host, for a later command that resolves the references to its facts."""

@@ -84,7 +84,7 @@ class Elastic(Launcher):
         """
         low, high = job.request.node_range
         here = resolve(job.request.gpus, job.request.device, job.request.backend, job.request.threads)
-        job.check_range([replace(here, nodes=n, world_size=n * here.world_size) for n in range(low, high + 1)])
+        job.check([replace(here, nodes=n, world_size=n * here.world_size) for n in range(low, high + 1)])
         rendezvous = self._rendezvous(high, job.request.timeout.init_seconds)
         check_loopback()
         if server is not None:

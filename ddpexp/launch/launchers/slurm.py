@@ -357,7 +357,7 @@ class Slurm(Launcher):
             )
         layout = self.layout(job, nodes)
         if layout is not None:
-            job.check(layout)
+            job.check([layout])
 
     def layout(self, job: Job, nodes: int) -> Layout | None:
         """Return the layout that the options imply; None where it depends on the GPUs of the nodes."""

@@ -73,7 +73,7 @@ def run(
     local = resolve(request.gpus, request.device, request.backend, request.threads, external_workers)
     world_size = environment.size if external else local.world_size * environment.size
     layout = replace(local, nodes=environment.nodes or 1, world_size=world_size)
-    job.check(layout)
+    job.check([layout])
     workers = 1 if external else local.world_size
     check_open_files(workers, world_size)
     if environment.size == 1 or rendezvous is None:
@@ -126,7 +126,7 @@ def _lead(
             layout, assignments = assign_ranks(handshakes, job.request.threads, unit)
             for peer in meeting.peers:
                 peer.first_rank = assignments[peer.index].first_rank
-            job.check(layout)
+            job.check([layout])
             if is_loopback(meeting.address):
                 check_loopback()
             owners = [handshake["owner"] for handshake in handshakes if handshake["owner"]]

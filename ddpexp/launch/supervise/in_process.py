@@ -54,7 +54,7 @@ def run(job: Job, request: WorkerRequest) -> int:
         RefusedError, WorkerError, StoppedError: like `Launcher.launch`.
     """
     layout = resolve(request.gpus, request.device, request.backend, request.threads)
-    job.check(layout)
+    job.check([layout])
     check_open_files(1, 1)
     job.begin(layout, Participants([platform.node()]))
     began, on_gpus = time.time(), layout.device == "cuda"
