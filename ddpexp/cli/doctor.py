@@ -26,7 +26,7 @@ def doctor(call: Call) -> int:
         RefusedError: the overrides are wrong.
     """
     launcher, job = prepare(call.operands)
-    check_started_once(launcher, job)
+    check_started_once(launcher, job.request)
     return diagnose(launcher, job, lambda: outcome.launch(launcher, job, call.server), call.as_json)
 
 

@@ -12,7 +12,7 @@ from ddpexp.config.resolve import ResolvedConfig
 from ddpexp.config.schema import Experiment
 from ddpexp.config.sweeps import Swept
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Job
+from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.rendezvous.environment import externally_started, ignored_variables
 from ddpexp.launch.workers.client import Server
@@ -53,17 +53,17 @@ def launch(launcher: Launcher, job: Job, server: Server | None) -> int:
     Raises:
         RefusedError: as `check_started_once`, or the job is refused. WorkerError: a worker failed.
     """
-    check_started_once(launcher, job)
+    check_started_once(launcher, job.request)
     return outcome.launch(launcher, job, server)
 
 
-def check_started_once(launcher: Launcher, job: Job, environ: Mapping[str, str] = os.environ) -> None:
+def check_started_once(launcher: Launcher, request: WorkerRequest, environ: Mapping[str, str] = os.environ) -> None:
     """Check that nothing has started several of this command where each of them would run the whole job.
 
     Raises:
         RefusedError: torchrun, mpirun or srun has, and the launcher is the one for a command that stands alone.
     """
-    if not launcher.stands_alone or job.request.nodes not in ("auto", 1):
+    if not launcher.stands_alone or request.nodes not in ("auto", 1):
         return
     if (started := externally_started(environ)) is not None:
         starter, count, right = started

@@ -35,10 +35,6 @@ _LOOK_SECONDS, _POLL_SECONDS = 3.0, 0.1  # for a file of another host
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
-class ElsewhereError(RefusedError):
-    """The launcher would start further commands, and this job is for those that are there."""
-
-
 class NoAnswerError(RefusedError):
     """The file system of run directories gives no answer, so that a run would hang."""
 
@@ -131,17 +127,6 @@ class Diagnosis(Job):
         text = os.pread(self._descriptors[0], os.fstat(self._descriptors[0]).st_size, 0).decode()
         parsed = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         return [answer for answer in parsed if answer["kind"] == kind]
-
-    def create(self) -> Path:
-        """Refuse: nothing is submitted, and no further command is started."""
-        raise ElsewhereError(self._elsewhere())
-
-    def described(self) -> dict[str, Any]:
-        """Refuse, like `create`."""
-        raise ElsewhereError(self._elsewhere())
-
-    def _elsewhere(self) -> str:
-        return f"launcher={self.setting.launcher} would start further commands here, on machines that are not looked at"
 
     def close(self) -> None:
         """Remove the file. The answers stay: they are read after the job has ended."""

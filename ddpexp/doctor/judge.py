@@ -8,9 +8,10 @@ from typing import Any
 
 from ddpexp.doctor.checks import judge_host, judge_together
 from ddpexp.doctor.gather import Facts
-from ddpexp.doctor.job import Diagnosis, ElsewhereError, NoAnswerError
+from ddpexp.doctor.job import Diagnosis, NoAnswerError
 from ddpexp.doctor.report import Finding, bad, doubtful, good, merge
 from ddpexp.errors import RefusedError, WorkerError
+from ddpexp.launch import NotPortableError
 
 
 def judge(
@@ -54,11 +55,12 @@ def _names(nodes: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, str]:
 def _of_workers(job: Diagnosis, failure: RefusedError | WorkerError | None) -> Finding:
     """Report the workers that a run would have, or why it would have none."""
     setting, layout = job.setting, job.layout
-    if isinstance(failure, ElsewhereError):
+    if isinstance(failure, NotPortableError):
+        why = f"launcher={setting.launcher} would start further commands here, on machines that are not looked at"
         advice = f"type srun python -m ddpexp doctor launcher={setting.launcher}, with the options of the job"
         if setting.launcher != "slurm":
             advice = "start the ranks with torchrun and launcher=torchrun-env, or with srun and launcher=slurm"
-        return doubtful("workers", f"not measured: {failure}", advice)
+        return doubtful("workers", f"not measured: {why}", advice)
     if isinstance(failure, NoAnswerError):
         return bad("workers", f"nothing was started: {failure}", "a run would hang: see file_system")
     if isinstance(failure, WorkerError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ddpexp.errors import RefusedError
 from ddpexp.settings.trainer import Timeout
@@ -14,12 +14,8 @@ if TYPE_CHECKING:
     from ddpexp.errors import Failure
 
 
-def _not_elsewhere() -> RefusedError:
-    return RefusedError(
-        "this launcher starts further commands, which is supported only for training",
-        suggestion="Use launcher=spawn, or start the ranks yourself (srun or torchrun) with launcher=slurm or "
-        "launcher=torchrun-env.",
-    )
+class NotPortableError(RefusedError):
+    """The launcher starts further commands, and they cannot run this kind of job."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +62,39 @@ class Participants:
         return () if self.restarted is False else self.owners
 
 
+class Portable(Protocol):
+    """What launchers that start further commands, elsewhere or later, need of a job."""
+
+    @property
+    def needs(self) -> object:
+        """What `prepare` provides; of several jobs with the same needs only one prepares."""
+        ...
+
+    def foresee(self) -> object:
+        """Check what a start would find, without changing anything.
+
+        Raises:
+            RefusedError: a start would be refused. FinishedError: there is nothing left to do.
+        """
+        ...
+
+    def prepare(self) -> None:
+        """Make the data available where this command runs."""
+        ...
+
+    def create(self) -> Path:
+        """Create the folder from which another command can join with `ddpexp member FOLDER`."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return, as plain values, what `ddpexp member FILE` needs to join."""
+        ...
+
+    def note(self, status: str, **facts: Any) -> None:
+        """Record the status so far in the result of the job that `create` has created."""
+        ...
+
+
 class Job:
     """The work of the workers: every process calls `entry` with `arguments`.
 
@@ -81,24 +110,28 @@ class Job:
     identity: Mapping[str, Any] = {}  # must be equal in all commands of the job
     vacant: Callable[[], None] | None = None  # raises RefusedError while another start uses the folder; called after
     # the rendezvous
-    needs: object = (
-        None  # what `prepare` provides; of several jobs with the same needs only one prepares. None: unknown
-    )
     folder: Path = Path()  # visible to all hosts, where the commands of several hosts find one another
+    portable: Portable | None = None  # for launchers that start further commands; None: they cannot run it
+
+    def require_portable(self) -> Portable:
+        """Return what lets other commands run the job.
+
+        Raises:
+            NotPortableError: they cannot run it.
+        """
+        if self.portable is None:
+            raise NotPortableError(
+                "this launcher starts further commands, which is supported only for training",
+                suggestion="Use launcher=spawn, or start the ranks yourself (srun or torchrun) with launcher=slurm or "
+                "launcher=torchrun-env.",
+            )
+        return self.portable
 
     def check(self, layouts: Sequence[Layout]) -> None:
         """Refuse layouts that the job cannot run on: those of a range of machines, or a single one.
 
         Called by every command before anything is opened or written.
         """
-
-    def foresee(self) -> object:
-        """Check what a start would find, without changing anything.
-
-        Raises:
-            RefusedError: a start would be refused. FinishedError: there is nothing left to do.
-        """
-        return None
 
     def begin(self, layout: Layout, participants: Participants) -> None:
         """Set up the job once. Called by the leading command, after the rendezvous and before any worker starts."""
@@ -109,26 +142,6 @@ class Job:
 
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
         """Enter the job that the leading command has begun. Called by all other commands."""
-
-    # For launchers that start further commands, elsewhere or later:
-
-    def prepare(self) -> None:
-        """Make the data available where this command runs."""
-
-    def create(self) -> Path:
-        """Create the folder from which another command can join with `ddpexp member FOLDER`.
-
-        Raises:
-            RefusedError: this kind of job cannot be run by another command.
-        """
-        raise _not_elsewhere()
-
-    def described(self) -> dict[str, Any]:
-        """Return, as plain values, what `ddpexp member FILE` needs to join. Raises RefusedError like `create`."""
-        raise _not_elsewhere()
-
-    def note(self, status: str, **facts: Any) -> None:
-        """Record the job's status so far in its result."""
 
     def fail(self, failure: Failure) -> None:
         """Record why the job failed. Called by one command."""

@@ -64,6 +64,7 @@ class Training(Job):
         self.experiment, self.request = experiment, worker_request(experiment)
         self.name = experiment.recipe.name
         self.identity = job_identity(text)
+        self.portable = self
         self.needs = experiment.data.prepare, experiment.data.options, experiment.trust
         self.run = run
         home = run or resume_from
@@ -134,7 +135,7 @@ class Training(Job):
             directory.check_free(Path(self.experiment.run.dir))
         return None
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return what `ddpexp member FILE` needs: the experiment, its overrides, and the run to resume."""
         return {
             "config": self._text,
@@ -392,7 +393,7 @@ class Training(Job):
             before, where = launcher.started_by(self._argv)
             return f"{where} with:\n{before} {shlex.join([*arguments, f'launcher={launcher_name(type(launcher))}'])}"
         if self._is_member and self._layout is not None:
-            arguments += launcher.arguments_for_allocation(self, self._layout)
+            arguments += launcher.arguments_for_allocation(self._layout)
         where = "" if self.request.nodes in ("auto", 1) or self._is_member else " on every machine"
         if where and (local := launcher.arguments_of_this_machine()):
             where += f" (each with its own {', '.join(override.partition('=')[0] for override in local)})"

@@ -15,9 +15,10 @@ import pytest
 from ddpexp.cli.doctor import diagnose, doctor, prepare
 from ddpexp.doctor import job as job_module
 from ddpexp.doctor import storage
-from ddpexp.doctor.job import Diagnosis, ElsewhereError
+from ddpexp.doctor.job import Diagnosis
 from ddpexp.doctor.judge import judge
 from ddpexp.errors import Failure, RefusedError, WorkerError
+from ddpexp.launch import NotPortableError
 from tests.conftest import Ddpexp, finish
 from tests.refusals import refused
 from tests.typed import call
@@ -136,7 +137,11 @@ FACTS = {name: {"hung": 1.0} for name in ("software", "gpus", "infiniband", "cor
             "rank 1 on gpu02 failed (join): RuntimeError: CUDA error",
         ),
         (RefusedError("too many."), "bad", "a run would be refused: too many."),
-        (ElsewhereError("it submits."), "doubtful", "not measured: it submits."),
+        (
+            NotPortableError(),
+            "doubtful",
+            "not measured: launcher=spawn would start further commands here, on machines that are not looked at",
+        ),
     ],
 )
 def test_why_nothing_was_measured_is_a_line(
@@ -148,9 +153,8 @@ def test_why_nothing_was_measured_is_a_line(
 
 
 def test_a_launcher_that_starts_further_commands_is_not_followed(job: Diagnosis) -> None:
-    for refuse in (job.create, job.described):
-        with refused("further", ElsewhereError):
-            refuse()
+    with refused("further", NotPortableError):
+        job.require_portable()
 
 
 def test_only_the_first_task_of_a_host_gathers(job: Diagnosis) -> None:

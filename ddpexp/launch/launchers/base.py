@@ -115,8 +115,8 @@ class Launcher:
         """Return the overrides that differ between machines, such as `launcher.node_rank=1`."""
         return []
 
-    def arguments_for_allocation(self, job: Job, layout: Layout) -> list[str]:
-        """Return overrides for what a job got from its allocation instead of from overrides."""
+    def arguments_for_allocation(self, layout: Layout) -> list[str]:
+        """Return overrides for what a job got from its allocation, for another one."""
         return []
 
     def resource_request(self, job: Job, nodes: int) -> ResourceRequest | None:

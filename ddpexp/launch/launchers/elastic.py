@@ -91,7 +91,8 @@ class Elastic(Launcher):
             server.close()  # each rank's command starts its own
         if self.rdzv_endpoint is not None:
             _check_unfinished(job)
-        with memory(json.dumps(job.described()).encode()) as described, StoreMailbox.make(here.world_size) as board:
+        description = json.dumps(job.require_portable().describe()).encode()
+        with memory(description) as described, StoreMailbox.make(here.world_size) as board:
             arguments = [
                 str(os.getpid()), f"--nnodes={low}:{high}", f"--nproc-per-node={here.world_size}",
                 f"--max-restarts={self.max_restarts}", *rendezvous, f"--log-dir={os.devnull}", *programs.COMMAND,
@@ -290,7 +291,7 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
 def _check_unfinished(job: Job) -> None:
     """Raise FinishedError if the requested run is finished; the ranks check for everything else that is refused."""
     with suppress(RefusedError):
-        job.foresee()
+        job.require_portable().foresee()
 
 
 def _is_finished(job: Job) -> bool:

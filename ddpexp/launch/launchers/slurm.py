@@ -107,9 +107,9 @@ class Slurm(Launcher):
         """Return srun's command line; like `Launcher.started_by`."""
         return started_by.srun()
 
-    def arguments_for_allocation(self, job: Job, layout: Layout) -> list[str]:
-        """Return overrides for the nodes and GPUs that a job got from its allocation instead of from overrides."""
-        nodes = [f"trainer.nodes={layout.nodes}"] if job.request.nodes == "auto" and layout.nodes > 1 else []
+    def arguments_for_allocation(self, layout: Layout) -> list[str]:
+        """Return overrides for the nodes and GPUs that a job got from its allocation."""
+        nodes = [f"trainer.nodes={layout.nodes}"] if layout.nodes > 1 else []
         gpus = layout.device == "cuda" and not self._gpus()
         return nodes + ([f"launcher.gpus_per_node={layout.world_size // layout.nodes}"] if gpus else [])
 
@@ -219,9 +219,10 @@ class Slurm(Launcher):
             print_message(f"ddpexp: warning: {warning}")
         if start.parent_name() == "salloc":  # this command was not run in a shell
             end_with_parent(EXIT_FAILED, partial(coordinator.starter_lost, job, "salloc", True), start.parent())
-        job.prepare()
-        run = job.create().resolve()
-        job.note("submitted")
+        portable = job.require_portable()
+        portable.prepare()
+        run = portable.create().resolve()
+        portable.note("submitted")
         environ = {name: value for name, value in os.environ.items() if name not in OF_OTHER_TASKS}
         environ |= started_by.salloc(sys.argv)
         try:

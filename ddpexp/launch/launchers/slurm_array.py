@@ -119,10 +119,10 @@ def submit(jobs_of: Mapping[Kind, Numbered], folder: Path, submitted: Callable[[
 def _prepare(jobs: Sequence[Job]) -> None:
     """Prepare the data, once for all jobs that need the same."""
     ready: list[object] = []
-    for job in jobs:
-        if job.needs is None or job.needs not in ready:
-            job.prepare()
-            ready.append(job.needs)
+    for portable in [job.require_portable() for job in jobs]:
+        if portable.needs not in ready:
+            portable.prepare()
+            ready.append(portable.needs)
 
 
 def _submit(kind: Kind, jobs: Numbered, folder: Path, record: Callable[[int, str], None]) -> None:
@@ -142,7 +142,7 @@ def _submit(kind: Kind, jobs: Numbered, folder: Path, record: Callable[[int, str
             record(number, f"{array}_{task}")
         for task, (_, job, run) in enumerate(created):
             if status(run) == "submitted":  # not begun yet
-                job.note("submitted", job_id=f"{array}_{task}")
+                job.require_portable().note("submitted", job_id=f"{array}_{task}")
     size = f"{len(created)} job{'s' if len(created) > 1 else ''}"
     print_message(f"submitted array {array} of {size}  sweep directory {os.path.relpath(folder)}", sys.stdout)
     print_message(f"queue: squeue -j {array}    end all: scancel {array}    end one: scancel {array}_0", sys.stdout)
@@ -154,8 +154,8 @@ def _create(jobs: Numbered) -> list[tuple[int, Job, Path]]:
     try:
         for number, job in jobs:
             with suppress(FinishedError):  # another command has finished it in the meantime
-                created.append((number, job, job.create().resolve()))
-                job.note("submitted")  # before the submission, since the job may begin at once
+                created.append((number, job, job.require_portable().create().resolve()))
+                job.require_portable().note("submitted")  # before the submission, since the job may begin at once
     except ENDS:
         for _, job in jobs:
             job.interrupt()

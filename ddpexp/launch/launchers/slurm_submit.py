@@ -27,17 +27,18 @@ def submit_job(job: Job, script: Callable[[Path], str], wait: bool) -> int:
     Raises:
         RefusedError: the job, or Slurm, refuses. StoppedError: a signal came before the job had an id.
     """
-    job.prepare()
-    run = job.create().resolve()
+    portable = job.require_portable()
+    portable.prepare()
+    run = portable.create().resolve()
     path = run / "job.sbatch"
     write_data(path, checked_script(script(run), path.name))
-    job.note("submitted")  # before the submission, since the job may begin at once
+    portable.note("submitted")  # before the submission, since the job may begin at once
     job_id = ""
     try:
         with deferred_stop_signals():  # nothing else knows the job's id until it is recorded
             job_id = SLURM.submit(path)
             if status(run) == "submitted":  # not begun yet
-                job.note("submitted", job_id=job_id)
+                portable.note("submitted", job_id=job_id)
     except StoppedError as error:
         if not job_id:
             raise

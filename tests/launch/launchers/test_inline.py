@@ -12,7 +12,7 @@ import pytest
 
 from ddpexp.cli.forks import will_fork
 from ddpexp.cli.start import check_started_once
-from ddpexp.launch import Job, WorkerRequest
+from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.inline import Inline
 from tests.conftest import Ddpexp, Done, living
 from tests.faults.harness import trained
@@ -208,8 +208,6 @@ def test_one_worker_is_what_auto_means() -> None:
 
 def test_ranks_of_torchrun_are_refused() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "a"}
-    job = Job()
     for nodes in ("auto", 1):
-        job.request = WorkerRequest(nodes=nodes)
         with refused("inline"):
-            check_started_once(Inline(), job, environ)
+            check_started_once(Inline(), WorkerRequest(nodes=nodes), environ)

@@ -254,7 +254,14 @@ class Directory(Job):
     needs = "the same"
 
     def __init__(self, run: Path) -> None:
+        self.portable = self
         self.run, self.prepared, self.ended = run, 0, ""
+
+    def foresee(self) -> None:
+        return
+
+    def describe(self) -> dict[str, Any]:
+        return {}
 
     def prepare(self) -> None:
         self.prepared += 1
