@@ -75,7 +75,7 @@ def rank(mark: str) -> int:
     """
     control = Control.from_environ()
     control.send_nowait("began", step=0)
-    control.set_phase("train")
+    control.status.set_phase("train")
     step = 0
     while True:
         time.sleep(_STEP_SECONDS)

@@ -45,7 +45,7 @@ def main(request: str) -> int:
 def _check(request: Mapping[str, Any], control: Control) -> None:
     """Build a run and do what this part is about; rank zero writes the answer. Ranks: all; communicates."""
     experiment, layout = load(request["config"]), Layout(**request["layout"])
-    control.set_phase("join")
+    control.status.set_phase("join")
     world = join_world(experiment, layout, control)
     log = open_log(world, control, None)
     run = RunDir(Path(request["run"]))

@@ -40,13 +40,13 @@ def measure(request: str, control: Control | None = None) -> int:
 def _measure(request: Request, control: Control) -> None:
     layout = request.layout
     torch.set_num_threads(layout.threads)
-    control.set_phase("join")
+    control.status.set_phase("join")
     log = None
     if layout.backend == "nccl":
         flight_recorder.enable(os.environ)
         log = _record_nccl()
     world = World.join(layout, request.timeout_seconds)
-    control.set_phase("evaluate")
+    control.status.set_phase("evaluate")
     world.barrier()
     now = time.time()
     here: dict[str, Any] = {
@@ -68,8 +68,8 @@ def _measure(request: Request, control: Control) -> None:
     for rank in ranks:
         answers.add("rank", rank)
     torch.ones(8, device=world.device).sum().item()  # fails where torch has no code for the device
-    control.heartbeat()
-    for node_rank, result in measurements(world, layout, control.heartbeat):
+    control.status.heartbeat()
+    for node_rank, result in measurements(world, layout, control.status.heartbeat):
         answers.add("all_reduce", {"node_rank": node_rank, **result})
     if log is not None:
         for text in _logs(world, log):

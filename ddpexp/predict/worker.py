@@ -53,7 +53,7 @@ def main(prediction: str, control: Control | None = None) -> int:
 
 def _predict(prediction: Mapping[str, Any], control: Control) -> None:
     experiment, layout = load(prediction["config"]), Layout(**prediction["layout"])
-    control.set_phase("join")
+    control.status.set_phase("join")
     world = join_world(experiment, layout, control)
     with gpu_memory.explained(lambda: situation(experiment, world, control, prediction["batch_size"])):
         _predict_set(prediction, experiment, world, control)
@@ -62,7 +62,7 @@ def _predict(prediction: Mapping[str, Any], control: Control) -> None:
 def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: World, control: Control) -> None:
     """Predict for one set, and write the file. Ranks: all; communicates."""
     log = open_log(world, control, None)
-    control.set_phase("build")
+    control.status.set_phase("build")
     task = instantiate(experiment.task, experiment.trust, "task")
     if not isinstance(task, HasPredict):
         raise RefusedError(
@@ -79,7 +79,7 @@ def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: W
     batches = replace(batches, limit=None)
     model, models = build_trained(experiment, Path(prediction["weights"]), "predict", world.device)
     out = Path(prediction["out"])
-    control.set_phase("evaluate")
+    control.status.set_phase("evaluate")
     with Precision(experiment.trainer.precision, world.device, False).autocast(), torch.no_grad():
         own = list(_own(task, model, batches, out, control))
     if world.sum(torch.tensor(float(control.stop_requested), device=world.device)):
@@ -136,7 +136,7 @@ def _own(task: HasPredict, model: Any, batches: EvalBatches, out: Path, control:
     begin = batches.rank * batches.batch_size
     first: dict[str, Any] | None = None
     for batch in batches:
-        control.heartbeat()
+        control.status.heartbeat()
         if control.stop_requested:
             return
         count = min(batches.batch_size, batches.num_samples - begin)
@@ -239,7 +239,7 @@ def _gathered(
                 place = number * size - begin
                 array = own[number // world.world_size]
                 block[place : place + len(array)] = array
-        control.heartbeat()
+        control.status.heartbeat()
         if world.world_size > 1 and block.size:
             summed = torch.from_numpy(block.reshape(-1).view(np.uint8)).to(world.device)
             block = world.sum(summed).cpu().numpy().view(dtype).reshape(block.shape)

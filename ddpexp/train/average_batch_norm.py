@@ -54,7 +54,7 @@ class BatchNormEstimate:
         for micro_batches in self.run.train.steps(0, self.num_batches):
             found = []
             for batch in micro_batches:
-                self.run.control.heartbeat()
+                self.run.control.status.heartbeat()
                 with self.run.precision.autocast():
                     self.run.task.step(self.run.strategy.eval_model, batch)
                 found.append(_statistics(average))

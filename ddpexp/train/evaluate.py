@@ -69,7 +69,7 @@ class Evaluator:
         stopped = False
         with self.precision.autocast():
             for batch, counts in _passes(batches, data, self.together):
-                self.control.heartbeat()
+                self.control.status.heartbeat()
                 fault_point("evaluate")
                 stopped = self.control.stop_requested
                 if self.together:

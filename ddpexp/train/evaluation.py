@@ -67,7 +67,7 @@ class Evaluation:
         """
         run = self.run
         sets = {TEST_SET: self.evals[TEST_SET]} if test else self.periodic
-        run.control.set_phase("evaluate")
+        run.control.status.set_phase("evaluate")
         self.refresh_average()
         weights = nullcontext() if self.average is None else self.average.in_place_of_weights()
         together = run.strategy.evaluates_together

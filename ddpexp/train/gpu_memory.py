@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ddpexp.data.batch_plan import BatchPlan, counted
+from ddpexp.launch.workers.page import Phase
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
@@ -42,7 +43,7 @@ class Situation:
 
     plan: BatchPlan
     precision: str
-    phase: str | None  # None: unknown
+    phase: Phase
     on_device: bool  # the data are in the GPU's memory
 
 

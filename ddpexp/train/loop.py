@@ -154,7 +154,7 @@ class Loop:
             )
         asked |= self._evaluate_before_steps()
         run.strategy.train(True)
-        run.control.set_phase("data")
+        run.control.status.set_phase("data")
         return asked
 
     def _new_accumulator(self) -> MetricAccumulator:
@@ -188,7 +188,7 @@ class Loop:
         return () if asked.end is not None else enumerate(self.run.train.steps(begin, self.run.num_steps), start=begin)
 
     def _wait_for_data(self) -> None:
-        self.run.control.set_phase("data")
+        self.run.control.status.set_phase("data")
         fault_point("data")
 
     def _due_after(self, step: int) -> Due:
@@ -231,11 +231,11 @@ class Loop:
     def _train_step(self, step: int, micro_batches: list[Any], due: Due) -> None:
         """Do one optimizer step, and count it."""
         callbacks = self.callbacks
-        self.run.control.set_phase("train")
+        self.run.control.status.set_phase("train")
         self._rates.set(step)
         sums = self._step.take(step, micro_batches, with_norm=due.record or due.checkpoint)  # recorded, or checked
         self._metrics.add(sums)
-        self.progress.step = self.run.control.step = step + 1
+        self.progress.step = self.run.control.status.step = step + 1
         if self.average is not None:
             self.average.update(step + 1, self._step.moved)
         if callbacks.on_step:
@@ -311,7 +311,7 @@ class Loop:
             callbacks.call("on_evaluated", callbacks.on_evaluated, dict(metrics))
             if callbacks.any_pending():
                 asked |= self._requested()
-        self.run.control.set_phase("train")
+        self.run.control.status.set_phase("train")
         return asked
 
     def _evaluate_test(self) -> bool:
@@ -339,7 +339,7 @@ class Loop:
         run = self.run
         if self.checkpointer is None:
             return None
-        run.control.set_phase("save")
+        run.control.status.set_phase("save")
         fault_point("save")
         if self.callbacks.any_pending():
             self.callbacks.agree()

@@ -298,7 +298,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         """Begin a pass: forward and backward."""
         step = self._step
         run = step.run
-        run.control.heartbeat()
+        run.control.status.heartbeat()
         fault_point("forward")
         self._round = current = step.begin_pass(self._last)
         self._pass = current.begun
@@ -325,7 +325,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
         For a pipeline, which begins further micro-batches before that; inside there is one call of `backward`.
         """
-        self._step.run.control.heartbeat()
+        self._step.run.control.status.heartbeat()
         self._num_losses = 0
         self._step.micro_batch_in_progress = self
         yield

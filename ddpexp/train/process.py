@@ -60,7 +60,7 @@ def _run(work: Callable[[Control], None], control: Control) -> int:
     code = EXIT_FAILED
     try:
         work(control)
-        control.set_phase("leave")
+        control.status.set_phase("leave")
         code = EXIT_DONE
         control.send("done")
     except Interrupted as end:
@@ -161,7 +161,7 @@ def _report(
     fields = {name: sanitize(text, MESSAGE_BYTES) if isinstance(text, str) else text for name, text in fields.items()}
     limited = sanitize(trace, TRACEBACK_BYTES) if trace else trace
     control.send(
-        "error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step,
+        "error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.status.step,
         exit_code=code, limit=limit, **fields,
     )  # fmt: skip
     if not control.is_supervised:

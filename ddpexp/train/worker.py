@@ -131,7 +131,7 @@ def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None
 def join(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> RunContext:
     """Read the configuration and join the other ranks. Ranks: all; returns when all have joined."""
     experiment, layout = load(_read_configuration(run, worker_args.get("config"))), run.layout()
-    control.set_phase("join")
+    control.status.set_phase("join")
     world = join_world(experiment, layout, control)
     log = open_log(world, control, run.log)
     for note in worker_args.get("notes", ()) if world.is_rank_zero else ():
@@ -162,7 +162,7 @@ def build(context: RunContext) -> Built:
     world = context.world
     log = context.log
     trainer = experiment.trainer
-    context.control.set_phase("build")
+    context.control.status.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
     forbid_downloads(experiment)
     import_all(experiment, world)
@@ -271,10 +271,10 @@ def fit(context: RunContext, built: Built) -> None:
     """
     control, loop = context.control, built.loop
     control.send_nowait("began", step=loop.progress.step)
-    control.set_phase("train")
+    control.status.set_phase("train")
     try:
         outcome = loop.fit()
-        control.set_phase("save")
+        control.status.set_phase("save")
         built.checkpointer.finish()
         if built.compilations is not None:
             context.log.info(built.compilations.summary())
@@ -289,7 +289,7 @@ def fit(context: RunContext, built: Built) -> None:
         ) from None
     except MetricError as error:
         built.checkpointer.drain()
-        control.set_phase("evaluate")
+        control.status.set_phase("evaluate")
         words = ["resume", shortest(context.run.path), *typed_arguments(context.run)]
         raise DdpexpError(
             f"{error} Step {loop.progress.step} is saved",
@@ -315,7 +315,7 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     Ranks: all.
     """
     experiment, layout = load(evaluation["config"]), Layout(**evaluation["layout"])
-    control.set_phase("join")
+    control.status.set_phase("join")
     world = join_world(experiment, layout, control)
     with gpu_memory.explained(lambda: situation(experiment, world, control, evaluation["batch_size"])):
         _evaluate_weights(evaluation, experiment, world, control)
@@ -323,7 +323,7 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
 
 def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, world: World, control: Control) -> None:
     log = open_log(world, control, None)
-    control.set_phase("build")
+    control.status.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
     forbid_downloads(experiment)
     splits, data = open_data(experiment, evaluation["data"], world), DataRank(world.rank, world.world_size)
@@ -334,7 +334,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
         log.info(
             f"trainer.limit_eval_batches={batches}: at most {max_eval_samples(experiment.trainer):,} samples of a set"
         )
-    control.set_phase("evaluate")
+    control.status.set_phase("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
     check_task(task, experiment.task.target, evaluates=True)
     precision = Precision(experiment.trainer.precision, world.device, False)
@@ -369,7 +369,7 @@ def situation(
     plan = training_plan(experiment, data.size)
     if batch_size is not None:
         plan = replace(plan, micro_batch_size=batch_size)
-    return gpu_memory.Situation(plan, trainer.precision, control.phase, experiment.data.on_device is True)
+    return gpu_memory.Situation(plan, trainer.precision, control.status.phase, experiment.data.on_device is True)
 
 
 def _read_configuration(run: RunDir, digest: str | None) -> str:

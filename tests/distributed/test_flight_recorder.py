@@ -14,8 +14,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddpexp.distributed import flight_recorder
 from ddpexp.launch.workers.collectives import Record, unpack
-from ddpexp.launch.workers.control import Control, SharedStatus
+from ddpexp.launch.workers.control import Control
 from ddpexp.launch.workers.lines import Lines
+from ddpexp.launch.workers.page import Page
 
 LONG = 30.0
 
@@ -48,16 +49,16 @@ def test_the_recorder_of_this_torch_has_the_format_that_is_read(record: Record) 
 
 def test_an_inquiry_is_answered_from_a_thread_while_the_rank_does_something_else(record: Record) -> None:
     ours, theirs = socket.socketpair()
-    page, descriptor = SharedStatus.make()
-    control, lines = Control(theirs, SharedStatus(descriptor)), Lines(ours)
+    page, descriptor = Page.make()
+    control, lines = Control(theirs, Page(descriptor)), Lines(ours)
     flight_recorder.answer_inquiries(control, {"TORCH_FR_BUFFER_SIZE": "2000"})
     for number in (1, 2):
-        assert page.record(number) is None
+        assert page.collectives.packed(number) is None
         lines.inquire(number)
         end = time.monotonic() + LONG
-        while page.record(number) is None and time.monotonic() < end:
+        while page.collectives.packed(number) is None and time.monotonic() < end:
             time.sleep(0.01)
-        packed = page.record(number)
+        packed = page.collectives.packed(number)
         assert packed is not None
         assert unpack(packed).groups[-1].calls == record.groups[-1].calls
     control.send("done")  # the other direction is not disturbed

@@ -28,8 +28,8 @@ from ddpexp.launch.supervise.assignment import assign_ranks
 from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.messages import BeginAgreement, CommitStep, ReportBound
 from ddpexp.launch.supervise.stop_agreement import Agreement
-from ddpexp.launch.workers.control import SharedStatus
 from ddpexp.launch.workers.lines import Lines
+from ddpexp.launch.workers.page import Page
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system.oom import Memory
 from ddpexp.system.terminal import Terminal
@@ -113,12 +113,12 @@ class Counted:
 
 
 def test_an_agreement_looks_at_each_command_once() -> None:
-    status_page, number = SharedStatus.make()
+    page, number = Page.make()
     os.close(number)
-    status_page.words[0] = 1
+    page.status.step = 0
     said: list[Any] = []
     others = Counted(range(1, MANY))
-    agreement = Agreement([status_page], said.append)
+    agreement = Agreement([page], said.append)
     agreement.want("save")
     agreement.advance(others)
     for other in others.numbers:
@@ -130,7 +130,7 @@ def test_an_agreement_looks_at_each_command_once() -> None:
         agreement.advance(others)
     assert said[1] == CommitStep(1, MANY - 1, "save")
     assert others.looks <= len(others)
-    status_page.close()
+    page.close()
 
 
 @dataclass
@@ -168,9 +168,9 @@ class Watched:
         self.server = Started(*self.pair(socket.SOCK_SEQPACKET))
         control, self.control = self.pair()
         signals, _ = self.pair()
-        status_page, number = SharedStatus.make()
+        page, number = Page.make()
         os.close(number)
-        self.worker = Worker(0, Lines(control), Log(None, 0), status_page, signals, pid=os.getpid())
+        self.worker = Worker(0, Lines(control), Log(None, 0), page, signals, pid=os.getpid())
         pairs = [self.pair() for _ in range(size)]
         self.meeting = Meeting(
             0, [Peer(index, ours, f"node{index}", 8 * index) for index, (ours, _) in enumerate(pairs, start=1)]
@@ -196,7 +196,7 @@ class Watched:
         for one in self.sockets:
             one.close()
         self.worker.log.close()
-        self.worker.status_page.close()
+        self.worker.page.close()
 
 
 def test_a_moment_without_news_costs_the_same_however_many_commands_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ import pytest
 
 from ddpexp.errors import RefusedError, StoppedError, first_end
 from ddpexp.launch.supervise.stop_agreement import Agreement
-from ddpexp.launch.workers.control import Control, SharedStatus
+from ddpexp.launch.workers.control import Control
+from ddpexp.launch.workers.page import Page
 from tests.conftest import PATIENCE, Done, finish
 from tests.points import session, wait_for
 
@@ -43,13 +44,13 @@ def work(control, folder, how):
     mark(folder, "pid", rank, str(os.getpid()))
     torch.set_num_threads(1)
     random.seed(os.getpid())
-    control.set_phase("join")
+    control.status.set_phase("join")
     world = World.join(Layout(1, size, "cpu", "gloo", 1))
     if "builds" in how:
         mark(folder, "builds", rank)
         time.sleep(600)
     control.send_nowait("began", step=0)
-    control.set_phase("train")
+    control.status.set_phase("train")
     one, done = torch.ones(1), 0
     last = next((int(word[5:]) for word in how if word.startswith("last=")), 1 << 30)
     with open(f"{folder}/seen{rank}", "w", buffering=1) as seen:
@@ -64,7 +65,7 @@ def work(control, folder, how):
             else:
                 world.sum(one.fill_(1))
             done += 1
-            control.step = done
+            control.status.step = done
             mark(folder, "trains", rank) if done == 3 else None
             if done == last:
                 break
@@ -482,10 +483,10 @@ def agreement(size: int) -> tuple[Agreement, list[Control], Callable[[int], list
     """Return the commands' part for some ranks of one process, and what polls all of them at a step."""
     pages = []
     for _ in range(size):
-        status_page, descriptor = SharedStatus.make()
+        page, descriptor = Page.make()
         os.close(descriptor)
-        pages.append(status_page)
-    controls = [Control(None, status_page, leads=number == 0) for number, status_page in enumerate(pages)]
+        pages.append(page)
+    controls = [Control(None, page, leads=number == 0) for number, page in enumerate(pages)]
     return Agreement(pages, lambda message: None), controls, lambda step: [control.poll(step) for control in controls]
 
 
@@ -493,7 +494,7 @@ def test_the_step_is_the_first_that_no_rank_has_passed() -> None:
     ours, controls, poll = agreement(3)
     poll(1)
     controls[1].poll(2)
-    controls[2].step = 2  # as a loop says before it polls
+    controls[2].status.step = 2  # as a loop says before it polls
     ours.want("save")
     ours.advance([])
     assert [controls[0].poll(2), controls[2].poll(2)] == [None, None]
@@ -536,16 +537,16 @@ def test_a_wish_is_followed_once() -> None:
 def test_a_step_that_has_passed_is_an_error_and_no_silence() -> None:
     ours, controls, poll = agreement(1)
     poll(5)
-    ours.pages[0].commit(1, 4, "save")
-    ours.pages[0].begin(1)
+    ours.pages[0].agreements.commit(1, 4, "save")
+    ours.pages[0].agreements.begin(1)
     with pytest.raises(Exception, match="the ranks would diverge here"):
         controls[0].poll(6)
 
 
 def test_without_a_command_only_the_rank_itself_requests_something() -> None:
     control = Control.from_environ({})
-    control.step = 3
-    assert (control.poll(3), control.stop_requested, control.step) == (None, False, 3)
+    control.status.step = 3
+    assert (control.poll(3), control.stop_requested, control.status.step) == (None, False, 3)
     assert [control.poll(3, save=True), control.poll(3, save=True, end=True)] == ["save", "end"]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddpexp.launch.workers.control import Control, What
+from ddpexp.launch.workers.control import Control
+from ddpexp.launch.workers.page import What
 from ddpexp.train.loop import Loop
 from ddpexp.train.metrics import Clock
 from ddpexp.train.progress import TrainingProgress

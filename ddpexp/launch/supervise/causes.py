@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, Failure, PeerError
 from ddpexp.launch.supervise.stacks import Stack, raised, shown, threads
-from ddpexp.launch.workers.control import SharedStatus
 from ddpexp.launch.workers.lines import Lines
+from ddpexp.launch.workers.page import Page
 from ddpexp.launch.workers.rank_log import Log
 
 _LAST_LINES = 20
@@ -27,7 +27,7 @@ class Worker:
     rank: int
     control: Lines
     log: Log
-    status_page: SharedStatus
+    page: Page
     signals: socket.socket  # the numbers of the signals that it receives itself
     pid: int | None = None
     code: int | None = None  # exit code, or minus the signal's number
@@ -44,7 +44,7 @@ class Worker:
     @property
     def last_step(self) -> int | None:
         """Return the last known number of steps that it has done."""
-        return self.step if self.status_page.step is None else self.status_page.step
+        return self.step if self.page.status.step is None else self.page.status.step
 
     @property
     def well(self) -> bool:
@@ -158,7 +158,7 @@ def failure_of(
         kind=kind,
         message=message,
         step=worker.last_step,
-        phase=worker.status_page.phase,
+        phase=worker.page.status.phase,
         signal=signum,
         traceback=worker.log.last_lines(_LAST_LINES),
         exit_code=exit_code,

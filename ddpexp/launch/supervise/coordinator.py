@@ -38,8 +38,9 @@ from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.supervisor import Supervisor
 from ddpexp.launch.workers import cleanup
 from ddpexp.launch.workers.client import Server
-from ddpexp.launch.workers.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, TERMINAL_FD, SharedStatus
+from ddpexp.launch.workers.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, TERMINAL_FD
 from ddpexp.launch.workers.lines import Lines
+from ddpexp.launch.workers.page import Page
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system import start
 from ddpexp.system.gpus import Device, worker_variables
@@ -318,7 +319,7 @@ def _supervise(
     finally:
         for worker in workers:
             worker.log.close()
-            worker.status_page.close()
+            worker.page.close()
 
 
 def _start_worker(
@@ -333,7 +334,7 @@ def _start_worker(
     control, worker_control = socket.socketpair()
     signals, worker_signals = socket.socketpair()
     worker_signals.setblocking(False)  # a signal handler writes to it
-    status_page, page_descriptor = SharedStatus.make()
+    page, page_descriptor = Page.make()
     descriptors = {
         CONTROL_FD: worker_control.fileno(),
         PAGE_FD: page_descriptor,
@@ -348,4 +349,4 @@ def _start_worker(
     worker_control.close()
     worker_signals.close()
     os.close(page_descriptor)
-    return Worker(rank, Lines(control), log, status_page, signals)
+    return Worker(rank, Lines(control), log, page, signals)

@@ -86,7 +86,7 @@ class DebugTurns:
         if ends:
             while self._waiting:
                 denied = self._waiting.popleft()
-                denied.worker.status_page.answer(denied.number, granted=False)
+                denied.worker.page.terminal.answer(denied.number, granted=False)
         elif (request := self._next()) is not None:
             self._lend(request)
             return
@@ -129,7 +129,7 @@ class DebugTurns:
             self._guard = self._guard or ModeGuard(self._terminal)
             self._guard.begin()
         self._holder, self._is_closing = worker, False
-        worker.status_page.answer(request.number, granted=True)
+        worker.page.terminal.answer(request.number, granted=True)
 
     def _take_back(self) -> None:
         if self._holder is not None:

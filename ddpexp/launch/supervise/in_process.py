@@ -32,8 +32,9 @@ from ddpexp.launch.supervise.signal_handler import SignalHandler
 from ddpexp.launch.supervise.stop_agreement import Agreement
 from ddpexp.launch.supervise.worker_events import WorkerReports, explain_loader
 from ddpexp.launch.workers import cleanup
-from ddpexp.launch.workers.control import Control, SharedStatus
+from ddpexp.launch.workers.control import Control
 from ddpexp.launch.workers.lines import Lines
+from ddpexp.launch.workers.page import Page
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system.hardware import visible_devices
 from ddpexp.system.limits import check_open_files
@@ -61,9 +62,9 @@ def run(job: Job, request: WorkerRequest) -> int:
     ours, theirs = socket.socketpair()
     signals, to_signals = socket.socketpair()
     to_signals.setblocking(False)  # a signal handler writes to it
-    page, descriptor = SharedStatus.make()
+    page, descriptor = Page.make()
     worker = Worker(0, Lines(ours), Log(job.logs, 0), page, signals, pid=os.getpid())
-    control = Control(theirs, SharedStatus(descriptor), to_signals.fileno(), leads=True, in_process=True)
+    control = Control(theirs, Page(descriptor), to_signals.fileno(), leads=True, in_process=True)
     os.close(descriptor)
     supervisor = _Supervisor(job, worker, request.grace_seconds)
     try:
@@ -95,7 +96,7 @@ class _Supervisor:
         self._job = job
         self._worker = worker
         self._grace_seconds = grace_seconds
-        self._agreement, self._end = Agreement([worker.status_page], lambda _message: None), RunEnd([worker])
+        self._agreement, self._end = Agreement([worker.page], lambda _message: None), RunEnd([worker])
         self._signals = SignalHandler([worker], Peers(None), self._agreement, self._end, _send_signal, self._leave)
         self._reports, self._memory = WorkerReports(None, self._end, self._signals.quit_debugger), Memory()
         self._left_at: float | None = None  # when the worker was asked to leave without saving
@@ -143,7 +144,7 @@ class _Supervisor:
         """Make the worker leave without saving."""
         if self._left_at is None:
             self._left_at = time.monotonic()
-            self._worker.status_page.leave()
+            self._worker.page.stop.leave_at_once()
             _send_signal(signal.SIGTERM)
 
     def _exit(self, stop: Stop | None) -> None:

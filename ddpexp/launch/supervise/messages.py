@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from ddpexp.errors import Failure
 from ddpexp.launch.supervise.hangs import Account
-from ddpexp.launch.workers.control import What
+from ddpexp.launch.workers.page import What
 
 # From a worker to its supervisor.
 

@@ -72,7 +72,7 @@ class SignalHandler:
         """Record the signal that stops the run, for this command and its ranks."""
         self._end.stop_by(number)
         for worker in self._workers:
-            worker.status_page.stop(number)
+            worker.page.stop.request(number)
 
     def quit_debugger(self, at_once: bool) -> None:
         """Stop the run because the user has quit a debugger, as by Ctrl-C; `at_once`: without saving."""
@@ -87,7 +87,7 @@ class SignalHandler:
         self.record_stop(number)
         self._end.stop_at_once(number)
         for worker in self._workers:
-            worker.status_page.leave()
+            worker.page.stop.leave_at_once()
         self._send_signal(signal.SIGTERM, None)
 
     def dump(self, source: int = COMMAND) -> None:
@@ -124,4 +124,4 @@ class SignalHandler:
     def _is_training(self) -> bool:
         """Return whether the training has begun, according to rank zero: before, there is nothing to save."""
         first = self._workers[0]
-        return first.rank == 0 and (first.trains or first.status_page.step is not None)
+        return first.rank == 0 and (first.trains or first.page.status.step is not None)

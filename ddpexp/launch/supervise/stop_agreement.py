@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from ddpexp.launch.supervise.messages import AgreementMessage, BeginAgreement, CommitStep, ReportBound
-from ddpexp.launch.workers.control import SharedStatus, What
+from ddpexp.launch.workers.page import Page, What
 
 _VISIBLE_SECONDS = 0.002  # for a number on the shared pages to be visible to all ranks: far more than a CPU takes
 
@@ -22,7 +22,7 @@ _VISIBLE_SECONDS = 0.002  # for a number on the shared pages to be visible to al
 class Agreement:
     """One command's state of it; `send` sends to all other commands from the leading one, else to the leading one."""
 
-    pages: Sequence[SharedStatus]
+    pages: Sequence[Page]
     send: Callable[[AgreementMessage], None]
     _stops: bool = False  # a stop was requested
     _number: int = 0  # of the newest agreement
@@ -44,10 +44,11 @@ class Agreement:
         """
         first = self.pages[0]  # rank zero's
         if self._what is None:
-            number, wish = first.wish
+            number, wish = first.agreements.requested
             if self._requested is None and not self._stops and number > self._number:
                 self._requested = wish
-            if self._requested is None or first.step is None:  # before its first step a rank may not know its position
+            # Before its first step a rank may not know its position.
+            if self._requested is None or first.status.step is None:
                 return
             self._what, self._requested = self._requested, None
             self._number += 1
@@ -78,11 +79,11 @@ class Agreement:
             self._awaited.discard(sender)
 
     def _begin(self) -> int:
-        for status_page in self.pages:
-            status_page.begin(self._number)
+        for page in self.pages:
+            page.agreements.begin(self._number)
         time.sleep(_VISIBLE_SECONDS)
-        return max(status_page.bound(self._number) for status_page in self.pages)
+        return max(page.agreements.bound(self._number) for page in self.pages)
 
     def _commit(self, committed: CommitStep) -> None:
-        for status_page in self.pages:
-            status_page.commit(committed.number, committed.step, committed.what)
+        for page in self.pages:
+            page.agreements.commit(committed.number, committed.step, committed.what)

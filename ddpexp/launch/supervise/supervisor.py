@@ -65,7 +65,7 @@ class Supervisor:
         self._server, self._workers = server, workers
         self._grace_seconds, self._step_seconds = request.grace_seconds, request.timeout.step_seconds
         self._peers = peers = Peers(meeting)
-        self._agreement = Agreement([worker.status_page for worker in workers], peers.send)
+        self._agreement = Agreement([worker.page for worker in workers], peers.send)
         self._output = Output(terminal, None if peers.leads else self._forward_warning)
         self._end = RunEnd(workers, peers.leader, meeting is None or meeting.speaks)
         self._signals = SignalHandler(workers, peers, self._agreement, self._end, server.kill, self._kill_workers)

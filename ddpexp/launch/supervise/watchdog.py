@@ -68,7 +68,7 @@ class _Question:
     @property
     def record(self) -> bytes | None:
         """Return which collectives the rank has called, packed."""
-        return None if self.inquiry is None else self.worker.status_page.record(self.inquiry)
+        return None if self.inquiry is None else self.worker.page.collectives.packed(self.inquiry)
 
     @property
     def answer(self) -> str:
@@ -84,7 +84,7 @@ class _Question:
     @property
     def starved_seconds(self) -> float:
         """Return how long the rank has waited for a CPU since it was asked."""
-        return seconds_starved(self.delays, cpu_delays(self.worker.pid, self.worker.status_page.phase))
+        return seconds_starved(self.delays, cpu_delays(self.worker.pid, self.worker.page.status.phase))
 
 
 @dataclass
@@ -196,17 +196,17 @@ class Watchdog:
         """Add the time since the last look to the silence of each rank that has made no progress."""
         for worker in self._living():
             silence = self._silences.get(worker.rank)
-            if silence is None or silence.progress != worker.status_page.progress:
-                self._silences[worker.rank] = _Silence(worker.status_page.progress)
+            if silence is None or silence.progress != worker.page.status.progress:
+                self._silences[worker.rank] = _Silence(worker.page.status.progress)
                 continue
             pid = worker.pid or self.server  # the server finishes its imports before it starts a rank
-            delays = cpu_delays(pid, worker.status_page.phase)
+            delays = cpu_delays(pid, worker.page.status.phase)
             # The kernel counts a wait when it is over, so a wait longer than a look also counts for earlier looks.
             starved = silence.starved_seconds + seconds_starved(silence.delays, delays)
             counted = min(starved, _STARVED_MOST * seconds)
             silence.delays, silence.starved_seconds = delays, starved - counted
             silent = seconds - counted
-            if worker.status_page.phase in ("start", "build"):
+            if worker.page.status.phase in ("start", "build"):
                 activity = activity_of(pid)
                 if activity != silence.activity:
                     silence.activity, silence.busy_seconds = activity, silence.busy_seconds + silent
@@ -216,17 +216,17 @@ class Watchdog:
     def _account(
         self, worker: Worker, how: How = "asleep", where: Frame | str | None = None, stack: str | None = None
     ) -> Account:
-        status_page, silence = worker.status_page, self._silences.get(worker.rank)
-        limit, key = self._limit(status_page.phase, status_page.step is None)
-        silent = silence.seconds if silence and silence.progress == status_page.progress else 0.0
+        page, silence = worker.page, self._silences.get(worker.rank)
+        limit, key = self._limit(page.status.phase, page.status.step is None)
+        silent = silence.seconds if silence and silence.progress == page.status.progress else 0.0
         if silent and silence and silence.busy_seconds > _BUSY_FACTOR * limit:
             silent = silence.busy_seconds
         return Account(
             rank=worker.rank,
             host=platform.node(),
             pid=worker.pid,
-            phase=status_page.phase,
-            step=status_page.step,
+            phase=page.status.phase,
+            step=page.status.step,
             silent_seconds=silent,
             limit_seconds=limit,
             key=key,
@@ -269,10 +269,10 @@ class Watchdog:
         questions = {
             worker.rank: _Question(
                 worker,
-                worker.status_page.progress,
+                worker.page.status.progress,
                 worker.log.size(),
                 cpu_ticks(worker.pid),
-                cpu_delays(worker.pid, worker.status_page.phase),
+                cpu_delays(worker.pid, worker.page.status.phase),
                 self._asked if self.uses_nccl else None,
             )
             for worker in self._living()
@@ -317,7 +317,7 @@ class Watchdog:
         """
         rank, progress = question.worker.rank, question.progress
         since = self._unanswered.get(rank, progress) if question.is_answered else progress
-        return bool(question.worker.status_page.progress == progress == since)
+        return bool(question.worker.page.status.progress == progress == since)
 
     def _observe(self, question: _Question, seconds: float) -> tuple[How, Frame | str | None, str | None]:
         """Return what a rank does, where, and its formatted stack."""

@@ -90,7 +90,7 @@ class WorkerReports:
             kind=message.error,
             message=message.message,
             step=message.step,
-            phase=worker.status_page.phase,
+            phase=worker.page.status.phase,
             traceback=message.traceback,
             exit_code=message.exit_code,
             limit=message.limit,

@@ -21,8 +21,9 @@ from ddpexp.launch.supervise.causes import (
     rank_causes,
     weight,
 )
-from ddpexp.launch.workers.control import Control, SharedStatus
+from ddpexp.launch.workers.control import Control
 from ddpexp.launch.workers.lines import Lines
+from ddpexp.launch.workers.page import Page
 from ddpexp.launch.workers.rank_log import Log
 
 HOST = os.uname().nodename
@@ -39,13 +40,13 @@ def worker() -> Iterator[Callable[..., Worker]]:
     with ExitStack() as stack:
 
         def make(rank: int = 0, **fields: Any) -> Worker:
-            status_page, descriptor = SharedStatus.make()
+            page, descriptor = Page.make()
             stack.callback(os.close, descriptor)
-            stack.callback(status_page.close)
+            stack.callback(page.close)
             ours, theirs = (stack.enter_context(one) for one in socket.socketpair())
             log = Log(None, rank)
             stack.callback(log.close)
-            return Worker(rank=rank, control=Lines(ours), log=log, status_page=status_page, signals=theirs, **fields)
+            return Worker(rank=rank, control=Lines(ours), log=log, page=page, signals=theirs, **fields)
 
         yield make
 
@@ -125,13 +126,13 @@ def test_what_the_kernel_has_counted_is_reported_of_a_kill(worker: Callable[...,
 def test_a_failure_seen_from_outside_has_its_place_and_the_last_lines_of_the_log(worker: Callable[..., Worker]) -> None:
     one = worker(3, step=4)
     one.log.add("".join(f"line {number}\n" for number in range(50)))
-    Control(None, one.status_page).set_phase("evaluate")
+    Control(None, one.page).status.set_phase("evaluate")
     found = failure_of(one, "Hung", "it hangs", signum=6, exit_code=7)
     assert (found.rank, found.host, found.kind, found.message, found.phase) == (3, HOST, "Hung", "it hangs", "evaluate")
     assert (found.signal, found.exit_code) == (6, 7)
     assert found.step == 4  # as it has said
     assert found.traceback == "\n".join(f"line {number}" for number in range(30, 50))
-    Control(None, one.status_page).step = 9
+    Control(None, one.page).status.step = 9
     assert failure_of(one, "Hung", "it hangs").step == 9  # its page is newer
     assert failure_of(one, "Hung", "it hangs").exit_code == EXIT_FAILED
 

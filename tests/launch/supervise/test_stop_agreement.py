@@ -18,7 +18,8 @@ import pytest
 
 from ddpexp.launch.supervise.messages import AgreementMessage, BeginAgreement, CommitStep, ReportBound
 from ddpexp.launch.supervise.stop_agreement import Agreement
-from ddpexp.launch.workers.control import Control, SharedStatus, What
+from ddpexp.launch.workers.control import Control
+from ddpexp.launch.workers.page import Page, What
 from tests.conftest import PATIENCE
 
 
@@ -35,11 +36,11 @@ class Commands:
         for number, size in enumerate(sizes):
             pages = []
             for _ in range(size):
-                status_page, descriptor = SharedStatus.make()
+                page, descriptor = Page.make()
                 stack.callback(os.close, descriptor)
-                stack.callback(status_page.close)
-                pages.append(status_page)
-                self.ranks.append(Control(None, status_page, leads=not self.ranks))
+                stack.callback(page.close)
+                pages.append(page)
+                self.ranks.append(Control(None, page, leads=not self.ranks))
             self.agreements.append(Agreement(pages, partial(self._send, number)))
         self.lead = self.agreements[0]
 
@@ -52,7 +53,7 @@ class Commands:
     def at(self, *steps: int) -> None:
         """Have each rank have done so many steps, and be in the next one."""
         for rank, done in zip(self.ranks, steps, strict=True):
-            rank.step = done
+            rank.status.step = done
 
     def advance(self, others: Sequence[int] | None = None) -> None:
         self.lead.advance(range(1, len(self.agreements)) if others is None else others)
@@ -85,7 +86,7 @@ class Commands:
 @pytest.fixture
 def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
     monkeypatch.setattr(
-        "ddpexp.launch.workers.control._ANSWER_SECONDS", 5.0
+        "ddpexp.launch.workers.page._ANSWER_SECONDS", 5.0
     )  # ten minutes, for a command that somebody has stopped
     with ExitStack() as stack:
         yield stack
@@ -304,7 +305,7 @@ def test_a_save_and_an_end_at_one_step_are_an_end(stack: ExitStack) -> None:
     alone.lead.want("save")
     alone.advance()
     alone.lead.advance([])
-    alone.ranks[0].step = 5
+    alone.ranks[0].status.step = 5
     assert alone.ranks[0].poll(5, end=True) is None  # is the save's number, so the wish is repeated after it
     alone.advance()
     assert alone.agreed() == [(1, 6, "save")]

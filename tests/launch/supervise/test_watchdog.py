@@ -26,8 +26,9 @@ from ddpexp.launch.supervise.hangs import Account, verdict
 from ddpexp.launch.supervise.messages import BeginInquiry, InquiryMessage, ReportAccounts
 from ddpexp.launch.supervise.watchdog import Watchdog
 from ddpexp.launch.workers.collectives import Call, Group, Record
-from ddpexp.launch.workers.control import Control, Phase, SharedStatus
+from ddpexp.launch.workers.control import Control
 from ddpexp.launch.workers.lines import Lines
+from ddpexp.launch.workers.page import Page, Phase
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.settings.trainer import Timeout
 
@@ -70,18 +71,18 @@ class Ranks:
         self.watchdog = Watchdog(self.workers, LIMITS, True, self.sent.append, self.dump, self.server.pid)
 
     def add(self, does: str, phase: Phase = "train", pinned: int | None = None) -> subprocess.Popen[str]:
-        status_page, descriptor = SharedStatus.make()
+        page, descriptor = Page.make()
         self.stack.callback(os.close, descriptor)
         log = Log(None, len(self.workers))
         self.stack.callback(log.close)
         process = self.stack.enter_context(_started(does, log.fileno(), pinned))
         ours, theirs = (self.stack.enter_context(one) for one in socket.socketpair())
-        rank = Control(None, SharedStatus(descriptor))
-        rank.step = 3
-        rank.set_phase(phase)
+        rank = Control(None, Page(descriptor))
+        rank.status.step = 3
+        rank.status.set_phase(phase)
         self.processes.append(process)
         self.ranks.append(rank)
-        self.workers.append(Worker(len(self.workers), Lines(ours), log, status_page, theirs, process.pid))
+        self.workers.append(Worker(len(self.workers), Lines(ours), log, page, theirs, process.pid))
         return process
 
     def dump(self) -> None:
@@ -141,7 +142,7 @@ def test_a_rank_that_makes_progress_is_not_asked_for_its_stack(ranks: Ranks) -> 
     end = time.monotonic() + 5 * LIMITS.step_seconds
 
     def beats() -> bool:
-        ranks.ranks[0].heartbeat()
+        ranks.ranks[0].status.heartbeat()
         return time.monotonic() > end
 
     assert ranks.look(until=beats) is None
@@ -159,11 +160,11 @@ def test_a_stack_counts_only_if_the_rank_has_not_moved_since_it_was_asked(ranks:
         if ranks.request > 2:
             return
         if how == "a step":
-            rank.step = 10 + ranks.request
+            rank.status.step = 10 + ranks.request
         elif how == "a beat":
-            rank.heartbeat()
+            rank.status.heartbeat()
         else:
-            rank.set_phase("save" if ranks.request == 1 else "train")
+            rank.status.set_phase("save" if ranks.request == 1 else "train")
 
     ranks.before_dump = moves
     found = ranks.look()
@@ -177,7 +178,7 @@ def test_an_answer_to_an_earlier_question_does_not_count(ranks: Ranks) -> None:
     process = ranks.add("does_not_answer", "start")
     rank = ranks.ranks[0]
     assert ranks.look(until=lambda: ranks.request == 1 and not ranks.watchdog.writes_stacks) is None
-    rank.set_phase("evaluate")
+    rank.status.set_phase("evaluate")
     ranks.before_dump = lambda: process.send_signal(signal.SIGUSR1)
     found = ranks.look()
     assert ranks.request == 3  # the second answer may be the first question's
@@ -263,7 +264,7 @@ def test_with_nccl_the_ranks_are_also_asked_what_they_have_called(ranks: Ranks) 
 
     def answer() -> None:  # the inquiry was sent before the stacks were asked for
         for worker, group in zip(ranks.workers, (done, waits), strict=True):
-            worker.status_page.publish_record(ranks.request, Record([group]))
+            worker.page.collectives.publish(ranks.request, Record([group]))
 
     ranks.before_dump = answer
     found = ranks.look()
