@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,11 @@ def is_about(error: BaseException, expected: str) -> bool:
         return True
     is_subject = subject in ("", error.key, typed) or str(error.place).endswith(subject)
     return is_subject and word.lower() in prose
+
+
+def located(code: Any) -> str:
+    """Return how an error names a function or class of a test: with its file and line."""
+    return f"{code.__qualname__} ({inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]})"
 
 
 @contextmanager

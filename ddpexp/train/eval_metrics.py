@@ -63,10 +63,11 @@ class SetMetrics:
                 states |= _states_of(name, entry, self._world.device)
         if self._names not in (None, sorted(entries)) or not self.states.add(states, counts):
             raise DdpexpError(
-                f"{named(self._task.step)} returned the metrics {', '.join(sorted(entries)) or 'none'} in "
-                "another number, type or shape than in the batch before "
-                f"({', '.join(self._names or []) or 'none'}), but the metrics of all batches are added up",
+                f"returned the metrics {', '.join(sorted(entries)) or 'none'} in another number, type or shape than "
+                f"in the batch before ({', '.join(self._names or []) or 'none'}), but the metrics of all batches are "
+                "added up",
                 suggestion="Return the same every time.",
+                place=named(self._task.step),
             )
 
     def values(self, totals: Totals) -> dict[str, float]:
@@ -107,9 +108,10 @@ class SetMetrics:
             return values | numbers
         if unrecorded:
             raise MetricError(
-                f"{named(self._task.step)} returns {', '.join(unrecorded)}, which no logger can record",
+                f"returns {', '.join(unrecorded)}, which no logger can record",
                 suggestion="Give the task a method finish(self, sums) that returns {name: number}: see "
                 "ddpexp.task.HasFinish.",
+                place=named(self._task.step),
             )
         return values
 

@@ -258,8 +258,9 @@ def check_signature(method: Callable[..., Any], name: str, arguments: Sequence[s
         inspect.signature(method).bind(*arguments)
     except TypeError:
         raise RefusedError(
-            f"{named(method)} cannot be called with ({', '.join(arguments)})",
+            f"cannot be called with ({', '.join(arguments)})",
             suggestion=f"Write def {name}({', '.join(['self', *arguments])}).",
+            place=named(method),
         ) from None
     except ValueError:
         return  # a builtin without a signature
@@ -273,8 +274,9 @@ def check_optimizers(optimizers: Any, make: Callable[..., Any]) -> Any:
     """
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise RefusedError(
-            f"{named(make)} returned {shown(optimizers)}, where a mapping of names to optimizers belongs, such as "
-            '{"name": optimizer}.'
+            f"returned {shown(optimizers)}, where a mapping of names to optimizers belongs, such as "
+            '{"name": optimizer}',
+            place=named(make),
         )
     return optimizers
 

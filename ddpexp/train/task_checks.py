@@ -46,7 +46,7 @@ def check_sums(found: Any, step: Callable[..., Any], trains: bool, evaluates: bo
     """
     problem = _problem(found, trains, evaluates)
     if problem is not None:
-        raise DdpexpError(f"{named(step)} returned {problem}")
+        raise DdpexpError(f"returned {problem}", place=named(step))
 
 
 def check_loss(loss: Any, count: Any, step: Callable[..., Any]) -> None:
@@ -57,7 +57,7 @@ def check_loss(loss: Any, count: Any, step: Callable[..., Any]) -> None:
     """
     problem = _problem_of_loss(loss, trains=True) or _problem_of_count(count)
     if problem is not None:
-        raise DdpexpError(f"{named(step)} gave micro_batch.backward {problem}")
+        raise DdpexpError(f"gave micro_batch.backward {problem}", place=named(step))
 
 
 def _problem(found: Any, trains: bool, evaluates: bool) -> str | None:
@@ -219,19 +219,21 @@ def check_unchanged(
     for old, new in zip(before, gradients_of(parameters), strict=True):
         if old is not new and (old is None or new is None or old[0] is not new[0] or old[1] != new[1]):
             raise DdpexpError(
-                f"{named(step)} runs the backward pass itself{line_of(step, '.backward(')}, and the loop runs "
-                "it too, with the loss that is returned: gradients would be added twice",
+                f"runs the backward pass itself{line_of(step, '.backward(')}, and the loop runs it too, with the loss "
+                "that is returned: gradients would be added twice",
                 suggestion="Return the loss without calling backward(). A task that needs several backward "
                 "passes has a train_step: see ddpexp.task.HasTrainStep.",
+                place=named(step),
             )
 
 
 def own_backward(step: Callable[..., Any]) -> DdpexpError:
     """Return the error for a train_step whose gradients are not of `micro_batch.backward`."""
     return DdpexpError(
-        f"{named(step)} calls update.apply with gradients of a backward pass of its "
-        f"own{line_of(step, '.backward(')}: they are not divided by the count over the global batch",
+        f"calls update.apply with gradients of a backward pass of its own{line_of(step, '.backward(')}: they are not "
+        "divided by the count over the global batch",
         suggestion="Call micro_batch.backward(loss_sum, count) in place of loss.backward().",
+        place=named(step),
     )
 
 

@@ -17,7 +17,7 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.datasets import Splits
 from ddpexp.data.fingerprint import differences
 from ddpexp.data.streams import Stream, StreamBatches, as_stream
-from ddpexp.errors import CodeError, DdpexpError, RefusedError
+from ddpexp.errors import CodeError, DdpexpError
 from ddpexp.settings.data import Data
 from ddpexp.train.load_data import streams_checked
 from ddpexp.train.recipe_checks import check_splits
@@ -150,7 +150,7 @@ def test_positions_of_other_shards_are_refused() -> None:
     with refused("positions of 4 shards"):
         batches(Stream(Numbers), micro=4).restore([state])
     state["shards"].pop("2")
-    with pytest.raises(RefusedError, match="holds no position of shard 2 of the stream"):
+    with refused("no position of shard 2"):
         batches(Stream(Numbers)).restore([None, state])
 
 

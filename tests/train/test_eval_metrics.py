@@ -35,6 +35,7 @@ from ddpexp.train.metrics import MetricError
 from ddpexp.train.precision import Precision
 from tests.fitting import ALONE
 from tests.ranks import on_ranks
+from tests.refusals import located, refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
 FP32 = Precision("fp32", ALONE.device, False)
@@ -266,28 +267,25 @@ def test_finish_gets_every_sum_on_the_host() -> None:
 
 
 WRONG: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], str]] = {
-    "nothing": (lambda sums: None, r"returned None, where \{name: number\} belongs, \{\} for none\.$"),
-    "a list": (lambda sums: [1.0], r"returned a list of 1, where \{name: number\} belongs"),
-    "a matrix": (
-        lambda sums: {"m": torch.zeros(2, 2)},
-        r"returned a tensor of shape \(2, 2\) as 'm', where one number",
-    ),
-    "a text": (lambda sums: {"m": "1"}, r"returned a str as 'm', where one number belongs\.$"),
-    "no name": (lambda sums: {1: 1.0}, r"returned a metric named 1: a name must be a text"),
-    "the loss": (lambda sums: {"loss": 1.0}, r"returned a metric named 'loss': a name must be a text, and `loss` is"),
-    "a mean": (lambda sums: {"accuracy": 1.0}, r"gives accuracy, which is recorded already"),
+    "nothing": (lambda sums: None, "returned None"),
+    "a list": (lambda sums: [1.0], "returned a list of 1"),
+    "a matrix": (lambda sums: {"m": torch.zeros(2, 2)}, "returned a tensor of shape (2, 2) as 'm'"),
+    "a text": (lambda sums: {"m": "1"}, "returned a str as 'm'"),
+    "no name": (lambda sums: {1: 1.0}, "returned a metric named 1"),
+    "the loss": (lambda sums: {"loss": 1.0}, "returned a metric named 'loss'"),
+    "a mean": (lambda sums: {"accuracy": 1.0}, "gives accuracy"),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_finish_that_returns_something_else_is_named_with_its_file_and_line(kind: str) -> None:
     ends, message = WRONG[kind]
-    with pytest.raises(MetricError, match=rf"^Finishes\.finish \({__file__}:\d+\) {message}"):
+    with refused(f"{located(Finishes.finish)}: {message}", MetricError):
         run(Finishes({}, ends=ends))
 
 
 def test_arrays_that_nothing_finishes_are_refused() -> None:
-    with pytest.raises(MetricError, match=r"^Counts\.step \(.*\) returns a, b, which no logger can record"):
+    with refused(f"{located(Counts.step)}: returns a, b", MetricError):
         run(Counts({"a": lambda scores, labels: labels.sum(), "b": lambda scores, labels: (scores.sum(0), 1)}))
 
 
@@ -296,7 +294,7 @@ def test_arrays_that_nothing_finishes_are_refused() -> None:
     [lambda scores, labels: scores.sum(0), lambda scores, labels: scores.sum(), lambda scores, labels: (scores, "1")],
 )
 def test_floats_without_a_count_are_refused(entry: Entry) -> None:
-    with pytest.raises(DdpexpError, match=r"^Counts\.step \(.*\) returned .* the metric 'a', where "):
+    with refused(f"{located(Counts.step)}: the metric 'a'", DdpexpError):
         run(Counts({"a": entry}))
 
 
@@ -311,7 +309,7 @@ def test_the_order_of_the_entries_does_not_matter(alone: dict[int, dict[str, flo
 
 
 def test_a_shape_that_changes_is_refused() -> None:
-    with pytest.raises(DdpexpError, match=r"returned the metrics a in another number, type or shape than in the batch"):
+    with refused(f"{located(Counts.step)}: returned the metrics a in another number", DdpexpError):
         run(Finishes({"a": lambda scores, labels: torch.zeros(len(labels), dtype=torch.int64)}))
 
 
@@ -344,12 +342,12 @@ def product(values: Tensor) -> Tensor:
 
 
 UNMERGEABLE: Mapping[str, tuple[Any, str]] = {
-    "tensors that are stacked": (torchmetrics.PearsonCorrCoef(), r"PearsonCorrCoef cannot .* `mean_x` has dist_reduce_fx=None\."),
-    "a function": (Custom(product), r"Custom cannot be merged, because its state `odd` has dist_reduce_fx=product\."),
-    "one that remembers": (Running(), r"Running cannot be merged, because an update of its state `total` depends on"),
-    "one in a collection": (torchmetrics.MetricCollection([BinaryAUROC(), Custom(None)]), r"Custom cannot be merged"),
-    "no metric": (nn.Linear(1, 1), r"takes a torchmetrics\.Metric or MetricCollection first, not a Linear\."),
-}  # fmt: skip
+    "tensors that are stacked": (torchmetrics.PearsonCorrCoef(), "`mean_x` has dist_reduce_fx=None"),
+    "a function": (Custom(product), "`odd` has dist_reduce_fx=product"),
+    "one that remembers": (Running(), "an update of its state `total`"),
+    "one in a collection": (torchmetrics.MetricCollection([BinaryAUROC(), Custom(None)]), "Custom cannot be merged"),
+    "no metric": (nn.Linear(1, 1), "not a Linear"),
+}
 
 
 @pytest.mark.parametrize("kind", UNMERGEABLE)
@@ -360,14 +358,13 @@ def test_a_metric_that_cannot_be_merged_is_refused_by_name(kind: str) -> None:
         both = isinstance(metric, torchmetrics.PearsonCorrCoef | torchmetrics.MetricCollection)
         return metric_update(metric, *([scores[:, 0], scores[:, 1]] if both else [scores]))
 
-    with pytest.raises(DdpexpError, match=rf"^metric 'odd': .*{message}"):
+    with refused(f"metric 'odd': {message}", DdpexpError):
         run(Counts({"odd": update}))
 
 
 def test_a_metric_that_does_not_accept_a_batch_is_named() -> None:
     matrix = MulticlassConfusionMatrix(3)
-    message = r"^metric 'matrix': MulticlassConfusionMatrix\.update raised ValueError: "
-    with pytest.raises(DdpexpError, match=message):
+    with refused("metric 'matrix': MulticlassConfusionMatrix.update raised ValueError", DdpexpError):
         run(Counts({"matrix": lambda scores, labels: metric_update(matrix, scores, labels)}))
 
 
@@ -405,5 +402,5 @@ class Holds:
 
 def test_the_names_of_an_evaluation_are_tried_out_on_a_batch() -> None:
     assert names(Holds(BinaryAUROC())) == ["loss", "auroc"]
-    with pytest.raises(DdpexpError, match=r"^metric 'auroc': the states of PearsonCorrCoef"):
+    with refused("metric 'auroc': the states of PearsonCorrCoef", DdpexpError):
         names(Holds(torchmetrics.PearsonCorrCoef()))

@@ -185,14 +185,14 @@ def test_an_integer_buffer_without_a_mean_is_noticed_late_but_before_a_save(monk
                 model.train_model(torch.ones(2, 3)).sum().backward()
         model.clear_gradient()
 
-    message = r"^the buffer model\.count holds whole numbers, and the 4 micro-batches"
+    expected = "the buffer model.count: the 4 micro-batches"
     model = Exact(STRATEGY, ALONE, build, gradient_accumulation_steps=4)
     go_round(model)
-    with pytest.raises(DdpexpError, match=message):
+    with refused(expected, DdpexpError):
         go_round(model)
     model = Exact(STRATEGY, ALONE, build, gradient_accumulation_steps=4)
     go_round(model)
-    with pytest.raises(DdpexpError, match=message), model.synced_buffers():
+    with refused(expected, DdpexpError), model.synced_buffers():
         pass
 
 

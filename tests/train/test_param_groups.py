@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -268,46 +267,34 @@ def test_a_layer_without_a_shape_is_chosen_by_name_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "expected"),
     [
-        ("param_groups=[{match: [a], lr_scale: -1}]", "param_groups[0].lr_scale=-1: use a number from 0 or null."),
-        ("param_groups=[{match: [a], weight_decay: low}]", "param_groups[0].weight_decay=low: use a number from 0."),
+        ("param_groups=[{match: [a], lr_scale: -1}]", "param_groups[0].lr_scale=-1"),
+        ("param_groups=[{match: [a], weight_decay: low}]", "param_groups[0].weight_decay=low"),
         (
             "param_groups=[{match: [a], weight_decya: 0}]",
-            "param_groups[0].weight_decya is not a known key. Did you mean trainer.param_groups[0].weight_decay?",
+            "param_groups[0].weight_decya: did you mean trainer.param_groups[0].weight_decay?",
         ),
         (
             "param_groups=[{macth: [a], lr: 1}]",
-            "param_groups[0].macth is not a known key. Did you mean trainer.param_groups[0].match?",
+            "param_groups[0].macth: did you mean trainer.param_groups[0].match?",
         ),
         (
             "param_groups=[{ndim: 1, momentum: 0.9}]",
-            "param_groups[0].momentum is not a known key. Available: match, ndim, type, name, lr_scale, lr, "
-            "weight_decay, foreach, maximize, differentiable, betas, eps, capturable, amsgrad, fused.",
+            "param_groups[0].momentum: match, ndim, type, name, lr_scale, lr, weight_decay, foreach, maximize, "
+            "differentiable, betas, eps, capturable, amsgrad, fused.",
         ),
-        (
-            "param_groups=[{lr: 1}]",
-            "param_groups[0] does not say which parameters it is for. Give it match=[...] with patterns of names, "
-            "ndim=[...] or type=[...] with classes of layers.",
-        ),
-        (
-            "param_groups=[{match: [a], name: b}]",
-            "param_groups[0] changes nothing. Give it lr_scale, lr, weight_decay or another setting of the optimizer.",
-        ),
-        (
-            "param_groups=[{match: [a], lr: 1, lr_scale: 2}]",
-            "param_groups[0] sets the learning rate twice, by lr=1 and lr_scale=2.0. Leave one of them out.",
-        ),
-        ("layer_decay={decay: 1, layers: [a]}", "layer_decay.decay=1: use a number between 0 and 1."),
-        ("layer_decay={decay: 0.5}", "layer_decay.layers is missing. Give it a value, for example in the recipe or as "
-            "trainer.layer_decay.layers=... ."),
-        ("freeze_until={steps: 5, match: [a]}", "freeze_until.steps is not a known key. Did you mean "
-            "trainer.freeze_until.step?"),
-        ("freeze_until=[{step: 0, match: [a]}]", "freeze_until[0].step=0: use a whole number from 1."),
+        ("param_groups=[{lr: 1}]", "param_groups[0]: match=[...]"),
+        ("param_groups=[{match: [a], name: b}]", "param_groups[0]: changes nothing"),
+        ("param_groups=[{match: [a], lr: 1, lr_scale: 2}]", "param_groups[0]: lr=1 and lr_scale=2.0"),
+        ("layer_decay={decay: 1, layers: [a]}", "layer_decay.decay=1"),
+        ("layer_decay={decay: 0.5}", "layer_decay.layers: is missing"),
+        ("freeze_until={steps: 5, match: [a]}", "freeze_until.steps: did you mean trainer.freeze_until.step?"),
+        ("freeze_until=[{step: 0, match: [a]}]", "freeze_until[0].step=0"),
     ],
-)  # fmt: skip
-def test_values_that_mean_nothing_are_refused_before_any_worker_starts(override: str, sentence: str) -> None:
-    with pytest.raises(RefusedError, match=f"^{re.escape(f'trainer.{sentence}')}$"):
+)
+def test_values_that_mean_nothing_are_refused_before_any_worker_starts(override: str, expected: str) -> None:
+    with refused(f"trainer.{expected}"):
         experiment_of(f"trainer.{override}")
 
 
@@ -348,18 +335,9 @@ def test_parameters_that_no_model_has_keep_the_settings_of_the_optimizer() -> No
     assert groups["other"][1] is temperature
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        (
-            "trainer.param_groups=[{ndim: 1, betas: [2, 0.9]}]",
-            "trainer.param_groups[0] sets betas=[2, 0.9], which torch.optim.AdamW does not accept",
-        ),
-    ],
-)
-def test_a_setting_that_the_optimizer_does_not_accept_is_refused(override: str, sentence: str) -> None:
-    with pytest.raises(RefusedError, match=f"^{re.escape(sentence)}"):
-        optimizers_of(Tied(), Plain(), override)
+def test_a_setting_that_the_optimizer_does_not_accept_is_refused() -> None:
+    with refused("trainer.param_groups[0]: betas=[2, 0.9]"):
+        optimizers_of(Tied(), Plain(), "trainer.param_groups=[{ndim: 1, betas: [2, 0.9]}]")
 
 
 class Makes:

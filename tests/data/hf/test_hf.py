@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from PIL import Image
 from ddpexp.data.arrays.dataset import load
 from ddpexp.data.hf.convert import convert
 from ddpexp.data.hf.prepare import prepare
-from ddpexp.errors import RefusedError
 from tests.refusals import refused
 
 datasets = pytest.importorskip("datasets")
@@ -79,7 +77,7 @@ def test_an_evaluation_file_is_read_by_the_schema_of_the_training_file() -> None
     alone = prepare("e.csv", **options, schema=found["schema"])
     assert everything(load(alone).train) == ([[7, 0, 1], [8, 1, 0], [9, 1, 0]], [2, 1, 0])
     Path("e.csv").write_text("kind,a,city\n3,7,y\n")
-    with pytest.raises(RefusedError, match="column kind holds the class 3 in row 1, which the training part does not"):
+    with refused("column kind: the class 3 in row 1"):
         prepare("e.csv", **options, schema=found["schema"])
 
 
@@ -112,9 +110,7 @@ def test_a_folder_of_images_and_its_splits() -> None:
     found = prepare("photos", inputs="image", targets="label", channels=1)
     assert (found["num_train"], found["num_test"]) == (4, 2)
     assert found["facts"]["shape"] == [1, 6, 6]
-    with pytest.raises(
-        RefusedError, match=r"^data\.eval_split=test is not a split of photos: it has train, validation\.$"
-    ):
+    with refused("data.eval_split=test: train, validation"):
         prepare("photos", inputs="image", targets="label", eval_split="test")
 
 
@@ -131,7 +127,7 @@ def test_lists_of_one_length_are_inputs() -> None:
     found = prepare("t.jsonl", inputs="x", targets="y")
     assert everything(load(found).train) == ([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], [0.5, 1.5])
     Path("u.jsonl").write_text('{"x": [1, 2], "y": 0.5}\n{"x": [5], "y": 1.5}\n')
-    with pytest.raises(RefusedError, match="which are not numbers of one shape"):
+    with refused(": not numbers of one shape"):
         prepare("u.jsonl", inputs="x", targets="y")
 
 
@@ -182,28 +178,28 @@ def test_starting_again_converts_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "sentence"),
+    ("content", "options", "expected"),
     [
-        (TABLE, {"inputs": "c"}, "data.inputs=c is not a column of data.path=t.csv (for train): it has a, b, kind."),
-        (TABLE, {"targets": "c"}, "data.targets=c is not a column of data.path=t.csv (for train): it has a, b, kind."),
-        (TABLE, {"split": "dev"}, "data.split=dev is not a split of t.csv: it has train."),
-        (TABLE, {"inputs": ("a", "kind")}, "data.inputs=kind is a column of "),
-        (TABLE, {"inputs": "kind", "targets": "a", "standardize": True}, "data.standardize=true is for columns of"),
-        (TABLE + "1,,lily\n", {"inputs": "b"}, "data.path=t.csv: column b has no value in row 4"),
-        ("a,kind\n1,0\n2,-1\n", {}, "data.path=t.csv: column kind holds the class -1 in row 2"),
-        ("a,kind\n", {}, "data.path=t.csv cannot be read by the library datasets: "),
-        ('a,kind\n1,"2', {}, "data.path=t.csv cannot be read by the library datasets: "),
+        (TABLE, {"inputs": "c"}, "data.inputs=c: a, b, kind"),
+        (TABLE, {"targets": "c"}, "data.targets=c: a, b, kind"),
+        (TABLE, {"split": "dev"}, "data.split=dev: train"),
+        (TABLE, {"inputs": ("a", "kind")}, "data.inputs=kind"),
+        (TABLE, {"inputs": "kind", "targets": "a", "standardize": True}, "data.standardize=true"),
+        (TABLE + "1,,lily\n", {"inputs": "b"}, "column b: no value in row 4"),
+        ("a,kind\n1,0\n2,-1\n", {}, "column kind: the class -1 in row 2"),
+        ("a,kind\n", {}, "data.path=t.csv: cannot be read"),
+        ('a,kind\n1,"2', {}, "data.path=t.csv: cannot be read"),
     ],
 )
-def test_data_that_is_wrong_is_refused(content: str, options: dict[str, Any], sentence: str) -> None:
+def test_data_that_is_wrong_is_refused(content: str, options: dict[str, Any], expected: str) -> None:
     Path("t.csv").write_text(content)
-    with pytest.raises(RefusedError, match=re.escape(sentence)) as refused:
+    with refused(expected) as caught:
         prepare("t.csv", **{"inputs": "a", "targets": "kind", **options})
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
     assert not list(Path(".ddpexp-cache").glob("[!.]*")) or "standardize" in options
 
 
 def test_a_name_of_the_hub_without_network_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RefusedError, match=r"^data\.path=some/where is neither a file nor a folder here"):
+    with refused("data.path=some/where"):
         prepare("some/where", inputs="a", targets="b")
     assert capfd.readouterr() == ("", "")

@@ -22,7 +22,7 @@ import pytest
 from ddpexp.data.tar_shards import remote
 from ddpexp.data.tar_shards.dataset import load
 from ddpexp.data.tar_shards.prepare import expand, prepare
-from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.errors import DdpexpError
 from tests.data.tar_shards.test_tar_shards import write
 from tests.refusals import refused
 
@@ -124,19 +124,19 @@ def test_a_server_that_fails_for_good_is_named_with_the_place(server: Any, tmp_p
     for name in parts():
         (remote.folder() / name).unlink()
     server.broken = 1000
-    with pytest.raises(DdpexpError, match=r"train-000.tar cannot be read at byte 0 after 4 tries .*the same command"):
+    with refused("train-000.tar: at byte 0 after 4 tries", DdpexpError):
         train[0]
     server.broken = 0
     assert train[0] == EXPECTED[0]
     (tmp_path / "train-001.tar").unlink()
-    with pytest.raises(DdpexpError, match=r"train-001.tar no longer exists"):
+    with refused("train-001.tar: no longer exists", DdpexpError):
         train[10]
-    with pytest.raises(RefusedError, match=r"train-001.tar: The server has no such file"):
+    with refused(": no such file"):
         prepare(server.url, None, FILES)
 
 
 def test_a_server_that_is_not_there_is_refused(server: Any) -> None:
-    with pytest.raises(RefusedError, match=r"data.path=http://127.0.0.1:1/a.tar cannot be read: "):
+    with refused("data.path=http://127.0.0.1:1/a.tar: cannot be read"):
         prepare("http://127.0.0.1:1/a.tar", None, FILES)
 
 

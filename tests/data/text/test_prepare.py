@@ -233,10 +233,10 @@ def test_a_tokenizer_of_the_library(file: Path) -> None:
     path.unlink()  # the cache has a copy
     assert from_record(found["facts"]["tokenizer"]).decode([1, 2]) == "jagen Deich"
     (folder / "tokenizer.json").write_text(tokenizer.to_str().replace("jagen", "fangen"))
-    with pytest.raises(RefusedError, match="is not the tokenizer of the run"):
+    with refused("tokenizer.json: of the run"):
         from_record(found["facts"]["tokenizer"])
     path.write_text("{}")
-    with pytest.raises(RefusedError, match="is not a file of the library tokenizers"):
+    with refused(f"data.tokenizer={path}: library tokenizers"):
         prepared(file, tokenizer=str(path))
 
 
