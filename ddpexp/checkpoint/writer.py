@@ -33,7 +33,8 @@ from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.strategy.base import Shard
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import JSON_BYTES, Anchor, MovedError, flush, write_data
-from ddpexp.system.limits import human, reason_with_limit
+from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.text import size_text
 
 Files = Mapping[str, Mapping[str, Tensor | Shard]]
 
@@ -319,8 +320,8 @@ class Writer:
         remedy = " Make room or mend the disk, then resume." if isinstance(error, OSError) else ""
         return (
             f"the checkpoint of step {job.step} could not be written in {self._folder}: "
-            f"{reason_with_limit(error, self._folder)}; rank {self._world.rank} writes {human(job.copied.numel())} of "
-            f"it. The checkpoints before it are as they were.{remedy}"
+            f"{reason_with_limit(error, self._folder)}; rank {self._world.rank} writes "
+            f"{size_text(job.copied.numel())} of it. The checkpoints before it are as they were.{remedy}"
         )
 
 

@@ -15,8 +15,8 @@ from ddpexp.data.hashes import reading_again
 from ddpexp.data.schema import Schema, guesses_about
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run.prepare import prepare
-from ddpexp.system.limits import human, reason_with_limit
-from ddpexp.system.text import first_few
+from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.text import first_few, size_text
 
 _SHOWN = 10  # classes and the like
 
@@ -40,7 +40,7 @@ def data(call: Call) -> int:
     else:
         print("\n".join(described(experiment, prepared)))
         for folder, num_bytes in verified:
-            print(f"verified: {human(num_bytes)} in {folder}")
+            print(f"verified: {size_text(num_bytes)} in {folder}")
     if file is not None:
         _draw(experiment, prepared, Path(file))
         if not call.as_json:
@@ -64,7 +64,7 @@ def described(experiment: Experiment, prepared: Mapping[str, Any] | None) -> lis
     folder = prepared.get("folder")
     if isinstance(folder, str) and Path(folder).is_dir():
         size = sum(path.stat().st_size for path in Path(folder).iterdir() if path.is_file())
-        facts["files"] = f"{human(size)} in {folder}"
+        facts["files"] = f"{size_text(size)} in {folder}"
     lines = [*facts.items(), *(("guess", guess) for guess in guesses_about(prepared))]
     width = max(len(name) for name, _ in lines)
     return [f"{name:<{width}}  {value}" for name, value in lines]

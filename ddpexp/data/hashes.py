@@ -19,9 +19,9 @@ import xxhash
 
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
-from ddpexp.system.limits import human
 from ddpexp.system.network import boot_id
 from ddpexp.system.terminal import print_message
+from ddpexp.system.text import size_text
 
 CHUNK = 1 << 24  # bytes that have a hash together
 _BLOCK = 1 << 20  # bytes that are read at once: they stay in the processor's cache until they are hashed
@@ -122,7 +122,7 @@ def _damage(folder: Path, listing: str, note: str) -> str | None:
         return None
     sizes, chunks = json.loads(listing)
     if (total := sum(sizes.values())) >= _ANNOUNCED:
-        print_message(f"ddpexp: verifying {folder} ({human(total)}), as after every start of this machine")
+        print_message(f"ddpexp: verifying {folder} ({size_text(total)}), as after every start of this machine")
     ends = {name: [end for end, _ in chunks[name]] for name in sizes}
     try:
         found = _hashed(folder, ends)

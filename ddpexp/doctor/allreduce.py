@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpexp.doctor.report import Finding, bad, doubtful, good
-from ddpexp.system.limits import human
+from ddpexp.system.text import size_text
 
 _EXPECTED_SHARE = 0.25  # of the links: with less, another way is taken or something else uses them
 _BROKEN_SHARE = 0.05
@@ -74,7 +74,7 @@ def judge_all_reduce(result: Mapping[str, Any], expected: tuple[str, float] | No
     speed, size = result["bus_gigabytes_a_second"], result["ranks"]
     text = f"{size} ranks {where} over {result['backend']}"
     measured = (
-        f"{human(result['num_bytes'])} at {speed:.3g} GB/s per rank and direction, "
+        f"{size_text(result['num_bytes'])} at {speed:.3g} GB/s per rank and direction, "
         f"a small one in {result['latency_us']:,.0f} us"
     )
     facts = {**result, "expected_gigabytes_a_second": expected[1] if expected else None}

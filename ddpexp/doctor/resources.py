@@ -13,8 +13,9 @@ from ddpexp.doctor.report import Finding, bad, doubtful, good
 from ddpexp.doctor.setting import Setting
 from ddpexp.system.containers import enlarge_shared_memory, runtime
 from ddpexp.system.hardware import cores_quota, usable_core_numbers, usable_cores
-from ddpexp.system.limits import human, process_limits, required_open_files
+from ddpexp.system.limits import process_limits, required_open_files
 from ddpexp.system.oom import tightest_limit
+from ddpexp.system.text import size_text
 
 GIB = 1 << 30
 _SHARED = "/dev/shm"
@@ -125,7 +126,7 @@ def judge_shared_memory(facts: Facts, setting: Setting) -> list[Finding]:
         used = " and ".join(uses) or "data.num_workers above 0"
         report = bad if uses else doubtful
         return [report("shm", text, f"mount a tmpfs there: {used} needs it", **facts)]
-    text, measured = f"{_SHARED} of {human(size)}", f"{human(facts['free'])} free"
+    text, measured = f"{_SHARED} of {size_text(size)}", f"{size_text(facts['free'])} free"
     users = setting.workers * max(setting.num_workers, setting.device == "cuda" and setting.workers > 1)
     if facts["free"] < _LEAST_SHARED * users:
         return [bad("shm", f"{text}, too little for {' and '.join(uses)}", advice, measured, **facts)]
@@ -189,10 +190,10 @@ def _sizes(facts: Facts, setting: Setting) -> list[Finding]:
     if (limit := facts["address_space"]) is not None:
         report = bad if setting.device == "cuda" else doubtful
         why = "CUDA reserves the memory of all GPUs there" if setting.device == "cuda" else "torch maps much"
-        text = f"this shell allows {human(limit)} of address space"
+        text = f"this shell allows {size_text(limit)} of address space"
         findings.append(report("address_space", text, f"ulimit -v unlimited: {why}", address_space=limit))
     if (limit := facts["file_size"]) is not None:
-        text = f"this shell allows {human(limit)} a file"
+        text = f"this shell allows {size_text(limit)} a file"
         advice = "ulimit -f unlimited: no larger checkpoint can be written"
         findings.append(doubtful("file_size", text, advice, file_size=limit))
     if (limit := facts["cpu_seconds"]) is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ddpexp.doctor.gather import Facts
 from ddpexp.doctor.report import Finding, bad, doubtful, good
 from ddpexp.doctor.setting import Setting
-from ddpexp.system.limits import human
+from ddpexp.system.text import size_text
 
 _TEST_BYTES = 4 << 20
 _SLOW_SECONDS = 1.0  # of writing 4 MB through to the disk
@@ -107,7 +107,7 @@ def judge_files(facts: Facts, setting: Setting) -> list[Finding]:
     """Judge the file system of run directories."""
     folder, elsewhere = facts["folder"], "choose another place with run.dir=... ."
     text = f"{folder} on {facts['kind']}" + (f" ({facts['source']})" if facts["kind"] in SHARED else "")
-    measured = f"{human(facts['free'])} free"
+    measured = f"{size_text(facts['free'])} free"
     if facts["refused"] is not None:
         return [bad("file_system", f"{text} cannot be written: {facts['refused']}", elsewhere, **facts)]
     measured += f", 4 MB on disk in {facts['fsync_seconds'] * 1000:.0f} ms"
@@ -150,7 +150,7 @@ def gather_temporary() -> Facts:
 
 def judge_temporary(facts: Facts, setting: Setting) -> list[Finding]:
     """Judge the folder of temporary files."""
-    folder, measured = facts["folder"], f"{human(facts['free'])} free"
+    folder, measured = facts["folder"], f"{size_text(facts['free'])} free"
     if not facts["writable"]:
         return [bad("tmp", f"no folder for temporary files can be written ({folder})", "export TMPDIR=... to one that "
                     "can", **facts)]  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.plan.outcome import Outcome
-from ddpexp.system.limits import distinguishable
+from ddpexp.system.text import distinct_size_texts
 
 Verdict = Literal["fits", "tight", "too large"]
 
@@ -33,7 +33,7 @@ def check_fits(outcome: Outcome, memory_gb: float) -> None:
     """
     if verdict(outcome, memory_gb) != "too large":
         return
-    most, memory = distinguishable(outcome.most_bytes(), round(memory_gb * _GB))
+    most, memory = distinct_size_texts(outcome.most_bytes(), round(memory_gb * _GB))
     raise RefusedError(
         f"a rank needs {most}, more than --memory_gb={memory_gb:g} ({memory}): {cure(outcome, memory_gb)}",
         suggestion="plan --strategies compares them.",

@@ -10,8 +10,7 @@ from ddpexp.plan.speed import crowd
 from ddpexp.strategy.estimator import Traffic
 from ddpexp.sweep import grid
 from ddpexp.sweep.table import duration
-from ddpexp.system.limits import human
-from ddpexp.system.text import one_line
+from ddpexp.system.text import one_line, size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -128,7 +127,7 @@ def _memory(outcome: Outcome) -> RenderableType:
     table.add_column("")
     for part in outcome.parts():
         where = "on the host; " if outcome.is_on_host(part) else ""
-        size = "?" if part.num_bytes is None else human(part.num_bytes)
+        size = "?" if part.num_bytes is None else size_text(part.num_bytes)
         table.add_row(
             part.name,
             size,
@@ -136,22 +135,22 @@ def _memory(outcome: Outcome) -> RenderableType:
             style="dim" if part.num_bytes is None else "",
         )
     on_gpu = outcome.assumed.layout.device == "cuda"
-    table.add_row("together", human(outcome.rank_bytes(on_host=False)), "on a GPU" if on_gpu else "", style="bold")
+    table.add_row("together", size_text(outcome.rank_bytes(on_host=False)), "on a GPU" if on_gpu else "", style="bold")
     if on_gpu:
-        table.add_row("", human(outcome.rank_bytes(on_host=True)), "of a rank on its host", style="bold")
+        table.add_row("", size_text(outcome.rank_bytes(on_host=True)), "of a rank on its host", style="bold")
     for moment, num_bytes in outcome.moments().items():
-        table.add_row(_MOMENTS[moment][0], human(num_bytes), _MOMENTS[moment][1])
+        table.add_row(_MOMENTS[moment][0], size_text(num_bytes), _MOMENTS[moment][1])
     return table
 
 
 def _rest(outcome: Outcome) -> dict[str, str]:
     files = outcome.files()
     made, at_once = outcome.checkpoints()
-    split = " + ".join(f"{name} {human(size)}" for name, size in files.items() if size)
+    split = " + ".join(f"{name} {size_text(size)}" for name, size in files.items() if size)
     lines = {"buckets": _buckets(outcome.traffic())}
     lines["checkpoint"] = (
-        f"{human(sum(files.values()))} = {split}; {made:,} made, at most {at_once:,} there: "
-        f"{human(at_once * sum(files.values()))}"
+        f"{size_text(sum(files.values()))} = {split}; {made:,} made, at most {at_once:,} there: "
+        f"{size_text(at_once * sum(files.values()))}"
     )
     lines |= _step(outcome)
     return {name: text for name, text in lines.items() if text}
@@ -186,8 +185,8 @@ def _buckets(traffic: Traffic) -> str:
     if not sizes:
         return ""
     spread = (
-        human(sizes[0])
+        size_text(sizes[0])
         if len(sizes) == 1
-        else f"{human(min(sizes))} to {human(max(sizes))}, the last one {human(sizes[-1])}"
+        else f"{size_text(min(sizes))} to {size_text(max(sizes))}, the last one {size_text(sizes[-1])}"
     )
-    return f"{len(sizes):,} of {traffic.bucket_cap_mb:g} MiB: {human(sum(sizes))} a step, {spread}"
+    return f"{len(sizes):,} of {traffic.bucket_cap_mb:g} MiB: {size_text(sum(sizes))} a step, {spread}"

@@ -14,8 +14,8 @@ from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import Costs
 from ddpexp.strategy.estimator import Variant
 from ddpexp.strategy.options import Options
-from ddpexp.system.limits import human
 from ddpexp.system.oom import available_bytes
+from ddpexp.system.text import size_text
 
 _AGAIN = "trainer.activation_checkpointing"
 _AGAIN_TIME = 4 / 3  # of a pass: forward is done twice, and backward takes as long as two
@@ -158,8 +158,8 @@ def _memory(typed: float | None, outcome: Outcome) -> tuple[float | None, list[s
     free = available_bytes()
     share = free / outcome.assumed.workers
     return share / 1e9, [
-        f"each worker is assumed to have {human(share)}, its part of what is free on this machine: --memory_gb sets "
-        "another number"
+        f"each worker is assumed to have {size_text(share)}, its part of what is free on this machine: --memory_gb "
+        "sets another number"
     ]
 
 
@@ -179,7 +179,7 @@ def show_comparison(comparison: Comparison) -> None:
     from ddpexp.sweep import grid
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    limit = "" if comparison.memory_gb is None else f" of {human(comparison.memory_gb * 1e9)}"
+    limit = "" if comparison.memory_gb is None else f" of {size_text(comparison.memory_gb * 1e9)}"
     for name in ("strategy", f"most of a rank{limit}", "step", ""):
         table.add_column(name, justify="left" if name in ("strategy", "") else "right")
     for row in comparison.rows:
@@ -193,7 +193,7 @@ def show_comparison(comparison: Comparison) -> None:
         )
         table.add_row(
             row.overrides,
-            human(row.outcome.most_bytes()),
+            size_text(row.outcome.most_bytes()),
             "" if isinstance(step, str) else f"{step.total_ms:.3g} ms",
             "; ".join(text for text in (row.verdict or "", where) if text),
         )

@@ -10,7 +10,7 @@ from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.estimator import Bucket, Estimator, Facts, MemoryItem, Parameter, Traffic, Variant
-from ddpexp.system.limits import human
+from ddpexp.system.text import size_text
 
 _MIB = 1 << 20
 _GATHERED = 128 << 10  # ddpexp.strategy.comm.reduce.GATHERED_BYTES, which a test holds this to
@@ -36,14 +36,14 @@ class DDPEstimator(Estimator):
             parts.append(MemoryItem("buckets", facts.trained_bytes, note))
         if self.options.shard_optimizer and layout.world_size > 1:
             share = -(-facts.optimizer_bytes // layout.world_size)
-            note = f"a share of {human(facts.optimizer_bytes)}: strategy.shard_optimizer=true"
+            note = f"a share of {size_text(facts.optimizer_bytes)}: strategy.shard_optimizer=true"
             optimizer = MemoryItem("optimizer", share, note)
         parts.append(optimizer)
         if trainer.reduction == "exact":
             parts.append(MemoryItem("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact"))
         transport, workers = self.transport(trainer, layout), layout.world_size // layout.nodes
         if transport == "shared_memory":
-            note = f"{human(facts.shared_bytes)} for {workers} workers"
+            note = f"{size_text(facts.shared_bytes)} for {workers} workers"
             parts.append(MemoryItem("shared memory", facts.shared_bytes // workers, note))
         elif transport == "in_rank_order":
             sizes = [bucket.num_bytes for bucket in self._buckets(facts, trainer, layout)] or [facts.sums_bytes]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ddpexp.errors import RefusedError
 from ddpexp.system.control_groups import control_groups
+from ddpexp.system.text import size_text
 
 # Open descriptors of a run, counted in /proc/PID/fd of runs with 2 and 8 workers.
 _COMMAND_FILES = 20  # of the command itself
@@ -119,19 +120,13 @@ def reason_with_limit(error: BaseException, path: Path | None = None) -> str:
     return f"{text or error}{f' ({limit})' if limit else ''}"
 
 
-def human(num_bytes: float, digits: int = 3) -> str:
-    """Return a human-readable number of bytes. Units: kB is 1,000 bytes."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            exact = f"{num_bytes / size:,.{digits}g}"
-            return f"{exact if 'e' not in exact else f'{num_bytes / size:,.0f}'} {unit}"
-    return f"{num_bytes:,.0f} bytes"
-
-
-def distinguishable(first: int, second: int) -> tuple[str, str]:
-    """Return two human-readable numbers of bytes, with enough digits to see which is larger."""
-    digits = next((digits for digits in range(3, 16) if human(first, digits) != human(second, digits)), 3)
-    return human(first, digits), human(second, digits)
+def number_in(path: Path, pattern: str, base: int = 10) -> int | None:
+    """Return the number that a pattern finds in a file of the kernel; None if it finds none."""
+    try:
+        match = re.search(pattern, path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1], base) if match is not None else None
 
 
 def free_files(path: Path) -> int | None:
@@ -164,7 +159,7 @@ def _describe_disk(path: Path, is_quota: bool) -> str | None:
             status = os.statvfs(folder)
         except OSError:
             continue
-        free = human(status.f_bavail * status.f_frsize)
+        free = size_text(status.f_bavail * status.f_frsize)
         if is_quota:
             return (
                 f"a quota on the file system of {folder} is used up, though {free} are free there: quota -s shows yours"
@@ -175,9 +170,9 @@ def _describe_disk(path: Path, is_quota: bool) -> str | None:
                 f"though {free} are free: remove files"
             )
         size, reserved = status.f_blocks * status.f_frsize, (status.f_bfree - status.f_bavail) * status.f_frsize
-        for_root = f", and {human(reserved)} more are reserved for root" if reserved > 0 else ""
+        for_root = f", and {size_text(reserved)} more are reserved for root" if reserved > 0 else ""
         files = f" and {status.f_favail:,} files" if status.f_files else ""
-        return f"{free} of {human(size)}{files} are free on the file system of {folder}{for_root}"
+        return f"{free} of {size_text(size)}{files} are free on the file system of {folder}{for_root}"
     return None
 
 
@@ -188,7 +183,7 @@ class _Bound:
     name: str
     allowed: int
     used: int
-    cure: str
+    remedy: str
 
     @property
     def share(self) -> float:
@@ -200,7 +195,7 @@ class _Bound:
 
 
 _REACHED = 0.9  # of a limit: processes may have ended since the failure
-_CURE = "raise that limit, or use fewer workers"
+_REMEDY = "raise that limit, or use fewer workers"
 _AS_ROOT = "raise it with sysctl, as root, or use fewer workers"
 
 
@@ -210,11 +205,11 @@ def _describe_process_limit(root: Path = Path("/")) -> str | None:
     if not bounds:
         return None
     if bounds[0].share >= _REACHED:
-        return f"{bounds[0]}: {bounds[0].cure}"
+        return f"{bounds[0]}: {bounds[0].remedy}"
     memory = _describe_rlimit("KiB of address space", resource.RLIMIT_AS, "v", 1024)
     if memory is not None:  # a thread's stack counts against it
         return memory
-    return f"it is no longer possible to see which limit it was; the fullest now is: {bounds[0]}: {bounds[0].cure}"
+    return f"it is no longer possible to see which limit it was; the fullest now is: {bounds[0]}: {bounds[0].remedy}"
 
 
 def _bounds(root: Path) -> Iterator[_Bound]:
@@ -222,17 +217,16 @@ def _bounds(root: Path) -> Iterator[_Bound]:
     proc = root / "proc"
     processes = list(_visible_processes(proc))
     here = sum(threads for _, threads in processes)
-    total = _number(proc / "loadavg", r"\S+ \S+ \S+ \d+/(\d+)") or 0  # of the whole host, even inside a container
+    total = number_in(proc / "loadavg", r"\S+ \S+ \S+ \d+/(\d+)") or 0  # of the whole host, even inside a container
     for name in ("pid_max", "threads-max"):
-        allowed = _number(proc / "sys/kernel" / name, r"(\d+)")
-        if (
-            allowed is not None
-        ):  # since Linux 6.14 a container can have its own pid_max, which counts only its processes
+        allowed = number_in(proc / "sys/kernel" / name, r"(\d+)")
+        if allowed is not None:
+            # Since Linux 6.14 a container can have its own pid_max, which counts only its processes.
             yield _Bound(f"kernel.{name}", allowed, max(here, total if total <= allowed else 0), _AS_ROOT)
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if limit != resource.RLIM_INFINITY and not _is_privileged(proc):
         used = sum(threads for user, threads in processes if user == os.getuid())
-        yield _Bound(f"this shell (ulimit -u, user {os.getuid()})", limit, used, _CURE)
+        yield _Bound(f"this shell (ulimit -u, user {os.getuid()})", limit, used, _REMEDY)
 
 
 def _visible_processes(proc: Path) -> Iterator[tuple[int, int]]:
@@ -240,32 +234,22 @@ def _visible_processes(proc: Path) -> Iterator[tuple[int, int]]:
     for entry in proc.glob("[0-9]*/status"):
         with suppress(OSError):
             text = entry.read_text()
-            user, threads = (
-                re.search(r"^Uid:\s+(\d+)", text, re.MULTILINE),
-                re.search(r"^Threads:\s+(\d+)", text, re.MULTILINE),
-            )
+            user = re.search(r"^Uid:\s+(\d+)", text, re.MULTILINE)
+            threads = re.search(r"^Threads:\s+(\d+)", text, re.MULTILINE)
             if user is not None:
                 yield int(user[1]), int(threads[1]) if threads is not None else 1
 
 
 def _is_privileged(proc: Path) -> bool:
     """Return whether this process is exempt from the per-user limit. Source: getrlimit(2), RLIMIT_NPROC."""
-    capabilities = _number(proc / "self/status", r"CapEff:\s+([0-9a-f]+)", 16) or 0
+    capabilities = number_in(proc / "self/status", r"CapEff:\s+([0-9a-f]+)", 16) or 0
     return os.getuid() == 0 or bool(capabilities & (1 << 24 | 1 << 21))  # CAP_SYS_RESOURCE, CAP_SYS_ADMIN
-
-
-def _number(path: Path, pattern: str, base: int = 10) -> int | None:
-    try:
-        match = re.search(pattern, path.read_text())
-    except OSError:
-        return None
-    return int(match[1], base) if match is not None else None
 
 
 def _pids(root: Path) -> Iterator[_Bound]:
     """Yield the control groups that limit processes and threads. Source: the kernel's docs on the pids controller."""
     for folder, _ in control_groups("pids", root):
-        allowed = _number(folder / "pids.max", r"(\d+)")  # "max" means no limit
+        allowed = number_in(folder / "pids.max", r"(\d+)")  # "max" means no limit
         if allowed is not None:
-            used = _number(folder / "pids.current", r"(\d+)") or 0
-            yield _Bound(str(folder / "pids.max"), allowed, used, _CURE)
+            used = number_in(folder / "pids.current", r"(\d+)") or 0
+            yield _Bound(str(folder / "pids.max"), allowed, used, _REMEDY)

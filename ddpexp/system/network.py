@@ -37,12 +37,9 @@ def own_address() -> str:
                 return str(endpoint[0])
     except OSError:
         pass  # the host name does not resolve
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # a reserved address: nothing is sent, the kernel only chooses a route
-            return str(probe.getsockname()[0])
-        except OSError:
-            pass
+    address = _address_on_route("192.0.2.1", 9)  # a reserved address
+    if address is not None:
+        return address
     addresses = [address_of(name) for _, name in socket.if_nameindex()]
     return next((address for address in addresses if address and address != LOOPBACK), LOOPBACK)
 
@@ -52,11 +49,15 @@ def address_towards(host: str, port: int) -> str | None:
 
     None if the other one is not known, or is reached by IPv6.
     """
-    if os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME"):
-        return own_address()
+    is_chosen = any(os.environ.get(name) for name in INTERFACES)
+    return own_address() if is_chosen else _address_on_route(host, port)
+
+
+def _address_on_route(host: str, port: int) -> str | None:
+    """Return the IPv4 address from which the kernel would send to another host; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, port))  # nothing is sent, the kernel only chooses a route
+            probe.connect((host, port))
             return str(probe.getsockname()[0])
         except (OSError, OverflowError, UnicodeError):
             return None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpexp.system.control_groups import control_groups
+from ddpexp.system.limits import number_in
+from ddpexp.system.text import binary_size_text
 
 _UNLIMITED = 1 << 60  # bytes; cgroups v1 report no limit as the largest number of pages
 _KILLS = r"^oom_kill (\d+)$"
-_CURE = (
+_REMEDY = (
     "Use a smaller trainer.micro_batch_size or data.num_workers, fewer workers, or more memory (launcher.mem=... "
     "under Slurm)."
 )
@@ -26,11 +27,7 @@ class _Counter:
     pattern: str = r"^(\d+)$"
 
     def read(self) -> int:
-        try:
-            match = re.search(self.pattern, self.path.read_text(), re.MULTILINE)
-        except OSError:
-            return 0
-        return int(match[1]) if match else 0
+        return number_in(self.path, self.pattern) or 0
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,10 @@ class Memory:
         if any(map(self._rose, (group.kills for group in self._groups))):
             for group in self._groups:  # the nearest first
                 if 0 < group.limit.read() < _UNLIMITED and self._rose(group.full):
-                    return (
-                        f"out of memory: the control group {group.folder} may use {_human(group.limit.read())}. {_CURE}"
-                    )
+                    limit = binary_size_text(group.limit.read())
+                    return f"out of memory: the control group {group.folder} may use {limit}. {_REMEDY}"
         if self._rose(self._machine):
-            return f"out of memory: the kernel has killed a process on this machine for lack of memory. {_CURE}"
+            return f"out of memory: the kernel has killed a process on this machine for lack of memory. {_REMEDY}"
         return None
 
     def _rose(self, counter: _Counter) -> bool:
@@ -104,13 +100,6 @@ def _groups(root: Path) -> Iterator[_Group]:
         elif version == 1 and (folder / "memory.oom_control").is_file():
             full, kills = _Counter(folder / "memory.failcnt"), _Counter(folder / "memory.oom_control", _KILLS)
             yield _Group(folder, limit, full, kills)
-
-
-def _human(num_bytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.4g} {unit}"
-    return f"{num_bytes:,} bytes"
 
 
 def available_bytes(root: Path = Path("/")) -> int:

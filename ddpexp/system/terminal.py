@@ -149,17 +149,13 @@ class _Screen:
                 self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
             else:
                 print(text, flush=True)
-        except (
-            OSError,
-            ValueError,
-        ):  # the reader is gone (`| head`, a closed terminal): the run continues, and its log has every line
+        except (OSError, ValueError):
+            # The reader is gone (`| head`, a closed terminal): the run continues, and its log has every line.
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             self.is_live, self._bar = False, None
 
     def progress(self, message: dict[str, Any]) -> None:
-        done = message["done"]
-        total = message["total"]
-        text = message["text"]
+        done, total, text = message["done"], message["total"], message["text"]
         if self._for_caller and caller.report(caller.ProgressLine(done, total, text)):
             return
         if not self.is_live:
@@ -167,12 +163,12 @@ class _Screen:
             return
         try:
             if self._bar is None:
-                self._bar, self._task = _new_bar(message["total"])
+                self._bar, self._task = _new_bar(total)
             assert self._task is not None
-            self._bar.update(self._task, completed=message["done"], text=message["text"])
+            self._bar.update(self._task, completed=done, text=text)
         except (OSError, ValueError):
             self.is_live, self._bar = False, None
-        if message["done"] >= message["total"]:
+        if done >= total:
             self.close()  # later lines are printed below it
 
     def close(self) -> None:

@@ -70,6 +70,29 @@ def first_few(values: Sequence[object], most: int = 5, separator: str = ", ") ->
     return text if left_out <= 0 else f"{text}{' ' if separator == ', ' else separator}and {left_out:,} more"
 
 
+def size_text(num_bytes: float, digits: int = 3) -> str:
+    """Return a number of bytes as text. Units: kB is 1,000 bytes."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            exact = f"{num_bytes / size:,.{digits}g}"
+            return f"{exact if 'e' not in exact else f'{num_bytes / size:,.0f}'} {unit}"
+    return f"{num_bytes:,.0f} bytes"
+
+
+def distinct_size_texts(first: int, second: int) -> tuple[str, str]:
+    """Return two numbers of bytes as texts, with enough digits to see which is larger."""
+    digits = next((digits for digits in range(3, 16) if size_text(first, digits) != size_text(second, digits)), 3)
+    return size_text(first, digits), size_text(second, digits)
+
+
+def binary_size_text(num_bytes: int) -> str:
+    """Return a number of bytes as text. Units: KiB is 1,024 bytes."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes:,} bytes"
+
+
 def metric_text(name: str, value: float | None) -> str:
     """Return the value of a metric as text: an accuracy in percent. JSON has no number for one that is not finite."""
     if value is None:

@@ -18,7 +18,7 @@ from ddpexp.run.directory import RunDir
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.system.files import relative
-from ddpexp.system.limits import distinguishable, human
+from ddpexp.system.text import distinct_size_texts, size_text
 from ddpexp.train.loop import Loop
 
 _OTHER_FILES = 8  # of a checkpoint beside those of tensors: five parts, config.yaml, the manifest, and their folder
@@ -36,18 +36,18 @@ def check_disk_space(run: RunDir, trainer: Trainer, loop: Loop) -> None:
     free = disk.f_bavail * disk.f_frsize
     problem = None
     if free < needed:
-        takes, has = distinguishable(needed, free)
+        takes, has = distinct_size_texts(needed, free)
         problem = f"a checkpoint takes {takes} and {run.path} has {has} free"
         remedy = "Make room, or choose another place with run.dir=... ."
     elif disk.f_files and disk.f_favail < (num_files := sum(map(bool, files)) + _OTHER_FILES):
         problem = (
             f"a checkpoint takes {num_files} files and the file system of {run.path} can hold {disk.f_favail:,} more "
-            f"of its {disk.f_files:,} (inodes; {human(free)} are free)"
+            f"of its {disk.f_files:,} (inodes; {size_text(free)} are free)"
         )
         remedy = "Remove files, or choose another place with run.dir=... ."
     elif (allowed := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY and largest > allowed:
         problem = (
-            f"a file of a checkpoint takes {human(largest)} and this shell allows {allowed // 1024:,} KiB a file "
+            f"a file of a checkpoint takes {size_text(largest)} and this shell allows {allowed // 1024:,} KiB a file "
             "(ulimit -f)"
         )
         remedy = "Raise that limit."
@@ -65,7 +65,7 @@ def check_disk_space(run: RunDir, trainer: Trainer, loop: Loop) -> None:
         shown = f"trainer.keep_last={'null' if trainer.keep_last is None else trainer.keep_last}"
         shown += f" trainer.keep_every={trainer.keep_every}" if trainer.keep_every is not None else ""
         logging.getLogger("ddpexp").warning(
-            text, relative(run.path), human(free + existing_bytes), kept, human(needed), shown
+            text, relative(run.path), size_text(free + existing_bytes), kept, size_text(needed), shown
         )
 
 

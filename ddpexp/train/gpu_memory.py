@@ -12,6 +12,7 @@ import torch
 
 from ddpexp.data.batch_plan import BatchPlan, counted
 from ddpexp.launch.workers.page import Phase
+from ddpexp.system.text import binary_size_text
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
@@ -94,17 +95,19 @@ def _describe(usage: Usage, stats: Mapping[str, int]) -> str:
     parts = []
     held = usage.ours if usage.ours is not None else reserved
     if held is not None:
-        detail = [f"{_human(allocated)} in tensors"] if allocated is not None else []
-        detail += [f"{_human(unallocated)} reserved by torch and not in use"] if unallocated is not None else []
+        detail = [f"{binary_size_text(allocated)} in tensors"] if allocated is not None else []
+        detail += (
+            [f"{binary_size_text(unallocated)} reserved by torch and not in use"] if unallocated is not None else []
+        )
         details = f" ({', '.join(detail)})" if detail else ""
-        parts.append(f"this process holds {_human(held)}{details}")
+        parts.append(f"this process holds {binary_size_text(held)}{details}")
     if usage.others:
         processes = ", ".join(usage.others)
-        parts.append(f"other processes hold {_human(sum(usage.others.values()))} (process {processes})")
+        parts.append(f"other processes hold {binary_size_text(sum(usage.others.values()))} (process {processes})")
     if usage.free is not None:
-        parts.append(f"{_human(usage.free)} are free")
-    size = f" of {_human(usage.total)}" if usage.total is not None else ""
-    wanted = f" for {_human(usage.wanted)} more" if usage.wanted is not None else ""
+        parts.append(f"{binary_size_text(usage.free)} are free")
+    size = f" of {binary_size_text(usage.total)}" if usage.total is not None else ""
+    wanted = f" for {binary_size_text(usage.wanted)} more" if usage.wanted is not None else ""
     return f"{gpu}{size} has no memory{wanted}: {', '.join(parts)}." if parts else f"{gpu} has no memory{wanted}."
 
 
@@ -145,13 +148,6 @@ def smaller_batch(now: Situation) -> list[str]:
         f"use trainer.micro_batch_size={smaller} (it is {plan.micro_batch_size}): trainer.global_batch_size="
         f"{plan.global_batch_size} stays, with {counted(steps, 'accumulation step')}"
     ]
-
-
-def _human(num_bytes: int) -> str:
-    for unit in ("GiB", "MiB", "KiB"):
-        if num_bytes >= _UNITS[unit]:
-            return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
-    return f"{num_bytes:,} bytes"
 
 
 @contextmanager

@@ -14,19 +14,13 @@ from pathlib import Path
 import pytest
 
 from ddpexp.system import limits
-from ddpexp.system.limits import (
-    _describe_process_limit,
-    distinguishable,
-    holds_command,
-    human,
-    reason,
-    reason_with_limit,
-)
+from ddpexp.system.limits import _describe_process_limit, holds_command, reason, reason_with_limit
+from ddpexp.system.text import distinct_size_texts, size_text
 from tests.conftest import PATIENCE, ROOT
 
 
 def test_bytes_are_shown_in_units_of_a_thousand() -> None:
-    assert [human(size) for size in (0, 999, 1000, 1_234_567, 4e9, 1.5e12, 999_999)] == [
+    assert [size_text(size) for size in (0, 999, 1000, 1_234_567, 4e9, 1.5e12, 999_999)] == [
         "0 bytes", "999 bytes", "1 kB", "1.23 MB", "4 GB", "1.5 TB", "1,000 kB",
     ]  # fmt: skip
 
@@ -44,7 +38,7 @@ def test_bytes_are_shown_in_units_of_a_thousand() -> None:
 def test_two_sizes_are_shown_with_as_many_digits_as_distinguish_them(
     one: int, other: int, said: tuple[str, str]
 ) -> None:
-    assert distinguishable(one, other) == said
+    assert distinct_size_texts(one, other) == said
 
 
 # --------------------------------------------------------------------------------------------------- processes and

@@ -28,7 +28,7 @@ from ddpexp.data.named_files import Source, is_value_file, source_of
 from ddpexp.data.schema import Schema
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
-from ddpexp.system.limits import human
+from ddpexp.system.text import size_text
 
 _OF_TABLES = ("columns", "missing", "delimiter")  # options
 _DELIMITERS = {"tab": "\t", "\\t": "\t"}  # as they are typed
@@ -134,7 +134,7 @@ def cached(
         if found is not None and Schema.read(found.record["schema"]) == known:
             return found
         identity = {**identity, "schema": known.as_json()}
-    space = human(sum(source.size for source in sources)) if sources else "some space"
+    space = size_text(sum(source.size for source in sources)) if sources else "some space"
     files = [source.path for source in sources]
     return make_cache(bases, cache_name(kind, identity), lambda folder: fill(folder, known), space, sources=files)
 

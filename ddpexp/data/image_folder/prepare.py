@@ -32,11 +32,10 @@ from ddpexp.errors import RefusedError
 from ddpexp.settings.data import CommonData
 from ddpexp.settings.key import Key
 from ddpexp.system.files import flush, json_line
-from ddpexp.system.limits import human
 from ddpexp.system.network import boot_id
 from ddpexp.system.oom import memory_left
 from ddpexp.system.terminal import print_message
-from ddpexp.system.text import first_few
+from ddpexp.system.text import first_few, size_text
 
 _VERSION = 1  # of the files in a cache, and of what `decode` returns
 _CHUNK = 16  # images that a process handles at a time, at least
@@ -150,15 +149,22 @@ def prepared(folder: Folder, stored: StoredSize, cache: str, broken: str, option
 def choose(raw: int, files: int, free: int, memory: int) -> tuple[Mode, str]:
     """Return which cache `data.cache=auto` makes, and why. Units: bytes."""
     if raw <= _SHARE * free and raw <= _SHARE * memory:
-        return "raw", f"{human(raw)} of pixels fit into the free disk ({human(free)}) and memory ({human(memory)})"
+        return (
+            "raw",
+            f"{size_text(raw)} of pixels fit into the free disk ({size_text(free)}) and memory ({size_text(memory)})",
+        )
     too_large = "memory" if raw <= _SHARE * free else "the free disk"
     of = memory if raw <= _SHARE * free else free
     if files <= _SHARE * free:
         return (
             "jpeg",
-            f"{human(raw)} of pixels are too much for {too_large} ({human(of)}); the files take {human(files)}",
+            f"{size_text(raw)} of pixels are too much for {too_large} ({size_text(of)}); the files take "
+            f"{size_text(files)}",
         )
-    return "none", f"the free disk ({human(free)}) has no room for {human(raw)} of pixels or {human(files)} of files"
+    return (
+        "none",
+        f"the free disk ({size_text(free)}) has no room for {size_text(raw)} of pixels or {size_text(files)} of files",
+    )
 
 
 def _bases(folder: Folder) -> list[Path]:
@@ -194,7 +200,7 @@ def _make(folder: Folder, name: str, stored: StoredSize, channels: int, mode: st
             mode, why = choose(sizes.raw, sizes.files, free, memory)
             reduced = _reduced(sizes, stored, channels)
             if mode != "raw" and choose(reduced, sizes.files, free, memory)[0] == "raw":
-                why += f"; with data.cache_size={stored.side} the pixels would take {human(reduced)}, and fit"
+                why += f"; with data.cache_size={stored.side} the pixels would take {size_text(reduced)}, and fit"
             print_message(f"ddpexp: data.cache={mode}: {why}", sys.stdout)
         space = {"raw": sizes.raw, "jpeg": sizes.files}.get(mode, 0) + 100 * total
 
@@ -203,7 +209,7 @@ def _make(folder: Folder, name: str, stored: StoredSize, channels: int, mode: st
 
         files = [folder.root / file.path for files in folder.parts.values() for file in files]
         name = f"images-{mode}{name}"
-        return make_cache(_bases(folder), name, fill, human(space), "preparing the same images", files)
+        return make_cache(_bases(folder), name, fill, size_text(space), "preparing the same images", files)
 
 
 def _measure(folder: Folder, pool: Pool, channels: int) -> Sizes:
@@ -408,7 +414,7 @@ def _description(folder: Folder, cache: Cache, stored: StoredSize, options: Tran
         "note": f"{num_train:,} + {num_test:,} images of {len(folder.classes):,} classes, from {folder.root}"
         + (f" ({folder.left_out})" if folder.left_out else "")
         + (f", none of {first_few(folder.without_images)} to train on" if folder.without_images else "")
-        + f", data.cache={mode} ({human(size)} in {cache.folder})",
+        + f", data.cache={mode} ({size_text(size)} in {cache.folder})",
         "cache": mode,
         "stored": list(stored),
         "parts": list(nums),

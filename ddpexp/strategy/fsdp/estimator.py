@@ -10,7 +10,7 @@ from ddpexp.launch import Layout
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.estimator import Estimator, Facts, MemoryItem, Traffic, Variant
 from ddpexp.strategy.fsdp.options import FSDPOptions
-from ddpexp.system.limits import human
+from ddpexp.system.text import size_text
 
 _MIB = 1 << 20
 _GATHERED = 2  # blocks that a rank has whole: the one that computes, and the next or the last one; each twice
@@ -45,7 +45,7 @@ class FSDPEstimator(Estimator):
             gradients = MemoryItem("gradients", more, note if more < (gradients.num_bytes or 0) else gradients.note)
         block = max(facts.blocks_bytes, default=parts[0].num_bytes or 0)
         if self.options.reshard_after_forward:
-            note = f"parameters and gradients of blocks, the largest has {human(block)}"
+            note = f"parameters and gradients of blocks, the largest has {size_text(block)}"
             gathered = 2 * _GATHERED * block
         else:
             note = "all parameters after a forward pass, and gradients of blocks"
@@ -65,7 +65,7 @@ class FSDPEstimator(Estimator):
         whole = sum(parameter.num_bytes for parameter in facts.parameters if parameter.model in self.options.whole)
         whole = whole if part.name == "parameters" else 0  # those models are frozen
         share = whole + -(-(part.num_bytes - whole) // size)
-        return replace(part, num_bytes=share, note=f"a share of {human(part.num_bytes)}")
+        return replace(part, num_bytes=share, note=f"a share of {size_text(part.num_bytes)}")
 
     def weights_share(self, layout: Layout) -> int:
         """Return the number of ranks that a replica of the model is divided over."""
