@@ -172,6 +172,7 @@ class Failure:
     signal: int | None = None
     traceback: str | None = None
     exit_code: int = EXIT_FAILED
+    refused: bool = False  # by a RefusedError
     limit: str | None = None  # of the machine or the shell, which the error is about
     reason: str | None = None  # this and the following are the fields of a DdpexpError
     key: str | None = None

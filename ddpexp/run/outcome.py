@@ -132,6 +132,7 @@ def failure_of(error: RefusedError) -> Failure:
         kind="RefusedError",
         message=str(error),
         exit_code=error.exit_code,
+        refused=True,
         reason=error.reason,
         key=error.key,
         value=error.typed_value,

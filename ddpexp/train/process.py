@@ -73,17 +73,17 @@ def _run(work: Callable[[Control], None], control: Control) -> int:
         control.send("quit", at_once=True)
     except SystemExit as end:
         code = _exit_code(end)
-        _report(control, "SystemExit", f"the recipe ended the process: sys.exit({_shown(end.code)})", code, None)
+        _report(control, "SystemExit", f"the recipe ended the process: sys.exit({_shown(end.code)})", code)
     except CodeError as error:
         _report(control, error.kind, error.message, code, error.trace, place=error.place)
     except DdpexpError as error:
         code = error.exit_code
         drop_refused(error)
-        trace = None if isinstance(error, RefusedError) else ""
-        _report(control, type(error).__name__, str(error), code, trace, **error.as_dict())
+        refused = isinstance(error, RefusedError)
+        _report(control, type(error).__name__, str(error), code, refused=refused, **error.as_dict())
     except LoaderError as error:
         code = error.exit_code
-        _report(control, type(error).__name__, str(error), code, "")
+        _report(control, type(error).__name__, str(error), code)
     except BaseException as error:
         limit = reason(error)
         _report(
@@ -92,7 +92,7 @@ def _run(work: Callable[[Control], None], control: Control) -> int:
             message_or_place(error) + (f" ({limit})" if limit else ""),
             code,
             _traceback_of(error),
-            limit,
+            limit=limit,
             place=place_in_code(error),
         )
     return code
@@ -150,19 +150,17 @@ def _forget_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _report(
-    control: Control, kind: str, message: str, code: int, trace: str | None, limit: str | None = None, **fields: Any
-) -> None:
+def _report(control: Control, kind: str, message: str, code: int, trace: str | None = None, **fields: Any) -> None:
     """Send the error to the supervisor, which shows it once; without a supervisor print it here.
 
-    `fields` are those of a DdpexpError, or of another exception its place.
+    `fields` are those of a DdpexpError, or of another exception its place and limit.
     """
     kind, message = one_line(kind), sanitize(message, MESSAGE_BYTES)
     fields = {name: sanitize(text, MESSAGE_BYTES) if isinstance(text, str) else text for name, text in fields.items()}
-    limited = sanitize(trace, TRACEBACK_BYTES) if trace else trace
+    limited = sanitize(trace, TRACEBACK_BYTES) if trace else None
     control.send(
         "error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.status.step,
-        exit_code=code, limit=limit, **fields,
+        exit_code=code, **fields,
     )  # fmt: skip
     if not control.is_supervised:
         print(limited or f"{kind}: {message}", file=sys.stderr)

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from types import FrameType
@@ -23,16 +23,18 @@ from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.rendezvous.kinds import Fixed
 from ddpexp.launch.rendezvous.meeting import lead
 from ddpexp.launch.rendezvous.wire import Meeting, Peer
-from ddpexp.launch.supervise import run_end, supervisor
+from ddpexp.launch.supervise import state, supervisor
 from ddpexp.launch.supervise.assignment import assign_ranks
-from ddpexp.launch.supervise.causes import Worker
-from ddpexp.launch.supervise.messages import BeginAgreement, CommitStep, ReportBound
-from ddpexp.launch.supervise.stop_agreement import Agreement
+from ddpexp.launch.supervise.decider import Decider
+from ddpexp.launch.supervise.messages import BeginAgreement, CommandDone, CommitStep, ReportBound
+from ddpexp.launch.supervise.severity import Severity
+from ddpexp.launch.supervise.worker import Worker
 from ddpexp.launch.workers.lines import Lines
 from ddpexp.launch.workers.page import Page
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system.oom import Memory
 from ddpexp.system.terminal import Terminal
+from tests.launch.commands import Command
 
 FEW, MANY = 32, 256
 
@@ -92,45 +94,29 @@ def test_a_participant_costs_the_same_however_many_there_are() -> None:
     assert cost_of_a_participant(MANY) < 1.2 * cost_of_a_participant(FEW)
 
 
-@dataclass
-class Counted:
-    """Numbers that count how often one of them was looked at."""
+def test_an_answer_costs_an_agreement_the_same_however_many_commands_there_are() -> None:
+    def an_answer(size: int) -> float:
+        said: list[Any] = []
+        with ExitStack() as stack:
+            command = Command(stack, 0, 1, said.append, range(1, size))
+            command.ranks[0].status.step = 0
+            command.want("save")
+            command.advance()
+            assert said == [BeginAgreement(1)]
 
-    numbers: range
-    looks: int = 0
+            def answers() -> None:
+                for other in range(1, size):
+                    assert said == [BeginAgreement(1)]
+                    if other % 2:
+                        command.on_message(ReportBound(1, other), other)
+                    else:
+                        command.on_message(CommandDone(), other)
 
-    def __len__(self) -> int:
-        return len(self.numbers)
+            counted = work(answers)
+        assert said[1] == CommitStep(1, size - 1, "save")
+        return counted / size
 
-    def __contains__(self, number: object) -> bool:
-        self.looks += 1
-        return number in self.numbers
-
-    def __iter__(self) -> Iterator[int]:
-        for number in self.numbers:
-            self.looks += 1
-            yield number
-
-
-def test_an_agreement_looks_at_each_command_once() -> None:
-    page, number = Page.make()
-    os.close(number)
-    page.status.step = 0
-    said: list[Any] = []
-    others = Counted(range(1, MANY))
-    agreement = Agreement([page], said.append)
-    agreement.want("save")
-    agreement.advance(others)
-    for other in others.numbers:
-        assert said == [BeginAgreement(1)]
-        if other % 2:
-            agreement.on_message(ReportBound(1, other), other)
-        else:
-            agreement.forget(other)
-        agreement.advance(others)
-    assert said[1] == CommitStep(1, MANY - 1, "save")
-    assert others.looks <= len(others)
-    page.close()
+    assert an_answer(MANY) < 1.2 * an_answer(FEW)
 
 
 @dataclass
@@ -163,7 +149,7 @@ class Watched:
     """The watch of a leading command with one worker and many other commands, none of which sends anything at first."""
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(supervisor, "_TAIL_SECONDS", 0.001)
+        monkeypatch.setattr(supervisor, "_POLL_SECONDS", 0.001)
         self.sockets: list[socket.socket] = []
         self.server = Started(*self.pair(socket.SOCK_SEQPACKET))
         control, self.control = self.pair()
@@ -203,13 +189,13 @@ def test_a_moment_without_news_costs_the_same_however_many_commands_there_are(mo
     def moments(size: int, number: int) -> int:
         watched, looks = Watched(size, monkeypatch), 0
 
-        def advance(*_: object) -> None:
+        def look(*_: object) -> None:
             nonlocal looks
             looks += 1
             if looks == number:
                 watched.part()
 
-        monkeypatch.setattr(Agreement, "advance", advance)
+        monkeypatch.setattr(Decider, "look_at_rank_zero", look)
         try:
             return work(watched.watch)
         finally:
@@ -224,10 +210,11 @@ def test_a_moment_without_news_costs_the_same_however_many_commands_there_are(mo
 def test_a_failure_costs_the_same_a_command_however_many_report_theirs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def a_command(size: int) -> float:
         watched = Watched(size, monkeypatch)
-        monkeypatch.setattr(run_end, "_FAILURE_SECONDS", 0.0)
+        monkeypatch.setattr(state, "FAILURE_SECONDS", 0.0)
         for index, other in enumerate(watched.others, start=1):
             failure = Failure(index, f"node{index}", "RuntimeError", "gloo: connection closed", signal=signal.SIGKILL)
-            message = {"kind": "failed", "failure": failure.as_dict(), "weight": 0 if index == 3 else 2}
+            severity = Severity.DEATH if index == 3 else Severity.DISCONNECTION
+            message = {"kind": "failed", "failure": failure.as_dict(), "severity": severity}
             other.sendall(json.dumps(message).encode() + b'\n{"kind": "done"}\n')
         try:
 

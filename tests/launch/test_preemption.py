@@ -9,18 +9,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from ddpexp.errors import RefusedError, StoppedError, first_end
-from ddpexp.launch.supervise.stop_agreement import Agreement
+from ddpexp.errors import DdpexpError, RefusedError, StoppedError, first_end
 from ddpexp.launch.workers.control import Control
-from ddpexp.launch.workers.page import Page
+from ddpexp.launch.workers.page import What
 from tests.conftest import PATIENCE, Done, finish
+from tests.launch.commands import Command
 from tests.points import session, wait_for
+from tests.refusals import refused
 
 CODE = """\
 import os
@@ -479,68 +480,66 @@ def test_the_ranks_never_part(polls: Polls, size: int, how: list[str]) -> None:
 # protocol
 
 
-def agreement(size: int) -> tuple[Agreement, list[Control], Callable[[int], list[str | None]]]:
-    """Return the commands' part for some ranks of one process, and what polls all of them at a step."""
-    pages = []
-    for _ in range(size):
-        page, descriptor = Page.make()
-        os.close(descriptor)
-        pages.append(page)
-    controls = [Control(None, page, leads=number == 0) for number, page in enumerate(pages)]
-    return Agreement(pages, lambda message: None), controls, lambda step: [control.poll(step) for control in controls]
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
-def test_the_step_is_the_first_that_no_rank_has_passed() -> None:
-    ours, controls, poll = agreement(3)
-    poll(1)
-    controls[1].poll(2)
-    controls[2].status.step = 2  # as a loop says before it polls
-    ours.want("save")
-    ours.advance([])
-    assert [controls[0].poll(2), controls[2].poll(2)] == [None, None]
-    assert poll(3) == ["save"] * 3
-    assert poll(4) == [None] * 3
+def test_the_step_is_the_first_that_no_rank_has_passed(stack: ExitStack) -> None:
+    command = Command(stack, 0, 3)
+    command.poll(1)
+    command.ranks[1].poll(2)
+    command.ranks[2].status.step = 2  # as a loop says before it polls
+    command.want("save")
+    command.advance()
+    assert [command.ranks[0].poll(2), command.ranks[2].poll(2)] == [None, None]
+    assert command.poll(3) == ["save"] * 3
+    assert command.poll(4) == [None] * 3
 
 
-def test_a_stop_takes_the_place_of_a_save_at_the_same_step() -> None:
-    ours, _, poll = agreement(2)
-    poll(1)
-    for what in ("save", "stop", "save"):
-        ours.want(what)
-        ours.advance([])
-    assert poll(2) == ["stop"] * 2
-    assert poll(3) == [None] * 2  # nothing follows a stop
+def test_a_stop_takes_the_place_of_a_save_at_the_same_step(stack: ExitStack) -> None:
+    command = Command(stack, 0, 2)
+    command.poll(1)
+    whats: list[What] = ["save", "stop", "save"]
+    for what in whats:
+        command.want(what)
+        command.advance()
+    assert command.poll(2) == ["stop"] * 2
+    assert command.poll(3) == [None] * 2  # nothing follows a stop
 
 
-def test_no_step_is_named_before_rank_zero_has_done_one() -> None:
-    ours, controls, poll = agreement(2)
-    ours.want("save")
-    ours.advance([])
-    assert [control.poll(1000) for control in controls] == [None, None]  # a start that resumes from step 999
-    ours.advance([])
-    assert poll(1001) == ["save"] * 2
+def test_no_step_is_named_before_rank_zero_has_done_one(stack: ExitStack) -> None:
+    command = Command(stack, 0, 2)
+    command.want("save")
+    command.advance()
+    assert command.poll(1000) == [None, None]  # a start that resumes from step 999
+    command.advance()
+    assert command.poll(1001) == ["save"] * 2
 
 
-def test_a_wish_is_followed_once() -> None:
-    ours, controls, poll = agreement(2)
-    assert controls[1].poll(1, save=True) is None
-    ours.advance([])
-    assert poll(1) == [None, None]
-    assert controls[0].poll(2, save=True) is None
-    ours.advance([])
-    assert controls[0].poll(3, save=True) == "save"
-    ours.advance([])
-    assert controls[1].poll(3) == "save"
-    assert poll(4) == [None, None]
+def test_a_wish_is_followed_once(stack: ExitStack) -> None:
+    command = Command(stack, 0, 2)
+    first, second = command.ranks
+    assert second.poll(1, save=True) is None
+    command.advance()
+    assert command.poll(1) == [None, None]
+    assert first.poll(2, save=True) is None
+    command.advance()
+    assert first.poll(3, save=True) == "save"
+    command.advance()
+    assert second.poll(3) == "save"
+    assert command.poll(4) == [None, None]
 
 
-def test_a_step_that_has_passed_is_an_error_and_no_silence() -> None:
-    ours, controls, poll = agreement(1)
-    poll(5)
-    ours.pages[0].agreements.commit(1, 4, "save")
-    ours.pages[0].agreements.begin(1)
-    with pytest.raises(Exception, match="the ranks would diverge here"):
-        controls[0].poll(6)
+def test_a_step_that_has_passed_is_an_error_and_no_silence(stack: ExitStack) -> None:
+    command = Command(stack, 0, 1)
+    command.poll(5)
+    page = command.decider.workers[0].page
+    page.agreements.commit(1, 4, "save")
+    page.agreements.begin(1)
+    with refused("the ranks would diverge here", DdpexpError):
+        command.poll(6)
 
 
 def test_without_a_command_only_the_rank_itself_requests_something() -> None:

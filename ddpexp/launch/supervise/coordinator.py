@@ -34,8 +34,8 @@ from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.launch.rendezvous.meeting import join, lead
 from ddpexp.launch.rendezvous.wire import Meeting, Peer
 from ddpexp.launch.supervise.assignment import RankAssignment, assign_ranks, versions
-from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.supervisor import Supervisor
+from ddpexp.launch.supervise.worker import Worker
 from ddpexp.launch.workers import cleanup
 from ddpexp.launch.workers.client import Server
 from ddpexp.launch.workers.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, TERMINAL_FD

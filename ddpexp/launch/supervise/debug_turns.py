@@ -7,13 +7,14 @@ import signal
 import termios
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.messages import TerminalRequested, TerminalReturned
 from ddpexp.launch.supervise.output import Output
-from ddpexp.launch.supervise.run_end import RunEnd
+from ddpexp.launch.supervise.state import State
+from ddpexp.launch.supervise.worker import Worker
 from ddpexp.system.terminal_mode import ModeGuard, is_in_foreground
 
 # A rank that executes one line comes back to its prompt before another rank gets the terminal, unless that line takes
@@ -30,11 +31,14 @@ class _Request:
 class DebugTurns:
     """Which rank has the terminal, and which wait for it."""
 
-    def __init__(self, terminal: int | None, output: Output, end: RunEnd, size: int) -> None:
-        """`terminal` is a descriptor of the command's terminal, if it has one; `size` is the number of ranks."""
+    def __init__(self, terminal: int | None, output: Output, state: Callable[[], State], size: int) -> None:
+        """`terminal` is a descriptor of the command's terminal, if it has one; `size` is the number of ranks.
+
+        `state` returns what the command knows of the run.
+        """
         self._terminal = terminal
         self._output = output
-        self._end = end
+        self._state = state
         self._size = size
         self._waiting: deque[_Request] = deque()
         self._holder: Worker | None = None
@@ -75,9 +79,9 @@ class DebugTurns:
 
     def advance(self) -> None:
         """Lend the terminal to the next rank, if there is one and the terminal is free; end prompts once a run ends."""
-        if self._holder is not None and self._holder.code is not None:
+        if self._holder is not None and self._has_ended(self._holder):
             self._take_back()
-        ends = self._end.stop is not None
+        ends = self._state().stop is not None
         if self._holder is not None:
             if ends and not self._is_closing:
                 self._is_closing = True
@@ -101,7 +105,7 @@ class DebugTurns:
 
     def _next(self) -> _Request | None:
         """Return the next request, if its rank can have the terminal now."""
-        self._waiting = deque(request for request in self._waiting if request.worker.code is None)
+        self._waiting = deque(request for request in self._waiting if not self._has_ended(request.worker))
         if not self._waiting or self._terminal is None:
             return None
         back = next((request for request in self._waiting if request.worker is self._stepping), None)
@@ -130,6 +134,9 @@ class DebugTurns:
             self._guard.begin()
         self._holder, self._is_closing = worker, False
         worker.page.terminal.answer(request.number, granted=True)
+
+    def _has_ended(self, worker: Worker) -> bool:
+        return self._state().rank(worker.rank).code is not None
 
     def _take_back(self) -> None:
         if self._holder is not None:

@@ -23,14 +23,14 @@ from typing import Any, TextIO
 from ddpexp.errors import StoppedError
 from ddpexp.launch import Job, Layout, Participants, WorkerRequest
 from ddpexp.launch.rendezvous.layout import resolve
+from ddpexp.launch.supervise import events
 from ddpexp.launch.supervise.assignment import RankAssignment
-from ddpexp.launch.supervise.causes import Worker, log_failure
 from ddpexp.launch.supervise.coordinator import worker_environment
-from ddpexp.launch.supervise.peers import Peers
-from ddpexp.launch.supervise.run_end import RunEnd, Stop
-from ddpexp.launch.supervise.signal_handler import SignalHandler
-from ddpexp.launch.supervise.stop_agreement import Agreement
-from ddpexp.launch.supervise.worker_events import WorkerReports, explain_loader
+from ddpexp.launch.supervise.decider import Decider
+from ddpexp.launch.supervise.reports import Reports, log_failure
+from ddpexp.launch.supervise.state import Rank, State
+from ddpexp.launch.supervise.verdict import exit_code_of
+from ddpexp.launch.supervise.worker import Worker
 from ddpexp.launch.workers import cleanup
 from ddpexp.launch.workers.control import Control
 from ddpexp.launch.workers.lines import Lines
@@ -45,7 +45,6 @@ from ddpexp.system.terminal import print_message
 
 _NOTICE = "launcher=inline: the worker is this process; nothing watches it, so a hang does not end the run"
 _POLL_SECONDS = 0.1
-_KILL_SECONDS = 2.0  # for the worker to leave at once; after that the process is ended
 
 
 def run(job: Job, request: WorkerRequest) -> int:
@@ -77,7 +76,7 @@ def run(job: Job, request: WorkerRequest) -> int:
             finally:
                 signal.set_wakeup_fd(-1)
                 supervisor.finish()
-        return supervisor.verdict(code)
+        return supervisor.exit_code(code)
     except BaseException:
         cleanup.clear(began, of_gpus=on_gpus)
         raise
@@ -95,11 +94,16 @@ class _Supervisor:
         self._thread = threading.Thread(target=self._run, name="ddpexp-supervisor", daemon=True)
         self._job = job
         self._worker = worker
-        self._grace_seconds = grace_seconds
-        self._agreement, self._end = Agreement([worker.page], lambda _message: None), RunEnd([worker])
-        self._signals = SignalHandler([worker], Peers(None), self._agreement, self._end, _send_signal, self._leave)
-        self._reports, self._memory = WorkerReports(None, self._end, self._signals.quit_debugger), Memory()
-        self._left_at: float | None = None  # when the worker was asked to leave without saving
+        self._decider = Decider(
+            State((Rank(0),), grace_seconds=grace_seconds),
+            [worker],
+            send=lambda _message: None,
+            send_signal=_send_signal,
+            dismiss=self._dismiss,
+            kill_workers=self._dismiss_if_late,
+            kill_server=self._exit,
+        )
+        self._reports = Reports(self._decider, Memory())
         self._finished = False
 
     def start(self) -> None:
@@ -111,46 +115,47 @@ class _Supervisor:
             select.select([self._worker.control.channel, self._worker.signals], [], [], _POLL_SECONDS)
             self._handle()
 
-    def verdict(self, code: int) -> int:
-        """Return the exit code of the run, once the worker has ended with `code`; raises like `RunEnd.verdict`."""
-        self.finish()
-        worker = self._worker
-        worker.code = code
-        self._handle()  # its last messages
-        if not worker.well:
-            explain_loader(worker, self._memory)
-            worker.failed_at = worker.failed_at or time.monotonic()
-            worker.ended = self._left_at is not None
-        log_failure(worker)
-        return self._end.verdict()
-
     def finish(self) -> None:
         """Stop handling: the worker has ended."""
         self._finished = True
         self._thread.join()
 
+    def exit_code(self, code: int) -> int:
+        """Return the exit code of the run, once the worker has ended with `code`; raises like `exit_code_of`."""
+        self.finish()
+        self._handle()  # its last messages
+        self._reports.on_exit(self._worker, code)
+        log_failure(self._worker, self._decider.state.rank(0).failure)
+        return exit_code_of(self._decider.state, [self._worker])
+
     def _handle(self) -> None:
         with suppress(BlockingIOError):
-            for number in self._worker.signals.recv(64, socket.MSG_DONTWAIT):
-                self._signals.handle_forwarded(number, self._worker)
+            self._reports.read_signals(self._worker, socket.MSG_DONTWAIT)
         self._reports.read(self._worker)
-        self._agreement.advance(())
-        if self._end.stop is not None and self._end.failed_at is None and self._end.is_overdue(self._grace_seconds):
-            self._leave()
-        if self._left_at is not None and time.monotonic() - self._left_at > _KILL_SECONDS:
-            self._exit(self._end.stop)
+        self._decider.look_at_rank_zero()
+        self._decider.take(events.Tick())
 
-    def _leave(self) -> None:
+    def _dismiss(self) -> None:
         """Make the worker leave without saving."""
-        if self._left_at is None:
-            self._left_at = time.monotonic()
-            self._worker.page.stop.leave_at_once()
-            _send_signal(signal.SIGTERM)
+        self._worker.page.stop.leave_at_once()
+        _send_signal(signal.SIGTERM)
 
-    def _exit(self, stop: Stop | None) -> None:
+    def _dismiss_if_late(self) -> None:
+        if self._is_late:
+            self._dismiss()
+
+    @property
+    def _is_late(self) -> bool:
+        """Return whether the worker has not followed a stop; one that has failed ends by itself."""
+        state = self._decider.state
+        return state.stop is not None and state.failed_at is None and not self._finished
+
+    def _exit(self) -> None:
         """End this process: the worker does not leave."""
-        if stop is None or self._finished:
+        if not self._is_late:
             return
+        stop = self._decider.state.stop
+        assert stop is not None
         end = StoppedError(stop.signum, self._job.interrupt(self._worker.last_step))
         self._job.close()
         print_message(f"ddpexp: {end}")

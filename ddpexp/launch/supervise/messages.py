@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from ddpexp.errors import Failure
 from ddpexp.launch.supervise.hangs import Account
+from ddpexp.launch.supervise.severity import Severity
 from ddpexp.launch.workers.page import What
 
 # From a worker to its supervisor.
@@ -51,6 +52,7 @@ class Errored:
     traceback: str | None
     step: int | None
     exit_code: int
+    refused: bool = False  # by a RefusedError
     limit: str | None = None  # of the machine or the shell, which the error is about
     reason: str | None = None  # this and the following: see ddpexp.errors.Failure
     key: str | None = None
@@ -100,7 +102,7 @@ class RankFailed:
     """To the leading command: a rank failed."""
 
     failure: Failure
-    weight: int
+    severity: Severity
 
 
 @dataclass(frozen=True)
@@ -208,20 +210,11 @@ WorkerMessage: TypeAlias = (
     | TerminalReturned
     | DebuggerQuit
 )
+EndMessage: TypeAlias = RankFailed | CommandDone | CommandStopped | EndRun
+StopMessage: TypeAlias = SignalReceived | StopRun | LeaveNow
 AgreementMessage: TypeAlias = BeginAgreement | ReportBound | CommitStep
 InquiryMessage: TypeAlias = ReportSilence | BeginInquiry | ReportAccounts
-PeerMessage: TypeAlias = (
-    RankFailed
-    | RankWarned
-    | CommandDone
-    | CommandStopped
-    | SignalReceived
-    | StopRun
-    | LeaveNow
-    | EndRun
-    | AgreementMessage
-    | InquiryMessage
-)
+PeerMessage: TypeAlias = RankWarned | EndMessage | StopMessage | AgreementMessage | InquiryMessage
 
 _WORKER_KINDS: Mapping[str, type[WorkerMessage]] = {
     "progress": Progress,
@@ -253,6 +246,7 @@ _PEER_KINDS: Mapping[str, type[PeerMessage]] = {
 _KIND_OF = {message: kind for kind, message in _PEER_KINDS.items()}
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "failure": lambda fields: Failure(**fields),
+    "severity": Severity,
     "cause": lambda fields: None if fields is None else Failure(**fields),
     "accounts": lambda accounts: [Account(**fields) for fields in accounts],
 }

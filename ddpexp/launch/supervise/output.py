@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.messages import Progress
 from ddpexp.launch.supervise.stacks import is_native_frame, is_stack
+from ddpexp.launch.supervise.worker import Worker
 from ddpexp.system.terminal import Terminal
 
 _HOLD_SECONDS = 0.3  # a warning of another rank waits this long for the same warning of rank zero

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from ddpexp.system.process import is_stopped
 
 if TYPE_CHECKING:
     from ddpexp.launch.rendezvous.wire import Peer
-    from ddpexp.launch.supervise.causes import Worker
+    from ddpexp.launch.supervise.worker import Worker
 
 _LOOK_SECONDS = 0.25
 _GAP_SECONDS = 1.0  # the most that one look counts: a command or host that was itself suspended has seen no silence
@@ -121,7 +121,9 @@ class Watchdog:
     leads: bool
     send: Callable[[InquiryMessage], None]
     dump: Callable[[], None]  # makes all ranks of this command dump their stacks
+    lives: Callable[[int], bool]  # whether a rank has neither ended nor failed
     server: int  # the process id of the fork server
+    peers: Mapping[int, Peer] = field(default_factory=dict)  # the other commands, by number
     on_gpus: bool = False  # ranks wait for their device, whatever that waits for
     uses_nccl: bool = False  # ranks record which collectives they have called
     leader_is_silent: bool = False
@@ -147,8 +149,8 @@ class Watchdog:
         """Return whether the stacks that ranks write now are for an inquiry, and not to be shown."""
         return self._round is not None
 
-    def look(self, others: Mapping[int, Peer]) -> Failure | None:
-        """Measure, inquire, decide; never waits. `others` are the other commands, by number.
+    def look(self, others: Collection[int] = ()) -> Failure | None:
+        """Measure, inquire, decide; never waits. `others` are the other commands that are connected.
 
         Returns the cause of a hang, on the leading command.
         """
@@ -190,7 +192,7 @@ class Watchdog:
             self._accounts[sender] = list(message.accounts)
 
     def _living(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker.code is None and worker.failure is None]
+        return [worker for worker in self.workers if self.lives(worker.rank)]
 
     def _measure(self, seconds: float) -> None:
         """Add the time since the last look to the silence of each rank that has made no progress."""
@@ -331,18 +333,19 @@ class Watchdog:
         used = (cpu_ticks(pid) - question.ticks) / os.sysconf("SC_CLK_TCK") + question.starved_seconds
         return classify(threads(question.answer), used / seconds)
 
-    def _decide(self, now: float, others: Mapping[int, Peer]) -> Failure | None:
+    def _decide(self, now: float, others: Collection[int]) -> Failure | None:
         if self._accounts is None or self._round is not None:
             return None
         if len(self._accounts) <= len(others) and now - self._asked_at < _ANSWER_SECONDS:
             return None  # some are missing; this avoids the loop below
-        absent = {number: other for number, other in others.items() if number not in self._accounts}
+        absent = [number for number in others if number not in self._accounts]
         if absent and now - self._asked_at < _ANSWER_SECONDS:
             return None
         accounts = [account for reported in self._accounts.values() for account in reported]
         self._accounts = None
-        self.absent = list(absent)
-        for peer in absent.values():
+        self.absent = absent
+        if absent:
+            peer = self.peers[absent[0]]
             text = (
                 f"the command of rank {peer.first_rank} on {peer.host} does not answer: it is stopped, or its host is"
             )

@@ -11,11 +11,15 @@ from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch.supervise import messages
 from ddpexp.launch.supervise.hangs import Account
 from ddpexp.launch.supervise.messages import PeerMessage
+from ddpexp.launch.supervise.severity import Severity
 
 FAILURE = Failure(1, "a", "ValueError", "no luck", step=3)
 ACCOUNT = Account(1, "b", 1, "train", 2, 9.0, 0.4, "step_seconds", "asleep", "in late (late.py:1)")
 MESSAGES: list[tuple[PeerMessage, dict[str, Any]]] = [
-    (messages.RankFailed(FAILURE, 1), {"kind": "failed", "failure": FAILURE.as_dict(), "weight": 1}),
+    (
+        messages.RankFailed(FAILURE, Severity.ERROR),
+        {"kind": "failed", "failure": FAILURE.as_dict(), "severity": Severity.ERROR},
+    ),
     (messages.RankWarned(1, "hot"), {"kind": "warning", "rank": 1, "text": "hot"}),
     (messages.CommandDone(), {"kind": "done"}),
     (messages.CommandStopped(15), {"kind": "stopped", "signal": 15}),

@@ -21,10 +21,10 @@ import pytest
 from ddpexp.errors import Failure
 from ddpexp.launch.rendezvous.wire import Peer
 from ddpexp.launch.supervise import watchdog
-from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.hangs import Account, verdict
 from ddpexp.launch.supervise.messages import BeginInquiry, InquiryMessage, ReportAccounts
 from ddpexp.launch.supervise.watchdog import Watchdog
+from ddpexp.launch.supervise.worker import Worker
 from ddpexp.launch.workers.collectives import Call, Group, Record
 from ddpexp.launch.workers.control import Control
 from ddpexp.launch.workers.lines import Lines
@@ -68,7 +68,9 @@ class Ranks:
         self.request = 0
         self.before_dump: Callable[[], None] = lambda: None
         self.server = stack.enter_context(_started("sleeps"))
-        self.watchdog = Watchdog(self.workers, LIMITS, True, self.sent.append, self.dump, self.server.pid)
+        self.watchdog = Watchdog(
+            self.workers, LIMITS, True, self.sent.append, self.dump, lambda _: True, self.server.pid
+        )
 
     def add(self, does: str, phase: Phase = "train", pinned: int | None = None) -> subprocess.Popen[str]:
         page, descriptor = Page.make()

@@ -1,0 +1,60 @@
+"""The commands' agreement on the step at which all ranks save, end or stop, as functions of its state.
+
+The leading command writes a new agreement number to the shared pages of its ranks, and the other commands do the same:
+from then on each rank waits at its next step boundary. Each command reports the boundary that none of its ranks can be
+past, the leading one chooses the latest of them as the step, and all publish it. Ranks that have not reached it
+continue up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ddpexp.launch.supervise.events import COMMAND, Action, BeginBoundary, CommitBoundary, Send
+from ddpexp.launch.supervise.messages import BeginAgreement, CommitStep
+from ddpexp.launch.supervise.state import Agreement
+from ddpexp.launch.workers.page import What
+
+
+def want(agreement: Agreement, what: What) -> Agreement:
+    """Request that all ranks save, or save and stop; ignored after a stop. For the leading command."""
+    if agreement.stops:
+        return agreement
+    return replace(agreement, requested=what, stops=what == "stop")
+
+
+def wish(agreement: Agreement, number: int, what: What) -> Agreement:
+    """Request what rank zero wants the agreement of this number to do, unless that does something anyway."""
+    if agreement.what is None and agreement.requested is None and not agreement.stops and number > agreement.number:
+        return replace(agreement, requested=what)
+    return agreement
+
+
+def begin(agreement: Agreement, others: frozenset[int]) -> tuple[Agreement, Sequence[Action]]:
+    """Begin what was requested, if nothing is in progress. For the leading command."""
+    if agreement.what is not None or agreement.requested is None:
+        return agreement, ()
+    number = agreement.number + 1
+    begun = replace(
+        agreement, number=number, what=agreement.requested, requested=None, bound=0, awaited=others | {COMMAND}
+    )
+    return begun, (Send(BeginAgreement(number)), BeginBoundary(number))
+
+
+def answer(agreement: Agreement, command: int, number: int, step: int) -> tuple[Agreement, Sequence[Action]]:
+    """Count a command's boundary, COMMAND for this one; the last answer settles the step. For the leading command."""
+    if number != agreement.number:
+        return agreement, ()
+    return forget(replace(agreement, bound=max(agreement.bound, step)), command)
+
+
+def forget(agreement: Agreement, command: int) -> tuple[Agreement, Sequence[Action]]:
+    """Wait no longer for a command: it has answered, or has ended."""
+    awaited = agreement.awaited - {command}
+    if awaited or agreement.what is None:
+        return replace(agreement, awaited=awaited), ()
+    # Never before an older agreement's step: a rank that acted on it has done that step, so the bounds include it.
+    step = max(agreement.step, agreement.bound)
+    committed = CommitStep(agreement.number, step, agreement.what)
+    return replace(agreement, awaited=awaited, step=step, what=None), (CommitBoundary(committed), Send(committed))
