@@ -54,8 +54,8 @@ EXCEPTIONS: dict[str, str] = {
     "doctor/storage.py:_try_out": NOTHING,
     "doctor/storage.py:_locks": NOTHING,
     "doctor/worker.py:add": PIPE,
-    "launch/launchers/elastic_board.py:_write": NUMBERS,
-    "launch/launchers/elastic_board.py:memory": PIPE,
+    "launch/launchers/agent_status.py:_write": NUMBERS,
+    "launch/launchers/agent_status.py:memory": PIPE,
     "launch/launchers/slurm_array.py:_write": "a script: refused if it holds a secret",
     "launch/launchers/slurm_submit.py:submit_job": "a script: refused if it holds a secret",
     "launch/rendezvous/kinds.py:listen": "a token of ddpexp's own, which this user alone can read",
@@ -65,7 +65,7 @@ EXCEPTIONS: dict[str, str] = {
     "launch/workers/rank_log.py:_open": DESCRIPTOR,
     "launch/workers/server.py:_start": "a warning with names of modules",
     "loggers/append_file.py:flush": MASKED,
-    "loggers/append_file.py:_append": MASKED,  # by `Many`, which all loggers are in
+    "loggers/append_file.py:_append": MASKED,  # by `LoggerCollection`, which all loggers are in
     "loggers/append_file.py:truncate_file": NOTHING,
     "plan/calibrate.py:_started": DESCRIPTOR,
     "run/lock.py:_open": LOCK,

@@ -28,16 +28,16 @@ from ddpexp.errors import (
 )
 from ddpexp.launch import Job
 from ddpexp.launch.launchers import torchrun_env
-from ddpexp.launch.launchers.base import Launcher
-from ddpexp.launch.launchers.elastic_board import (
+from ddpexp.launch.launchers.agent_status import (
     FEW_CAME,
     JOB_ENDED,
     LIST_LOST,
+    AgentStatus,
     Phase,
-    StoreMailbox,
     memory,
     quiet_agent,
 )
+from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
@@ -92,7 +92,7 @@ class Elastic(Launcher):
         if self.rdzv_endpoint is not None:
             _check_unfinished(job)
         description = json.dumps(job.require_portable().describe()).encode()
-        with memory(description) as described, StoreMailbox.make(here.world_size) as board:
+        with memory(description) as described, AgentStatus.make(here.world_size) as status:
             arguments = [
                 str(os.getpid()), f"--nnodes={low}:{high}", f"--nproc-per-node={here.world_size}",
                 f"--max-restarts={self.max_restarts}", *rendezvous, f"--log-dir={os.devnull}", *programs.COMMAND,
@@ -103,15 +103,15 @@ class Elastic(Launcher):
                 "OMP_NUM_THREADS": "1",  # silences torchrun's warning; each worker sets its own number of threads
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(job.request.grace_seconds) + _SAVE_SECONDS),
                 **os.environ,
-                **board.variables(),
+                **status.variables(),
             }
             environ |= quiet_agent(os.environ)
 
-            watch = self._watch(job, board)
+            watch = self._watch(job, status)
             try:
                 code = foreign.run(
                     argv, environ, job.request.grace_seconds, (signal.SIGUSR1, signal.SIGQUIT),
-                    ended=lambda: any(map(_ends_all, board.codes())),
+                    ended=lambda: any(map(_ends_all, status.codes())),
                     lost=watch.gives_up,
                 )  # fmt: skip
                 if code == EXIT_DONE:
@@ -120,19 +120,19 @@ class Elastic(Launcher):
                     code = LIST_LOST
                 if code in (JOB_ENDED, LIST_LOST):
                     _check_unfinished(job)  # the run may have finished
-                self._explain(code, board.phase(), low, watch)
-                return next(iter(board.codes()), EXIT_FAILED)
+                self._explain(code, status.phase(), low, watch)
+                return next(iter(status.codes()), EXIT_FAILED)
             except StoppedError as error:
-                _report_stop(board.phase(), error)
+                _report_stop(status.phase(), error)
                 error.quiet = True  # where there are ranks, they record and report it
                 raise
 
-    def _watch(self, job: Job, board: StoreMailbox) -> _Watch:
+    def _watch(self, job: Job, status: AgentStatus) -> _Watch:
         endpoint, what = None, "torch's agent to start the workers"
         if self.rdzv_endpoint is not None:
             what = f"the machines of trainer.nodes={job.request.nodes} to meet at {self.rdzv_endpoint}"
             endpoint = _Endpoint(self.rdzv_endpoint) if self.rdzv_backend == "c10d" else None
-        return _Watch(job, board, endpoint, what, self.rdzv_backend == "c10d")
+        return _Watch(job, status, endpoint, what, self.rdzv_backend == "c10d")
 
     def _explain(self, code: int, phase: Phase, min_nodes: int, watch: _Watch) -> None:
         """Print why the agent has given up, where the ranks are not the reason."""
@@ -169,8 +169,8 @@ class Elastic(Launcher):
     def member(self, job: Job, server: Server | None = None) -> int:
         """Run one rank that the agent has started; like `TorchrunEnv.launch`."""
         job.request = replace(job.request, nodes="auto", gpus="auto")
-        board, local_rank = StoreMailbox.here(), int(os.environ["LOCAL_RANK"])
-        board.leave(local_rank, EXIT_DONE)  # replaces the code of an earlier attempt
+        status, local_rank = AgentStatus.here(), int(os.environ["LOCAL_RANK"])
+        status.leave(local_rank, EXIT_DONE)  # replaces the code of an earlier attempt
         code = EXIT_FAILED
         try:
             code = torchrun_env.run(job, server, _STORE_KEY)
@@ -179,12 +179,12 @@ class Elastic(Launcher):
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # both this machine's agent and another's may send it
             end = first_end(error)
             code = end.exit_code
-            if _will_restart(end, board):
+            if _will_restart(end, status):
                 code = EXIT_FAILED if isinstance(end, AbsentError) else EXIT_DONE
                 return _leave_for_restart(end, job)
             raise
         finally:
-            board.leave(local_rank, code)
+            status.leave(local_rank, code)
             if _ends_all(code):
                 _wait_for_agent_to_end()
 
@@ -226,7 +226,7 @@ class _Watch:
     """The watch over torch's agent, which may wait without end for its list of machines or for its first workers."""
 
     job: Job
-    board: StoreMailbox
+    status: AgentStatus
     endpoint: _Endpoint | None
     what: str  # it waits for before there are workers
     limits_the_wait: bool  # with etcd torch's agent does
@@ -242,9 +242,9 @@ class _Watch:
 
     def gives_up(self) -> bool:
         """Return whether the agent is to be ended."""
-        phase = self.board.phase()
+        phase = self.status.phase()
         self.has_run = self.has_run or phase in (Phase.RUNS, Phase.LOOKS)
-        restarting = bool(self.board.codes()) or phase == Phase.MEETS  # the ranks ran here and are to be restarted
+        restarting = bool(self.status.codes()) or phase == Phase.MEETS  # the ranks ran here and are to be restarted
         is_overdue = phase == Phase.FIRST and self._is_overdue()
         if self.endpoint is None:
             self.lost = is_overdue and self.limits_the_wait
@@ -302,29 +302,29 @@ def _is_finished(job: Job) -> bool:
     return False
 
 
-def _will_restart(end: End, board: StoreMailbox) -> bool:
+def _will_restart(end: End, status: AgentStatus) -> bool:
     """Return whether a rank ends only to be restarted, by this machine's agent or by another machine's."""
     if isinstance(end, AbsentError):
-        _wait_for_agent(board, _ABSENT_SECONDS)
+        _wait_for_agent(status, _ABSENT_SECONDS)
         return True
     if not isinstance(end, StoppedError):
         return False
     if end.signum == signal.SIGUSR2:  # possibly from another machine's agent, before this machine's has noticed
-        _wait_for_agent(board, _RESTART_NOTICE_SECONDS)
-        return board.phase() == Phase.MEETS
+        _wait_for_agent(status, _RESTART_NOTICE_SECONDS)
+        return status.phase() == Phase.MEETS
     # When a rank has failed, the agent ends the others from within its check; other checks take only microseconds.
     for _ in range(2):
-        if board.phase() not in (Phase.LOOKS, Phase.MEETS):
+        if status.phase() not in (Phase.LOOKS, Phase.MEETS):
             return False
         time.sleep(_LOOK_SECONDS)
     return True
 
 
-def _wait_for_agent(board: StoreMailbox, seconds: float) -> None:
+def _wait_for_agent(status: AgentStatus, seconds: float) -> None:
     """Wait until this machine's agent ends the ranks for a new round, or until a signal ends them."""
     deadline = time.monotonic() + seconds
     with suppress(StoppedError):
-        while board.phase() != Phase.MEETS and time.monotonic() < deadline:
+        while status.phase() != Phase.MEETS and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.run import parse_args, run
 
 from ddpexp.compat.elastic import ExtensibleAgent, forget_store, install
 from ddpexp.errors import EXIT_FAILED
-from ddpexp.launch.launchers.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Phase, StoreMailbox, not_for_ranks
+from ddpexp.launch.launchers.agent_status import FEW_CAME, JOB_ENDED, LIST_LOST, AgentStatus, Phase, not_for_ranks
 from ddpexp.system.process import children, die_with_parent
 
 _ATTEMPTS = 5  # to complete a rendezvous while machines are lost in the middle of it; each may take a minute
@@ -33,7 +33,7 @@ class Agent(ExtensibleAgent):
         try:
             return super().run_to_the_end(*words)
         except RendezvousError:
-            StoreMailbox.here().note(Phase.MEETS)  # so the ranks, which end now, know that no user stopped them
+            AgentStatus.here().note(Phase.MEETS)  # so the ranks, which end now, know that no user stopped them
             raise
 
     def meet(self, worker_group: WorkerGroup) -> None:
@@ -52,20 +52,20 @@ class Agent(ExtensibleAgent):
 
     def start_workers(self, *words: Any) -> dict[int, Any]:
         """Start the workers of a round."""
-        StoreMailbox.here().note(Phase.RUNS)
+        AgentStatus.here().note(Phase.RUNS)
         return super().start_workers(*words)
 
     def monitor_workers(self, *words: Any) -> RunResult:
         """Look at the workers, and end the others if one has failed."""
-        StoreMailbox.here().note(Phase.LOOKS)  # the call below ends the other ranks when one has failed
+        AgentStatus.here().note(Phase.LOOKS)  # the call below ends the other ranks when one has failed
         result = super().monitor_workers(*words)
         if result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED):
-            StoreMailbox.here().note(Phase.RUNS)
+            AgentStatus.here().note(Phase.RUNS)
         return result
 
     def stop_workers(self, *_: Any) -> None:
         """End a round that is to be followed by another one: the ranks save."""
-        StoreMailbox.here().note(Phase.MEETS)
+        AgentStatus.here().note(Phase.MEETS)
         # SIGUSR2 stops the ranks of all machines, even if their agents do not know yet.
         self.end_workers(signal.SIGUSR2, int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
 

@@ -16,8 +16,8 @@ import pytest
 
 from ddpexp.checkpoint.format import complete_checkpoints
 from ddpexp.errors import AbsentError, StoppedError
+from ddpexp.launch.launchers.agent_status import AgentStatus, Phase
 from ddpexp.launch.launchers.elastic import Elastic
-from ddpexp.launch.launchers.elastic_board import Phase, StoreMailbox
 from ddpexp.system.process import children
 from tests.conftest import OWN_SERVER, Call, Ddpexp, Done, ddpexp_processes, finish
 from tests.launch.launchers.test_torchrun import CODE
@@ -148,10 +148,10 @@ def test_a_rank_distinguishes_a_users_stop_from_a_restart(
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "1")
     before = signal.getsignal(signal.SIGUSR2)
-    with StoreMailbox.make(2) as board:
-        monkeypatch.setenv("DDPEXP_BOARD", str(board.path))
-        board.note(phase)
-        board.leave(0, 7)  # the one that has failed
+    with AgentStatus.make(2) as status:
+        monkeypatch.setenv("DDPEXP_AGENT_STATUS", str(status.path))
+        status.note(phase)
+        status.leave(0, 7)  # the one that has failed
         try:
             if leaves is None:
                 with pytest.raises(StoppedError):
@@ -160,12 +160,12 @@ def test_a_rank_distinguishes_a_users_stop_from_a_restart(
                 assert Elastic().member(Call("time:sleep", ["0"], tmp_path)) == leaves
         finally:
             signal.signal(signal.SIGUSR2, before)
-        assert board.codes() == [7, left][: 1 + bool(left)]
+        assert status.codes() == [7, left][: 1 + bool(left)]
 
 
 def test_a_member_started_manually_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DDPEXP_BOARD", raising=False)
-    with refused("DDPEXP_BOARD: launcher=elastic"):
+    monkeypatch.delenv("DDPEXP_AGENT_STATUS", raising=False)
+    with refused("DDPEXP_AGENT_STATUS: launcher=elastic"):
         Elastic().member(Call("time:sleep", ["0"], tmp_path))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddpexp.errors import EXIT_DONE, RefusedError
 
-_PATH_VARIABLE = "DDPEXP_BOARD"  # the environment variable with the path of the shared memory
+_PATH_VARIABLE = "DDPEXP_AGENT_STATUS"  # the environment variable with the path of the shared memory
 _BYTES = 4  # per number: the phase, then the exit code of each rank of this machine
 
 # torch's C++ code prints call stacks when a connection of the agent breaks. It reads the level once, when it is loaded;
@@ -34,14 +34,14 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True)
-class StoreMailbox:
-    """The shared memory, under a path that this user's other processes on the host can open."""
+class AgentStatus:
+    """The agent's phase and the ranks' exit codes, in shared memory that this user's processes can open by its path."""
 
     path: Path
 
     @classmethod
-    def here(cls) -> StoreMailbox:
-        """Return the mailbox that the command has created; for the agent and the ranks.
+    def here(cls) -> AgentStatus:
+        """Return the status that the command has created; for the agent and the ranks.
 
         Raises:
             RefusedError: there is none.
@@ -54,8 +54,8 @@ class StoreMailbox:
 
     @classmethod
     @contextmanager
-    def make(cls, ranks: int) -> Iterator[StoreMailbox]:
-        """Create a mailbox that lives as long as this process."""
+    def make(cls, ranks: int) -> Iterator[AgentStatus]:
+        """Create a status that lives as long as this process."""
         with memory(bytes((1 + ranks) * _BYTES)) as path:
             yield cls(path)
 
@@ -64,7 +64,7 @@ class StoreMailbox:
         return {_PATH_VARIABLE: str(self.path)}
 
     def phase(self) -> Phase:
-        """Return the agent's phase; RUNS once the command, and the mailbox with it, is gone."""
+        """Return the agent's phase; RUNS once the command, and the status with it, is gone."""
         try:
             return Phase(self._numbers()[0])
         except (OSError, IndexError, ValueError):
