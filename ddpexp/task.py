@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MetricUpdate:
-    """What a metric of torchmetrics is updated with in a batch; made by `metric_update`."""
+    """The arguments with which a batch updates a metric of torchmetrics; made by `metric_update`."""
 
     metric: Any  # a torchmetrics.Metric or MetricCollection
     arguments: tuple[Any, ...]
@@ -29,8 +29,8 @@ class MetricUpdate:
 def metric_update(metric: Any, /, *arguments: Any, **keywords: Any) -> MetricUpdate:
     """Return an entry of the metrics of an evaluation that stands for `metric.update(*arguments, **keywords)`.
 
-    The metric itself is not changed: a copy of it gets the batches of all ranks, and what that computes at the end of
-    the evaluation is recorded.
+    The metric itself is not changed: a copy of it gets the batches of all ranks, and the value that the copy computes
+    at the end of the evaluation is recorded.
 
         metrics["auroc"] = ddpexp.metric_update(self.auroc, probabilities, labels)
     """
@@ -55,7 +55,7 @@ class Task(Protocol):
         is a tensor, and costs one small reduction per step. If the tensors of a whole global batch count nothing, there
         is no gradient. The names of the metrics must be the same in every step.
 
-        In evaluation (`not model.training`) the metrics may also hold what is no mean, for `finish` or torchmetrics:
+        In evaluation (`not model.training`) the metrics may also hold other entries, for `finish` or torchmetrics:
 
         - a tensor of integers, of any shape: added up exactly, such as a confusion matrix;
         - `(sum, count)` with tensors of any shape: added up in the order of the batches;
@@ -63,22 +63,22 @@ class Task(Protocol):
 
         Called under autocast if `trainer.precision` requires it.
 
-        Shapes: but for these, every tensor is a scalar. `model` is what the model section builds: a module, or a
-        mapping of modules.
+        Shapes: every other tensor is a scalar. `model` is what the model section builds: a module, or a mapping of
+        modules.
         """
         ...
 
 
 @runtime_checkable
 class HasFinish(Protocol):
-    """A task with metrics of an evaluation that are not means: perplexity, F1, what a confusion matrix shows."""
+    """A task with metrics of an evaluation that are not means: perplexity, F1, figures from a confusion matrix."""
 
     def finish(self, sums: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return `{name: number}`, to be recorded beside the means of an evaluation set.
 
         `sums` holds an entry for each name that `step` returned in evaluation, and `loss`, over the whole set and on
         the host: `(total, count)` for the loss and for every pair, an int64 tensor for integers, and for a metric of
-        torchmetrics what it computes. Called after each evaluation of each set, not for the records of training.
+        torchmetrics its computed value. Called after each evaluation of each set, not for the records of training.
 
             def finish(self, sums):
                 total, count = sums["loss"]
@@ -94,7 +94,7 @@ class HasPredict(Protocol):
     """A task whose weights `ddpexp predict` can use."""
 
     def predict(self, model: Any, batch: Any) -> Any:
-        """Return what is predicted for a batch: a tensor or an array of numbers, or a mapping of names to such.
+        """Return the predictions for a batch: a tensor or an array of numbers, or a mapping of names to such.
 
             def predict(self, model, batch):
                 probabilities = model(batch[0]).softmax(1)
@@ -174,8 +174,8 @@ class OptimizerStep(Protocol):
         They do not if a gradient is not finite under `trainer.nonfinite=skip` or `trainer.precision=fp16`: then
         buffers and random numbers are put back, too. `trainer.clip_grad_norm` limits the norm of the gradients of each
         call by itself. Several calls may use the same gradients, for different optimizers. All gradients are cleared
-        when the next micro-batch begins or the step ends, so that what one loss leaves in another network never reaches
-        that network's own step.
+        when the next micro-batch begins or the step ends, so that gradients which one loss leaves in another network
+        never reach that network's own step.
 
         Ranks: all, with the same names; communicates if counts are tensors.
 
@@ -256,11 +256,11 @@ class HasTrainStep(Protocol):
                 return total, count, {}
 
         `batches` are this worker's micro-batches of the step, on its device: as many on every worker,
-        `trainer.global_batch_size / (trainer.micro_batch_size x workers)`. What is returned is only recorded and needs
-        no gradient; it has the same names in every step, with a count of 0 where there is nothing to record.
+        `trainer.global_batch_size / (trainer.micro_batch_size x workers)`. The returned sums are only recorded and need
+        no gradient; they have the same names in every step, with a count of 0 where there is nothing to record.
 
-        What the task itself remembers from step to step is neither saved nor the same on all workers: use `update.step`
-        for what depends on the step, and buffers of a module for the rest. Evaluations call `step`.
+        Attributes set on the task are neither checkpointed nor synchronized: use `update.step` for values that depend
+        on the step, and buffers of a module for others. Evaluations call `step`.
 
         Units: learning rates are set before each step, `optimizer.lr` and those of `optimizers` times the schedule.
         Ranks: all, with the same calls in the same order.

@@ -66,20 +66,20 @@ class HostRandom:
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore what `state` returned."""
         if "numpy" in state:
-            *key, position, held, bits = state["numpy"].tolist()
-            np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, held, _float(bits)))
+            *key, position, has_gauss, bits = state["numpy"].tolist()
+            np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, _float(bits)))
         if "python" in state:
-            *words, held, bits = state["python"].tolist()
-            random.setstate((3, tuple(words), _float(bits) if held else None))
+            *words, has_gauss, bits = state["python"].tolist()
+            random.setstate((3, tuple(words), _float(bits) if has_gauss else None))
 
 
 def _states() -> dict[str, list[int]]:
     """Return the words of both generators, then whether the second of a pair of normals is cached, and its bits."""
-    _, key, position, held, normal = np.random.get_state(legacy=True)
-    _, words, other = random.getstate()
+    _, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    _, words, gauss_next = random.getstate()
     return {
-        "numpy": [*map(int, key), int(position), int(held), _bits(float(normal))],
-        "python": [*words, int(other is not None), _bits(other or 0.0)],
+        "numpy": [*map(int, key), int(position), int(has_gauss), _bits(float(gauss))],
+        "python": [*words, int(gauss_next is not None), _bits(gauss_next or 0.0)],
     }
 
 

@@ -20,7 +20,7 @@ def is_host(device: torch.device) -> bool:
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Move a tensor from the host without waiting for the GPU, which a copy from unpinned memory would do.
 
-    The copy of a large tensor does not wait for what the GPU has still to compute either.
+    The copy of a large tensor does not wait for work that is queued on the GPU either.
     """
     if tensor.device == device:
         return tensor
@@ -45,7 +45,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _overlapped(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy pinned memory beside what the GPU computes; what is queued from here on waits for the copy."""
+    """Copy pinned memory while the GPU computes; work that is queued from here on waits for the copy."""
     own, current = _copy_stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(own):
         copied = tensor.to(device, non_blocking=True)  # in memory of its own stream
@@ -62,7 +62,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 def rows(tensor: Tensor, indices: Tensor, pinned: bool) -> Tensor:
     """Return rows of a tensor, gathered straight into `pinned` memory, from which they are moved without a copy.
 
-    Those of a tensor on a device stay there.
+    Rows of a tensor on a device stay there.
     """
     if not pinned or not is_host(tensor.device):
         return tensor.index_select(0, indices)
@@ -71,7 +71,7 @@ def rows(tensor: Tensor, indices: Tensor, pinned: bool) -> Tensor:
 
 
 class LateFlag:
-    """A truth on the device that the host reads later, when it has arrived, without waiting for what was queued since.
+    """A boolean on the device that the host reads later, once it has arrived, without waiting for later work.
 
     Not for more than one device: its copy is on the current stream.
     """
@@ -89,7 +89,7 @@ class LateFlag:
             self._arrived.record()
 
     def read(self) -> bool:
-        """Return the value last sent; waits for what was queued before that."""
+        """Return the value last sent; waits for work that was queued before that."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return bool(self._on_host)

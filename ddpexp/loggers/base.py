@@ -66,7 +66,7 @@ class Truncatable(Protocol):
         ...
 
 
-class Many(Logger):
+class LoggerCollection(Logger):
     """Record everything with several loggers, which get all names and texts with their secrets masked."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:

@@ -22,7 +22,7 @@ from ddpexp.checkpoint.initial import CONVERTED
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.run import lock
-from ddpexp.system.files import check_yaml, first_free, first_free_name, read_json, whole_lines, write_json
+from ddpexp.system.files import check_yaml, first_free_name, make_numbered_folder, read_json, whole_lines, write_json
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.secrets import held_in, masked
 from ddpexp.system.yaml_text import load_yaml
@@ -236,7 +236,7 @@ def create(run_dir: str | None, recipe: str) -> RunDir:
         if not run_dir:
             check_name(path, "run.dir")
             path.parent.mkdir(parents=True, exist_ok=True)
-            return RunDir(first_free(path))
+            return RunDir(make_numbered_folder(path))
         check_free(path)
         path.mkdir(parents=True, exist_ok=True)
         run = RunDir(path)

@@ -82,7 +82,7 @@ class StartFiles:
         if manifest_text is not None and has_manifest:
             files.write(run.manifest, manifest_text)
         if text != text_before or run.overrides not in self._before:
-            self._added += [copy for copy in map(files.keep, (run.config, run.overrides)) if copy]
+            self._added += [copy for copy in map(files.back_up, (run.config, run.overrides)) if copy]
             files.write(run.config, config)
             files.write_yaml(run.overrides, list(self._overrides))
         if manifest_text is not None and not has_manifest:

@@ -188,7 +188,7 @@ def _send(run: RunDir, experiment: Experiment, name: str) -> Sent:
     try:
         with _only_sender(run, name), contextlib.redirect_stdout(sys.stderr):
             feed = _feed(run, experiment, name, reported.append)
-            if not feed.look() and feed.mark.ended and done:
+            if not feed.count_unsent() and feed.mark.ended and done:
                 return Sent(0, 0, None)
             if feed.push(final=True):
                 feed.end(done, _checkpoint(run, experiment, name) if done else None)

@@ -105,7 +105,7 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
     try:
         if not swept.is_named:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return SweepDir(files.first_free(path)), True
+            return SweepDir(files.make_numbered_folder(path)), True
         is_new = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

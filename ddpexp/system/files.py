@@ -91,7 +91,7 @@ def whole_lines(path: Path) -> int:
     return 0
 
 
-def keep(path: Path) -> Path | None:
+def back_up(path: Path) -> Path | None:
     """Copy a file that is about to be replaced to the first free numbered name; None where there is no file."""
     if not path.is_file():
         return None
@@ -313,7 +313,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def first_free(path: Path) -> Path:
+def make_numbered_folder(path: Path) -> Path:
     """Create a folder of this name, or of the first free numbered variant, and return it."""
     for number in range(1, 10_000):
         candidate = path if number == 1 else path.with_name(f"{path.name}_{number}")

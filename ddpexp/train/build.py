@@ -26,7 +26,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
-from ddpexp.loggers.base import Logger, Many
+from ddpexp.loggers.base import Logger, LoggerCollection
 from ddpexp.loggers.jsonl import JsonLines
 from ddpexp.loggers.progress import ProgressLogger
 from ddpexp.loggers.remote.follower import Followers
@@ -295,7 +295,7 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
         check_takes_directory(kind, node.kwargs, target)
         logger = instantiate(node, context.experiment.trust, where, run.path)
         loggers.append(check_logger(logger, target))
-    return Many(loggers)
+    return LoggerCollection(loggers)
 
 
 def build_average(strategy: Strategy, trainer: Trainer, steps_per_epoch: int, num_steps: int) -> WeightAverage | None:

@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ddpexp
-from ddpexp.loggers.base import Logger, Many, Truncatable
+from ddpexp.loggers.base import Logger, LoggerCollection, Truncatable
 from tests.conftest import Ddpexp, Done
 from tests.points import Recipe
 from tests.refusals import command_refused, refused
@@ -200,7 +200,7 @@ def test_an_object_that_is_no_logger_is_refused(recipe: Recipe) -> None:
 
 def test_only_loggers_that_can_be_truncated_are_called() -> None:
     assert not isinstance(Logger(), Truncatable)
-    both = Many([Logger(), Logger()])
+    both = LoggerCollection([Logger(), Logger()])
     assert both.position() == {}
     both.truncate(None, 0)
 
@@ -230,7 +230,7 @@ class Heard(Logger):
 def test_every_logger_gets_names_and_texts_with_their_secrets_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "q5zk-planted")
     heard, one = Heard(), torch.zeros(1)
-    logger = Many([heard])
+    logger = LoggerCollection([heard])
     logger.scalars(1, 0.5, {"a/q5zk-planted": 1.0})
     logger.text("b q5zk-planted", "c q5zk-planted")
     logger.image("d q5zk-planted", one, 1)

@@ -38,7 +38,7 @@ def test_each_writer_masks_and_leaves_numbers_alone(tmp_path: Path) -> None:
     assert json.loads(files.json_line([VALUE, 4711])) == ["${MINE}", 4711]
     files.write(path, Masked(VALUE))
     assert path.read_text() == VALUE
-    assert files.keep(path) == tmp_path / "file-1"
+    assert files.back_up(path) == tmp_path / "file-1"
     assert (tmp_path / "file-1").read_text() == "${MINE}"
     assert sorted(os.listdir(tmp_path)) == ["file", "file-1"]
 

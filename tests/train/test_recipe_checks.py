@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Splits
 from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.loggers.base import Logger, Many
+from ddpexp.loggers.base import Logger, LoggerCollection
 from ddpexp.train.process import message_or_place
 from ddpexp.train.recipe_checks import (
     check_logger,
@@ -225,7 +225,7 @@ def test_a_logger_that_takes_no_run_directory_gets_the_definition_that_does() ->
 
 def test_a_position_that_is_no_mapping_is_reported_with_the_logger() -> None:
     with refused("Whole.position(): mapping", DdpexpError):
-        Many([Whole()]).position()
+        LoggerCollection([Whole()]).position()
 
 
 def test_an_assert_without_a_message_is_reported_with_its_place() -> None:

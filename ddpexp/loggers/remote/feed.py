@@ -94,7 +94,7 @@ class Feed:
         self._at: Mapping[str, int] = {}
         self._retry_at, self._pause = 0.0, _FIRST_PAUSE
 
-    def look(self) -> int:
+    def count_unsent(self) -> int:
         """Return how many rows are not sent, without sending any; everything that is recorded counts."""
         self.mark.move_to(self._connect(self.mark.id).destination())
         self._pending += self._records.take(final=True)

@@ -128,7 +128,7 @@ def _has_login(environ: Mapping[str, str]) -> bool:
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
-    return any(_names(path, host) for path in _netrc_files(environ))
+    return any(_has_entry(path, host) for path in _netrc_files(environ))
 
 
 def _netrc_files(environ: Mapping[str, str]) -> Iterable[Path]:
@@ -138,7 +138,7 @@ def _netrc_files(environ: Mapping[str, str]) -> Iterable[Path]:
     return [home / ".netrc", home / "_netrc"]
 
 
-def _names(path: Path, host: str) -> bool:
+def _has_entry(path: Path, host: str) -> bool:
     with suppress(OSError, netrc.NetrcParseError):
         return host in netrc.netrc(str(path)).hosts
     return False

@@ -241,7 +241,7 @@ def test_another_place_gets_everything(run: Run) -> None:
     run.server = Server()
     run.server.where = "https://other.example"
     run.start(run.position(), 20)
-    assert run.feed.look() == 2
+    assert run.feed.count_unsent() == 2
     assert not run.feed.mark.ended
     run.feed.push(final=True)
     assert run.server.steps("train/loss") == [10, 20]
