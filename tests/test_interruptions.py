@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 
 from ddpexp.checkpoint.format import complete_checkpoints, scan, seal
-from ddpexp.data.batch_plan import counted
+from ddpexp.system.text import counted
 from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, finish, living
 from tests.points import Recipe, session
 

@@ -15,7 +15,7 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
 from ddpexp.system.terminal import show
-from ddpexp.system.text import one_line
+from ddpexp.system.text import counted, one_line
 
 
 def check(call: Call) -> int:
@@ -44,5 +44,5 @@ def _as_text(findings: Sequence[Finding], seconds: float) -> str:
     words = {True: "ok", False: "problem", None: "-"}
     lines = [f"{words[finding.ok]:<8}{finding.check:<11}{one_line(finding.text)}" for finding in findings]
     count = sum(finding.ok is False for finding in findings)
-    verdict = "no problem found" if not count else f"{count} problem{'s' if count > 1 else ''} found"
+    verdict = "no problem found" if not count else f"{counted(count, 'problem')} found"
     return "\n".join([*lines, f"{verdict} in {seconds:.1f} s"])

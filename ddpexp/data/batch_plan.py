@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpexp.errors import RefusedError
+from ddpexp.system.text import counted
 
 _MOST_TIMES = 16  # a batch this many times as large as the one in the configuration is no advice
 _MOST_LISTED = 8
@@ -100,11 +101,6 @@ def check_range(
         value=total,
         suggestion=" ".join(remedies),
     )
-
-
-def counted(number: int, thing: str) -> str:
-    """Return a number with its unit, such as `1 step` or `1,024 steps`."""
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def epochs_text(epochs: float, steps_per_epoch: int) -> str:

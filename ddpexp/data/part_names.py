@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Literal
 
-from ddpexp.data.batch_plan import counted
+from ddpexp.system.text import counted
 
 PartName = Literal["train", "eval", "test"]
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpexp.data.batch_plan import counted
 from ddpexp.data.cache import CACHES, Cache, in_first, make_cache, put, read_cache, update_cache
 from ddpexp.data.mirrors import (
     AUTO_PATIENCE,
@@ -37,6 +36,7 @@ from ddpexp.data.published_files import PublishedFile, Stamp, WrongError
 from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.system.terminal import print_message
+from ddpexp.system.text import counted
 
 _SEEDS = (1, 2)  # of the drawn images to train on and to test with
 

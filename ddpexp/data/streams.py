@@ -23,6 +23,7 @@ from ddpexp.data.samples import first_mismatch, form, user_code_error
 from ddpexp.distributed.rng import DATA, HOST, seed_everything, seed_of
 from ddpexp.distributed.transfers import to_device
 from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.system.text import counted
 
 
 @runtime_checkable
@@ -313,7 +314,7 @@ class StreamBatches:
     @property
     def description(self) -> str:
         """Return what is reported of the data."""
-        return f"a stream in {self.num_shards:,} shard{'s' if self.num_shards > 1 else ''}"
+        return f"a stream in {counted(self.num_shards, 'shard')}"
 
     def describe(self, step: int, number: int, rows: Sequence[int]) -> str:
         """Describe rows of one of this rank's micro-batches, that of the step being done."""

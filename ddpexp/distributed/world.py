@@ -21,6 +21,7 @@ from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import STORE_FD
 from ddpexp.system.gpus import NUMBER, VISIBLE
 from ddpexp.system.network import interface_variables, is_loopback
+from ddpexp.system.text import counted
 
 
 class StoreMailbox:
@@ -230,7 +231,7 @@ def _own_gpu(rank: int, number: int) -> torch.device:
         visible = os.environ.get(VISIBLE)
         shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         raise RefusedError(
-            f"rank {rank} uses GPU {number}, counted from 0, but CUDA shows it {count} GPU{'s' * (count != 1)}{shown}",
+            f"rank {rank} uses GPU {number}, counted from 0, but CUDA shows it {counted(count, 'GPU')}{shown}",
             suggestion="Use a smaller trainer.gpus, or make more GPUs visible; `nvidia-smi -L` lists the GPUs.",
         )
     torch.cuda.set_device(number)

@@ -12,6 +12,7 @@ from ddpexp.doctor.job import Diagnosis, NoAnswerError
 from ddpexp.doctor.report import Finding, bad, doubtful, good, merge
 from ddpexp.errors import RefusedError, WorkerError
 from ddpexp.launch import NotPortableError
+from ddpexp.system.text import counted
 
 
 def judge(
@@ -70,7 +71,7 @@ def _of_workers(job: Diagnosis, failure: RefusedError | WorkerError | None) -> F
     if failure is not None:
         return bad("workers", f"a run would be refused: {failure}", "", message=str(failure))
     assert layout is not None
-    text = f"{layout.world_size} {layout.device} worker{'s' if layout.world_size > 1 else ''}"
+    text = counted(layout.world_size, f"{layout.device} worker")
     text += f" over {layout.backend}" if layout.world_size > 1 else ", nothing to reduce"
     return good("workers", f"{text}, launcher={setting.launcher}", **vars(layout))
 

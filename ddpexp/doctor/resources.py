@@ -15,7 +15,7 @@ from ddpexp.system.containers import enlarge_shared_memory, runtime
 from ddpexp.system.hardware import cores_quota, usable_core_numbers, usable_cores
 from ddpexp.system.limits import process_limits, required_open_files
 from ddpexp.system.oom import tightest_limit
-from ddpexp.system.text import size_text
+from ddpexp.system.text import counted, size_text
 
 GIB = 1 << 30
 _SHARED = "/dev/shm"
@@ -55,11 +55,10 @@ def judge_cores(facts: Facts, setting: Setting) -> list[Finding]:
     """Compare the cores with the workers and their threads."""
     usable, machine = facts["usable"], facts["machine"]
     threads = setting.workers * setting.threads
-    text = f"{usable} of {machine} cores usable" if usable < machine else f"{usable} core{'s' if usable > 1 else ''}"
+    text = f"{usable} of {machine} cores usable" if usable < machine else counted(usable, "core")
     if facts["quota"] is not None and facts["quota"] < facts["affinity"]:
         text += " (a control group's quota)"
-    plural = "s" if setting.workers > 1 else ""
-    text += f" for {setting.workers} worker{plural} x {setting.threads} thread{'s' if setting.threads > 1 else ''}"
+    text += f" for {counted(setting.workers, 'worker')} x {counted(setting.threads, 'thread')}"
     measured = f"load average {facts['load']}"
     if threads > usable:
         remedy = "fewer workers, fewer trainer.threads" if setting.device == "cpu" else "fewer trainer.threads"
@@ -158,7 +157,7 @@ def _open_files(facts: Facts, setting: Setting) -> Finding:
     limit, required = facts["nofile"], required_open_files(setting.workers, setting.world_size)
     if limit is None:
         return good("open_files", "no limit", nofile=limit, required=required)
-    text = f"{limit:,} allowed, {required:,} needed for {setting.world_size:,} worker{'s'[: setting.world_size > 1]}"
+    text = f"{limit:,} allowed, {required:,} needed for {counted(setting.world_size, 'worker')}"
     if limit < required:
         return bad("open_files", text, f"ulimit -n {required} or more", nofile=limit, required=required)
     if limit < _OPEN_FILES:

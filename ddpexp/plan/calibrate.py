@@ -25,6 +25,7 @@ from ddpexp.plan.speed import Costs, Measured, Place, fit, turns
 from ddpexp.system.hardware import count_gpus, usable_core_numbers, usable_cores
 from ddpexp.system.process import children, stat
 from ddpexp.system.programs import python
+from ddpexp.system.text import counted
 
 _SECONDS = 2.0  # of training that a run is to take: cores are slowed by others' work for a second at a time
 _FEWEST_STEPS, _MOST_STEPS = 36, 6000
@@ -157,10 +158,9 @@ class _Bench:
 
     def measure(self, workers: int, cores: Sequence[int] = (), passes: int = 1) -> float:
         """Return the time of a step of one run, on some cores alone."""
-        where = f" on {len(cores)} core{'s' if len(cores) > 1 else ''}" if cores else ""
+        where = f" on {counted(len(cores), 'core')}" if cores else ""
         self.report(
-            f"measuring {workers} worker{'s' if workers > 1 else ''}{where}, {passes} "
-            f"pass{'es' if passes > 1 else ''}{self.name}"
+            f"measuring {counted(workers, 'worker')}{where}, {passes} pass{'es' if passes > 1 else ''}{self.name}"
         )
         folder = self._folder()
         with _started(self._arguments(workers, passes, self.steps, folder), folder, cores) as run:

@@ -10,7 +10,7 @@ from ddpexp.plan.speed import crowd
 from ddpexp.strategy.estimator import Traffic
 from ddpexp.sweep import grid
 from ddpexp.sweep.table import duration
-from ddpexp.system.text import one_line, size_text
+from ddpexp.system.text import counted, one_line, size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,10 +69,10 @@ def _lines(outcome: Outcome) -> dict[str, str]:
     batch = outcome.batch
     kind = "GPU" if layout.device == "cuda" else "CPU"
     where = "" if layout.nodes == 1 else f" on {layout.nodes:,} machines, {outcome.assumed.workers} each"
-    workers = f"{layout.world_size:,} {kind} worker{'s' if layout.world_size > 1 else ''}{where}"
+    workers = f"{counted(layout.world_size, f'{kind} worker')}{where}"
     busy = outcome.assumed.workers * layout.threads
     crowded = f"; {busy} threads share {outcome.assumed.cores} cores" if busy > outcome.assumed.cores else ""
-    threads = "1 thread" if layout.threads == 1 else f"{layout.threads} threads"
+    threads = counted(layout.threads, "thread")
     epochs = epochs_text(outcome.num_steps / outcome.steps_per_epoch, outcome.steps_per_epoch)
     frozen = outcome.num_parameters - outcome.num_trained
     parts = f" ({outcome.num_trained:,} trained, {frozen:,} frozen)" if frozen else ""

@@ -10,7 +10,6 @@ from typing import Any
 from ddpexp.checkpoint.format import complete_checkpoints, scan
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
 from ddpexp.config.facts import resolve
-from ddpexp.data.batch_plan import counted
 from ddpexp.errors import FinishedError, RefusedError, subject
 from ddpexp.launch import Layout
 from ddpexp.launch.rendezvous.layout import check_threads
@@ -28,7 +27,7 @@ from ddpexp.run.stored_config import (
 )
 from ddpexp.system.job_schedulers import recorded_job
 from ddpexp.system.secrets import with_references
-from ddpexp.system.text import metric_text, one_line
+from ddpexp.system.text import counted, metric_text, one_line
 
 
 @dataclass(frozen=True)

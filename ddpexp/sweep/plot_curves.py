@@ -21,7 +21,7 @@ from ddpexp.sweep.plot_axis import (
     shortened,
 )
 from ddpexp.sweep.table import shown
-from ddpexp.system.text import one_line
+from ddpexp.system.text import counted, one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,7 +128,7 @@ def _draw_legend(figure: SubFigure, axes: Axes, encoding: Encoding, best: Look |
 
 
 def _title(drawn: PlottedSweep) -> str:
-    title = f"{shortened(drawn.objective)} of {len(drawn.rows):,} job{'s' if len(drawn.rows) != 1 else ''}"
+    title = f"{shortened(drawn.objective)} of {counted(len(drawn.rows), 'job')}"
     best = drawn.best
     if best is None:
         return title

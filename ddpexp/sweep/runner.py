@@ -23,6 +23,7 @@ from ddpexp.sweep.submission import Submissions, submitter_of
 from ddpexp.sweep.sweep_log import SweepLog
 from ddpexp.system import files
 from ddpexp.system.terminal import print_message
+from ddpexp.system.text import counted
 
 
 class SweepFailed(DdpexpError):
@@ -145,7 +146,7 @@ class SweepRunner:
 
     def _begin(self, jobs: Sequence[Planned]) -> None:
         """Record the sweep and the jobs of a batch."""
-        what = f"of {len(jobs)} job{'s' if len(jobs) > 1 else ''}" if self._grid else f"by {self._swept.sweeper_choice}"
+        what = f"of {counted(len(jobs), 'job')}" if self._grid else f"by {self._swept.sweeper_choice}"
         where = "" if all(job.submits for job in jobs) else f" on {self._slots}"
         title = f"sweep {what}{where} in {files.relative(self._folder.path)}"
         slots = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.system.hardware import CORES, restricted_to, usable_cores, visible_gpus
+from ddpexp.system.text import counted
 
 
 class Slots:
@@ -26,8 +27,8 @@ class Slots:
 
     def __str__(self) -> str:
         """Describe the slots."""
-        what = f"{len(self.gpus)} GPU{'s' if len(self.gpus) > 1 else ''}" if self.gpus else f"{self.cores} CPU cores"
-        return f"{self.count} slot{'s' if self.count > 1 else ''} ({what})"
+        what = counted(len(self.gpus), "GPU") if self.gpus else f"{self.cores} CPU cores"
+        return f"{counted(self.count, 'slot')} ({what})"
 
     def check_arguments(self, workers: int, on_gpus: bool) -> None:
         """Check that a job with this many workers on this machine can ever run.

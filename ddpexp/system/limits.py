@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddpexp.errors import RefusedError
 from ddpexp.system.control_groups import control_groups
-from ddpexp.system.text import size_text
+from ddpexp.system.text import counted, size_text
 
 # Open descriptors of a run, counted in /proc/PID/fd of runs with 2 and 8 workers.
 _COMMAND_FILES = 20  # of the command itself
@@ -62,8 +62,7 @@ def check_open_files(workers: int, world_size: int) -> None:
     limit, required = resource.getrlimit(resource.RLIMIT_NOFILE)[0], required_open_files(workers, world_size)
     if limit != resource.RLIM_INFINITY and limit < required:
         raise RefusedError(
-            f"{world_size} worker{'s' if world_size > 1 else ''} need {required} open files, and this shell "
-            f"allows {limit} (ulimit -n)",
+            f"{counted(world_size, 'worker')} need {required} open files, and this shell allows {limit} (ulimit -n)",
             suggestion=f"Raise it with ulimit -n {required} or more, or use fewer workers.",
         )
 

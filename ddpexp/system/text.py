@@ -70,6 +70,11 @@ def first_few(values: Sequence[object], most: int = 5, separator: str = ", ") ->
     return text if left_out <= 0 else f"{text}{' ' if separator == ', ' else separator}and {left_out:,} more"
 
 
+def counted(number: int, thing: str) -> str:
+    """Return a number with its unit, such as `1 step` or `1,024 steps`."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
 def size_text(num_bytes: float, digits: int = 3) -> str:
     """Return a number of bytes as text. Units: kB is 1,000 bytes."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.schema import Experiment
 from ddpexp.data.base import IndexData, Subset
-from ddpexp.data.batch_plan import counted
 from ddpexp.data.columns import column_of, labels_of, places_in
 from ddpexp.data.datasets import Splits, belongs_on_device, choose_samples, device_bytes, kind_of, on_device, select
 from ddpexp.data.lengths import ByLength
@@ -35,6 +34,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError, subject
 from ddpexp.settings.data import Data
 from ddpexp.settings.node import Node
+from ddpexp.system.text import counted
 from ddpexp.train.transform_samples import transformed, without_own_arguments
 
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddpexp.system.hardware import usable_cores
+from ddpexp.system.text import counted
 
 _SWITCH = "DDPEXP_HINTS"  # off: where many runs share a machine on purpose, as tests do
 _SCHEDULED = Path("/proc/thread-self/schedstat")
@@ -32,7 +33,7 @@ def hint(ran: int, waited: int, load: float, cores: int) -> str | None:
         return None
     return (
         f"up to the end of the first step this process waited for a core {waited / (ran + waited):.0%} of the time "
-        f"that it could have run (load average {load:.1f}, {cores} core{'s' if cores > 1 else ''} usable): other "
+        f"that it could have run (load average {load:.1f}, {counted(cores, 'core')} usable): other "
         "programs, or the threads of other workers, use the cores, and a step takes several times as long. Run fewer "
         "at once, or use fewer trainer.gpus and trainer.threads; ddpexp doctor shows the load."
     )

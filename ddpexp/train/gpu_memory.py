@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ddpexp.data.batch_plan import BatchPlan, counted
+from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.launch.workers.page import Phase
-from ddpexp.system.text import binary_size_text
+from ddpexp.system.text import binary_size_text, counted
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpexp.checkpoint.reader import read_all
-from ddpexp.data.batch_plan import counted
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.base import Stored, Strategy
 from ddpexp.strategy.optimizer_state import load_optimizer
 from ddpexp.strategy.sharded_optimizer import ShardedOptimizer
+from ddpexp.system.text import counted
 
 _SET_ANEW = ("params", "lr", "name")  # what a group has in each start anew
 

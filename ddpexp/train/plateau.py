@@ -12,6 +12,7 @@ from ddpexp.errors import DdpexpError
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.settings.metrics import check_is_evaluated, check_not_test
+from ddpexp.system.text import counted
 from ddpexp.train.schedule import Warmup
 
 
@@ -75,7 +76,7 @@ class PlateauProgress:
         self.cooling = max(0, self.cooling - 1)
         if self.waited >= schedule.patience and schedule.gamma**self.reductions > schedule.floor:
             self.reductions, self.waited, self.cooling = self.reductions + 1, 0, schedule.cooldown
-            times = f"{schedule.patience} evaluation{'s' * (schedule.patience > 1)}"
+            times = counted(schedule.patience, "evaluation")
             if step < num_steps:
                 logging.getLogger("ddpexp").info(
                     "%s has not improved for %s: the learning rate is optimizer.lr times %.6g from step %s on",

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from ddpexp.config.schema import Experiment
-from ddpexp.data.batch_plan import counted, epochs_text
+from ddpexp.data.batch_plan import epochs_text
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.lengths import ByLength
 from ddpexp.data.schema import guesses_about
@@ -18,7 +18,7 @@ from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.system.files import relative, write_json
 from ddpexp.system.hardware import usable_cores, why_no_gpu
-from ddpexp.system.text import first_few, metric_text, one_line
+from ddpexp.system.text import counted, first_few, metric_text, one_line
 from ddpexp.train.build import RunContext
 from ddpexp.train.freezing import count_text
 from ddpexp.train.param_groups import group_texts

@@ -35,7 +35,7 @@ from ddpexp.system.files import flush, json_line
 from ddpexp.system.network import boot_id
 from ddpexp.system.oom import memory_left
 from ddpexp.system.terminal import print_message
-from ddpexp.system.text import first_few, size_text
+from ddpexp.system.text import counted, first_few, size_text
 
 _VERSION = 1  # of the files in a cache, and of what `decode` returns
 _CHUNK = 16  # images that a process handles at a time, at least
@@ -378,7 +378,7 @@ def _memory() -> int:
 
 def _broken_list(lost: Mapping[str, str]) -> str:
     few = first_few([f"{path}: {reason}" for path, reason in sorted(lost.items())], _LISTED, "; ")
-    return f"{len(lost):,} broken image{'s' if len(lost) > 1 else ''} ({few})"
+    return f"{counted(len(lost), 'broken image')} ({few})"
 
 
 def _description(folder: Folder, cache: Cache, stored: StoredSize, options: TransformOptions) -> dict[str, Any]:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from unicodedata import normalize
 
-from ddpexp.data.batch_plan import counted
 from ddpexp.data.image_folder.layout import Parts, check_depth, find_parts
 from ddpexp.data.image_folder.walk import SUFFIXES, ImageFile, Walk, folders, is_image
 from ddpexp.data.part_names import part_of
 from ddpexp.errors import RefusedError
-from ddpexp.system.text import first_few
+from ddpexp.system.text import counted, first_few
 
 _LISTED = 3
 

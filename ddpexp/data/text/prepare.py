@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ddpexp.data.batch_plan import counted
 from ddpexp.data.cache import Cache, cache_name, find_cache, make_cache
 from ddpexp.data.named_files import Source, files_matching, source_of
 from ddpexp.data.part_names import named_like_parts, overlap
@@ -28,7 +27,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.settings.data import CommonData
 from ddpexp.settings.key import Key
 from ddpexp.system.files import open_regular
-from ddpexp.system.text import first_few
+from ddpexp.system.text import counted, first_few
 
 TOKENS, BORDERS = "tokens.bin", "borders.bin"
 _VERSION = 2  # increase it when the content of caches changes: it is part of their names

@@ -21,6 +21,7 @@ from ddpexp.system.job_schedulers.slurm import SLURM, array_size
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.process import deferred_stop_signals
 from ddpexp.system.terminal import print_message
+from ddpexp.system.text import counted
 
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 1.0, 10.0  # all users of a cluster share the controller
 _TASKS = 10_000  # per array: their run directories are in its script, which Slurm limits to 4 MiB
@@ -143,7 +144,7 @@ def _submit(kind: Kind, jobs: Numbered, folder: Path, record: Callable[[int, str
         for task, (_, job, run) in enumerate(created):
             if status(run) == "submitted":  # not begun yet
                 job.require_portable().note("submitted", job_id=f"{array}_{task}")
-    size = f"{len(created)} job{'s' if len(created) > 1 else ''}"
+    size = counted(len(created), "job")
     print_message(f"submitted array {array} of {size}  sweep directory {os.path.relpath(folder)}", sys.stdout)
     print_message(f"queue: squeue -j {array}    end all: scancel {array}    end one: scancel {array}_0", sys.stdout)
 

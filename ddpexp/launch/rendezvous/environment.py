@@ -13,6 +13,7 @@ from ddpexp.launch.rendezvous.starter import control_port
 from ddpexp.launch.workers.control import CONTROL_FD
 from ddpexp.system import start
 from ddpexp.system.process import ancestors, stat
+from ddpexp.system.text import counted
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _NO_STEP = 0xFFFFFFF0  # from here on numbers of steps are the batch script's, the interactive step's and the like
@@ -286,7 +287,7 @@ def _check_consistent(
 ) -> None:
     if request.gpus != "auto" and local_size is not None and request.gpus != local_size:
         raise RefusedError(
-            f"contradicts {starter}, which decides and starts {local_size} worker{'s' if local_size > 1 else ''} on "
+            f"contradicts {starter}, which decides and starts {counted(local_size, 'worker')} on "
             "this "
             f"node ({name}={local_size})",
             key="trainer.gpus",

@@ -10,6 +10,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.system.gpus import Device, nccl_shares_gpus, shared_gpu
 from ddpexp.system.hardware import threads_per_worker, visible_devices, why_hidden
+from ddpexp.system.text import counted
 
 Auto = Literal["auto"]
 _MAX_THREADS = 1024  # per worker; not bounded by this machine's cores, since the configuration may be for another one
@@ -47,7 +48,7 @@ def resolve(
     workers = external_workers or (max(1, present) if gpus == "auto" else gpus)
     if kind == "cuda" and workers > present and external_workers is None:
         raise RefusedError(
-            f"is more than the {present} GPU{'s' if present > 1 else ''} of this machine{why_hidden()}",
+            f"is more than the {counted(present, 'GPU')} of this machine{why_hidden()}",
             key="trainer.gpus",
             value=workers,
             suggestion=f"Use trainer.gpus={present}, or trainer.device=cpu for {workers} CPU workers.",
@@ -120,7 +121,7 @@ def check_threads(threads: int) -> None:
     maximum = max(_MAX_THREADS, cores)
     if threads > maximum:
         raise RefusedError(
-            f"is too many for this machine, which has {cores} core{'s' if cores > 1 else ''}: a worker could not "
+            f"is too many for this machine, which has {counted(cores, 'core')}: a worker could not "
             "start so many threads",
             key="trainer.threads",
             value=threads,

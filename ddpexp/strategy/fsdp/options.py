@@ -14,6 +14,7 @@ from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
 from ddpexp.strategy.optimizers import NOT_SHARDED, WHOLE_MATRICES, check_optimizer
 from ddpexp.strategy.options import Options
 from ddpexp.strategy.tensor.options import DividedLayers
+from ddpexp.system.text import counted
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class FSDPOptions(Options):
 
     def _check_sizes(self, world_size: int) -> None:
         """Check that the world divides into tensor groups and replicas."""
-        workers = f"{world_size} worker{'s' * (world_size > 1)}"
+        workers = counted(world_size, "worker")
         if world_size % self.tp_size:
             raise RefusedError(
                 f"does not divide {workers}",

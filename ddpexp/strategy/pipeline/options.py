@@ -15,6 +15,7 @@ from ddpexp.strategy.optimizers import WHOLE_MATRICES, WHOLE_ROWS, check_optimiz
 from ddpexp.strategy.options import Options
 from ddpexp.strategy.pipeline.schedule import Pipe, Schedule
 from ddpexp.strategy.tensor.options import DividedLayers
+from ddpexp.system.text import counted
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class PipelineOptions(Options):
         Raises:
             RefusedError: the sizes do not divide them; names those that do.
         """
-        left, of = world_size, f"{world_size} worker{'s' * (world_size > 1)}"
+        left, of = world_size, counted(world_size, "worker")
         for name, least in (("pp_size", 2), ("tp_size", 1), ("dp_shard_size", 1)):
             size = getattr(self, name)
             if left % size:
@@ -61,7 +62,7 @@ class PipelineOptions(Options):
                 instead = f"Use {instead}." if instead else f"Use trainer.gpus={self.pp_size}, or strategy=ddp."
                 raise RefusedError(f"does not divide {of}", key=f"strategy.{name}", value=size, suggestion=instead)
             left //= size
-            of = f"the {left} worker{'s' * (left > 1)} that strategy.{name}={size} leaves of {of.removeprefix('the ')}"
+            of = f"the {counted(left, 'worker')} that strategy.{name}={size} leaves of {of.removeprefix('the ')}"
         return Mesh(self.pp_size, left, self.dp_shard_size, self.tp_size)
 
     def data_rank(self, rank: int, world_size: int) -> DataRank:

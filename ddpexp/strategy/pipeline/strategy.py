@@ -33,6 +33,7 @@ from ddpexp.strategy.pipeline.schedule import order
 from ddpexp.strategy.pipeline.stages import Division
 from ddpexp.strategy.replica import Models, Replicas, unused
 from ddpexp.strategy.sharded_optimizer import Parts, ShardedOptimizer
+from ddpexp.system.text import counted
 from ddpexp.task import OptimizerStep, Sums
 
 _CONTIGUOUS = torch.contiguous_format
@@ -347,6 +348,6 @@ def _log(world: World, options: PipelineOptions, mesh: Mesh, division: Division)
         of_stages = [division.of_stage(stage) for stage in range(options.pipe.num_stages)]
         shown = "; ".join(f"{number}: {layers[of[0]][0]} to {layers[of[-1]][0]}" for number, of in enumerate(of_stages))
         logging.getLogger("ddpexp").info(
-            f"pipeline of {options.pipe.num_stages} stages x {size} data rank{'s' * (size > 1)}, schedule "
+            f"pipeline of {options.pipe.num_stages} stages x {counted(size, 'data rank')}, schedule "
             f"{options.schedule} ({shown})"
         )

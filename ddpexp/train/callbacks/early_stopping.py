@@ -11,6 +11,7 @@ from ddpexp.errors import DdpexpError
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.settings.metrics import check_is_evaluated, check_not_test
+from ddpexp.system.text import counted
 from ddpexp.train.callbacks.base import Callback, RunView
 
 
@@ -51,7 +52,7 @@ class EarlyStopping(Callback):
             return
         self.waited += 1
         if self.waited >= self.patience:
-            count = f"{self.waited} evaluation{'s' * (self.waited > 1)}"
+            count = counted(self.waited, "evaluation")
             by = f" by more than {self.min_delta:g}" if self.min_delta else ""
             best = "" if self.best is None else f"{self.best:.6g} at step {self.best_step}, "
             run.stop(f"{self.monitor} has not improved{by} for {count}: {best}{value:.6g} at step {run.step}")
