@@ -17,7 +17,7 @@ from ddpexp.checkpoint.format import folder_name
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layouts
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Job, Layout, Participants
+from ddpexp.launch import Job, Layout, Outcome, Participants
 from ddpexp.run import pretrained
 from ddpexp.run.directory import FORMAT, RunDir
 from ddpexp.run.lock import Owner
@@ -95,7 +95,7 @@ class Check(Job):
         }
         self.arguments = [json.dumps(request)]
 
-    def interrupt(self, step: int | None = None, saved: bool = False) -> str:
+    def end(self, outcome: Outcome | None) -> str:
         """Return what is left: nothing."""
         return "the check is not finished, and its folder is removed"
 

@@ -20,7 +20,7 @@ from ddpexp.doctor.gather import Facts, Gathering
 from ddpexp.doctor.request import Request
 from ddpexp.doctor.setting import Setting
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Job, Layout, Participants
+from ddpexp.launch import Job, Layout, Outcome, Participants
 from ddpexp.run.stored_config import job_identity
 from ddpexp.run.worker_request import worker_request
 from ddpexp.settings.trainer import Timeout
@@ -128,10 +128,11 @@ class Diagnosis(Job):
         parsed = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         return [answer for answer in parsed if answer["kind"] == kind]
 
-    def close(self) -> None:
+    def end(self, outcome: Outcome | None) -> str:
         """Remove the file. The answers stay: they are read after the job has ended."""
         if self._probe is not None:
             self._probe.unlink(missing_ok=True)
+        return super().end(outcome)
 
 
 def _nearest(folder: str) -> Facts:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
-from ddpexp.errors import RefusedError
+from ddpexp.errors import Failure, RefusedError
 from ddpexp.settings.trainer import Timeout
-
-if TYPE_CHECKING:
-    from ddpexp.errors import Failure
 
 
 class NotPortableError(RefusedError):
@@ -60,6 +57,30 @@ class Participants:
     def earlier(self) -> Sequence[str]:
         """Return the owners under which an earlier start of this job may have run."""
         return () if self.restarted is False else self.owners
+
+
+@dataclass(frozen=True)
+class Done:
+    """The launcher has returned without an error."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job failed, or was refused."""
+
+    failure: Failure
+    workers_live: bool = False  # this command exits before its workers: what they use is not released
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A signal ended the job."""
+
+    step: int | None = None  # the last step that all workers have done, where that is known
+    saved: bool = False  # everything up to it is saved
+
+
+Outcome: TypeAlias = Done | Failed | Interrupted
 
 
 class Portable(Protocol):
@@ -143,18 +164,10 @@ class Job:
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
         """Enter the job that the leading command has begun. Called by all other commands."""
 
-    def fail(self, failure: Failure) -> None:
-        """Record why the job failed. Called by one command."""
+    def end(self, outcome: Outcome | None) -> str:
+        """Record how the job ended, release what this command holds of it, and return a text on what is left.
 
-    def interrupt(self, step: int | None = None, saved: bool = False) -> str:
-        """Record that a signal ended the job, and return a text on what is left. Called by one command.
-
-        `step` is the last step that all workers have done, where that is known; `saved`: it was saved.
+        Called at the end of every command; with None where another command records the end. A launcher that ends a
+        job whose workers are elsewhere calls it before.
         """
         return "nothing was started"
-
-    def done(self) -> None:
-        """Note that the launcher has returned without an error. Called by every command."""
-
-    def close(self) -> None:
-        """Release what the job holds. Called at the end of every command."""

@@ -23,7 +23,7 @@ from ddpexp.errors import (
     WorkerError,
     first_end,
 )
-from ddpexp.launch import Job
+from ddpexp.launch import Done, Failed, Interrupted, Job, Outcome
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.workers.client import Server
 from ddpexp.system import caller
@@ -85,43 +85,47 @@ def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool 
         run = launcher.member if as_member else launcher.launch  # type: ignore[attr-defined]
         code: int = run(job, server)
         ignore_signals()
-        job.done()
+        job.end(Done())
         return code
-    except (WorkerError, RefusedError) as error:
-        _record(job, error)
-        raise
     except StoppedError as error:
         ignore_signals()
         end = first_end(error)
         if not isinstance(end, StoppedError):
-            assert isinstance(end, WorkerError | RefusedError)
-            _record(job, end)
+            job.end(_outcome_of(end))
             raise end from None
-        if error.quiet or end.quiet:
-            end.quiet, end.then = True, None
-            raise end from None
-        stopped = StoppedError(end.signum, job.interrupt(end.step, end.saved), end.step, by=end.by)
+        end.quiet = end.quiet or error.quiet
+        raise _stopped(end, job.end(_outcome_of(end))) from None
+    except BaseException as error:
+        ignore_signals()
+        job.end(_outcome_of(error))
+        raise
+
+
+def _outcome_of(error: BaseException) -> Outcome | None:
+    """Return what this command records of the end of its job; None: another command does, or there is nothing."""
+    if isinstance(error, WorkerError):
+        return Failed(error.failure) if error.leader is None else None
+    if isinstance(error, StoppedError):
+        return None if error.quiet else Interrupted(error.step, error.saved)
+    if isinstance(error, RefusedError):
+        if error.quiet:
+            return None
+        _drop_refused(error)
+        return Failed(failure_of(error))
+    if isinstance(error, OSError | MemoryError | RuntimeError) and (limit := reason(error)) is not None:
+        kind, message = type(error).__name__, reason_with_limit(error)
+        return Failed(Failure(rank=0, host=platform.node(), kind=kind, message=message, limit=limit))
+    return None
+
+
+def _stopped(end: StoppedError, left: str) -> StoppedError:
+    """Return the error that is reported of a stop, with what is left."""
+    stopped = StoppedError(end.signum, left, end.step, by=end.by)
+    stopped.quiet = end.quiet
+    if not end.quiet:
         nothing = (lambda: _NOTHING_TO_REQUEUE) if end.signum == signal.SIGUSR2 else None
         stopped.then = end.then or nothing
-        raise stopped from None
-    except (OSError, MemoryError, RuntimeError) as error:
-        ignore_signals()
-        if (limit := reason(error)) is not None:
-            message = reason_with_limit(error)
-            job.fail(Failure(rank=0, host=platform.node(), kind=type(error).__name__, message=message, limit=limit))
-        raise
-    finally:
-        job.close()
-
-
-def _record(job: Job, error: WorkerError | RefusedError) -> None:
-    ignore_signals()
-    if isinstance(error, WorkerError):
-        if error.leader is None:
-            job.fail(error.failure)
-    elif not error.quiet:
-        _drop_refused(error)
-        job.fail(failure_of(error))
+    return stopped
 
 
 def failure_of(error: RefusedError) -> Failure:

@@ -20,7 +20,7 @@ from ddpexp.config.plugins import launcher_name
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layouts
 from ddpexp.errors import Failure, RefusedError, subject
-from ddpexp.launch import Job, Layout, Participants
+from ddpexp.launch import Done, Failed, Interrupted, Job, Layout, Outcome, Participants
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import alerts, directory, links, lock, manifest, pretrained, repository, resume, sync
 from ddpexp.run.directory import RunDir
@@ -116,7 +116,7 @@ class Training(Job):
         with self._refuse_if_unwritable(run):
             self._write(run, previous, previous.manifest if previous else None)
         self._created = None  # kept even if the scheduler refuses the job, so that the user can inspect it
-        self.close()  # the lock is for the later command, which may run before this one ends
+        self._release()  # the lock is for the later command, which may run before this one ends
         return run.path
 
     def foresee(self) -> RunDir | None:
@@ -237,14 +237,30 @@ class Training(Job):
         trained_on = trained_data(run.read_if_present(run.manifest))
         self._enter(run, prepare_to_resume(self.experiment.data, self.experiment.trust, trained_on, self._is_stored))
 
-    def fail(self, failure: Failure) -> None:
+    def end(self, outcome: Outcome | None) -> str:
+        """Write the result and send the alert, release the lock, and return how to resume the run."""
+        left = "nothing was started"
+        try:
+            match outcome:
+                case Done():
+                    self._alert_if_done()
+                case Failed(failure):
+                    self._fail(failure)
+                case Interrupted(step, saved):
+                    left = self._interrupt(step, saved)
+        finally:
+            if not (isinstance(outcome, Failed) and outcome.workers_live):
+                self._release()
+        return left
+
+    def _fail(self, failure: Failure) -> None:
         """Write error.json and the result, unless another command owns the run: it is finished, or has no result yet.
 
         If this start created the directory and is refused before the first step, the directory is removed.
         """
         refused = failure.kind == RefusedError.__name__ or (failure.limit is not None and not self._began)
         if refused and self._created is not None and not directory.has_trained(self._created[0]):
-            self.close()
+            self._release()
             directory.remove(*self._created)
             return
         if self.run is None or (not self._began and self.run.status() in ("done", None)):
@@ -256,8 +272,7 @@ class Training(Job):
             if not undone or self.run.status() == "submitted":  # nobody sees what a submitted job prints
                 self.run.fail(failure)
 
-    def interrupt(self, step: int | None = None, saved: bool = False) -> str:
-        """Write the result; return how to resume the run."""
+    def _interrupt(self, step: int | None, saved: bool) -> str:
         if self.run is None or not (self._began or self.run.status() == "submitted"):
             return "nothing was started"
         with self._warn_if_unwritable(self.run):
@@ -274,8 +289,7 @@ class Training(Job):
             left = f"not everything up to step {step} could be saved in time, {left}"
         return f"{left}; resume it{self._how_to_resume(self.run)}"
 
-    def done(self) -> None:
-        """Send the alert on the end of the run."""
+    def _alert_if_done(self) -> None:
         if self._trained_here and self.run is not None and self.run.status() == "done":
             self._alert(alerts.text_of(self.run.read(self.run.result)))
 
@@ -288,8 +302,7 @@ class Training(Job):
         assert self.run is not None
         alerts.send(self._text, f"{self.name} {what} ({self.run.path.absolute()} on {platform.node()})")
 
-    def close(self) -> None:
-        """Release the lock."""
+    def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -104,7 +104,7 @@ forks.install()
 
 from ddpexp.run.outcome import launch, stop_on_signals
 from ddpexp.errors import ENDS, StoppedError
-from ddpexp.launch import Job, WorkerRequest
+from ddpexp.launch import Interrupted, Job, WorkerRequest
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment
@@ -118,8 +118,8 @@ class Polls(Job):
         self.arguments, self.logs = [folder, *how], Path(folder, "logs")
         self.request = WorkerRequest(nodes=nodes, gpus=size, grace_seconds=grace_seconds)
 
-    def interrupt(self, step=None, saved=False):
-        return f"step {step} saved: {saved}"
+    def end(self, outcome):
+        return f"step {outcome.step} saved: {outcome.saved}" if isinstance(outcome, Interrupted) else ""
 
 
 def main():

@@ -26,7 +26,7 @@ from ddpexp.errors import (
     StoppedError,
     first_end,
 )
-from ddpexp.launch import Job
+from ddpexp.launch import Interrupted, Job
 from ddpexp.launch.launchers import torchrun_env
 from ddpexp.launch.launchers.agent_status import (
     FEW_CAME,
@@ -331,7 +331,7 @@ def _wait_for_agent(status: AgentStatus, seconds: float) -> None:
 def _leave_for_restart(end: End, job: Job) -> int:
     """Record how far the run is, print it once, and return the exit code."""
     if isinstance(end, StoppedError) and os.environ["RANK"] == "0":
-        rest, *_ = job.interrupt(end.step, end.saved).splitlines()
+        rest, *_ = job.end(Interrupted(end.step, end.saved)).splitlines()
         print_message(f"ddpexp: the machines meet again; {rest}")
     elif isinstance(end, AbsentError) and not end.quiet:
         print_message(f"ddpexp: {end}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, first_end
-from ddpexp.launch import Job, Layout, WorkerRequest
+from ddpexp.launch import Failed, Job, Layout, WorkerRequest
 from ddpexp.launch.launchers import slurm_array
 from ddpexp.launch.launchers.base import Launcher, ResourceRequest
 from ddpexp.launch.launchers.slurm_context import (
@@ -235,7 +235,8 @@ class Slurm(Launcher):
         if code and status(run) == "submitted":
             code = of_unstarted(code)
             text = f"srun ended with exit code {code} before the job began: see its output above"
-            job.fail(Failure(rank=0, host=os.uname().nodename, kind="SrunError", message=text, exit_code=code))
+            failure = Failure(rank=0, host=os.uname().nodename, kind="SrunError", message=text, exit_code=code)
+            job.end(Failed(failure))
         return code
 
     def script(self, job: Job, nodes: int, run: Path) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpexp.errors import ENDS, EXIT_DONE, EXIT_FAILED, Failure, FinishedError, RefusedError, StoppedError
-from ddpexp.launch import Job
+from ddpexp.launch import Failed, Interrupted, Job
 from ddpexp.launch.launchers.slurm_follow import Silence, status
 from ddpexp.launch.launchers.slurm_text import checked_script
 from ddpexp.system.files import first_free_name, write_data
@@ -137,7 +137,8 @@ def _submit(kind: Kind, jobs: Numbered, folder: Path, record: Callable[[int, str
         except RefusedError as error:
             text, code = str(error), error.exit_code
             for _, job, _ in created:
-                job.fail(Failure(rank=0, host=os.uname().nodename, kind="RefusedError", message=text, exit_code=code))
+                failure = Failure(rank=0, host=os.uname().nodename, kind="RefusedError", message=text, exit_code=code)
+                job.end(Failed(failure))
             raise
         for task, (number, _, _) in enumerate(created):
             record(number, f"{array}_{task}")
@@ -159,8 +160,7 @@ def _create(jobs: Numbered) -> list[tuple[int, Job, Path]]:
                 job.require_portable().note("submitted")  # before the submission, since the job may begin at once
     except ENDS:
         for _, job in jobs:
-            job.interrupt()
-            job.close()
+            job.end(Interrupted())
         raise
     return created
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, Failure, StoppedError
-from ddpexp.launch import Job
+from ddpexp.launch import Failed, Job
 from ddpexp.launch.launchers.slurm_follow import follow_job, leave_running, of_unstarted, status
 from ddpexp.launch.launchers.slurm_text import checked_script, log_name
 from ddpexp.system.files import write_data
@@ -64,7 +64,8 @@ def _wait(job: Job, job_id: str, run: Path, output: Path) -> int:
     if code and status(run) == "submitted":
         code = of_unstarted(code)
         text = f"job {job_id} ended as {state} before its command began: see {output}"
-        job.fail(Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code))
+        failure = Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code)
+        job.end(Failed(failure))
     if code:
         print_message(f"ddpexp: job {job_id} ended as {state}")
     return code

@@ -26,7 +26,7 @@ from ddpexp.errors import (
     RefusedError,
     StoppedError,
 )
-from ddpexp.launch import Job, Layout, Participants
+from ddpexp.launch import Failed, Job, Layout, Participants
 from ddpexp.launch.rendezvous import starter
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment
 from ddpexp.launch.rendezvous.kinds import Rendezvous
@@ -110,7 +110,8 @@ def starter_lost(job: Job, name: str, leads: bool, parent: int) -> None:
     if not leads:
         return
     text = f"{name} (process {parent}), which started this command, is gone: it was killed, and its ranks end with it"
-    job.fail(Failure(rank=0, host=platform.node(), kind="StarterLost", message=text))
+    failure = Failure(rank=0, host=platform.node(), kind="StarterLost", message=text)
+    job.end(Failed(failure, workers_live=True))
     with suppress(OSError):  # the launcher may have been the reader of this output
         print(f"ddpexp: {text}", file=sys.stderr, flush=True)
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from ddpexp.errors import StoppedError
-from ddpexp.launch import Job, Layout, Participants, WorkerRequest
+from ddpexp.launch import Interrupted, Job, Layout, Participants, WorkerRequest
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.launch.supervise import events
 from ddpexp.launch.supervise.assignment import RankAssignment
@@ -156,8 +156,7 @@ class _Supervisor:
             return
         stop = self._decider.state.stop
         assert stop is not None
-        end = StoppedError(stop.signum, self._job.interrupt(self._worker.last_step))
-        self._job.close()
+        end = StoppedError(stop.signum, self._job.end(Interrupted(self._worker.last_step)))
         print_message(f"ddpexp: {end}")
         os._exit(end.exit_code)
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ddpexp.errors import FinishedError, RefusedError
-from ddpexp.launch import Job, WorkerRequest
+from ddpexp.launch import Failed, Job, Outcome, WorkerRequest
 from ddpexp.launch.launchers.base import Submitter
 from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.launchers.slurm_array import Kind, by_kind, cut, follow, submit
@@ -278,11 +278,8 @@ class Directory(Job):
     def note(self, status: str, **facts: Any) -> None:
         (self.run / "result.json").write_text(json.dumps({"status": status, **facts}))
 
-    def fail(self, failure: Any) -> None:
-        self.ended = failure.message
-
-    def interrupt(self, step: int | None = None, saved: bool = False) -> str:
-        self.ended = "interrupted"
+    def end(self, outcome: Outcome | None) -> str:
+        self.ended = outcome.failure.message if isinstance(outcome, Failed) else "interrupted"
         return ""
 
 
