@@ -30,7 +30,7 @@ from typing import Any
 
 from ddpexp.config.compose import compose
 from ddpexp.errors import EXIT_FAILED, Failure
-from ddpexp.launch import Job, Layout, WorkerRequest
+from ddpexp.launch import Job, Layout, Lifecycle, Participants, Work, WorkerRequest
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment
 from ddpexp.launch.rendezvous.kinds import Fixed
 from ddpexp.launch.supervise.assignment import versions
@@ -50,16 +50,22 @@ _STACK = "\n".join(
 _TRACE = f"Traceback (most recent call last):\n{_STACK}\nRuntimeError: Connection closed by peer\n"
 
 
-class Crowded(Job):
+@dataclass(frozen=True)
+class Crowded(Lifecycle):
     """A job whose ranks only step; its identity is that of a real one."""
 
-    entry = "benchmarks.crowd:rank"
+    workers: int  # CPU workers; one is what a starter of ranks gives each command
+    mark: str  # a file that they make
 
-    def __init__(self, workers: int, mark: str) -> None:
-        """Ask for CPU workers; one is what a starter of ranks gives each command. They make the file `mark`."""
-        self.arguments = [mark]
-        self.request = WorkerRequest(gpus=workers if workers > 1 else "auto", device="cpu", threads=1)
-        self.identity = _identity()
+    @property
+    def job(self) -> Job:
+        """Return what is started."""
+        request = WorkerRequest(gpus=self.workers if self.workers > 1 else "auto", device="cpu", threads=1)
+        return Job(self, request, identity=_identity())
+
+    def begin(self, layout: Layout, participants: Participants) -> Work:
+        """Return what the ranks do."""
+        return Work("benchmarks.crowd:rank", [self.mark])
 
 
 def _identity() -> Mapping[str, Any]:
@@ -101,7 +107,7 @@ def lead(port: int, commands: int, workers: int, mark: str) -> int:
     place = one_rank if workers == 1 else LaunchEnvironment(0, commands, nodes=commands)
     way = Fixed(LOOPBACK, port, ("port", "port"))
     try:
-        return outcome.exit_code_of(lambda: coordinator.run(Crowded(workers, mark), place, way, server))
+        return outcome.exit_code_of(lambda: coordinator.run(Crowded(workers, mark).job, place, way, server))
     finally:
         server.close()
 

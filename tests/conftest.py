@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ import pytest
 from ddpexp.cli import verbs
 from ddpexp.config import plugins
 from ddpexp.errors import DdpexpError
-from ddpexp.launch import Job, WorkerRequest
+from ddpexp.launch import Job, Layout, Lifecycle, Participants, Work, WorkerRequest
 from ddpexp.launch.workers import client
 from tests.suggestions import refusals
 from tests.warm.forks import constructor
@@ -171,18 +171,24 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     signal.alarm(EXIT_SECONDS + 30)
 
 
-class Call(Job):
-    """The launchers as a library: call `entry` in every process."""
+@dataclass(frozen=True)
+class Ready(Lifecycle):
+    """Work that needs no preparation and leaves nothing."""
 
-    def __init__(
-        self,
-        entry: str,
-        arguments: Sequence[str],
-        logs: Path | None = None,
-        asked: WorkerRequest = ANY,
-        **identity: Any,
-    ) -> None:
-        self.entry, self.arguments, self.logs, self.request, self.identity = entry, arguments, logs, asked, identity
+    work: Work
+
+    def begin(self, layout: Layout, participants: Participants) -> Work:
+        return self.work
+
+    def enter(self, shared: Mapping[str, Any], layout: Layout) -> Work:
+        return self.work
+
+
+def calling(
+    entry: str, arguments: Sequence[str], logs: Path | None = None, asked: WorkerRequest = ANY, **identity: Any
+) -> Job:
+    """The launchers as a library: return a job that calls `entry` in every process."""
+    return Job(Ready(Work(entry, arguments, logs)), asked, identity=identity)
 
 
 class Ddpexp:

@@ -294,7 +294,7 @@ def accept_sweep(swept: Swept) -> None:
 
 def accept_composed(made: ResolvedConfig) -> None:
     experiment = parse(made.values)
-    assume(Training(experiment, made.text, made.overrides, ["ddpexp"]), experiment.launcher)
+    assume(Training(experiment, made.text, made.overrides, ["ddpexp"]).job, experiment.launcher)
 
 
 @pytest.mark.parametrize("typed", COMMAND_LINES, ids=str)

@@ -32,7 +32,7 @@ COMMAND = {
     "run.training.Training.__init__": "the job: run directory, config.yaml, manifest, its end",
     "run.outcome.launch": "reports and records how the job ends; returns the exit code",
     "launch.launchers.local.Spawn.launch": "where this command runs, how to reach the others",
-    "launch.supervise.coordinator.run": "commands agree on a layout; the first calls job.begin",
+    "launch.supervise.coordinator.run": "commands agree on a layout; the first begins the job",
     "launch.supervise.supervisor.Supervisor.run": "watches processes, signals and heartbeats",
     "launch.workers.server.call": "in a new process: calls the job's entry point",
     "train.worker.main": "the entry point of the workers",

@@ -58,12 +58,12 @@ def _run_parts(experiment: Experiment, text: str, folder: Path, server: Server) 
     answers: dict[Part, Answer] = {}
 
     def run(part: Part) -> Answer:
-        job = Check(experiment, text, folder, part)
+        check = Check(experiment, text, folder, part)
         output = io.StringIO()
         try:
             with redirect_stdout(output), redirect_stderr(output):
-                outcome.launch(_Here(), job, server)
-            answers[part] = job.answer()
+                outcome.launch(_Here(), check.job, server)
+            answers[part] = check.answer()
         except (RefusedError, WorkerError) as error:
             if part == "one":
                 raise

@@ -17,7 +17,7 @@ from ddpexp.checkpoint.format import folder_name
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layouts
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Job, Layout, Outcome, Participants
+from ddpexp.launch import Job, Layout, Lifecycle, Outcome, Participants, Work
 from ddpexp.run import pretrained
 from ddpexp.run.directory import FORMAT, RunDir
 from ddpexp.run.lock import Owner
@@ -43,21 +43,18 @@ class Finding:
     text: str  # a sentence
 
 
-class Check(Job):
+class Check(Lifecycle):
     """Train two steps; writes only into its folder."""
-
-    name = "ddpexp-check"
-    entry = "ddpexp.check.worker:main"
 
     def __init__(self, experiment: Experiment, text: str, folder: Path, part: Part) -> None:
         """Take the shortened experiment, its YAML, and the temporary folder of all parts."""
         self.experiment, self.part = experiment, part
-        self.request = replace(worker_request(experiment), gpus=2 if part.startswith("two") else 1)
-        self.identity = job_identity(text)
+        request = replace(worker_request(experiment), gpus=2 if part.startswith("two") else 1)
+        self.job = Job(self, request, identity=job_identity(text), check=self._check)
         self.run = RunDir(folder / part)
         self._text, self._folder = text, folder
 
-    def check(self, layouts: Sequence[Layout]) -> None:
+    def _check(self, layouts: Sequence[Layout]) -> None:
         """Check that the device supports the options."""
         strategy = self.experiment.strategy
         if strategy.least_world_size > min(layout.world_size for layout in layouts):
@@ -69,7 +66,7 @@ class Check(Job):
             )
         check_layouts(self.experiment, layouts)
 
-    def begin(self, layout: Layout, participants: Participants) -> None:
+    def begin(self, layout: Layout, participants: Participants) -> Work:
         """Prepare the data and a run directory."""
         self.run.checkpoints.mkdir(parents=True)
         data = prepare(self.experiment.data, self.experiment.trust)
@@ -93,7 +90,7 @@ class Check(Job):
             "data": data,
             "init_from": initial.as_safetensors(self.experiment.run, found, self.run.path, []).get("init_from"),
         }
-        self.arguments = [json.dumps(request)]
+        return Work("ddpexp.check.worker:main", [json.dumps(request)])
 
     def end(self, outcome: Outcome | None) -> str:
         """Return what is left: nothing."""

@@ -25,9 +25,9 @@ def doctor(call: Call) -> int:
     Raises:
         RefusedError: the overrides are wrong.
     """
-    launcher, job = prepare(call.operands)
-    check_started_once(launcher, job.request)
-    return diagnose(launcher, job, lambda: outcome.launch(launcher, job, call.server), call.as_json)
+    launcher, diagnosis = prepare(call.operands)
+    check_started_once(launcher, diagnosis.request)
+    return diagnose(launcher, diagnosis, lambda: outcome.launch(launcher, diagnosis.job, call.server), call.as_json)
 
 
 def prepare(overrides: Sequence[str]) -> tuple[Launcher, Diagnosis]:
@@ -40,28 +40,28 @@ def prepare(overrides: Sequence[str]) -> tuple[Launcher, Diagnosis]:
     return experiment.launcher, Diagnosis(experiment, composed.text)
 
 
-def diagnose(launcher: Launcher, job: Diagnosis, launch: Callable[[], int], json: bool) -> int:
+def diagnose(launcher: Launcher, diagnosis: Diagnosis, launch: Callable[[], int], json: bool) -> int:
     """Run the job with `launch`, print the report and return the exit code.
 
     Raises:
         RefusedError, WorkerError: in a command whose leading command reports it.
     """
     began, failure = time.monotonic(), None
-    job.gather(launcher.ranks_started_externally)
+    diagnosis.gather(launcher.ranks_started_externally)
     try:
-        if job.folder_hangs:
-            raise NoAnswerError(f"the file system of {job.setting.folder} does not answer")
+        if diagnosis.folder_hangs:
+            raise NoAnswerError(f"the file system of {diagnosis.setting.folder} does not answer")
         with redirect_stdout(sys.stderr):  # the workers' output is no part of the report
             launch()
     except (RefusedError, WorkerError) as error:
-        if error.quiet or job.entered:
+        if error.quiet or diagnosis.entered:
             raise
         failure = error
     finally:
-        job.wait()
-    if job.entered and failure is None:
+        diagnosis.wait()
+    if diagnosis.entered and failure is None:
         return EXIT_DONE
-    hosts, findings = judge(job, job.facts(), failure)
+    hosts, findings = judge(diagnosis, diagnosis.facts(), failure)
     if json:
         show(as_json(findings))
     else:

@@ -16,12 +16,12 @@ from ddpexp.system.terminal import print_json
 
 def evaluate(call: Call) -> int:
     """Evaluate the weights that are named, and return the exit code."""
-    launcher, job = evaluation_of(call)
+    launcher, evaluation = evaluation_of(call)
     if not call.as_json:
-        return launch(launcher, job, call.server)
+        return launch(launcher, evaluation.job, call.server)
     with redirect_stdout(sys.stderr):  # standard output is for the metrics alone
-        code = launch(launcher, job, call.server)
-    if (metrics := job.answer()) is not None:
+        code = launch(launcher, evaluation.job, call.server)
+    if (metrics := evaluation.answer()) is not None:
         print_json(metrics)
     return code
 

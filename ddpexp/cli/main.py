@@ -121,7 +121,7 @@ def _train(argv: list[str], server: Server | None) -> int:
     experiment = parse(composed.values)
     start.print_warnings(composed)
     training = Training(experiment, composed.text, composed.overrides, sys.argv)
-    return start.launch(experiment.launcher, training, server)
+    return start.launch(experiment.launcher, training.job, server)
 
 
 def _take_local_rank(argv: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from ddpexp.cli.start import launch
 from ddpexp.cli.verb import Call
 from ddpexp.errors import RefusedError
+from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.predict.job import Prediction, check_format, check_out
 from ddpexp.run.stored_run import find_weights
@@ -17,7 +18,7 @@ def predict(call: Call) -> int:
     return launch(*prediction_of(call), call.server)
 
 
-def prediction_of(call: Call) -> tuple[Launcher, Prediction]:
+def prediction_of(call: Call) -> tuple[Launcher, Job]:
     """Return how to predict.
 
     Raises:
@@ -32,4 +33,4 @@ def prediction_of(call: Call) -> tuple[Launcher, Prediction]:
     check_format(out)
     check_out(out)
     weights = find_weights(source, overrides, call.name, call.restate)
-    return weights.run.experiment.launcher, Prediction(weights, out, call.options.get("--split"))
+    return weights.run.experiment.launcher, Prediction(weights, out, call.options.get("--split")).job

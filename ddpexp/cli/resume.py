@@ -13,6 +13,7 @@ from ddpexp.cli.verb import Call
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.parse import load
 from ddpexp.errors import RefusedError
+from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher, Starter
 from ddpexp.run import outcome
 from ddpexp.run.directory import RunDir
@@ -33,7 +34,7 @@ def resume(call: Call) -> int:
     return launch(*resumed_run(call), call.server)
 
 
-def resumed_run(call: Call) -> tuple[Launcher, Training]:
+def resumed_run(call: Call) -> tuple[Launcher, Job]:
     """Return how to resume the run that is named.
 
     Raises:
@@ -48,9 +49,10 @@ def resumed_run(call: Call) -> tuple[Launcher, Training]:
         raise RefusedError(f"The run continues in {source} itself", key=moved, suggestion="Leave it out.")
     stored = read_run(run, arguments, f"resume {source}", call.restate, keeps=("launcher", "logger"))
     typed = Arguments.of(arguments).overrides
-    return stored.experiment.launcher, Training(
+    training = Training(
         stored.experiment, stored.text, merge_overrides(run, typed), call.command, new_overrides=typed, resume_from=run
     )
+    return stored.experiment.launcher, training.job
 
 
 def member(call: Call) -> int:
@@ -58,7 +60,7 @@ def member(call: Call) -> int:
     return outcome.launch(*member_of(call.operands), call.server, as_member=True)
 
 
-def member_of(argv: Sequence[str]) -> tuple[Launcher, Training]:
+def member_of(argv: Sequence[str]) -> tuple[Launcher, Job]:
     """Return the job that the launcher of another command has sent this one to.
 
     A run directory, or a JSON file of a job.
@@ -85,7 +87,7 @@ def member_of(argv: Sequence[str]) -> tuple[Launcher, Training]:
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise RefusedError(f"is not a run directory: {error}", place=place) from None
         experiment = load(text)
-        job = Training(experiment, text, overrides, command, run)
+        training = Training(experiment, text, overrides, command, run)
     else:
         try:
             described = files.read_json(place)
@@ -95,7 +97,7 @@ def member_of(argv: Sequence[str]) -> tuple[Launcher, Training]:
             raise RefusedError(f"does not describe a job: {error}", place=place) from None
         experiment = load(text)
         home = RunDir(Path(resume_from)) if resume_from is not None else None
-        job = Training(experiment, text, *arguments, new_overrides=described["new_overrides"], resume_from=home)
+        training = Training(experiment, text, *arguments, new_overrides=described["new_overrides"], resume_from=home)
     if not isinstance(experiment.launcher, Starter):
         raise RefusedError("has a launcher that starts no further commands", place=place)
-    return experiment.launcher, job
+    return experiment.launcher, training.job

@@ -20,7 +20,7 @@ from ddpexp.doctor.gather import Facts, Gathering
 from ddpexp.doctor.request import Request
 from ddpexp.doctor.setting import Setting
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Job, Layout, Outcome, Participants
+from ddpexp.launch import Job, Layout, Lifecycle, Outcome, Participants, Work
 from ddpexp.run.stored_config import job_identity
 from ddpexp.run.worker_request import worker_request
 from ddpexp.settings.trainer import Timeout
@@ -39,17 +39,14 @@ class NoAnswerError(RefusedError):
     """The file system of run directories gives no answer, so that a run would hang."""
 
 
-class Diagnosis(Job):
+class Diagnosis(Lifecycle):
     """Gather the facts of every host and measure the links between the workers; writes no files of its own."""
-
-    name = "ddpexp-doctor"
-    entry = "ddpexp.doctor.worker:measure"
 
     def __init__(self, experiment: Experiment, text: str, environ: Mapping[str, str] = os.environ) -> None:
         """Take the experiment that would run, and its YAML."""
         request = worker_request(experiment)
         self.request = replace(request, timeout=_bounded(request.timeout, request.nodes not in ("auto", 1)))
-        self.identity = job_identity(text)
+        self._identity = job_identity(text)
         self.setting = Setting.of(experiment, request)
         self._nearest = Gathering.start({"folder": partial(_nearest, self.setting.folder)})
         self.layout: Layout | None = None
@@ -67,7 +64,11 @@ class Diagnosis(Job):
         return "hung" in self._nearest.facts(_FOLDER_SECONDS)["folder"]
 
     @property
-    def folder(self) -> Path:  # type: ignore[override]
+    def job(self) -> Job:
+        """Return what its launcher runs."""
+        return Job(self, self.request, identity=self._identity, folder=self._folder())
+
+    def _folder(self) -> Path:
         """Return the nearest folder above the run directory that exists, where commands of several hosts meet."""
         return Path(self._nearest.facts(_FOLDER_SECONDS)["folder"].get("path", self.setting.folder))
 
@@ -88,22 +89,19 @@ class Diagnosis(Job):
             return
         self._gathering = Gathering.start(probes(self.setting, self._code))
 
-    def begin(self, layout: Layout, participants: Participants) -> None:
+    def begin(self, layout: Layout, participants: Participants) -> Work:
         """Make room for the answers of rank zero."""
         self.layout, self.hosts = layout, participants.hosts
         self._descriptors.append(os.memfd_create("ddpexp-doctor"))
-        self._request("", f"/proc/{os.getpid()}/fd/{self._descriptors[0]}")
         if layout.nodes > 1:
             with suppress(OSError):  # the file system has a line of its own
-                descriptor, path = tempfile.mkstemp(prefix=".ddpexp-doctor-", dir=self.folder)
+                descriptor, path = tempfile.mkstemp(prefix=".ddpexp-doctor-", dir=self._folder())
                 os.close(descriptor)
                 self._probe = Path(path)
+        work = self._work(layout, answer=f"/proc/{os.getpid()}/fd/{self._descriptors[0]}")
+        return replace(work, shared={"probe": str(self._probe) if self._probe is not None else None})
 
-    def shared(self) -> dict[str, Any]:
-        """Return the file that shows whether another host sees the folder of run directories."""
-        return {"probe": str(self._probe) if self._probe is not None else None}
-
-    def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
+    def enter(self, shared: Mapping[str, Any], layout: Layout) -> Work:
         """Look for the leading command's file, and hand the facts of this host to its worker for rank zero."""
         self.layout, self.entered, path = layout, True, ""
         if self._gathering is not None:
@@ -112,13 +110,12 @@ class Diagnosis(Job):
             facts = {**self.facts(), "shared_folder": _look_for(shared["probe"])}
             os.write(descriptor, json.dumps(facts).encode())
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self._request(path, "")
+        return self._work(layout, facts=path)
 
-    def _request(self, facts: str, answer: str) -> None:
-        assert self.layout is not None
+    def _work(self, layout: Layout, facts: str = "", answer: str = "") -> Work:
         timeout = self.request.timeout
         seconds = 2 * (timeout.init_seconds + timeout.step_seconds)  # the supervisor reports first which rank is late
-        self.arguments = [str(Request(self.layout, facts, answer, seconds))]
+        return Work("ddpexp.doctor.worker:measure", [str(Request(layout, facts, answer, seconds))])
 
     def answers(self, kind: str) -> list[dict[str, Any]]:
         """Return the answers of rank zero of one kind, as far as it came."""

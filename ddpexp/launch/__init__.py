@@ -83,6 +83,36 @@ class Interrupted:
 Outcome: TypeAlias = Done | Failed | Interrupted
 
 
+@dataclass(frozen=True)
+class Work:
+    """What the workers of one command do: every process calls `entry` with `arguments`."""
+
+    entry: str  # module:function
+    arguments: Sequence[str]
+    logs: Path | None = None  # the folder for each rank's output; None: unnamed files that end with the job
+    shared: Mapping[str, Any] = field(default_factory=dict)  # plain values that the other commands need to enter
+
+
+class Lifecycle:
+    """How a job begins and ends in each of its commands: the leading one begins it, the others enter it."""
+
+    def begin(self, layout: Layout, participants: Participants) -> Work:
+        """Set up the job once. Called by the leading command, after the rendezvous and before any worker starts."""
+        raise NotImplementedError
+
+    def enter(self, shared: Mapping[str, Any], layout: Layout) -> Work:
+        """Enter the job that the leading command has begun. Called by all other commands."""
+        raise NotImplementedError
+
+    def end(self, outcome: Outcome | None) -> str:
+        """Record how the job ended, release what this command holds of it, and return a text on what is left.
+
+        Called at the end of every command; with None where another command records the end. A launcher that ends a
+        job whose workers are elsewhere calls it before.
+        """
+        return "nothing was started"
+
+
 class Portable(Protocol):
     """What launchers that start further commands, elsewhere or later, need of a job."""
 
@@ -116,22 +146,23 @@ class Portable(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class Job:
-    """The work of the workers: every process calls `entry` with `arguments`.
+    """What a launcher has to know of a job, which may run from several commands: one per node, or one per rank.
 
-    A job may run from several commands (one per node, or one per rank): the leading command begins it, the others
-    enter it.
+    A launcher that settles more of it replaces the job.
     """
 
+    lifecycle: Lifecycle
+    request: WorkerRequest = field(default_factory=WorkerRequest)
     name: str = "ddpexp"  # shown in a scheduler's queue
-    entry: str = ""  # module:function
-    arguments: Sequence[str] = ()  # complete once the job has begun or was entered
-    logs: Path | None = None  # the folder for each rank's output; None: unnamed files that end with the job
-    request: WorkerRequest = WorkerRequest()
-    identity: Mapping[str, Any] = {}  # must be equal in all commands of the job
-    vacant: Callable[[], None] | None = None  # raises RefusedError while another start uses the folder; called after
-    # the rendezvous
+    identity: Mapping[str, Any] = field(default_factory=dict)  # must be equal in all commands of the job
     folder: Path = Path()  # visible to all hosts, where the commands of several hosts find one another
+    # Refuses layouts that the job cannot run on: those of a range of machines, or a single one. Called by every
+    # command before anything is opened or written.
+    check: Callable[[Sequence[Layout]], None] = lambda layouts: None
+    # Refuses while another start uses the folder. Called by the leading command after the rendezvous.
+    check_vacant: Callable[[], None] = lambda: None
     portable: Portable | None = None  # for launchers that start further commands; None: they cannot run it
 
     def require_portable(self) -> Portable:
@@ -147,27 +178,3 @@ class Job:
                 "launcher=torchrun-env.",
             )
         return self.portable
-
-    def check(self, layouts: Sequence[Layout]) -> None:
-        """Refuse layouts that the job cannot run on: those of a range of machines, or a single one.
-
-        Called by every command before anything is opened or written.
-        """
-
-    def begin(self, layout: Layout, participants: Participants) -> None:
-        """Set up the job once. Called by the leading command, after the rendezvous and before any worker starts."""
-
-    def shared(self) -> dict[str, Any]:
-        """Return, as plain values, what the other commands need to enter the job."""
-        return {}
-
-    def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
-        """Enter the job that the leading command has begun. Called by all other commands."""
-
-    def end(self, outcome: Outcome | None) -> str:
-        """Record how the job ended, release what this command holds of it, and return a text on what is left.
-
-        Called at the end of every command; with None where another command records the end. A launcher that ends a
-        job whose workers are elsewhere calls it before.
-        """
-        return "nothing was started"

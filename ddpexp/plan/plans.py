@@ -37,8 +37,8 @@ def foresee(experiment: Experiment, composed: ResolvedConfig, overrides: Sequenc
     Raises:
         RefusedError: what a run would refuse. FinishedError: so is the run in `run.dir`.
     """
-    job = Training(experiment, composed.text, composed.overrides, ["ddpexp", *overrides])
-    return Foreseen(experiment, composed.text, assume(job, experiment.launcher, cores), job.foresee())
+    training = Training(experiment, composed.text, composed.overrides, ["ddpexp", *overrides])
+    return Foreseen(experiment, composed.text, assume(training.job, experiment.launcher, cores), training.foresee())
 
 
 def plan_all(runs: Sequence[Foreseen | DdpexpError], arguments: PlanArguments) -> list[Outcome | DdpexpError]:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ddpexp import __version__
 from ddpexp.config.build import nearest
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Job, Layout, Participants, WorkerRequest
+from ddpexp.launch import Job, Layout, Lifecycle, Participants, Work, WorkerRequest
 from ddpexp.run import directory
 from ddpexp.run.prepare import prepare_to_predict
 from ddpexp.run.stored_config import data_facts, job_identity, trained_data
@@ -25,49 +25,50 @@ SINGLE_SET = "eval"  # the name of a set that has no training set beside it
 FORMATS = (".npz", ".npy", ".parquet", ".csv")
 
 
-class Prediction(Job):
+@dataclass(frozen=True)
+class Prediction(Lifecycle):
     """Predict for each sample of a data set; rank zero writes one file."""
 
-    entry = "ddpexp.predict.worker:main"
+    weights: StoredWeights
+    out: Path
+    split: str | None = None  # the name of a set; None: the evaluation set, if there is one
 
-    def __init__(self, weights: StoredWeights, out: Path, split: str | None = None) -> None:
-        """Take the weights, the file and the name of a set; None: the evaluation set, if there is one."""
-        self.experiment = weights.run.experiment
-        self.request = request_of(self.experiment, weights.run.manifest)
-        self.identity = job_identity(weights.run.text)
-        self._weights = weights
-        self._out = out
-        self._split = split
+    @property
+    def job(self) -> Job:
+        """Return what its launcher runs."""
+        run = self.weights.run
+        return Job(self, request_of(run.experiment, run.manifest), identity=job_identity(run.text))
 
-    def begin(self, layout: Layout, participants: Participants) -> None:
+    def begin(self, layout: Layout, participants: Participants) -> Work:
         """Check that the file can be written, and prepare the data."""
-        check_out(self._out)
-        self.enter({}, layout)
+        check_out(self.out)
+        return self.enter({}, layout)
 
-    def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
+    def enter(self, shared: Mapping[str, Any], layout: Layout) -> Work:
         """Prepare the data.
 
         Raises:
             RefusedError: this host cannot see the weights.
         """
-        path, run = self._weights.path, self._weights.run
+        path, run = self.weights.path, self.weights.run
         if not path.exists():
             raise RefusedError(f"There is no such file on {directory.host()}", place=f"predict {path}")
         trained_on = trained_data(run.manifest)
-        data = prepare_to_predict(self.experiment.data, self.experiment.trust, trained_on, run.home is not None)
-        if data and data.get("is_single_set") and self._split not in (None, SINGLE_SET):
-            raise RefusedError(f"The data has only the set `{SINGLE_SET}`", place=f"--split {self._split}")
+        experiment = run.experiment
+        data = prepare_to_predict(experiment.data, experiment.trust, trained_on, run.home is not None)
+        if data and data.get("is_single_set") and self.split not in (None, SINGLE_SET):
+            raise RefusedError(f"The data has only the set `{SINGLE_SET}`", place=f"--split {self.split}")
         prediction = {
             "config": run.text,
             "layout": asdict(layout),
             "data": data,
             "weights": str(path.resolve()),
-            "split": self._split,
-            "out": str(self._out.absolute()),
-            "batch_size": batch_size_of(self.experiment),
-            "provenance": provenance_of(self._weights, data, layout.threads),
+            "split": self.split,
+            "out": str(self.out.absolute()),
+            "batch_size": batch_size_of(experiment),
+            "provenance": provenance_of(self.weights, data, layout.threads),
         }
-        self.arguments = [json.dumps(prediction)]
+        return Work("ddpexp.predict.worker:main", [json.dumps(prediction)])
 
 
 def check_format(out: Path) -> None:

@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from ddpexp.config.sampling import eval_batch_size
 from ddpexp.config.validate import check_layouts
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Job, Layout, Participants
+from ddpexp.launch import Job, Layout, Lifecycle, Participants, Work
 from ddpexp.run import directory
 from ddpexp.run.prepare import prepare_to_evaluate
 from ddpexp.run.stored_config import job_identity, trained_data
@@ -19,10 +20,8 @@ from ddpexp.run.stored_run import StoredWeights
 from ddpexp.run.worker_request import worker_request
 
 
-class Evaluation(Job):
+class Evaluation(Lifecycle):
     """Evaluate weights; writes no files."""
-
-    entry = "ddpexp.train.worker:evaluate"
 
     def __init__(self, weights: StoredWeights, split: Sequence[str] = (), answers: bool = False) -> None:
         """Take the weights.
@@ -30,21 +29,22 @@ class Evaluation(Job):
         `split` names evaluation sets; empty: all but `test`. `answers`: rank zero hands the metrics to this command.
         """
         self.experiment = weights.run.experiment
-        self.request, self.identity = worker_request(self.experiment), job_identity(weights.run.text)
+        self.job = Job(
+            self,
+            worker_request(self.experiment),
+            identity=job_identity(weights.run.text),
+            check=partial(check_layouts, self.experiment),
+        )
         self._weights = weights
         self._split = tuple(split)
         self._answers = answers
         self._answer: int | None = None  # a file in memory
 
-    def check(self, layouts: Sequence[Layout]) -> None:
-        """Check that the batch splits, and that the device supports the options."""
-        check_layouts(self.experiment, layouts)
-
-    def begin(self, layout: Layout, participants: Participants) -> None:
+    def begin(self, layout: Layout, participants: Participants) -> Work:
         """Prepare the data, and a place for the answer of rank zero."""
         if self._answers:
             self._answer = os.memfd_create("ddpexp-evaluate")
-        self.enter({}, layout)
+        return self.enter({}, layout)
 
     def answer(self) -> dict[str, Any] | None:
         """Return what rank zero has computed: `weights`, `weights_sha256` and `metrics`; None in other commands."""
@@ -53,7 +53,7 @@ class Evaluation(Job):
         answer: dict[str, Any] = json.loads(os.pread(self._answer, os.fstat(self._answer).st_size, 0))
         return answer
 
-    def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
+    def enter(self, shared: Mapping[str, Any], layout: Layout) -> Work:
         """Prepare the data.
 
         Raises:
@@ -74,4 +74,4 @@ class Evaluation(Job):
             "answer": f"/proc/{os.getpid()}/fd/{self._answer}" if self._answer is not None else None,
             "batch_size": eval_batch_size(self.experiment, data_size),
         }
-        self.arguments = [json.dumps(evaluation)]
+        return Work("ddpexp.train.worker:evaluate", [json.dumps(evaluation)])

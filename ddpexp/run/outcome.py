@@ -85,19 +85,19 @@ def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool 
         run = launcher.member if as_member else launcher.launch  # type: ignore[attr-defined]
         code: int = run(job, server)
         ignore_signals()
-        job.end(Done())
+        job.lifecycle.end(Done())
         return code
     except StoppedError as error:
         ignore_signals()
         end = first_end(error)
         if not isinstance(end, StoppedError):
-            job.end(_outcome_of(end))
+            job.lifecycle.end(_outcome_of(end))
             raise end from None
         end.quiet = end.quiet or error.quiet
-        raise _stopped(end, job.end(_outcome_of(end))) from None
+        raise _stopped(end, job.lifecycle.end(_outcome_of(end))) from None
     except BaseException as error:
         ignore_signals()
-        job.end(_outcome_of(error))
+        job.lifecycle.end(_outcome_of(error))
         raise
 
 

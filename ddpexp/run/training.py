@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,7 @@ from ddpexp.config.plugins import launcher_name
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layouts
 from ddpexp.errors import Failure, RefusedError, subject
-from ddpexp.launch import Done, Failed, Interrupted, Job, Layout, Outcome, Participants
+from ddpexp.launch import Done, Failed, Interrupted, Job, Layout, Lifecycle, Outcome, Participants, Work
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import alerts, directory, links, lock, manifest, pretrained, repository, resume, sync
 from ddpexp.run.directory import RunDir
@@ -37,10 +38,8 @@ from ddpexp.system.terminal import print_message
 _PROBE_SECONDS = 10.0  # a network file system may show the files of another host late
 
 
-class Training(Job):
+class Training(Lifecycle):
     """Train an experiment in a run directory, which the leading command creates or resumes."""
-
-    entry = "ddpexp.train.worker:main"
 
     def __init__(  # noqa: PLR0913  (of a run that begins, resumes, or belongs to a sweep)
         self,
@@ -61,27 +60,32 @@ class Training(Job):
         the user has named. `new_overrides` are those of this command alone, if a resumed run has older ones. The new
         directory of a refused run is removed unless `keeps_refused`. `is_stored`: a sweep's file names the experiment.
         """
-        self.experiment, self.request = experiment, worker_request(experiment)
-        self.name = experiment.recipe.name
-        self.identity = job_identity(text)
-        self.portable = self
+        self.experiment, self.run = experiment, run
         self.needs = experiment.data.prepare, experiment.data.options, experiment.trust
-        self.run = run
-        home = run or resume_from
         if run is not None:
-            self.folder = run.path
+            folder = run.path
+        elif resume_from is not None:
+            folder = resume_from.path.absolute().parent
         else:
-            self.folder = resume_from.path.absolute().parent if resume_from else self._parent()
+            folder = self._parent()
+        self.job = Job(
+            self,
+            worker_request(experiment),
+            name=experiment.recipe.name,
+            identity=job_identity(text),
+            folder=folder,
+            check=self._check,
+            portable=self,
+        )
         self._text = text
         self._overrides = overrides
         self._argv = argv
         self._new_overrides = overrides if new_overrides is None else new_overrides
-        self._home = home
+        self._home = run or resume_from
         self._is_member = run is not None
         self._is_resume = resume_from is not None
         self._lock: lock.Lock | None = None
         self._began = False
-        self._worker_args: dict[str, Any] = {}  # passed to every worker
         self._notes: list[str] = []
         self._files = StartFiles(text, overrides)
         self._keeps_refused, self._is_stored = keeps_refused, is_stored or resume_from is not None
@@ -91,7 +95,7 @@ class Training(Job):
     def _parent(self) -> Path:
         return directory.parent(self.experiment.run.dir, self.experiment.recipe.name)
 
-    def check(self, layouts: Sequence[Layout]) -> None:
+    def _check(self, layouts: Sequence[Layout]) -> None:
         """Check that the batch splits, that the device supports the options, and that initial weights exist."""
         check_layouts(self.experiment, layouts)
         if not resume.has_checkpoint(self._existing(())):
@@ -153,12 +157,10 @@ class Training(Job):
         command = {"command": list(self._argv)} if config_options(self._argv) else {}
         files.write_json(self.run.result, {"status": status, **facts, **command, **notes})
 
-    def begin(self, layout: Layout, participants: Participants) -> None:
+    def begin(self, layout: Layout, participants: Participants) -> Work:
         """Prepare the data, create the run directory or resume the run in it, and record what will run."""
         alerts.check(self._text)
         sync.check_usable(self.experiment)
-        if self.vacant is not None:
-            self.vacant()
         # A new run directory is created only once the data is prepared; an existing one is locked before that.
         initial_weights = self._initial_weights(participants.earlier)
         is_new = self._existing(participants.earlier) is None
@@ -168,16 +170,16 @@ class Training(Job):
             data = self._prepare(previous.manifest if previous else None)
         notes: list[str] = []
         if previous is not None:
-            layout, notes = resume.resolve_layout(previous, layout, self.request.threads)
+            layout, notes = resume.resolve_layout(previous, layout, self.job.request.threads)
             notes += check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
         is_old = self._is_resume or resume.has_checkpoint(run)  # what a run directory names is not fetched
         fetched = pretrained.before_workers(self.experiment, self._files.text, is_old)
         initial_weights = initial.as_safetensors(self.experiment.run, initial_weights, run.path, notes)
         self._layout = layout
         before = previous.manifest if previous else None
-        code = code_of(self.identity)
+        code = code_of(self.job.identity)
         inputs = {"config_sha256": files.sha256(self._files.config_text(run, previous)), "code": code.fingerprint}
-        snapshot = repository.snapshot(code_folder(self.identity), code.files)
+        snapshot = repository.snapshot(code_folder(self.job.identity), code.files)
         diff, path = manifest.diff_of(run, snapshot, before)
         resolved = fused.resolve(self.experiment, layout.device, before)
         start = manifest.Start(
@@ -193,10 +195,12 @@ class Training(Job):
         with self._refuse_if_unwritable(run):
             contents = manifest.describe(start, data, before, diff)
             self._write(run, previous, contents, {path: snapshot.diff} if path else {})
-        self._worker_args = {
+        worker_args = {
             "notes": notes, "config": files.digest(run.config), "pretrained": fetched, **initial_weights
         }  # fmt: skip
-        self._enter(run, data)
+        # The hashes prove that another host sees the same run directory.
+        shared = {"run": str(run.path.resolve()), "manifest": files.digest(run.manifest), "worker_args": worker_args}
+        return replace(self._work(run, data, worker_args), shared=shared)
 
     def _initial_weights(self, owners: Sequence[str]) -> Mapping[str, str]:
         """Return the resolved path of run.init_from for the first start, the same for all workers."""
@@ -204,26 +208,15 @@ class Training(Job):
             return {}
         return initial.located(self.experiment.run, lambda text: print_message(f"ddpexp: warning: {text}"))
 
-    def shared(self) -> dict[str, Any]:
-        """Return the path of the run directory, and hashes that prove that another host sees the same one."""
-        assert self.run is not None
-        return {
-            "run": str(self.run.path.resolve()),
-            "manifest": files.digest(self.run.manifest),
-            "worker_args": self._worker_args,
-        }
-
-    def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
+    def enter(self, shared: Mapping[str, Any], layout: Layout) -> Work:
         """Check that this host sees the run directory, and prepare the data.
 
         Raises:
             RefusedError: it is not the directory of the leading command, or the data cannot be prepared.
         """
-        run, self._worker_args = RunDir(Path(shared["run"])), shared["worker_args"]
+        run, worker_args = RunDir(Path(shared["run"])), shared["worker_args"]
         deadline = time.monotonic() + _PROBE_SECONDS
-        while (
-            files.digest(run.manifest) != shared["manifest"] or files.digest(run.config) != self._worker_args["config"]
-        ):
+        while files.digest(run.manifest) != shared["manifest"] or files.digest(run.config) != worker_args["config"]:
             if time.monotonic() > deadline:
                 raise RefusedError(
                     f"was made on the first host and is not visible on {directory.host()}",
@@ -232,10 +225,11 @@ class Training(Job):
                     suggestion="Put it where all hosts see it.",
                 )
             time.sleep(0.1)
-        if self._worker_args["pretrained"]:  # this host may have a cache of its own
+        if worker_args["pretrained"]:  # this host may have a cache of its own
             pretrained.fetch(self.experiment.model, run.config.read_text())
         trained_on = trained_data(run.read_if_present(run.manifest))
-        self._enter(run, prepare_to_resume(self.experiment.data, self.experiment.trust, trained_on, self._is_stored))
+        data = prepare_to_resume(self.experiment.data, self.experiment.trust, trained_on, self._is_stored)
+        return self._work(run, data, worker_args)
 
     def end(self, outcome: Outcome | None) -> str:
         """Write the result and send the alert, release the lock, and return how to resume the run."""
@@ -300,7 +294,7 @@ class Training(Job):
 
     def _alert(self, what: str) -> None:
         assert self.run is not None
-        alerts.send(self._text, f"{self.name} {what} ({self.run.path.absolute()} on {platform.node()})")
+        alerts.send(self._text, f"{self.job.name} {what} ({self.run.path.absolute()} on {platform.node()})")
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -407,16 +401,17 @@ class Training(Job):
             return f"{where} with:\n{before} {shlex.join([*arguments, f'launcher={launcher_name(type(launcher))}'])}"
         if self._is_member and self._layout is not None:
             arguments += launcher.arguments_for_allocation(self._layout)
-        where = "" if self.request.nodes in ("auto", 1) or self._is_member else " on every machine"
+        where = "" if self.job.request.nodes in ("auto", 1) or self._is_member else " on every machine"
         if where and (local := launcher.arguments_of_this_machine()):
             where += f" (each with its own {', '.join(override.partition('=')[0] for override in local)})"
             arguments += local
         return f"{where} with:\npython -m ddpexp {shlex.join(arguments)}"
 
-    def _enter(self, run: RunDir, data: Mapping[str, Any] | None) -> None:
+    def _work(self, run: RunDir, data: Mapping[str, Any] | None, worker_args: Mapping[str, Any]) -> Work:
         _report(run)
-        self.run, self.logs = run, run.ranks
-        self.arguments = [str(run.path.resolve()), json.dumps({"data": data, **self._worker_args})]
+        self.run = run
+        arguments = [str(run.path.resolve()), json.dumps({"data": data, **worker_args})]
+        return Work("ddpexp.train.worker:main", arguments, run.ranks)
 
 
 def _report(run: RunDir) -> None:

@@ -148,7 +148,7 @@ def _text(number: int) -> TextIO:
 def _run(job: Planned, options: Sequence[str], channel: socket.socket | None) -> int:
     server = Server.of(channel) if channel is not None else None
     try:
-        return command.launch(job.experiment.launcher, job.training(options), server)
+        return command.launch(job.experiment.launcher, job.training(options).job, server)
     finally:
         command.ignore_signals()  # it has ended
         if server is not None:

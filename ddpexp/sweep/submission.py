@@ -101,4 +101,4 @@ class Submissions:
         submitter.follow([self._submitted[job.number].id for job in pending], ended)
 
     def _trainings(self, jobs: Sequence[Planned]) -> list[tuple[Launcher, Job]]:
-        return [(job.experiment.launcher, job.training(self._options)) for job in jobs]
+        return [(job.experiment.launcher, job.training(self._options).job) for job in jobs]

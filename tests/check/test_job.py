@@ -20,7 +20,7 @@ def test_weights_of_torch_save_reach_the_workers_as_those_of_a_run_do(tmp_path: 
     composed = compose(["recipe=mnist", "data.source=embedded", f"run.init_from={tmp_path}/net.pth"])
     assert composed is not None
     check = Check(parse(composed.values), composed.text, tmp_path, "one")
-    check.begin(Layout(1, 1, "cpu", "gloo", 1), Participants(["here"], []))
-    request = json.loads(check.arguments[0])
+    work = check.begin(Layout(1, 1, "cpu", "gloo", 1), Participants(["here"], []))
+    request = json.loads(work.arguments[0])
     found = load_file(request["init_from"])
     assert {name: one.tolist() for name, one in found.items()} == {"layer.weight": weights["layer.weight"].tolist()}

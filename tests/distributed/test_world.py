@@ -11,7 +11,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError, WorkerError
 from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
-from tests.conftest import Call
+from tests.conftest import calling
 from tests.refusals import is_about, refused
 
 ENTRY = """\
@@ -67,7 +67,7 @@ def test_real_processes_meet_and_reduce(
     (tmp_path / "seen").mkdir()
     (tmp_path / "code/meets.py").write_text(ENTRY)
     monkeypatch.syspath_prepend(tmp_path / "code")
-    job = Call("meets:main", [str(tmp_path / "seen"), str(size)], tmp_path / "logs", WorkerRequest(gpus=size))
+    job = calling("meets:main", [str(tmp_path / "seen"), str(size)], tmp_path / "logs", WorkerRequest(gpus=size))
     try:
         assert Spawn().launch(job) == 0
     except WorkerError as error:

@@ -119,7 +119,7 @@ def test_wrong_arguments_are_refused(argv: list[str], answer: str) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
+def diagnosis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
     monkeypatch.chdir(tmp_path)
     return prepare(["trainer.gpus=2", "trainer.device=cpu"])[1]
 
@@ -145,22 +145,22 @@ FACTS = {name: {"hung": 1.0} for name in ("software", "gpus", "infiniband", "cor
     ],
 )
 def test_why_nothing_was_measured_is_a_line(
-    job: Diagnosis, failure: RefusedError | WorkerError, level: str, text: str
+    diagnosis: Diagnosis, failure: RefusedError | WorkerError, level: str, text: str
 ) -> None:
-    hosts, findings = judge(job, FACTS, failure)
+    hosts, findings = judge(diagnosis, FACTS, failure)
     assert len(hosts) == 1
     assert (findings[0].check, findings[0].level, findings[0].text) == ("workers", level, text)
 
 
-def test_a_launcher_that_starts_further_commands_is_not_followed(job: Diagnosis) -> None:
+def test_a_launcher_that_starts_further_commands_is_not_followed(diagnosis: Diagnosis) -> None:
     with refused("further", NotPortableError):
-        job.require_portable()
+        diagnosis.job.require_portable()
 
 
-def test_only_the_first_task_of_a_host_gathers(job: Diagnosis) -> None:
-    job._environ = {"SLURM_LOCALID": "1"}
-    job.gather(ranks_started_externally=True)
-    assert job._gathering is None
+def test_only_the_first_task_of_a_host_gathers(diagnosis: Diagnosis) -> None:
+    diagnosis._environ = {"SLURM_LOCALID": "1"}
+    diagnosis.gather(ranks_started_externally=True)
+    assert diagnosis._gathering is None
 
 
 def test_a_file_system_that_hangs_is_reported_and_nothing_is_started(
@@ -217,6 +217,6 @@ def test_a_file_system_whose_server_is_gone_holds_up_no_other_check(ddpexp: Ddpe
     assert "good      tmp" in done.out
 
 
-def test_a_hang_is_reported_soon(job: Diagnosis) -> None:
-    timeout = job.request.timeout
+def test_a_hang_is_reported_soon(diagnosis: Diagnosis) -> None:
+    timeout = diagnosis.request.timeout
     assert (timeout.init_seconds, timeout.step_seconds) == (45.0, 30.0)

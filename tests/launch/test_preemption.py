@@ -104,29 +104,36 @@ forks.install()
 
 from ddpexp.run.outcome import launch, stop_on_signals
 from ddpexp.errors import ENDS, StoppedError
-from ddpexp.launch import Interrupted, Job, WorkerRequest
+from ddpexp.launch import Interrupted, Job, Lifecycle, Work, WorkerRequest
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment
 from ddpexp.launch.launchers.local import Spawn
 
 
-class Polls(Job):
-    entry = "polls:main"
+class Polls(Lifecycle):
+    def __init__(self, folder, how):
+        self.work = Work("polls:main", [folder, *how], Path(folder, "logs"))
 
-    def __init__(self, folder, size, how, grace_seconds, nodes):
-        self.arguments, self.logs = [folder, *how], Path(folder, "logs")
-        self.request = WorkerRequest(nodes=nodes, gpus=size, grace_seconds=grace_seconds)
+    def begin(self, layout, participants):
+        return self.work
+
+    def enter(self, shared, layout):
+        return self.work
 
     def end(self, outcome):
         return f"step {outcome.step} saved: {outcome.saved}" if isinstance(outcome, Interrupted) else ""
+
+
+def polling(folder, size, how, grace_seconds, nodes):
+    return Job(Polls(folder, how), WorkerRequest(nodes=nodes, gpus=size, grace_seconds=grace_seconds))
 
 
 def main():
     folder, size, how, grace_seconds, launcher, nodes = json.loads(sys.argv[1])
     stop_on_signals()
     try:
-        code = launch(Spawn(**launcher), Polls(folder, size, how, grace_seconds, nodes), None)
+        code = launch(Spawn(**launcher), polling(folder, size, how, grace_seconds, nodes), None)
     except ENDS as error:
         print(error, file=sys.stderr, flush=True)
         code = error.exit_code
@@ -144,7 +151,7 @@ def again():
         stop = threading.Thread(target=signals, args=(place, size, generator))
         stop.start()
         try:
-            coordinator.run(Polls(str(place), size, how, 25.0, 1), LaunchEnvironment(), None, server)
+            coordinator.run(polling(str(place), size, how, 25.0, 1), LaunchEnvironment(), None, server)
             print("no end by a signal", flush=True)
         except StoppedError as error:
             print(error.step, error.saved, flush=True)

@@ -371,9 +371,9 @@ def training(*words: str) -> Training:
     ],
 )
 def test_a_layout_that_no_machine_can_run_is_refused(words: list[str], expected: str) -> None:
-    job = training(*words)
+    run = training(*words)
     with refused(expected):
-        assume(job, job.experiment.launcher)
+        assume(run.job, run.experiment.launcher)
 
 
 @pytest.mark.parametrize(
@@ -389,8 +389,8 @@ def test_a_layout_that_no_machine_can_run_is_refused(words: list[str], expected:
     ],
 )  # fmt: skip
 def test_the_layout_of_machines_that_are_not_there(words: list[str], cores: int | None, expected: Layout) -> None:
-    job = training(*words)
-    assert assume(job, job.experiment.launcher, cores).layout == expected
+    run = training(*words)
+    assert assume(run.job, run.experiment.launcher, cores).layout == expected
 
 
 def test_what_slurm_is_asked_for_is_reported() -> None:
@@ -401,8 +401,8 @@ def test_what_slurm_is_asked_for_is_reported() -> None:
         "launcher.cpus_per_task=6",
         "launcher.time=60",
     ]
-    job = training(*words)
-    request = assume(job, job.experiment.launcher).request
+    run = training(*words)
+    request = assume(run.job, run.experiment.launcher).request
     assert request is not None
     assert {"#SBATCH --nodes=2", "#SBATCH --cpus-per-task=48", "#SBATCH --gpus-per-node=8", "#SBATCH --time=60"} <= set(
         request.lines
@@ -542,9 +542,9 @@ def test_what_a_neighbour_and_those_it_has_started_compute_is_known() -> None:
 
 
 def test_the_time_is_left_out_with_a_sentence_or_shown_with_its_costs() -> None:
-    job = training("trainer.gpus=8", "trainer.nodes=2", "trainer.device=cuda", "trainer.max_steps=100")
-    assumed = assume(job, job.experiment.launcher, 64)
-    outcome = Outcome(job.experiment, assumed, plan_batches(128, "auto", 16), facts(of_floats(10**6)), 5, 100, None)
+    run = training("trainer.gpus=8", "trainer.nodes=2", "trainer.device=cuda", "trainer.max_steps=100")
+    assumed = assume(run.job, run.experiment.launcher, 64)
+    outcome = Outcome(run.experiment, assumed, plan_batches(128, "auto", 16), facts(of_floats(10**6)), 5, 100, None)
     assert outcome.step() == "left out: give --compute_ms, --alpha_us and --bandwidth_gbps, or measure with --calibrate"
     assert outcome.as_dict()["step"]["total_ms"] is None
     half = replace(outcome, costs=Costs(10))

@@ -15,7 +15,7 @@ from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.launch.workers.control import Control
 from ddpexp.train.process import run_rank
-from tests.conftest import Call
+from tests.conftest import calling
 
 
 def main(module: str, case: str, size: str) -> int:
@@ -34,7 +34,7 @@ def main(module: str, case: str, size: str) -> int:
 
 def launch(module: str, case: str, size: int, logs: Path) -> None:
     """Run a function of a module on so many ranks."""
-    Spawn().launch(Call("tests.strategy.on_ranks:main", [module, case, str(size)], logs, WorkerRequest(gpus=size)))
+    Spawn().launch(calling("tests.strategy.on_ranks:main", [module, case, str(size)], logs, WorkerRequest(gpus=size)))
 
 
 def works(module: str, case: str, size: int, logs: Path) -> None:

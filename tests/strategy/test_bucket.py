@@ -9,7 +9,7 @@ import pytest
 from ddpexp.errors import WorkerError
 from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
-from tests.conftest import Call
+from tests.conftest import calling
 
 WORKER = """\
 import dataclasses
@@ -137,6 +137,6 @@ def test_buffers_are_shared_when_a_step_begins_and_gradients_when_a_micro_batch_
     (tmp_path / "code/buckets.py").write_text(WORKER)
     monkeypatch.syspath_prepend(tmp_path / "code")
     try:
-        Spawn().launch(Call("buckets:main", ["2"], tmp_path / "logs", WorkerRequest(gpus=2)))
+        Spawn().launch(calling("buckets:main", ["2"], tmp_path / "logs", WorkerRequest(gpus=2)))
     except WorkerError as error:
         pytest.fail(f"{error.failure.message}\n{error.failure.traceback}")

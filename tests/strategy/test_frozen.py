@@ -9,7 +9,7 @@ import pytest
 from ddpexp.errors import WorkerError
 from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
-from tests.conftest import Call
+from tests.conftest import calling
 
 
 @pytest.mark.variants(1)
@@ -17,7 +17,7 @@ from tests.conftest import Call
 def test_every_strategy_freezes_alike(case: str, size: int, tmp_path: Path, forked_servers: None) -> None:
     try:
         Spawn().launch(
-            Call("tests.strategy.frozen:main", [case, str(size)], tmp_path / "logs", WorkerRequest(gpus=size))
+            calling("tests.strategy.frozen:main", [case, str(size)], tmp_path / "logs", WorkerRequest(gpus=size))
         )
     except WorkerError as error:
         pytest.fail(f"{error.failure.message}\n{error.failure.traceback}")

@@ -226,6 +226,5 @@ def test_an_evaluation_takes_the_batches_of_the_ranks_that_share_none(tmp_path: 
     experiment = replace(whole, strategy=Pairs(**vars(whole.strategy)))
     evaluation = Evaluation(StoredWeights(tmp_path, StoredRun(experiment, composed.text, None)))
     layout = Layout(1, 4, "cpu", "gloo", 1)
-    evaluation.check([layout])
-    evaluation.enter({}, layout)
-    assert json.loads(evaluation.arguments[0])["batch_size"] == 3
+    evaluation.job.check([layout])
+    assert json.loads(evaluation.enter({}, layout).arguments[0])["batch_size"] == 3

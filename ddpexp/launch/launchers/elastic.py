@@ -168,7 +168,7 @@ class Elastic(Launcher):
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Run one rank that the agent has started; like `TorchrunEnv.launch`."""
-        job.request = replace(job.request, nodes="auto", gpus="auto")
+        job = replace(job, request=replace(job.request, nodes="auto", gpus="auto"))
         status, local_rank = AgentStatus.here(), int(os.environ["LOCAL_RANK"])
         status.leave(local_rank, EXIT_DONE)  # replaces the code of an earlier attempt
         code = EXIT_FAILED
@@ -331,7 +331,7 @@ def _wait_for_agent(status: AgentStatus, seconds: float) -> None:
 def _leave_for_restart(end: End, job: Job) -> int:
     """Record how far the run is, print it once, and return the exit code."""
     if isinstance(end, StoppedError) and os.environ["RANK"] == "0":
-        rest, *_ = job.end(Interrupted(end.step, end.saved)).splitlines()
+        rest, *_ = job.lifecycle.end(Interrupted(end.step, end.saved)).splitlines()
         print_message(f"ddpexp: the machines meet again; {rest}")
     elif isinstance(end, AbsentError) and not end.quiet:
         print_message(f"ddpexp: {end}")

@@ -164,8 +164,8 @@ class Slurm(Launcher):
             text = f"{job.folder} waits for srun: type sbatch {shlex.quote(str(job.folder / 'job.sbatch'))}"
             print_message(f"ddpexp: {text}")
             return EXIT_REFUSED
-        job.vacant = partial(check_not_running, job.folder)
-        job.request = replace(job.request, nodes="auto", gpus=self.workers(job))
+        request = replace(job.request, nodes="auto", gpus=self.workers(job))
+        job = replace(job, request=request, check_vacant=partial(check_not_running, job.folder))
         task = of_slurm_task(WorkerRequest())
         environment = LaunchEnvironment(task.index, task.size, nodes=task.size, starter="srun")
         server = server or Server()
@@ -236,7 +236,7 @@ class Slurm(Launcher):
             code = of_unstarted(code)
             text = f"srun ended with exit code {code} before the job began: see its output above"
             failure = Failure(rank=0, host=os.uname().nodename, kind="SrunError", message=text, exit_code=code)
-            job.end(Failed(failure))
+            job.lifecycle.end(Failed(failure))
         return code
 
     def script(self, job: Job, nodes: int, run: Path) -> str:

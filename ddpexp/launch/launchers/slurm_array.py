@@ -138,7 +138,7 @@ def _submit(kind: Kind, jobs: Numbered, folder: Path, record: Callable[[int, str
             text, code = str(error), error.exit_code
             for _, job, _ in created:
                 failure = Failure(rank=0, host=os.uname().nodename, kind="RefusedError", message=text, exit_code=code)
-                job.end(Failed(failure))
+                job.lifecycle.end(Failed(failure))
             raise
         for task, (number, _, _) in enumerate(created):
             record(number, f"{array}_{task}")
@@ -160,7 +160,7 @@ def _create(jobs: Numbered) -> list[tuple[int, Job, Path]]:
                 job.require_portable().note("submitted")  # before the submission, since the job may begin at once
     except ENDS:
         for _, job in jobs:
-            job.end(Interrupted())
+            job.lifecycle.end(Interrupted())
         raise
     return created
 

@@ -65,7 +65,7 @@ def _wait(job: Job, job_id: str, run: Path, output: Path) -> int:
         code = of_unstarted(code)
         text = f"job {job_id} ended as {state} before its command began: see {output}"
         failure = Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code)
-        job.end(Failed(failure))
+        job.lifecycle.end(Failed(failure))
     if code:
         print_message(f"ddpexp: job {job_id} ended as {state}")
     return code

@@ -26,7 +26,7 @@ from ddpexp.errors import (
     RefusedError,
     StoppedError,
 )
-from ddpexp.launch import Failed, Job, Layout, Participants
+from ddpexp.launch import Failed, Job, Layout, Participants, Work, WorkerRequest
 from ddpexp.launch.rendezvous import starter
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment
 from ddpexp.launch.rendezvous.kinds import Rendezvous
@@ -81,9 +81,10 @@ def run(
         if world_size > 1:
             check_loopback()
         owners = [environment.owner] if environment.owner else []
-        job.begin(layout, Participants([platform.node()], owners, environment.restarted))
+        job.check_vacant()
+        work = job.lifecycle.begin(layout, Participants([platform.node()], owners, environment.restarted))
         assignment = RankAssignment(0, world_size, 0, world_size, 0, False, True)
-        return _supervise(job, layout, assignment, None, server, debugs=debugs)
+        return _supervise(job.request, work, layout, assignment, None, server, debugs=debugs)
     handshake = {
         "index": environment.index,
         "size": environment.size,
@@ -111,7 +112,7 @@ def starter_lost(job: Job, name: str, leads: bool, parent: int) -> None:
         return
     text = f"{name} (process {parent}), which started this command, is gone: it was killed, and its ranks end with it"
     failure = Failure(rank=0, host=platform.node(), kind="StarterLost", message=text)
-    job.end(Failed(failure, workers_live=True))
+    job.lifecycle.end(Failed(failure, workers_live=True))
     with suppress(OSError):  # the launcher may have been the reader of this output
         print(f"ddpexp: {text}", file=sys.stderr, flush=True)
 
@@ -133,8 +134,9 @@ def _lead(
                 check_loopback()
             owners = [handshake["owner"] for handshake in handshakes if handshake["owner"]]
             hosts = [handshake["host"] for handshake in handshakes]
-            job.begin(layout, Participants(hosts, owners, environment.restarted))
-            go = {"kind": "go", "layout": asdict(layout), "shared": job.shared()}
+            job.check_vacant()
+            work = job.lifecycle.begin(layout, Participants(hosts, owners, environment.restarted))
+            go = {"kind": "go", "layout": asdict(layout), "shared": work.shared}
             # The first command of a host prepares the data there; the others find it ready.
             for first in (True, False):
                 peers = [peer for peer in meeting.peers if assignments[peer.index].first_on_host == first]
@@ -150,7 +152,7 @@ def _lead(
             raise
         with socket.create_server((meeting.address, 0), backlog=4096) as store:
             meeting.send({"kind": "start", "store": list(store.getsockname()[:2])})
-            return _supervise(job, layout, assignments[0], meeting, server, store)
+            return _supervise(job.request, work, layout, assignments[0], meeting, server, store)
     except ENDS:
         # The others exit when this connection closes, so it stays open until this command has reported the error and
         # exits: launchers may kill all remaining commands as soon as one exits.
@@ -195,13 +197,13 @@ def _follow(
         meeting.speaks = assignment.first_on_host and leader.host != platform.node() and has_terminal
         entered = True
         try:
-            job.enter(go["shared"], layout)
+            work = job.lifecycle.enter(go["shared"], layout)
         except RefusedError as error:
             leader.send({"kind": "refused", "error": error.as_dict()})
             raise
         leader.send({"kind": "ready"})
         start = _next(leader, "start")
-        return _supervise(job, layout, assignment, meeting, server, tuple(start["store"]))
+        return _supervise(job.request, work, layout, assignment, meeting, server, tuple(start["store"]))
     except (RefusedError, FinishedError) as error:
         rendezvous.close()  # the leading command may have been killed before it could
         # The leading command reports it; on another host a user may be looking at this terminal.
@@ -274,7 +276,8 @@ def worker_environment(
 
 
 def _supervise(
-    job: Job,
+    request: WorkerRequest,
+    work: Work,
     layout: Layout,
     assignment: RankAssignment,
     meeting: Meeting | None,
@@ -297,7 +300,7 @@ def _supervise(
         for number in range(assignment.workers):
             environ = worker_environment(layout, assignment, number, address, host, devices)
             rank, uses_cuda = assignment.first_rank + number, layout.device == "cuda"
-            workers.append(_start_worker(job, server, rank, environ, listener, uses_cuda, terminal))
+            workers.append(_start_worker(work, server, rank, environ, listener, uses_cuda, terminal))
     finally:
         if listener is not None:
             listener.close()
@@ -308,7 +311,7 @@ def _supervise(
             workers,
             Terminal(),
             meeting,
-            job.request,
+            request,
             on_gpus=layout.device == "cuda",
             uses_nccl=uses_nccl,
             terminal_descriptor=terminal,
@@ -324,7 +327,7 @@ def _supervise(
 
 
 def _start_worker(
-    job: Job,
+    work: Work,
     server: Server,
     rank: int,
     environ: Mapping[str, str],
@@ -345,8 +348,8 @@ def _start_worker(
         descriptors[STORE_FD] = store.fileno()
     if terminal is not None:
         descriptors[TERMINAL_FD] = terminal
-    log = Log(job.logs, rank)
-    server.start(rank, job.entry, job.arguments, environ, log.fileno(), descriptors, uses_cuda)
+    log = Log(work.logs, rank)
+    server.start(rank, work.entry, work.arguments, environ, log.fileno(), descriptors, uses_cuda)
     worker_control.close()
     worker_signals.close()
     os.close(page_descriptor)

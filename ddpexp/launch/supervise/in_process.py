@@ -56,13 +56,13 @@ def run(job: Job, request: WorkerRequest) -> int:
     layout = resolve(request.gpus, request.device, request.backend, request.threads)
     job.check([layout])
     check_open_files(1, 1)
-    job.begin(layout, Participants([platform.node()]))
+    work = job.lifecycle.begin(layout, Participants([platform.node()]))
     began, on_gpus = time.time(), layout.device == "cuda"
     ours, theirs = socket.socketpair()
     signals, to_signals = socket.socketpair()
     to_signals.setblocking(False)  # a signal handler writes to it
     page, descriptor = Page.make()
-    worker = Worker(0, Lines(ours), Log(job.logs, 0), page, signals, pid=os.getpid())
+    worker = Worker(0, Lines(ours), Log(work.logs, 0), page, signals, pid=os.getpid())
     control = Control(theirs, Page(descriptor), to_signals.fileno(), leads=True, in_process=True)
     os.close(descriptor)
     supervisor = _Supervisor(job, worker, request.grace_seconds)
@@ -71,8 +71,8 @@ def run(job: Job, request: WorkerRequest) -> int:
             print(_NOTICE)
             supervisor.start()
             try:
-                module, function = job.entry.split(":")
-                code = getattr(importlib.import_module(module), function)(*job.arguments, control=control)
+                module, function = work.entry.split(":")
+                code = getattr(importlib.import_module(module), function)(*work.arguments, control=control)
             finally:
                 signal.set_wakeup_fd(-1)
                 supervisor.finish()
@@ -156,7 +156,7 @@ class _Supervisor:
             return
         stop = self._decider.state.stop
         assert stop is not None
-        end = StoppedError(stop.signum, self._job.end(Interrupted(self._worker.last_step)))
+        end = StoppedError(stop.signum, self._job.lifecycle.end(Interrupted(self._worker.last_step)))
         print_message(f"ddpexp: {end}")
         os._exit(end.exit_code)
 

@@ -19,7 +19,7 @@ from ddpexp.errors import AbsentError, StoppedError
 from ddpexp.launch.launchers.agent_status import AgentStatus, Phase
 from ddpexp.launch.launchers.elastic import Elastic
 from ddpexp.system.process import children
-from tests.conftest import OWN_SERVER, Call, Ddpexp, Done, ddpexp_processes, finish
+from tests.conftest import OWN_SERVER, Ddpexp, Done, calling, ddpexp_processes, finish
 from tests.launch.launchers.test_torchrun import CODE
 from tests.launch.starters import free_port
 from tests.points import Recipe, wait_for, weights
@@ -155,9 +155,9 @@ def test_a_rank_distinguishes_a_users_stop_from_a_restart(
         try:
             if leaves is None:
                 with pytest.raises(StoppedError):
-                    Elastic().member(Call("time:sleep", ["0"], tmp_path))
+                    Elastic().member(calling("time:sleep", ["0"], tmp_path))
             else:
-                assert Elastic().member(Call("time:sleep", ["0"], tmp_path)) == leaves
+                assert Elastic().member(calling("time:sleep", ["0"], tmp_path)) == leaves
         finally:
             signal.signal(signal.SIGUSR2, before)
         assert status.codes() == [7, left][: 1 + bool(left)]
@@ -166,7 +166,7 @@ def test_a_rank_distinguishes_a_users_stop_from_a_restart(
 def test_a_member_started_manually_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DDPEXP_AGENT_STATUS", raising=False)
     with refused("DDPEXP_AGENT_STATUS: launcher=elastic"):
-        Elastic().member(Call("time:sleep", ["0"], tmp_path))
+        Elastic().member(calling("time:sleep", ["0"], tmp_path))
 
 
 @pytest.mark.slow

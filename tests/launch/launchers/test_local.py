@@ -11,7 +11,7 @@ import pytest
 from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.run import directory
-from tests.conftest import OWN_SERVER, Call, Ddpexp, Done, finish
+from tests.conftest import OWN_SERVER, Ddpexp, Done, calling, finish
 from tests.points import Recipe, session, wait_for
 
 CODE = """\
@@ -174,7 +174,7 @@ def test_training_imports_nothing_heavy_after_the_fork(
     (tmp_path / "begins.py").write_text(BEGINS)
     monkeypatch.syspath_prepend(tmp_path)
     assert (
-        Spawn().launch(Call("begins:main", [str(again.path), '{"data": null}'], again.ranks, WorkerRequest(gpus=2)))
+        Spawn().launch(calling("begins:main", [str(again.path), '{"data": null}'], again.ranks, WorkerRequest(gpus=2)))
         == 0
     )
     late = {}

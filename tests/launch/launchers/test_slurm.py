@@ -21,12 +21,11 @@ from typing import Any
 import pexpect
 import pytest
 
-from ddpexp.launch import Job
 from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.launchers.slurm_follow import follow_job
 from ddpexp.launch.launchers.slurm_text import log_name
 from ddpexp.system.job_schedulers.slurm import SLURM
-from tests.conftest import OWN_SERVER, PATIENCE, ZYGOTES, Ddpexp, Done, ddpexp_processes, finish
+from tests.conftest import OWN_SERVER, PATIENCE, ZYGOTES, Ddpexp, Done, calling, ddpexp_processes, finish
 from tests.points import Recipe, wait_for
 
 pytestmark = pytest.mark.slurm
@@ -447,7 +446,9 @@ def test_hostile_names_and_paths_reach_slurm_unchanged_and_run_nothing(
     monkeypatch.chdir(run.parent)
     setup = ('printf "%s\\n%s" "$SLURM_JOB_NAME" "$PWD"', "exit 5")
     script = run / "job.sbatch"
-    script.write_text(Slurm(job_name=name, setup=setup, sbatch_args=(f"--comment={name}",)).script(Job(), 1, run))
+    script.write_text(
+        Slurm(job_name=name, setup=setup, sbatch_args=(f"--comment={name}",)).script(calling("none", []), 1, run)
+    )
     done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
     job_id = done.stdout.strip()

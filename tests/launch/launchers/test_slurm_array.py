@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from ddpexp.errors import FinishedError, RefusedError
-from ddpexp.launch import Failed, Job, Outcome, WorkerRequest
+from ddpexp.launch import Failed, Job, Lifecycle, Outcome, WorkerRequest
 from ddpexp.launch.launchers.base import Submitter
 from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.launchers.slurm_array import Kind, by_kind, cut, follow, submit
 from ddpexp.system.job_schedulers.slurm import SLURM, array_size
-from tests.conftest import OWN_SERVER, PATIENCE, Call, Ddpexp, Done, finish
+from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, calling, finish
 from tests.launch.launchers.test_slurm import begun, requeue_now, slurm_output, state_of, steps
 from tests.points import Recipe, wait_for
 from tests.refusals import command_refused, refused
@@ -64,7 +64,8 @@ for number, words in enumerate(json.loads(sys.argv[2])):
     place = str(sweep / f"{number:04d}").replace("'", "\\\\'")
     composed = compose([*words, f"run.dir='{place}'"])
     experiment = parse(composed.values)
-    jobs.append((experiment.launcher, Training(experiment, composed.text, composed.overrides, ["ddpexp", *words])))
+    training = Training(experiment, composed.text, composed.overrides, ["ddpexp", *words])
+    jobs.append((experiment.launcher, training.job))
 
 def submitted(number, job_id):
     ids.append(job_id)
@@ -126,7 +127,7 @@ def said(done: Done, what: str) -> dict[str, str]:
 
 
 def job(**asked: Any) -> Job:
-    return Call("module:function", [], asked=WorkerRequest(**asked))
+    return calling("module:function", [], asked=WorkerRequest(**asked))
 
 
 def script(launcher: Slurm, *runs: str) -> str:
@@ -248,13 +249,13 @@ def test_without_slurm_nothing_is_known_of_any_job(monkeypatch: pytest.MonkeyPat
 # Programs that answer as Slurm does, for a cluster with other limits, and a signal at a moment that nobody could hit.
 
 
-class Directory(Job):
+class Directory(Lifecycle):
     """A job that makes a directory and does nothing."""
 
     needs = "the same"
 
     def __init__(self, run: Path) -> None:
-        self.portable = self
+        self.job = Job(self, portable=self)
         self.run, self.prepared, self.ended = run, 0, ""
 
     def foresee(self) -> None:
@@ -307,7 +308,7 @@ def test_what_is_too_large_for_an_array_is_split_and_reported(
     monkeypatch.setenv("SBATCH_ARRAY_INX", "0-99")
     assert array_size() == 3
     jobs = [Directory(tmp_path / f"{number}") for number in range(8)]
-    jobs_of = by_kind([Slurm(array_parallelism=2).kind(job(), 1, tmp_path)] * 8, jobs)
+    jobs_of = by_kind([Slurm(array_parallelism=2).kind(job(), 1, tmp_path)] * 8, [each.job for each in jobs])
     ids: dict[int, str] = {}
     with refused("sbatch"):
         submit(jobs_of, tmp_path, ids.__setitem__)
@@ -334,11 +335,11 @@ def test_what_is_finished_is_left_out_and_what_is_refused_keeps_all_from_being_s
     (tmp_path / "1/done").mkdir(parents=True)
     kinds = [Slurm().kind(job(), 1, tmp_path)] * 3
     ids: dict[int, str] = {}
-    submit(by_kind(kinds, [Directory(tmp_path / f"{number}") for number in range(3)]), tmp_path, ids.__setitem__)
+    submit(by_kind(kinds, [Directory(tmp_path / f"{number}").job for number in range(3)]), tmp_path, ids.__setitem__)
     assert ids == {0: "1_0", 2: "1_1"}
     again = [Directory(tmp_path / name) for name in ("3", "0", "4")]
     with refused("0 is there."):
-        submit(by_kind(kinds, again), tmp_path, ids.__setitem__)
+        submit(by_kind(kinds, [each.job for each in again]), tmp_path, ids.__setitem__)
     assert (len(ids), (tmp_path / "4").exists(), again[0].ended) == (2, False, "interrupted")
     assert not (tmp_path / "array-1.sbatch").exists()
 

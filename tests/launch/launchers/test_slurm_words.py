@@ -28,7 +28,7 @@ from ddpexp.launch.launchers.slurm_text import (
 from ddpexp.launch.rendezvous.environment import _has_terminal, tasks_per_node
 from ddpexp.system.job_schedulers import slurm
 from ddpexp.system.job_schedulers.base import UNKNOWN, JobState
-from tests.conftest import PATIENCE, Call, Ddpexp
+from tests.conftest import PATIENCE, Ddpexp, calling
 from tests.points import Recipe
 from tests.refusals import is_about, refused
 
@@ -140,7 +140,7 @@ def test_slurms_short_form_of_tasks_is_read(text: str, counts: list[int]) -> Non
 
 
 def job(**asked: Any) -> Job:
-    return Call("module:function", [], asked=WorkerRequest(**asked))
+    return calling("module:function", [], asked=WorkerRequest(**asked))
 
 
 @pytest.mark.parametrize(

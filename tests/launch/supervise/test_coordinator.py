@@ -23,7 +23,7 @@ from ddpexp.launch.launchers.local import Spawn
 from ddpexp.launch.supervise.assignment import RankAssignment, assign_ranks, first_difference
 from ddpexp.launch.supervise.coordinator import worker_environment
 from ddpexp.system.gpus import Device
-from tests.conftest import OWN_SERVER, PATIENCE, Call, Ddpexp, Done, finish
+from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, calling, finish
 from tests.points import Recipe, session, wait_for
 from tests.refusals import command_refused, refused
 
@@ -505,7 +505,7 @@ def test_a_place_among_machines_that_is_none_is_refused(
     nodes: int | Literal["auto"], fields: dict[str, Any], expected: str
 ) -> None:
     with refused(expected):
-        Spawn(**fields).launch(Call("none", [], asked=WorkerRequest(nodes=nodes)))
+        Spawn(**fields).launch(calling("none", [], asked=WorkerRequest(nodes=nodes)))
 
 
 @pytest.mark.fault(26)

@@ -17,7 +17,7 @@ import pytest
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.launch.workers.client import PRELOAD, Server, check_answer
 from ddpexp.system.process import children
-from tests.conftest import PATIENCE, Call, Ddpexp, finish
+from tests.conftest import PATIENCE, Ddpexp, calling, finish
 from tests.points import ITEMS, Recipe, session, wait_for
 from tests.refusals import refused
 
@@ -173,7 +173,7 @@ def loopback6(host: str) -> str:
 def test_a_preload_that_fails_is_refused_with_its_name(tmp_path: Path) -> None:
     server = Server(preload=["json", "nowhere.to_be_found"])
     with refused("The fork server: nowhere.to_be_found"):
-        Spawn().launch(Call("time:sleep", ["60"], tmp_path), server)
+        Spawn().launch(calling("time:sleep", ["60"], tmp_path), server)
 
 
 LARGE = "x" * (3 << 20)  # more than a packet, or an argument of a program, may have

@@ -12,7 +12,7 @@ import pytest
 from ddpexp.errors import Failure, RefusedError, WorkerError
 from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
-from tests.conftest import OWN_SERVER, Call, Ddpexp, finish
+from tests.conftest import OWN_SERVER, Ddpexp, calling, finish
 from tests.points import Recipe, session
 
 WORKER = """\
@@ -436,7 +436,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_servers: None
 
 
 def run(folder: Path, case: str, size: int) -> None:
-    Spawn().launch(Call("reduces:main", [case, str(size)], folder / "logs", WorkerRequest(gpus=size)))
+    Spawn().launch(calling("reduces:main", [case, str(size)], folder / "logs", WorkerRequest(gpus=size)))
 
 
 def works(folder: Path, case: str, size: int) -> None:

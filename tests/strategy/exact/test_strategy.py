@@ -15,7 +15,7 @@ from ddpexp.errors import DdpexpError, WorkerError
 from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.strategy.exact.strategy import Exact
-from tests.conftest import OWN_SERVER, Call, Ddpexp, Done, finish
+from tests.conftest import OWN_SERVER, Ddpexp, Done, calling, finish
 from tests.fitting import ALONE, STRATEGY
 from tests.launch.starters import STARTERS
 from tests.points import ITEMS, Recipe
@@ -215,7 +215,7 @@ def test_any_number_of_workers_leaves_the_same_gradients_and_buffers_as_one(
     folder: Path, size: int, num_leaves: int
 ) -> None:
     try:
-        Spawn().launch(Call("exacts:main", [str(size), str(num_leaves)], folder / "logs", WorkerRequest(gpus=size)))
+        Spawn().launch(calling("exacts:main", [str(size), str(num_leaves)], folder / "logs", WorkerRequest(gpus=size)))
     except WorkerError as error:
         pytest.fail(f"{error.failure.message}\n{error.failure.traceback}")
 
