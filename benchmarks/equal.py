@@ -21,7 +21,7 @@ from benchmarks.peers.job import EVERY, Whole
 from benchmarks.race import Arm, Figures, last_json, race, ratio, refuse_other_work
 from benchmarks.starting import started
 from benchmarks.suite import Bench, records, result
-from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints
 from ddpexp.data.adapters import MapStyle
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
@@ -210,6 +210,6 @@ def turns(place: Path) -> dict[str, float]:
 
 def _ours(run: Path) -> Tensor:
     """Read the final weights, in the order of the model's layers."""
-    found = load_file(newest_checkpoint(run / "checkpoints") / "model.safetensors")
+    found = load_file(complete_checkpoints(run / "checkpoints")[0] / "model.safetensors")
     names = sorted(found, key=lambda name: (int(name.split(".")[0]), name.endswith("bias")))
     return torch.cat([found[name].flatten() for name in names])

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.gpu_goals import EQUAL, Finding, Outcome, equal
 from benchmarks.gpu_place import CutError, Place, Program
 from benchmarks.suite import ROOT, Row, records
-from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints
 from ddpexp.system.hardware import count_gpus, usable_cores
 from recipes.segment import draw as draw_masks
 
@@ -148,7 +148,7 @@ def resumed(place: Place, what: str, *overrides: str, **own: str) -> Iterator[Fi
         gone = program.gone(_GONE_SECONDS)
     shown = "never" if gone is None else f"{gone:.2f} s"
     yield Row(f"{what}: nothing is left of the killed run after", shown, met=gone is not None)
-    last = newest_checkpoint(run / "checkpoints")
+    last = complete_checkpoints(run / "checkpoints")[0]
     ended = place.train(run, *words, **own)
     note = f"killed at step {reached} of {steps}, resumed from {last.name if last else 'the start'}"
     yield equal(what, whole, ended, note)
@@ -182,7 +182,7 @@ def sigterm(place: Place) -> Iterator[Finding]:
         code = program.wait(min(place.left(), 60.0))
         took = time.monotonic() - began
         gone = program.gone(_GONE_SECONDS)
-    saved = newest_checkpoint(run / "checkpoints")
+    saved = complete_checkpoints(run / "checkpoints")[0]
     yield Row("SIGTERM in a run: exit code", str(code), bar="143", met=code == 143, note=f"{took:.2f} s later")
     met = saved is not None and int(saved.name.rpartition("-")[2]) >= reached
     yield Row(f"SIGTERM after step {reached}: checkpoint", saved.name if saved else "none", met=met)

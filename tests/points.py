@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints
 from tests.conftest import PATIENCE, TAG, ZYGOTES, Ddpexp, Done, finish
 
 CODE = """\
@@ -166,7 +166,7 @@ class Recipe:
 
 def weights(done: Done) -> dict[str, Tensor]:
     """Return the final weights of a run."""
-    folder = newest_checkpoint(done.run / "checkpoints")
+    folder = complete_checkpoints(done.run / "checkpoints")[0]
     return {
         path.stem + "." + name: tensor
         for path in folder.glob("*.safetensors")

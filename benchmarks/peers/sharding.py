@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from benchmarks.peers.checkpoints import SIZES
 from benchmarks.peers.gpt import GPT, Layer, Size
-from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints, open_checkpoint
 from ddpexp.checkpoint.writer import Writer
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
@@ -207,7 +207,7 @@ class Saved:
 
     def restore(self, folder: Path, checks: bool) -> None:
         """Restore the newest checkpoint as a start does, with the hashes of its files or without."""
-        checkpoint = open_checkpoint(newest_checkpoint(folder))
+        checkpoint = open_checkpoint(complete_checkpoints(folder)[0])
         if checks and (problem := checkpoint.problem(self.world.rank, self.world.world_size)) is not None:
             raise RuntimeError(problem)
         self.checkpointer.restore(checkpoint, self.loop.states)
@@ -270,7 +270,7 @@ def load(world: World, sizes: tuple[int, ...], folder: Path, checks: bool | None
 
 def read_share(world: World, folder: Path) -> None:
     """Read an equal share of the bytes of the weights and the momentum into new memory."""
-    for path in sorted(newest_checkpoint(folder).glob("*.safetensors")):
+    for path in sorted(complete_checkpoints(folder)[0].glob("*.safetensors")):
         size = path.stat().st_size
         begin, end = world.rank * size // world.world_size, (world.rank + 1) * size // world.world_size
         buffer = torch.empty(end - begin, dtype=torch.uint8)
@@ -296,7 +296,7 @@ def timed(world: World) -> Iterator[list[float]]:
 
 def forget(folder: Path) -> None:
     """Remove the files of the newest checkpoint from the page cache, from which they would be read else."""
-    for path in newest_checkpoint(folder).iterdir():
+    for path in complete_checkpoints(folder)[0].iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)

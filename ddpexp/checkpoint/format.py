@@ -257,18 +257,6 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in _folders(folder) if is_checkpoint(path)]
 
 
-def newest_checkpoint(folder: Path) -> Path:
-    """Return the newest folder that has a manifest.
-
-    Raises:
-        RefusedError: there is none.
-    """
-    found = complete_checkpoints(folder)
-    if not found:
-        raise RefusedError("holds no complete checkpoint", place=folder)
-    return found[0]
-
-
 def clean(folder: Path) -> None:
     """Remove incomplete writes and removals. Ranks: rank zero, while no rank writes."""
     for path in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.removed")]:

@@ -15,7 +15,6 @@ from ddpexp.doctor.setting import Setting
 _PCIE_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 _NVLINK = 25.0  # gigabytes a second and link, in one direction, where nvidia-smi does not say: that of most GPUs
 _ACROSS_SOCKETS = 0.5  # of PCIe's bandwidth: the connection between CPUs is shared
-_PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS")
 _MOST_SEARCHED = 10  # GPUs whose rings are searched; with more, all are taken to be connected alike
 _LITTLE_LOCKED = 1 << 30
 # Variables that turn a way of NCCL off, and the values that do.

@@ -38,7 +38,6 @@ from ddpexp.system.yaml_text import load_yaml
 
 _POLL_SECONDS = 1.0
 _LOCK_SECONDS = 5.0  # for the process of an earlier start to end
-_ENDS = ("done", "failed", "interrupted")
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")  # rank zero decides when this ends
 _NICENESS = 5
 

@@ -47,13 +47,6 @@ _CALLBACK_METHODS: Mapping[str, Sequence[str]] = {  # of ddpexp.train.callbacks.
 
 
 @runtime_checkable
-class _MapStyle(Protocol):
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
-
-
-@runtime_checkable
 class _HasStep(Protocol):
     def step(self, model: Any, batch: Any) -> Any: ...
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import ddpexp
-from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints, open_checkpoint
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.checkpoint.writer import Writer
@@ -109,7 +109,7 @@ def link(world: World, way: str, source: Path | None, folder: Path) -> tuple[str
         train(world, loop.run.strategy, lambda parameters: loop.run.optimizers["optimizer"])
         loop.progress.step = 6
     else:
-        checkpoint = open_checkpoint(newest_checkpoint(source))
+        checkpoint = open_checkpoint(complete_checkpoints(source)[0])
         assert checkpoint.problem(world.rank, world.world_size) is None
         checkpointer.restore(checkpoint, loop.states)
         checkpointer.resumed_from = None  # it is saved again, elsewhere
@@ -151,7 +151,7 @@ def test_each_strategy_resumes_what_any_other_has_written(tmp_path: Path) -> Non
     for number, (way, size) in enumerate(CHAIN):
         assert hashes(folders[number]) == hashes(folders[0]), (way, size)
     model = Net()
-    load_weights({"model": model}, newest_checkpoint(folders[-1]), "the checkpoint")
+    load_weights({"model": model}, complete_checkpoints(folders[-1])[0], "the checkpoint")
     assert weights_sha256({"model": model}) == digest
 
 
@@ -159,7 +159,7 @@ def hashes(folder: Path) -> dict[str, str]:
     """Return the hashes of the files that depend on weights and optimizers."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in newest_checkpoint(folder).iterdir()
+        for path in complete_checkpoints(folder)[0].iterdir()
         if path.name.startswith(("model", "state.optimizers", "state.modules"))
     }
 

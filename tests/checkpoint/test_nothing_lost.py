@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.checkpoint.format import newest_checkpoint, newest_intact, scan
+from ddpexp.checkpoint.format import complete_checkpoints, newest_intact, scan
 from tests.conftest import Ddpexp, Done, finish
 from tests.points import Recipe, wait_for
 
@@ -134,7 +134,7 @@ def test_a_damaged_newest_checkpoint_without_its_result_is_replaced(recipe: Reci
     done = resumed(recipe, run)
     assert done.code == 0, done.err
     assert done.result()["weights_sha256"] == finished.result()["weights_sha256"]
-    assert newest_checkpoint(run / "checkpoints").name == "step-00000008"
+    assert complete_checkpoints(run / "checkpoints")[0].name == "step-00000008"
 
 
 def test_a_finished_run_whose_checkpoints_were_removed_stays_finished(recipe: Recipe, run: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_run_directory_that_is_moved_ends_the_run_with_one_sentence(
     assert not run.exists()
     if not removed:  # what was written before resumes from where it is now
         there = tmp_path / "elsewhere"
-        last = int(newest_checkpoint(there / "checkpoints").name[5:])
+        last = int(complete_checkpoints(there / "checkpoints")[0].name[5:])
         process, _ = recipe.ddpexp.start(
             "resume", str(there), "--config-dir", str(recipe.folder / "conf"), f"trainer.max_steps={last + 1}"
         )

@@ -21,7 +21,6 @@ RECIPE = (
     "# @package _global_\ndefaults:\n  - override /model: linear\n  - override /data: mnist\n"
     "task: {_target_: ddpexp.recipes.mnist.Classify}\n"
 )
-TARGET = "_target_: ddpexp.recipes.mnist.Linear\n"
 
 
 def write(path: Path, text: str) -> Path:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints
 from tests.conftest import PATIENCE, Done, finish
 from tests.faults.harness import trained
 from tests.faults.hosts import Both, Hosts
@@ -228,7 +228,7 @@ def test_a_partition_ends_both_sides_which_name_each_other_and_the_run_resumes_l
     error = json.loads((both.run / "error.json").read_text())
     assert (error["rank"], error["host"], error["kind"]) == (1, "node1", "CommandLost")
     assert first.result()["status"] == "failed"
-    newest = newest_checkpoint(both.run / "checkpoints")
+    newest = complete_checkpoints(both.run / "checkpoints")[0]
     hosts.heal(1)
     recipe.ddpexp.environ["PACE"] = "0"
     if not heals:

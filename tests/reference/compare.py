@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints
 from tests.reference.case import Case
 from tests.reference.loop import Outcome
 
@@ -31,7 +31,7 @@ def tolerance(case: Case, name: str = "") -> float:
 
 def outcome_of(run: Path, case: Case) -> Outcome:
     """Read what a command has left behind."""
-    folder = newest_checkpoint(run / "checkpoints")
+    folder = complete_checkpoints(run / "checkpoints")[0]
     names = ["left", "right"] if case.two else ["model"]
     names += [f"{name}.ema" for name in names] if case.ema is not None else []
     outcome = Outcome({name: load_file(folder / f"{name}.safetensors") for name in names})

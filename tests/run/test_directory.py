@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.run.directory import RunDir, create, remove
@@ -172,15 +172,14 @@ def test_a_manifest_without_a_layout_is_refused(tmp_path: Path, manifest: dict[s
         RunDir(tmp_path).layout()
 
 
-def test_the_newest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> None:
+def test_checkpoints_are_complete_ones_the_newest_first(tmp_path: Path) -> None:
     for step, complete in [(10, True), (200, True), (3000, False)]:
         folder = tmp_path / f"step-{step:08d}"
         folder.mkdir()
         if complete:
             (folder / "checkpoint.json").write_text("{}")
-    assert newest_checkpoint(tmp_path).name == "step-00000200"
-    with refused("nowhere"):
-        newest_checkpoint(tmp_path / "nowhere")
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000200", "step-00000010"]
+    assert complete_checkpoints(tmp_path / "nowhere") == []
 
 
 def test_a_failed_run_says_why_and_where(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 import pytest
 from safetensors.torch import load_file
 
-from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints
 from ddpexp.config import strategies
 from ddpexp.config.build import build
 from ddpexp.config.compose import compose
@@ -138,7 +138,7 @@ def test_a_plan_counts_its_shares(recipe: Recipe) -> None:
 
 
 def _newest(run: Path) -> Path:
-    return newest_checkpoint(run / "checkpoints")
+    return complete_checkpoints(run / "checkpoints")[0]
 
 
 def test_the_package_of_the_documentation_trains_to_the_weights_of_ddp(recipe: Recipe, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints
 from ddpexp.errors import WorkerError
 from ddpexp.launch import Layout
 from ddpexp.strategy.ddp_estimator import DDPEstimator
@@ -84,7 +84,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, warm_environ: dict[str, str
 
 def files(run: Path) -> dict[str, str]:
     """Return the hashes of the files of the newest checkpoint that hold the model, its average and the optimizer."""
-    folder = newest_checkpoint(run / "checkpoints")
+    folder = complete_checkpoints(run / "checkpoints")[0]
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.glob("[!.]*.safetensors")

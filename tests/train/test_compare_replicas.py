@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints, open_checkpoint
 from ddpexp.checkpoint.reader import read_all
 from ddpexp.distributed.world import World
 from ddpexp.strategy.ddp import DDP
@@ -155,7 +155,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, warm_single_environ: dict[s
 
 def seen_by_ranks(run: Path) -> list[str]:
     """What each of two ranks has for itself in the last checkpoint."""
-    newest = open_checkpoint(newest_checkpoint(run / "checkpoints"))
+    newest = open_checkpoint(complete_checkpoints(run / "checkpoints")[0])
     return [str(read_all(own)["model.seen"]) for own in RankStates(newest, "buffers", 2)]
 
 

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.config.compose import compose
@@ -301,7 +301,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
 def test_killed_runs_with_adapters_end_like_an_undisturbed_one(recipe: Recipe, kills: int) -> None:
     expected = recipe(*RUN)
     assert expected.code == 0, expected.err
-    weights = load_file(newest_checkpoint(expected.run / "checkpoints") / "model.safetensors")
+    weights = load_file(complete_checkpoints(expected.run / "checkpoints")[0] / "model.safetensors")
     assert any("lora_B" in name and tensor.any() for name, tensor in weights.items())
     while kills:
         run = None

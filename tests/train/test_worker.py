@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints, open_checkpoint
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.train.build import build_schedule
@@ -155,7 +155,7 @@ def test_the_result_has_every_field_and_its_hash_is_that_of_the_saved_weights(do
         digest.update(f"{name.removeprefix('model.')} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.numpy().tobytes())
     assert result["weights_sha256"] == digest.hexdigest()
-    folder = newest_checkpoint(done.run / "checkpoints")
+    folder = complete_checkpoints(done.run / "checkpoints")[0]
     manifest = open_checkpoint(folder).manifest
     assert (folder.name, manifest["step"], manifest["weights_sha256"]) == ("step-00000008", 8, result["weights_sha256"])
 
@@ -185,7 +185,7 @@ def test_the_kind_of_data_set_does_not_matter(recipe: Recipe, done: Done) -> Non
 
 
 def test_a_warm_start_begins_with_the_given_weights(recipe: Recipe, done: Done) -> None:
-    folder = newest_checkpoint(done.run / "checkpoints")
+    folder = complete_checkpoints(done.run / "checkpoints")[0]
     for source in (folder / "model.safetensors", folder):
         warm = recipe("trainer.gpus=2", f"run.init_from={source}", "optimizer.lr=0", "trainer.max_steps=1")
         assert warm.code == 0, warm.err
@@ -198,7 +198,7 @@ def test_a_warm_start_begins_with_the_given_weights(recipe: Recipe, done: Done) 
 
 @pytest.mark.slow
 def test_a_file_of_torch_save_starts_a_run_and_what_was_taken_is_recorded(recipe: Recipe, done: Done) -> None:
-    state = load_file(newest_checkpoint(done.run / "checkpoints") / "model.safetensors")
+    state = load_file(complete_checkpoints(done.run / "checkpoints")[0] / "model.safetensors")
     torch.save({"state_dict": {f"module.{name}": value for name, value in state.items()}}, recipe.folder / "w.pth")
     source = f"run.init_from={recipe.folder}/w.pth"
     warm = recipe("trainer.gpus=2", source, "optimizer.lr=0", "trainer.max_steps=1")

@@ -176,7 +176,7 @@ class _Process:
     """The server's process, safe against reuse of its process id."""
 
     def __init__(self, pid: int, is_child: bool = True) -> None:
-        self._pid, self._is_child = pid, is_child
+        self._pid = pid
         self._handle: int | None = None if is_child else os.pidfd_open(pid)
         self._code: int | None = None
         self._gone = False

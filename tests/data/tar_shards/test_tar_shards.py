@@ -222,12 +222,6 @@ def test_links_to_other_members_are_followed(files: Path) -> None:
         samples(pack(files.parent))
 
 
-TYPES = {
-    tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.FIFOTYPE: "a named pipe", b"M": "of the type",
-    b"Z": "of the type",
-}  # fmt: skip
-
-
 SUPPORTED = sorted(set(tarfile.SUPPORTED_TYPES) - set(tarfile.GNU_TYPES))
 
 

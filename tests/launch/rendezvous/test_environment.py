@@ -241,7 +241,6 @@ def test_the_ranks_of_one_mpirun_have_one_key_and_those_of_another_one_another()
 
 
 NEEDS = "Every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun sets them; by hand, export them."
-BY_SRUN = "Start the command with srun, which gives it to every task, in an environment that keeps Slurm's variables."
 BY_MPIRUN = (
     "Start the command with mpirun, which gives it to every process, in an environment that keeps its variables."
 )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints
 from recipes.gpt import GPT
 from tests.conftest import Ddpexp, Done
 
@@ -66,7 +66,7 @@ def one(train: Train) -> Done:
 
 def state(done: Done) -> dict[str, Tensor]:
     """Return weights, average and state of the optimizer at the end of a run."""
-    folder = newest_checkpoint(done.run / "checkpoints")
+    folder = complete_checkpoints(done.run / "checkpoints")[0]
     files = ("model.safetensors", "model.ema.safetensors", "state.optimizers.safetensors")
     return {f"{file}/{name}": tensor for file in files for name, tensor in load_file(folder / file).items()}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
+from ddpexp.checkpoint.format import complete_checkpoints, open_checkpoint
 from ddpexp.checkpoint.reader import read_part, read_rank_state
 from tests.conftest import PATIENCE, Ddpexp, Done
 from tests.points import Recipe
@@ -98,7 +98,7 @@ def undisturbed(recipe: Recipe) -> Callable[..., Done]:
 
 def state_of(run: Path) -> Any:
     """Return the state of the callbacks and of the schedule in the newest checkpoint."""
-    checkpoint = open_checkpoint(newest_checkpoint(run / "checkpoints"))
+    checkpoint = open_checkpoint(complete_checkpoints(run / "checkpoints")[0])
     progress = read_part(checkpoint, "progress")
     return (read_rank_state(checkpoint, 0) or {}).get("callbacks"), progress["schedule"]
 
@@ -129,10 +129,10 @@ def test_a_killed_run_with_every_shipped_callback_an_average_and_a_plateau_ends_
     kill_everything(process, run)
     done = recipe(*RUN, *ALL, *AVERAGE, *PLATEAU, run=run)
     equal(done, expected)
-    averages, others = (load_file(newest_checkpoint(run / "checkpoints") / "model.ema.safetensors")
+    averages, others = (load_file(complete_checkpoints(run / "checkpoints")[0] / "model.ema.safetensors")
                         for run in (done.run, expected.run))  # fmt: skip
     assert all(torch.equal(averages[name], tensor) for name, tensor in others.items())
-    weights = load_file(newest_checkpoint(run / "checkpoints") / "model.safetensors")
+    weights = load_file(complete_checkpoints(run / "checkpoints")[0] / "model.safetensors")
     assert not any(torch.equal(averages[name], tensor) for name, tensor in weights.items() if tensor.dim())
 
 
@@ -145,7 +145,7 @@ def test_the_average_is_the_same_at_every_number_of_workers(recipe: Recipe) -> N
     )  # fmt: skip
     runs = [recipe(*RUN, *AVERAGE, *exact, f"trainer.gpus={number}") for number in (1, 2, 4)]
     assert [done.code for done in runs] == [0, 0, 0], runs[0].err
-    folders = [newest_checkpoint(done.run / "checkpoints") for done in runs]
+    folders = [complete_checkpoints(done.run / "checkpoints")[0] for done in runs]
     first, *others = [load_file(folder / "model.ema.safetensors") for folder in folders]
     for other in others:
         assert all(torch.equal(first[name], tensor) for name, tensor in other.items())
@@ -184,7 +184,7 @@ def test_a_callback_that_communicates_is_named_before_any_rank_waits(recipe: Rec
     [message] = [line for line in done.err.splitlines() if line.startswith("ddpexp: rank")]
     assert "callbacks.mine failed in on_step (" in message
     assert "it calls the collective allreduce, which the other ranks do not call" in message
-    step = newest_checkpoint(done.run / "checkpoints").name
+    step = complete_checkpoints(done.run / "checkpoints")[0].name
     assert f"Step {int(step[5:])} is saved" in message
     assert recipe("trainer.gpus=2", "callbacks=none", run=done.run).code == 0
 
