@@ -59,7 +59,7 @@ class Task(Protocol):
 
         - a tensor of integers, of any shape: added up exactly, such as a confusion matrix;
         - `(sum, count)` with tensors of any shape: added up in the order of the batches;
-        - `ddpexp.metric_update(metric, predictions, labels)`: a metric of torchmetrics, recorded as what it computes.
+        - `ddpexp.metric_update(metric, predictions, labels)`: a metric of torchmetrics; its computed value is recorded.
 
         Called under autocast if `trainer.precision` requires it.
 
@@ -84,7 +84,7 @@ class HasFinish(Protocol):
                 total, count = sums["loss"]
                 return {"perplexity": math.exp(total / count)}
 
-        Ranks: rank zero; the others get what it returns. Must not communicate.
+        Ranks: rank zero; the others get its result. Must not communicate.
         """
         ...
 
@@ -262,7 +262,8 @@ class HasTrainStep(Protocol):
         Attributes set on the task are neither checkpointed nor synchronized: use `update.step` for values that depend
         on the step, and buffers of a module for others. Evaluations call `step`.
 
-        Units: learning rates are set before each step, `optimizer.lr` and those of `optimizers` times the schedule.
+        Units: before each step the learning rates are set to `optimizer.lr`, or the rates of `optimizers`, times the
+        schedule.
         Ranks: all, with the same calls in the same order.
         """
         ...

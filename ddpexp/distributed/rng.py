@@ -27,7 +27,7 @@ def seed_of(seed: int, stream: int, step: int, micro_batch: int) -> int:
 
 @cache
 def _stream(seed: int, stream: int) -> int:
-    """Hash what is the same in every step of a run."""
+    """Hash the values that are the same in every step of a run."""
     return _mix(_mix(seed) + stream)
 
 

@@ -50,7 +50,7 @@ def _overlapped(tensor: Tensor, device: torch.device) -> Tensor:
     with torch.cuda.stream(own):
         copied = tensor.to(device, non_blocking=True)  # in memory of its own stream
     current.wait_stream(own)
-    copied.record_stream(current)  # once it is freed, that memory waits for what is queued here
+    copied.record_stream(current)  # once it is freed, that memory waits for work queued here
     return copied
 
 

@@ -1,6 +1,6 @@
 """A file that grows by whole records, and buffers them in memory while the disk is full or failing.
 
-And what cuts such a file back to the length that a checkpoint recorded.
+A function truncates such a file to the length that a checkpoint recorded.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AppendFile:
         return 0 if self._descriptor is None else os.fstat(self._descriptor).st_size
 
     def close(self) -> None:
-        """Try to write what is pending once more, and close the file."""
+        """Try once more to write pending records, and close the file."""
         self.flush()
         if self._descriptor is not None:
             os.close(self._descriptor)

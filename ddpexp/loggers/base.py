@@ -58,7 +58,7 @@ class Truncatable(Protocol):
         ...
 
     def truncate(self, position: Mapping[str, Any] | None, step: int) -> None:
-        """Remove what is recorded beyond a position, before anything else is recorded.
+        """Remove records beyond a position, before anything else is recorded.
 
         `position` is what the checkpoint of `step` stores of all loggers; None at step 0, when a run starts from the
         beginning, possibly in the directory of an attempt that left no checkpoint.

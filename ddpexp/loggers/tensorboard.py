@@ -90,7 +90,7 @@ class TensorBoard(Logger):
         return {**self._earlier, self._name(self._file.path): self._file.num_bytes}
 
     def truncate(self, position: Mapping[str, Any] | None, step: int) -> None:
-        """Remove what earlier starts have recorded after `step`; a viewer discards what it has read of that."""
+        """Remove the records of earlier starts after `step`; a viewer discards those that it has read."""
         for path in self._folder.glob("events.*"):
             name = self._name(path)
             if path == self._file.path:

@@ -25,7 +25,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pa
 
 
 def _up(top: Path, path: str) -> Iterator[Path]:
-    """Yield the folder of a group, and those of its ancestors."""
+    """Yield the folders of a group and its ancestors."""
     folder = top / path.strip("/")
     # In a container the path may be the host's, which is not visible here: then the top is the container's own group.
     folder = folder if folder.is_dir() else top

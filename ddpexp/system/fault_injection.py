@@ -15,10 +15,11 @@ from pathlib import Path
 VARIABLE = "DDPEXP_FAULT"
 """`point:action[:rank[:nth time]]`; without a rank on every rank, and `*` as the time means every time.
 
-Points: joined, data, forward, backward, step, evaluate, record, save, leave, and those of a checkpoint's write, all
-under the names that `fault_point` is called with. Actions: raise, exit=CODE (sys.exit), leave=CODE (os._exit), abort,
-segv, kill, stop, term, int, sleep (forever), spin (forever, holding the interpreter lock), ignore (signals from here
-on), pause=FILE (create the file, then sleep forever), late=FILE (create the file, then sleep a second), enospc, eio.
+Points: joined, data, forward, backward, step, evaluate, record, save, leave, and the points of a checkpoint's write,
+all under the names that `fault_point` is called with.
+Actions: raise, exit=CODE (sys.exit), leave=CODE (os._exit), abort, segv, kill, stop, term, int, sleep (forever), spin
+(forever, holding the interpreter lock), ignore (signals from here on), pause=FILE (create the file, then sleep
+forever), late=FILE (create the file, then sleep a second), enospc, eio.
 """
 _SPECIFICATION = os.environ.get(VARIABLE, "")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "int": signal.SIGINT}

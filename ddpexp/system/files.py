@@ -139,7 +139,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     file = open(descriptor, "rb")  # noqa: SIM115
     try:
-        _check_regular(os.fstat(descriptor), path)  # what is there now
+        _check_regular(os.fstat(descriptor), path)  # another file may be there by now
     except OSError:
         file.close()
         raise

@@ -1,7 +1,8 @@
 """Fork this process, and set up the output of a fork.
 
 A fork inherits what libraries have left in the process, and they change it there: since Python 3.12 asyncio, which
-torch imports, turns off the wakeup descriptor of signals. So a fork is given what it needs, and does not ask.
+torch imports, turns off the wakeup descriptor of signals. So a fork gets its values as arguments and trusts none of
+the inherited state.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _torch_build() -> Literal["cuda", "hip", "cpu"]:
 
 
 def _torch_version_file() -> str | None:
-    """Return the text of torch's version file; None if it has none, and that of a CPU-only build without torch."""
+    """Return the text of torch's version file, or None; without torch it is the text of a CPU-only build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "cuda = None"

@@ -45,7 +45,7 @@ def own_address() -> str:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """Return the IPv4 address of this host on its route to another one, or that of the interface chosen for gloo.
+    """Return this host's IPv4 address on its route to another one, or the address of the interface chosen for gloo.
 
     None if the other one is not known, or is reached by IPv6.
     """
@@ -68,7 +68,7 @@ def interface_variables(
 ) -> dict[str, str]:
     """Return the variables that make gloo and NCCL use an interface, each only where the user has not chosen one.
 
-    A variable would override NCCL's configuration files, so what they set counts as chosen too.
+    A variable would override NCCL's configuration files, so settings in them count as chosen too.
     Source: NCCL user guide, Environment Variables: NCCL_CONF_FILE, else ~/.nccl.conf, and /etc/nccl.conf.
     """
     if nccl_files is None:
@@ -89,7 +89,7 @@ def _sets(path: Path, name: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or address is that of the loopback interface."""
+    """Return whether a name or address belongs to the loopback interface."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""The cores that are near a GPU: those of its NUMA node, as the kernel describes it."""
+"""The CPU cores near a GPU, which are the cores of its NUMA node, as the kernel describes it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def bind(pci: str, num_threads: int, root: Path = _SYS) -> None:
 
 
 def chosen(allowed: Set[int], near: Set[int], num_threads: int) -> Set[int]:
-    """Return the cores to use: of those that are allowed, by the user, Slurm or a container, the ones that are near.
+    """Return the near cores among those that the user, Slurm or a container allows.
 
-    All that are allowed, where none of them is near or where the near ones are fewer than the threads.
+    If there are fewer near cores than threads, return all allowed cores.
     """
     cores = allowed & near
     return cores if len(cores) >= max(1, num_threads) else allowed

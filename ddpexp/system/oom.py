@@ -66,7 +66,7 @@ class Memory:
 
 
 def tightest_limit(root: Path = Path("/")) -> tuple[str, int, int] | None:
-    """Return the control group with the least room: its folder, its limit, and what is used without the page cache.
+    """Return the folder, the limit and the use, without the page cache, of the control group with the least room.
 
     None without a limit. Units: bytes.
     """

@@ -28,7 +28,7 @@ def how_ended(code: int) -> str:
 def stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on; None when the process is gone. Source: proc(5), stat.
 
-    Index 0 is the state letter; 11 and 12 are user and system time in ticks, 13 and 14 those of its children that it
+    Index 0 is the state letter; 11 and 12 are user and system time in ticks, 13 and 14 the times of children that it
     has waited for; 19 is the start time; 49 is the exit status.
     """
     try:

@@ -37,10 +37,10 @@ OURS = "ddpexp"
 
 
 def python(entry: str, *arguments: Any, argv: Sequence[str] = ()) -> list[str]:
-    """Return the command line of an interpreter that calls `entry` (module:function) and exits with what it returns.
+    """Return the command line of an interpreter that calls `entry` (module:function) and exits with its result.
 
     `arguments` are plain JSON values. The interpreter finds the modules that this process finds, but never one of the
-    current folder; `argv` becomes its sys.argv[1:]. Secrets in what it prints are masked.
+    current folder; `argv` becomes its sys.argv[1:]. Secrets in its output are masked.
     """
     return [sys.executable, *_OPTIONS, "-c", _PROGRAM, json.dumps([[*filter(None, sys.path)], entry, arguments]), *argv]
 

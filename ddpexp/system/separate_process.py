@@ -31,7 +31,7 @@ def call(
 ) -> Any:
     """Return what a function (module:function) returns for a request. Both are values that JSON can hold.
 
-    The process ends with this one. `environ` are further variables, `stdout` is the descriptor for what it prints.
+    The process ends with this one. `environ` are further variables, `stdout` is the descriptor for its output.
 
     Raises:
         RefusedError: the function raised it. NoAnswerError: the process ended otherwise.
@@ -57,7 +57,7 @@ def call(
 
 
 def answer(parent: int, answers: int, described: int, function: str) -> None:
-    """Subprocess entry point: call the function; write what it returns to the descriptor `answers`."""
+    """Subprocess entry point: call the function; write its result to the descriptor `answers`."""
     die_with_parent(parent)
     module, _, name = function.partition(":")
     try:

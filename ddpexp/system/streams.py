@@ -19,7 +19,7 @@ class MaskedText(io.TextIOWrapper):
 
 
 def mask_standard_streams() -> None:
-    """Mask what this process, and what it forks, prints from now on, except for bytes that bypass Python's streams."""
+    """Mask the output of this process and its forks from now on, except for bytes that bypass Python's streams."""
     sys.stdout, sys.stderr = _masked(sys.stdout), _masked(sys.stderr)
 
 

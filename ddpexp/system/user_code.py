@@ -10,7 +10,7 @@ _OTHERS = {"", "__main__", "ddpexp", "torch", *sys.stdlib_module_names}
 def place_in_code(error: BaseException) -> str | None:
     """Return file:line of the innermost call outside of ddpexp, torch and the standard library.
 
-    A call in another installed package counts if there is none outside of them. None without any.
+    Calls in other installed packages count only if there are no others; without any, return None.
     """
     trace = error.__traceback__
     place = None

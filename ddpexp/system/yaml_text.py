@@ -1,4 +1,4 @@
-"""Reading YAML with PyYAML's safe loader: the one in C, where it is built in, is ten times as fast."""
+"""Read YAML with PyYAML's safe loader: the C implementation, if PyYAML has it, is ten times as fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a remote logger, and what it is given."""
+"""The interface of a remote logger, and the values that it gets."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ class Medium:
 
     @property
     def key(self) -> str:
-        """Return the name under which it is marked as sent, which differs from that of a scalar."""
+        """Return the name under which it is marked as sent, which differs from any scalar's."""
         return f"{self.kind}:{self.name}"
 
     @staticmethod
     def is_key(name: str) -> bool:
-        """Return whether a name that is marked as sent is that of a medium."""
+        """Return whether a name that is marked as sent belongs to a medium."""
         return name.startswith(("text:", "image:", "histogram:"))
 
     @staticmethod
     def name_of(key: str) -> str:
-        """Return the name in a key, or that of a scalar."""
+        """Return the name in a medium's key; a scalar's key is its name."""
         return key.partition(":")[2] if Medium.is_key(key) else key
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was recorded at a step; a step's records come in one row, unless it was interrupted between them."""
+    """The records of a step; they come in one row, unless the run was interrupted between them."""
 
     step: int
     epoch: float
@@ -90,14 +90,14 @@ class Row:
     media: Sequence[Medium] = ()
 
     def after(self, sent: Mapping[str, int]) -> Row:
-        """Return what of this row has not been sent; `sent` is the last step that was, by name."""
+        """Return the unsent part of this row; `sent` is the last step that was sent, by name."""
         scalars = {name: value for name, value in self.scalars.items() if self.step > sent.get(name, -1)}
         media = [medium for medium in self.media if self.step > sent.get(medium.key, -1)]
         return Row(self.step, self.epoch, self.time, scalars, media)
 
     @property
     def names(self) -> list[str]:
-        """Return what it records, as it is marked as sent."""
+        """Return the names of its records, as they are marked as sent."""
         return [*self.scalars, *(medium.key for medium in self.media)]
 
 
@@ -134,8 +134,8 @@ class Remote:
     def arrived(self, sent: Mapping[str, int], sending: Mapping[str, int]) -> Mapping[str, int]:
         """Return the last step that has arrived, by name, of names for which the remote side can answer that; -1: none.
 
-        `sent` is what this process knows to have arrived, and `sending` what it may have sent beyond that when it was
-        last interrupted. Without an answer for a name `sent` counts, and what was on its way is sent again.
+        `sent` are the last steps that this process knows to have arrived, and `sending` those that it may have sent
+        before it was last interrupted. Without an answer for a name `sent` counts, and later steps are sent again.
         """
         return {}
 
@@ -152,4 +152,4 @@ class Remote:
         """Send the folder of a checkpoint as an artifact; called where a key `checkpoint` asks for one."""
 
     def close(self, done: bool) -> None:
-        """Send what is left, and end the remote run; `done`: training is complete, and was not interrupted."""
+        """Send remaining records and end the remote run; `done`: training is complete, and was not interrupted."""

@@ -1,4 +1,4 @@
-"""Feeding a remote logger: what it has is marked in the run directory, so that no step is sent twice and none lost."""
+"""Feed a remote logger; the run directory stores which steps it has, so that none is sent twice and none is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # between two attempts to reach a logg
 
 @dataclass
 class Mark:
-    """What a remote logger has of a run: the last step of each name."""
+    """The last step of each name that a remote logger has received."""
 
     path: Path
     id: str
@@ -74,12 +74,12 @@ class Mark:
 
 
 class Feed:
-    """What of a run's records a remote logger lacks, and how it gets there."""
+    """The records of a run that a remote logger lacks, and their delivery."""
 
     def __init__(
         self, records: Records, mark: Mark, connect: Callable[[str], Remote], report: Callable[[str], None]
     ) -> None:
-        """`connect` makes the remote logger of an id; `report` is called with what the user should know."""
+        """`connect` makes the remote logger of an id; `report` is called with messages for the user."""
         self.mark = mark
         self.num_sent = 0  # rows
         self.problem: str | None = None  # why the last attempt failed
@@ -88,9 +88,9 @@ class Feed:
         self._connect = connect
         self._report = report
         self._pending: list[Row] = []
-        self._final = False  # what is pending includes the newest step
+        self._final = False  # the pending rows include the newest step
         self._remote: Remote | None = None
-        self._is_lost = False  # a remote logger that was open; it may not have got what it was sent
+        self._is_lost = False  # the open remote logger failed, and may have lost rows
         self._at: Mapping[str, int] = {}
         self._retry_at, self._pause = 0.0, _FIRST_PAUSE
 
@@ -106,7 +106,7 @@ class Feed:
         return sum(bool(row.after(self.mark.sent).names) for row in self._pending)
 
     def push(self, final: bool = False) -> bool:
-        """Send what is complete, or with `final` everything; return whether nothing of that is left."""
+        """Send the complete rows, or with `final` all rows; return whether none of them is left."""
         self._final = final
         self._pending += self._records.take(final)
         if self.gave_up or time.monotonic() < self._retry_at:

@@ -17,12 +17,12 @@ from ddpexp.system.files import open_to_append, typed
 from ddpexp.system.programs import python
 
 ENTRY = "ddpexp.run.sync:follow"
-_UNDONE_SECONDS = 2.0  # what the end of a run that is not done waits at most: a failure must be reported at once
+_UNDONE_SECONDS = 2.0  # the longest wait at the end of a run that is not done: a failure must be reported at once
 _POLL_SECONDS = 0.02
 
 
 class Followers(MediaFile):
-    """Write what remote loggers need beside metrics.jsonl, and keep a process for each of them.
+    """Write media.jsonl for remote loggers, and keep a process for each of them.
 
     A process starts with the first record, costs a system call per record, and never outlives this process.
     """
@@ -37,7 +37,7 @@ class Followers(MediaFile):
         self._done = False
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Start the processes at the first record; report what they have reported."""
+        """Start the processes at the first record; pass their reports on."""
         for follower in self._started():
             follower.relay()
 
@@ -90,7 +90,7 @@ class _Follower:
             os.close(writing)
 
     def relay(self) -> None:
-        """Log what the process has reported; never wait."""
+        """Log the reports of the process; never wait."""
         if self._process is None:
             return
         try:

@@ -82,4 +82,4 @@ class _Lines:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError(f"{self._path.name} holds a line that is not a record")
-            yield masked_tree(record)  # what is secret by now may not have been one when it was written
+            yield masked_tree(record)  # a text may have become a secret since it was written

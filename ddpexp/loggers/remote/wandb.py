@@ -79,9 +79,9 @@ class WandB(Remote):
         self._run.config.update(dict(self.info.config), allow_val_change=True)
 
     def arrived(self, sent: Mapping[str, int], sending: Mapping[str, int]) -> Mapping[str, int]:
-        """Return what is in the files of an offline run; an online one knows the last step of its server.
+        """Return the steps in the files of an offline run; an online run knows the last step of its server.
 
-        The process that writes and sends loses what it holds in memory when it is killed.
+        The process that writes and sends loses the rows in its memory when it is killed.
         """
         names = {**sent, **sending}
         if self._run.offline:
@@ -91,7 +91,7 @@ class WandB(Remote):
         return {name: min(step, last) for name, step in names.items()}
 
     def send(self, row: Row) -> None:
-        """Log the step; what was interrupted within a step, and comes after it, joins the next number."""
+        """Log the step; records that arrive after an interruption within a step join the next number."""
         values: dict[str, Any] = {"_timestamp": row.time, **row.scalars}
         if row.scalars:
             values["epoch"] = row.epoch

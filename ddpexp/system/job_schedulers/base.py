@@ -1,4 +1,4 @@
-"""What ddpexp needs to know of a job scheduler: Slurm, and others to come."""
+"""The interface of a job scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class JobState:
 
     name: str  # the scheduler's own, such as RUNNING, or one of the two above
     is_over: bool | None  # None: unknown
-    reason: str = ""  # of what is unknown: the scheduler's own words
+    reason: str = ""  # why the state is unknown, in the scheduler's own words
 
 
 class JobScheduler(Protocol):

@@ -154,9 +154,10 @@ def environ_of_a_job(environ: Mapping[str, str]) -> tuple[dict[str, str], list[s
     """Return the environment with which a new job is submitted, and the names that are left out.
 
     sbatch hands its environment on to the job, whose srun reads it: SLURM_MEM_PER_CPU of the submitting shell would
-    contradict the job's own memory, and SLURM_CPU_BIND_LIST bind all ranks to the cores of another step. What describes
-    the tasks of a step is left out always, since ddpexp's own srun has its options from the configuration; everything
-    else of Slurm where the shell is, or was, inside a job. Otherwise it is a default that the user has set.
+    contradict the job's own memory, and SLURM_CPU_BIND_LIST bind all ranks to the cores of another step. Variables that
+    describe the tasks of a step are always left out, since ddpexp's own srun has its options from the configuration;
+    Slurm's other variables are left out where the shell is, or was, inside a job: elsewhere they are the user's
+    defaults.
     """
     was_in_a_job = any(name.startswith(_OF_A_JOB) for name in environ)
     left_out = [
