@@ -1,13 +1,17 @@
-"""Which lines of a rank's output are frames: of faulthandler, and of errors of torch's C++."""
+"""Which lines of a rank's output are frames, of faulthandler and of errors of torch's C++, and what stacks tell."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ddpexp.launch.supervise.stacks import is_native_frame
+import ddpexp
+from ddpexp.errors import Failure
+from ddpexp.launch.supervise import mismatch
+from ddpexp.launch.supervise.stacks import Frame, is_native_frame
 
 
 def test_frames_of_torchs_errors_are_recognised_and_the_error_itself_is_not() -> None:
@@ -23,3 +27,16 @@ def test_frames_of_torchs_errors_are_recognised_and_the_error_itself_is_not() ->
     assert [is_native_frame(line) for line in lines[-4:]] == [True] * 4
     assert not is_native_frame(lines[0])
     assert not any(map(is_native_frame, ["frame #1: of the animation", "an Exception raised from run", "[W1126] x"]))
+
+
+def test_a_mismatch_names_the_rank_in_the_recipes_own_code_and_where_eight_of_them_are() -> None:
+    ours = Frame(str(Path(ddpexp.__file__).parent / "train/loop.py"), "7", "fit")
+    stacks = {rank: [ours] for rank in range(1, 10)} | {3: [Frame("recipe.py", "5", "step")]}
+    failure = Failure(1, "a", mismatch.KIND, mismatch.MESSAGE, traceback="Fatal Python error: Aborted")
+    found = mismatch.located(failure, stacks)
+    assert (found.rank, found.traceback) == (3, None)
+    assert "rank 3 in step (recipe.py:5); " in found.message
+    assert "rank 8 in fit" in found.message
+    assert "rank 9" not in found.message
+    assert mismatch.located(failure, {1: [ours]}) == failure  # one stack compares with nothing
+    assert mismatch.located(failure, {2: [ours], 3: [ours]}) == failure
