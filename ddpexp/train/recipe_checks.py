@@ -18,7 +18,7 @@ from ddpexp.data.adapters import adapted
 from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Splits
 from ddpexp.data.streams import Stream
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, subject
 from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.strategy.options import Options
 from ddpexp.task import HasTrainStep
@@ -57,43 +57,43 @@ def check_splits(splits: Any, target: str) -> Splits:
     Raises:
         RefusedError: it is no `Splits`, or one of its sets is not a map-style data set with samples.
     """
-    data = f"data._target_={target}"
     if not isinstance(splits, Splits):
-        raise RefusedError(f"{data} must return ddpexp.data.datasets.Splits, not {type(splits).__name__}.")
+        raise _refused_data(target, f"must return ddpexp.data.datasets.Splits, not {type(splits).__name__}")
     if not isinstance(splits.evals, Mapping):
-        raise RefusedError(
-            f"{data} gave {shown(splits.evals)} as evals, where a mapping of names to data sets belongs: "
-            'Splits(train, {"eval": ...}), {} for none.'
+        raise _refused_data(
+            target,
+            f"gave {shown(splits.evals)} as evals, where a mapping of names to data sets belongs: "
+            'Splits(train, {"eval": ...}), {} for none',
         )
-    found = {name: _adapted(part, name, data) for name, part in {"train": splits.train, **splits.evals}.items()}
+    found = {name: _adapted(part, name, target) for name, part in {"train": splits.train, **splits.evals}.items()}
     return replace(splits, train=found["train"], evals={name: found[name] for name in splits.evals})
 
 
-def _adapted(part: Any, name: str, data: str) -> IndexData | Stream:
+def _adapted(part: Any, name: str, target: str) -> IndexData | Stream:
     if isinstance(part, DataLoader):
-        raise RefusedError(
-            f"{data}: `{name}` is a DataLoader", suggestion="Return its data set; ddpexp makes the batches."
-        )
+        raise _refused_data(target, f"`{name}` is a DataLoader", "Return its data set; ddpexp makes the batches.")
     found = adapted(part)
     if found is None:
         kind = type(part).__name__
+        hint = ""
         if isinstance(part, Iterable):
             hint = (
-                " An iterable of unknown length is given as ddpexp.data.streams.Stream(open), where open(index, count) "
+                "An iterable of unknown length is given as ddpexp.data.streams.Stream(open), where open(index, count) "
                 "returns its index-th of `count` parts."
             )
         elif hasattr(part, "__len__"):
-            hint = f" One that makes batches inherits from ddpexp.data.base.IndexData: class {kind}(IndexData)."
-        else:
-            hint = ""
-        raise RefusedError(f"{data}: `{name}` is a {kind}: a data set needs __len__ and __getitem__ (map-style).{hint}")
+            hint = f"One that makes batches inherits from ddpexp.data.base.IndexData: class {kind}(IndexData)."
+        reason = f"`{name}` is a {kind}: a data set needs __len__ and __getitem__ (map-style)"
+        raise _refused_data(target, reason, hint)
     if isinstance(found, IndexData) and (lacks := found.lacks):
-        raise RefusedError(
-            f"{data}: `{name}` is {type(part).__name__}, an IndexData without {lacks}", suggestion="Add it."
-        )
+        raise _refused_data(target, f"`{name}` is {type(part).__name__}, an IndexData without {lacks}", "Add it.")
     if not isinstance(found, Stream) and len(found) == 0:
-        raise RefusedError(f"{data} returned no samples for `{name}`.")
+        raise _refused_data(target, f"returned no samples for `{name}`")
     return found
+
+
+def _refused_data(target: str, reason: str, suggestion: str = "") -> RefusedError:
+    return RefusedError(reason, key="data._target_", value=target, suggestion=suggestion)
 
 
 def check_takes_directory(function: Callable[..., Any], keys: Iterable[str], named_by: str) -> None:
@@ -111,8 +111,9 @@ def check_takes_directory(function: Callable[..., Any], keys: Iterable[str], nam
         signature.bind("", **dict.fromkeys(keys))
     except TypeError:
         raise RefusedError(
-            f"{named_by}: a logger gets the run directory as its first argument, before its keys",
+            "A logger gets the run directory as its first argument, before its keys",
             suggestion=f"Write def __init__({', '.join(['self', 'run_dir', *keys])}).",
+            **subject(named_by),
         ) from None
 
 
@@ -125,8 +126,9 @@ def check_logger(logger: Any, named_by: str) -> Logger:
     for method, arguments in _LOGGER_METHODS.items():
         if not callable(getattr(logger, method, None)):
             raise RefusedError(
-                f"{named_by}: {type(logger).__name__} has no method {method}, so it is not a logger",
+                f"makes a {type(logger).__name__} without the method {method}, which every logger has",
                 suggestion="Derive it from ddpexp.loggers.base.Logger, and define what it records.",
+                **subject(named_by),
             )
         check_signature(getattr(logger, method), method, arguments)
     if isinstance(logger, Truncatable):
@@ -144,25 +146,29 @@ def check_callback(callback: Any, named_by: str) -> Callback:
     kind = type(callback)
     if not isinstance(callback, Callback):
         raise RefusedError(
-            f"{named_by}: {kind.__name__} is not a callback", suggestion="Derive it from ddpexp.Callback."
+            f"makes a {kind.__name__}, which is not a callback",
+            suggestion="Derive it from ddpexp.Callback.",
+            **subject(named_by),
         )
     if callback.rank_zero_only and callback.communicates:
         raise RefusedError(
-            f"{named_by}: {kind.__name__} sets rank_zero_only and communicates, and rank zero alone would "
-            "wait for the others forever",
+            f"makes a {kind.__name__} that sets rank_zero_only and communicates, and rank zero alone would wait for "
+            "the others forever",
             suggestion="Leave one of them out.",
+            **subject(named_by),
         )
     for name in dir(kind):
         if name.startswith("on_") and not hasattr(Callback, name):
             meant = did_you_mean(name, _CALLBACK_METHODS)
-            raise RefusedError(f"{named_by}: a run never calls {kind.__name__}.{name}. {meant}")
+            raise RefusedError(f"A run never calls {kind.__name__}.{name}", suggestion=meant, **subject(named_by))
     saves, loads = (getattr(kind, name) is not getattr(Callback, name) for name in ("state_dict", "load_state_dict"))
     if saves is not loads:
         there, missing = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
         raise RefusedError(
-            f"{named_by}: {kind.__name__} has {there} and no {missing}, so a resumed run would lose its state",
+            f"makes a {kind.__name__} with {there} and without {missing}, so a resumed run would lose its state",
             suggestion=f"Write def {missing}({', '.join(['self', *_CALLBACK_METHODS[missing]])}), or leave "
             f"{there} out.",
+            **subject(named_by),
         )
     for name, arguments in _CALLBACK_METHODS.items():
         check_signature(getattr(callback, name), name, arguments)

@@ -20,7 +20,7 @@ from ddpexp.train.loop import Loop
 from ddpexp.train.recipe_checks import check_callback
 from tests.fitting import ALONE, Kept, loop_alone
 from tests.points import Recipe
-from tests.refusals import refused
+from tests.refusals import located, refused
 
 
 @pytest.fixture(scope="module")
@@ -198,22 +198,17 @@ def test_what_is_no_callback_or_is_never_called_is_refused() -> None:
     class Loads(Callback):
         def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
-    for made, message in [
-        (object(), "object is not a callback"),
-        (Misspelt(), "a run never calls Misspelt.on_evaluate. Did you mean on_evaluated?"),
-        (Short(), "Write def on_step(self, run)."),
-        (Lonely(), "Lonely sets rank_zero_only and communicates, and rank zero alone would wait"),
-        (Forgets(), "Forgets has state_dict and no load_state_dict, so a resumed run would lose its state. "),
-        (Forgets(), "Write def load_state_dict(self, state), or leave state_dict out."),
-        (
-            Loads(),
-            "Loads has load_state_dict and no state_dict, so a resumed run would lose its state. Write ",
-        ),
-        (Loads(), "Write def state_dict(self), or leave load_state_dict out."),
+    target = "callbacks.mine._target_=mine.Mine"
+    for made, expected in [
+        (object(), f"{target}: object"),
+        (Misspelt(), f"{target}: Misspelt.on_evaluate did you mean on_evaluated?"),
+        (Short(), f"{located(Short.on_step)}: def on_step(self, run)."),
+        (Lonely(), f"{target}: rank_zero_only and communicates"),
+        (Forgets(), f"{target}: def load_state_dict(self, state), or leave state_dict out."),
+        (Loads(), f"{target}: def state_dict(self), or leave load_state_dict out."),
     ]:
-        with pytest.raises(RefusedError) as caught:
-            check_callback(made, "callbacks.mine._target_=mine.Mine")
-        assert message in str(caught.value)
+        with refused(expected):
+            check_callback(made, target)
 
 
 def test_pending_requests_and_states_are_restored_and_an_ended_run_stays_ended() -> None:
