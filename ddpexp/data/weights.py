@@ -16,6 +16,7 @@ from ddpexp.data.arrays.texts import NUMBER
 from ddpexp.data.order import STRIDE, Order, Permutation, mix, permutation, piecewise, uniforms
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular, read_regular_text
+from ddpexp.system.text import is_number
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def read_values(path: str, key: str) -> NDArray[Any]:
         else:
             text = read_regular_text(file).removeprefix("\ufeff")
             lines = [line.strip().strip('"') for line in text.splitlines() if line.strip()]
-            values = np.array(lines[1:] if file.suffix == ".csv" and lines and not _is_number(lines[0]) else lines)
+            values = np.array(lines[1:] if file.suffix == ".csv" and lines and not is_number(lines[0]) else lines)
     except OSError as error:
         raise RefusedError(f"cannot be read: {error.strerror or error}", key=key, value=path) from None
     except (ValueError, EOFError) as error:
@@ -202,11 +203,3 @@ def _check_count(values: NDArray[Any], num_samples: int | None, things: str, key
             key=key,
             suggestion="Give one for each sample, including held-out samples.",
         )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

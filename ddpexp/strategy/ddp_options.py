@@ -10,7 +10,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
-from ddpexp.strategy.options import Options
+from ddpexp.strategy.options import Options, check_reduce_through
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,7 @@ class DDPOptions(Options):
                 value=True,
                 suggestion="Use strategy.sync_batchnorm=false.",
             )
-        if self.reduce_through == "shared_memory" and (layout.device == "cuda" or layout.nodes > 1):
-            where = "workers have GPUs" if layout.device == "cuda" else f"workers are on {layout.nodes} nodes"
-            raise RefusedError(
-                f"is for CPU workers of one host, and these {where}",
-                key="strategy.reduce_through",
-                value="shared_memory",
-                suggestion="Use strategy.reduce_through=auto.",
-            )
+        check_reduce_through(self.reduce_through, layout)
 
     @property
     def late_modules(self) -> Sequence[str]:

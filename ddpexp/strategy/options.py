@@ -142,3 +142,19 @@ class Options:
     def looks_at_layers(self) -> bool:
         """Return whether the estimator's `divide_models` checks the layers of models before workers start."""
         return self.divides_layers
+
+
+def check_reduce_through(reduce_through: str, layout: Layout) -> None:
+    """Check that the workers share memory, where gradients are to be reduced through it.
+
+    Raises:
+        RefusedError: they do not.
+    """
+    if reduce_through == "shared_memory" and (layout.device == "cuda" or layout.nodes > 1):
+        where = "workers have GPUs" if layout.device == "cuda" else f"workers are on {layout.nodes} nodes"
+        raise RefusedError(
+            f"is for CPU workers of one host, and these {where}",
+            key="strategy.reduce_through",
+            value="shared_memory",
+            suggestion="Use strategy.reduce_through=auto.",
+        )

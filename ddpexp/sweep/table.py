@@ -25,7 +25,7 @@ from ddpexp.sweep.job_status import STATUSES
 from ddpexp.sweep.record import Goal, is_finite
 from ddpexp.sweep.rows import Row
 from ddpexp.system import files
-from ddpexp.system.text import metric_text, one_line
+from ddpexp.system.text import is_number, metric_text, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -82,7 +82,7 @@ def jobs_grid(
     def is_right(name: str) -> bool:
         if name in ("", *FACTS):
             return name in ("step", "time")
-        return name in metrics or all(_is_number(row.overrides.get(name, "0")) for row in every)
+        return name in metrics or all(is_number(row.overrides.get(name, "0")) for row in every)
 
     def column(name: str) -> Column:
         cells = [cell(row, name) for row in rows]
@@ -132,7 +132,7 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     for key in groups[0].overrides:
         cells = [cell_text(group.overrides[key]) for group in groups]
         drop = weak[key] if weak[key] < len(weak) - 1 else math.inf
-        columns.append(Column(cell_text(key), cells, all(map(_is_number, cells)), drop, "middle"))
+        columns.append(Column(cell_text(key), cells, all(map(is_number, cells)), drop, "middle"))
     columns.append(Column(cell_text(f"mean {goal.metric}"), [shown(goal.metric, group.mean) for group in groups], True))
     columns.append(Column("std", [shown(goal.metric, group.std, "-") for group in groups], True))
     if by_fold:
@@ -270,11 +270,3 @@ def _interval(metric: str, group: Group) -> str:
 def cell_text(text: str) -> str:
     """Return a text of a row, whose secrets are masked already, sanitized for a cell."""
     return text if text.isascii() and text.isprintable() else one_line(text)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -46,6 +46,15 @@ def is_utf8(text: str) -> bool:
     return _SURROGATE.search(text) is None
 
 
+def is_number(text: str) -> bool:
+    """Return whether Python reads a text as a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def one_line(text: str) -> str:
     """Return a name that can be printed within a line: newlines and tabs are escaped too."""
     return sanitize(text).replace("\n", "\\n").replace("\t", "\\t")

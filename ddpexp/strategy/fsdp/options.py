@@ -12,7 +12,7 @@ from ddpexp.settings.key import Key
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
 from ddpexp.strategy.optimizers import NOT_SHARDED, WHOLE_MATRICES, check_optimizer
-from ddpexp.strategy.options import Options
+from ddpexp.strategy.options import Options, check_reduce_through
 from ddpexp.strategy.tensor.options import DividedLayers
 from ddpexp.system.text import counted
 
@@ -178,14 +178,7 @@ class FSDPOptions(Options):
                 value=True,
                 suggestion="Use strategy.offload=false.",
             )
-        if self.reduce_through == "shared_memory" and (layout.device == "cuda" or layout.nodes > 1):
-            where = "workers have GPUs" if layout.device == "cuda" else f"workers are on {layout.nodes} nodes"
-            raise RefusedError(
-                f"is for CPU workers of one host, and these {where}",
-                key="strategy.reduce_through",
-                value="shared_memory",
-                suggestion="Use strategy.reduce_through=auto.",
-            )
+        check_reduce_through(self.reduce_through, layout)
 
     def mesh(self, world_size: int) -> Mesh:
         """Return how the workers are numbered; see `Options.mesh`."""
