@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import signal
 from collections.abc import Callable, Mapping
@@ -179,6 +180,16 @@ class Failure:
     value: str | None = None  # as it is typed
     suggestion: str | None = None
     place: str | None = None  # of other exceptions, the file and line of the user's code
+
+    @classmethod
+    def of_command(cls, kind: str, message: str, **fields: Any) -> Failure:
+        """Return the failure of a command itself, which counts as that of its first rank."""
+        return cls(rank=0, host=platform.node(), kind=kind, message=message, **fields)
+
+    @classmethod
+    def of_refusal(cls, error: RefusedError) -> Failure:
+        """Return what error.json holds of a refusal by the command."""
+        return cls.of_command("RefusedError", str(error), exit_code=error.exit_code, refused=True, **error.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""

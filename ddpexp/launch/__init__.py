@@ -119,7 +119,6 @@ class Portable(Protocol):
     @property
     def needs(self) -> object:
         """What `prepare` provides; of several jobs with the same needs only one prepares."""
-        ...
 
     def foresee(self) -> object:
         """Check what a start would find, without changing anything.
@@ -127,23 +126,21 @@ class Portable(Protocol):
         Raises:
             RefusedError: a start would be refused. FinishedError: there is nothing left to do.
         """
-        ...
 
     def prepare(self) -> None:
         """Make the data available where this command runs."""
-        ...
 
     def create(self) -> Path:
-        """Create the folder from which another command can join with `ddpexp member FOLDER`."""
-        ...
+        """Create the folder from which another command can join with `ddpexp member FOLDER`; return its real path.
+
+        Its result says that the job is submitted, since the job may begin as soon as it is.
+        """
+
+    def note(self, **facts: Any) -> None:
+        """Add facts, such as the id of the job at its scheduler, to the result that `create` has written."""
 
     def describe(self) -> dict[str, Any]:
         """Return, as plain values, what `ddpexp member FILE` needs to join."""
-        ...
-
-    def note(self, status: str, **facts: Any) -> None:
-        """Record the status so far in the result of the job that `create` has created."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import sys
 import time
@@ -111,10 +110,9 @@ def _outcome_of(error: BaseException) -> Outcome | None:
         if error.quiet:
             return None
         _drop_refused(error)
-        return Failed(failure_of(error))
+        return Failed(Failure.of_refusal(error))
     if isinstance(error, OSError | MemoryError | RuntimeError) and (limit := reason(error)) is not None:
-        kind, message = type(error).__name__, reason_with_limit(error)
-        return Failed(Failure(rank=0, host=platform.node(), kind=kind, message=message, limit=limit))
+        return Failed(Failure.of_command(type(error).__name__, reason_with_limit(error), limit=limit))
     return None
 
 
@@ -126,23 +124,6 @@ def _stopped(end: StoppedError, left: str) -> StoppedError:
         nothing = (lambda: _NOTHING_TO_REQUEUE) if end.signum == signal.SIGUSR2 else None
         stopped.then = end.then or nothing
     return stopped
-
-
-def failure_of(error: RefusedError) -> Failure:
-    """Return what error.json holds of a refusal by the command."""
-    return Failure(
-        rank=0,
-        host=platform.node(),
-        kind="RefusedError",
-        message=str(error),
-        exit_code=error.exit_code,
-        refused=True,
-        reason=error.reason,
-        key=error.key,
-        value=error.typed_value,
-        suggestion=error.suggestion,
-        place=error.place,
-    )
 
 
 def _drop_refused(error: End) -> None:

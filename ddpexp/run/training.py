@@ -119,9 +119,10 @@ class Training(Lifecycle):
         self._notes = [*previous.notes, *list_changes(previous.changes)] if previous else []
         with self._refuse_if_unwritable(run):
             self._write(run, previous, previous.manifest if previous else None)
+            self.note()
         self._created = None  # kept even if the scheduler refuses the job, so that the user can inspect it
         self._release()  # the lock is for the later command, which may run before this one ends
-        return run.path
+        return run.path.resolve()
 
     def foresee(self) -> RunDir | None:
         """Return the run that a start would resume, or None if it would create one; changes nothing.
@@ -149,13 +150,13 @@ class Training(Lifecycle):
             "resume_from": str(self._home.path.absolute()) if self._home is not None and self._is_resume else None,
         }
 
-    def note(self, status: str, **facts: Any) -> None:
-        """Write the status of the job to result.json."""
+    def note(self, **facts: Any) -> None:
+        """Write to result.json that the job is submitted, and more facts."""
         assert self.run is not None
         notes = {"notes": self._notes} if self._notes else {}
         # A job may start in another folder, where the user's config folder must be named again.
         command = {"command": list(self._argv)} if config_options(self._argv) else {}
-        files.write_json(self.run.result, {"status": status, **facts, **command, **notes})
+        files.write_json(self.run.result, {"status": "submitted", **facts, **command, **notes})
 
     def begin(self, layout: Layout, participants: Participants) -> Work:
         """Prepare the data, create the run directory or resume the run in it, and record what will run."""

@@ -221,8 +221,7 @@ class Slurm(Launcher):
             end_with_parent(EXIT_FAILED, partial(coordinator.starter_lost, job, "salloc", True), start.parent())
         portable = job.require_portable()
         portable.prepare()
-        run = portable.create().resolve()
-        portable.note("submitted")
+        run = portable.create()
         environ = {name: value for name, value in os.environ.items() if name not in OF_OTHER_TASKS}
         environ |= started_by.salloc(sys.argv)
         try:
@@ -235,8 +234,7 @@ class Slurm(Launcher):
         if code and status(run) == "submitted":
             code = of_unstarted(code)
             text = f"srun ended with exit code {code} before the job began: see its output above"
-            failure = Failure(rank=0, host=os.uname().nodename, kind="SrunError", message=text, exit_code=code)
-            job.lifecycle.end(Failed(failure))
+            job.lifecycle.end(Failed(Failure.of_command("SrunError", text, exit_code=code)))
         return code
 
     def script(self, job: Job, nodes: int, run: Path) -> str:

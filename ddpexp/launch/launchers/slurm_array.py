@@ -135,16 +135,14 @@ def _submit(kind: Kind, jobs: Numbered, folder: Path, record: Callable[[int, str
         try:
             array = SLURM.submit(_write(kind, [str(run) for _, _, run in created], folder))
         except RefusedError as error:
-            text, code = str(error), error.exit_code
             for _, job, _ in created:
-                failure = Failure(rank=0, host=os.uname().nodename, kind="RefusedError", message=text, exit_code=code)
-                job.lifecycle.end(Failed(failure))
+                job.lifecycle.end(Failed(Failure.of_refusal(error)))
             raise
         for task, (number, _, _) in enumerate(created):
             record(number, f"{array}_{task}")
         for task, (_, job, run) in enumerate(created):
             if status(run) == "submitted":  # not begun yet
-                job.require_portable().note("submitted", job_id=f"{array}_{task}")
+                job.require_portable().note(job_id=f"{array}_{task}")
     size = counted(len(created), "job")
     print_message(f"submitted array {array} of {size}  sweep directory {os.path.relpath(folder)}", sys.stdout)
     print_message(f"queue: squeue -j {array}    end all: scancel {array}    end one: scancel {array}_0", sys.stdout)
@@ -156,8 +154,7 @@ def _create(jobs: Numbered) -> list[tuple[int, Job, Path]]:
     try:
         for number, job in jobs:
             with suppress(FinishedError):  # another command has finished it in the meantime
-                created.append((number, job, job.require_portable().create().resolve()))
-                job.require_portable().note("submitted")  # before the submission, since the job may begin at once
+                created.append((number, job, job.require_portable().create()))
     except ENDS:
         for _, job in jobs:
             job.lifecycle.end(Interrupted())

@@ -29,16 +29,15 @@ def submit_job(job: Job, script: Callable[[Path], str], wait: bool) -> int:
     """
     portable = job.require_portable()
     portable.prepare()
-    run = portable.create().resolve()
+    run = portable.create()
     path = run / "job.sbatch"
     write_data(path, checked_script(script(run), path.name))
-    portable.note("submitted")  # before the submission, since the job may begin at once
     job_id = ""
     try:
         with deferred_stop_signals():  # nothing else knows the job's id until it is recorded
             job_id = SLURM.submit(path)
             if status(run) == "submitted":  # not begun yet
-                portable.note("submitted", job_id=job_id)
+                portable.note(job_id=job_id)
     except StoppedError as error:
         if not job_id:
             raise
@@ -64,8 +63,7 @@ def _wait(job: Job, job_id: str, run: Path, output: Path) -> int:
     if code and status(run) == "submitted":
         code = of_unstarted(code)
         text = f"job {job_id} ended as {state} before its command began: see {output}"
-        failure = Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code)
-        job.lifecycle.end(Failed(failure))
+        job.lifecycle.end(Failed(Failure.of_command("SlurmError", text, exit_code=code)))
     if code:
         print_message(f"ddpexp: job {job_id} ended as {state}")
     return code

@@ -111,8 +111,7 @@ def starter_lost(job: Job, name: str, leads: bool, parent: int) -> None:
     if not leads:
         return
     text = f"{name} (process {parent}), which started this command, is gone: it was killed, and its ranks end with it"
-    failure = Failure(rank=0, host=platform.node(), kind="StarterLost", message=text)
-    job.lifecycle.end(Failed(failure, workers_live=True))
+    job.lifecycle.end(Failed(Failure.of_command("StarterLost", text), workers_live=True))
     with suppress(OSError):  # the launcher may have been the reader of this output
         print(f"ddpexp: {text}", file=sys.stderr, flush=True)
 

@@ -274,10 +274,11 @@ class Directory(Lifecycle):
             raise (FinishedError if (self.run / "done").exists() else RefusedError)(
                 f"{self.run.name} is there."
             ) from None
+        self.note()
         return self.run
 
-    def note(self, status: str, **facts: Any) -> None:
-        (self.run / "result.json").write_text(json.dumps({"status": status, **facts}))
+    def note(self, **facts: Any) -> None:
+        (self.run / "result.json").write_text(json.dumps({"status": "submitted", **facts}))
 
     def end(self, outcome: Outcome | None) -> str:
         self.ended = outcome.failure.message if isinstance(outcome, Failed) else "interrupted"
