@@ -29,7 +29,7 @@ COMMAND = {
     "config.parse.parse": "values -> Experiment: typed, frozen, validated across sections",
     "config.build.convert": "one value -> its declared type",
     "settings.key.Key.check": "its range, choice or pattern",
-    "run.training.Training.__init__": "the job: run directory, config.yaml, manifest, its end",
+    "run.training.Training.job": "the job: run directory, config.yaml, manifest, its end",
     "run.outcome.launch": "reports and records how the job ends; returns the exit code",
     "launch.launchers.local.Spawn.launch": "where this command runs, how to reach the others",
     "launch.supervise.coordinator.run": "commands agree on a layout; the first begins the job",

@@ -65,7 +65,7 @@ class Diagnosis(Lifecycle):
 
     @property
     def job(self) -> Job:
-        """Return what its launcher runs."""
+        """What its launcher runs."""
         return Job(self, self.request, identity=self._identity, folder=self._folder())
 
     def _folder(self) -> Path:

@@ -35,7 +35,7 @@ class Prediction(Lifecycle):
 
     @property
     def job(self) -> Job:
-        """Return what its launcher runs."""
+        """What its launcher runs."""
         run = self.weights.run
         return Job(self, request_of(run.experiment, run.manifest), identity=job_identity(run.text))
 

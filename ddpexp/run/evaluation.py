@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,29 +20,25 @@ from ddpexp.run.stored_run import StoredWeights
 from ddpexp.run.worker_request import worker_request
 
 
+@dataclass(eq=False)
 class Evaluation(Lifecycle):
     """Evaluate weights; writes no files."""
 
-    def __init__(self, weights: StoredWeights, split: Sequence[str] = (), answers: bool = False) -> None:
-        """Take the weights.
+    weights: StoredWeights
+    split: Sequence[str] = ()  # names of evaluation sets; empty: all but `test`
+    answers: bool = False  # rank zero hands the metrics to this command
+    _answer: int | None = field(default=None, init=False)  # a file in memory
 
-        `split` names evaluation sets; empty: all but `test`. `answers`: rank zero hands the metrics to this command.
-        """
-        self.experiment = weights.run.experiment
-        self.job = Job(
-            self,
-            worker_request(self.experiment),
-            identity=job_identity(weights.run.text),
-            check=partial(check_layouts, self.experiment),
-        )
-        self._weights = weights
-        self._split = tuple(split)
-        self._answers = answers
-        self._answer: int | None = None  # a file in memory
+    @property
+    def job(self) -> Job:
+        """What its launcher runs."""
+        run = self.weights.run
+        request, check = worker_request(run.experiment), partial(check_layouts, run.experiment)
+        return Job(self, request, identity=job_identity(run.text), check=check)
 
     def begin(self, layout: Layout, participants: Participants) -> Work:
         """Prepare the data, and a place for the answer of rank zero."""
-        if self._answers:
+        if self.answers:
             self._answer = os.memfd_create("ddpexp-evaluate")
         return self.enter({}, layout)
 
@@ -59,19 +55,20 @@ class Evaluation(Lifecycle):
         Raises:
             RefusedError: this host cannot see the weights.
         """
-        path, run = self._weights.path, self._weights.run
+        path, run = self.weights.path, self.weights.run
         if not path.exists():
             raise RefusedError(f"There is no such file on {directory.host()}", place=f"evaluate {path}")
-        data_size = self.experiment.strategy.data_rank(0, layout.world_size).size
+        experiment = run.experiment
+        data_size = experiment.strategy.data_rank(0, layout.world_size).size
         evaluation = {
             "config": run.text,
             "layout": asdict(layout),
             "data": prepare_to_evaluate(
-                self.experiment.data, self.experiment.trust, trained_data(run.manifest), run.home is not None
+                experiment.data, experiment.trust, trained_data(run.manifest), run.home is not None
             ),
             "weights": str(path.resolve()),
-            "split": self._split,
+            "split": self.split,
             "answer": f"/proc/{os.getpid()}/fd/{self._answer}" if self._answer is not None else None,
-            "batch_size": eval_batch_size(self.experiment, data_size),
+            "batch_size": eval_batch_size(experiment, data_size),
         }
         return Work("ddpexp.train.worker:evaluate", [json.dumps(evaluation)])

@@ -9,9 +9,9 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ddpexp.checkpoint import initial
@@ -38,62 +38,58 @@ from ddpexp.system.terminal import print_message
 _PROBE_SECONDS = 10.0  # a network file system may show the files of another host late
 
 
+@dataclass(eq=False)
 class Training(Lifecycle):
     """Train an experiment in a run directory, which the leading command creates or resumes."""
 
-    def __init__(  # noqa: PLR0913  (of a run that begins, resumes, or belongs to a sweep)
-        self,
-        experiment: Experiment,
-        text: str,
-        overrides: Sequence[str],
-        argv: Sequence[str],
-        run: RunDir | None = None,
-        *,
-        new_overrides: Sequence[str] | None = None,
-        resume_from: RunDir | None = None,
-        keeps_refused: bool = False,
-        is_stored: bool = False,
-    ) -> None:
-        """Take the experiment, its YAML, its overrides, and the full command line.
+    experiment: Experiment
+    text: str  # the experiment as YAML
+    overrides: Sequence[str]
+    argv: Sequence[str]  # the full command line
+    member_of: RunDir | None = None  # the run directory that an earlier command has created for this one
+    _: KW_ONLY
+    new_overrides: Sequence[str] | None = None  # of this command alone, if a resumed run has older ones
+    resume_from: RunDir | None = None  # the run to resume that the user has named
+    keeps_refused: bool = False  # the new directory of a refused run is not removed
+    is_stored: bool = False  # a sweep's file names the experiment
 
-        `run` is a directory that an earlier command has created for this one; `resume_from` is the run to resume that
-        the user has named. `new_overrides` are those of this command alone, if a resumed run has older ones. The new
-        directory of a refused run is removed unless `keeps_refused`. `is_stored`: a sweep's file names the experiment.
-        """
-        self.experiment, self.run = experiment, run
-        self.needs = experiment.data.prepare, experiment.data.options, experiment.trust
-        if run is not None:
-            folder = run.path
-        elif resume_from is not None:
-            folder = resume_from.path.absolute().parent
+    def __post_init__(self) -> None:
+        """Begin with no run directory, unless an earlier command has created one."""
+        self.run = self.member_of
+        self._home = self.member_of or self.resume_from
+        self._new_overrides = self.overrides if self.new_overrides is None else self.new_overrides
+        self._is_stored = self.is_stored or self.resume_from is not None
+        self._files = StartFiles(self.text, self.overrides)
+        self._lock: lock.Lock | None = None
+        self._began = False  # the run belongs to this command
+        self._notes: list[str] = []
+        self._created: tuple[RunDir, list[Path]] | None = None  # by this start, with the folders above it
+        self._layout: Layout | None = None  # of this start
+
+    @cached_property
+    def job(self) -> Job:
+        """What its launcher runs."""
+        if self.member_of is not None:
+            folder = self.member_of.path
+        elif self.resume_from is not None:
+            folder = self.resume_from.path.absolute().parent
         else:
-            folder = self._parent()
-        self.job = Job(
+            folder = directory.parent(self.experiment.run.dir, self.experiment.recipe.name)
+        return Job(
             self,
-            worker_request(experiment),
-            name=experiment.recipe.name,
-            identity=job_identity(text),
+            worker_request(self.experiment),
+            name=self.experiment.recipe.name,
+            identity=job_identity(self.text),
             folder=folder,
             check=self._check,
             portable=self,
         )
-        self._text = text
-        self._overrides = overrides
-        self._argv = argv
-        self._new_overrides = overrides if new_overrides is None else new_overrides
-        self._home = run or resume_from
-        self._is_member = run is not None
-        self._is_resume = resume_from is not None
-        self._lock: lock.Lock | None = None
-        self._began = False
-        self._notes: list[str] = []
-        self._files = StartFiles(text, overrides)
-        self._keeps_refused, self._is_stored = keeps_refused, is_stored or resume_from is not None
-        self._created: tuple[RunDir, list[Path]] | None = None  # by this start, with the folders above it
-        self._layout: Layout | None = None  # of this start
 
-    def _parent(self) -> Path:
-        return directory.parent(self.experiment.run.dir, self.experiment.recipe.name)
+    @property
+    def needs(self) -> object:
+        """What `prepare` reads of the configuration."""
+        data = self.experiment.data
+        return data.prepare, data.options, self.experiment.trust
 
     def _check(self, layouts: Sequence[Layout]) -> None:
         """Check that the batch splits, that the device supports the options, and that initial weights exist."""
@@ -104,7 +100,7 @@ class Training(Lifecycle):
     def prepare(self) -> None:
         """Prepare the data on this host, for a later command that resolves the references to its facts."""
         data = self.experiment.data
-        used_facts(self._text, data, prepare(data, self.experiment.trust, self._is_stored))
+        used_facts(self.text, data, prepare(data, self.experiment.trust, self._is_stored))
 
     def _prepare(self, manifest: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         trained_on = trained_data(manifest) if "data" in self.experiment.run.allow_changes else {}
@@ -114,11 +110,12 @@ class Training(Lifecycle):
 
     def create(self) -> Path:
         """Create the run directory, or resume the run in it, for a later command."""
-        alerts.check(self._text)
+        alerts.check(self.text)
         run, previous = self._claim(())
         self._notes = [*previous.notes, *list_changes(previous.changes)] if previous else []
         with self._refuse_if_unwritable(run):
-            self._write(run, previous, previous.manifest if previous else None)
+            self.run, self._began = run, True
+            self._files.write(run, previous, previous.manifest if previous else None)
             self.note()
         self._created = None  # kept even if the scheduler refuses the job, so that the user can inspect it
         self._release()  # the lock is for the later command, which may run before this one ends
@@ -143,11 +140,11 @@ class Training(Lifecycle):
     def describe(self) -> dict[str, Any]:
         """Return what `ddpexp member FILE` needs: the experiment, its overrides, and the run to resume."""
         return {
-            "config": self._text,
-            "overrides": list(self._overrides),
-            "command": list(self._argv),
+            "config": self.text,
+            "overrides": list(self.overrides),
+            "command": list(self.argv),
             "new_overrides": list(self._new_overrides),
-            "resume_from": str(self._home.path.absolute()) if self._home is not None and self._is_resume else None,
+            "resume_from": None if self.resume_from is None else str(self.resume_from.path.absolute()),
         }
 
     def note(self, **facts: Any) -> None:
@@ -155,12 +152,12 @@ class Training(Lifecycle):
         assert self.run is not None
         notes = {"notes": self._notes} if self._notes else {}
         # A job may start in another folder, where the user's config folder must be named again.
-        command = {"command": list(self._argv)} if config_options(self._argv) else {}
+        command = {"command": list(self.argv)} if config_options(self.argv) else {}
         files.write_json(self.run.result, {"status": "submitted", **facts, **command, **notes})
 
     def begin(self, layout: Layout, participants: Participants) -> Work:
         """Prepare the data, create the run directory or resume the run in it, and record what will run."""
-        alerts.check(self._text)
+        alerts.check(self.text)
         sync.check_usable(self.experiment)
         # A new run directory is created only once the data is prepared; an existing one is locked before that.
         initial_weights = self._initial_weights(participants.earlier)
@@ -173,7 +170,7 @@ class Training(Lifecycle):
         if previous is not None:
             layout, notes = resume.resolve_layout(previous, layout, self.job.request.threads)
             notes += check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
-        is_old = self._is_resume or resume.has_checkpoint(run)  # what a run directory names is not fetched
+        is_old = self.resume_from is not None or resume.has_checkpoint(run)  # what a run directory names is not fetched
         fetched = pretrained.before_workers(self.experiment, self._files.text, is_old)
         initial_weights = initial.as_safetensors(self.experiment.run, initial_weights, run.path, notes)
         self._layout = layout
@@ -185,7 +182,7 @@ class Training(Lifecycle):
         resolved = fused.resolve(self.experiment, layout.device, before)
         start = manifest.Start(
             layout=layout,
-            argv=self._argv,
+            argv=self.argv,
             participants=participants,
             code=snapshot,
             inputs=inputs,
@@ -195,7 +192,8 @@ class Training(Lifecycle):
         )
         with self._refuse_if_unwritable(run):
             contents = manifest.describe(start, data, before, diff)
-            self._write(run, previous, contents, {path: snapshot.diff} if path else {})
+            self.run, self._began = run, True
+            self._files.write(run, previous, contents, {path: snapshot.diff} if path else {})
         worker_args = {
             "notes": notes, "config": files.digest(run.config), "pretrained": fetched, **initial_weights
         }  # fmt: skip
@@ -295,7 +293,7 @@ class Training(Lifecycle):
 
     def _alert(self, what: str) -> None:
         assert self.run is not None
-        alerts.send(self._text, f"{self.job.name} {what} ({self.run.path.absolute()} on {platform.node()})")
+        alerts.send(self.text, f"{self.job.name} {what} ({self.run.path.absolute()} on {platform.node()})")
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -346,10 +344,9 @@ class Training(Lifecycle):
             self._lock = lock.take(existing.path, existing.ranks, self._called(existing))
             return existing, self._inspect(existing, owners)  # again: it may have changed before it was locked
         self._check_required_checkpoint()
-        missing = directory.missing_folders(
-            Path(self.experiment.run.dir) if self.experiment.run.dir else self._parent()
-        )
-        run = directory.create(self.experiment.run.dir, self.experiment.recipe.name)
+        named = self.experiment.run.dir
+        missing = directory.missing_folders(Path(named) if named else self.job.folder)
+        run = directory.create(named, self.experiment.recipe.name)
         self._lock = lock.take(run.path, run.ranks, self._called(run))
         if not directory.is_fresh(run):
             raise RefusedError(
@@ -358,8 +355,8 @@ class Training(Lifecycle):
                 **subject(self._called(run)),
             )
         _report(run)
-        if not self._keeps_refused:
-            self._created = run, missing if self.experiment.run.dir else [run.path, *missing]
+        if not self.keeps_refused:
+            self._created = run, missing if named else [run.path, *missing]
         return run, None
 
     def _check_required_checkpoint(self) -> None:
@@ -370,21 +367,10 @@ class Training(Lifecycle):
 
     def _inspect(self, run: RunDir, owners: Sequence[str]) -> resume.PreviousRun:
         """Compare the existing run with this command; see `ddpexp.run.resume.inspect`."""
-        is_restart = self._is_member or directory.owned(str(run.path), "", owners) is not None
-        mode = "auto" if self._is_resume and self.experiment.run.resume == "never" else self.experiment.run.resume
-        start = resume.Start(self._called(run), self._text, self._new_overrides, mode, is_restart, verifies=True)
+        is_restart = self.member_of is not None or directory.owned(str(run.path), "", owners) is not None
+        mode = "auto" if self.resume_from and self.experiment.run.resume == "never" else self.experiment.run.resume
+        start = resume.Start(self._called(run), self.text, self._new_overrides, mode, is_restart, verifies=True)
         return resume.inspect(run, start)
-
-    def _write(
-        self,
-        run: RunDir,
-        previous: resume.PreviousRun | None,
-        facts: Mapping[str, Any] | None,
-        extra_files: Mapping[Path, bytes] = MappingProxyType({}),
-    ) -> None:
-        """Write this command's configuration and manifest; from here on the run belongs to this command."""
-        self.run, self._began = run, True
-        self._files.write(run, previous, facts, extra_files)
 
     def _called(self, run: RunDir) -> str:
         """Return the name of the run in messages, in the form the user would type."""
@@ -392,17 +378,17 @@ class Training(Lifecycle):
 
     def _how_to_resume(self, run: RunDir) -> str:
         """Return where to run which command to resume; the command is on a line of its own."""
-        launcher = self.experiment.launcher
-        options, tree = config_options(self._argv) or config_folder(run), parse_config(self._text)
-        restated = restated_arguments(options, self._overrides, tree, config_path(options))
+        launcher, is_member = self.experiment.launcher, self.member_of is not None
+        options, tree = config_options(self.argv) or config_folder(run), parse_config(self.text)
+        restated = restated_arguments(options, self.overrides, tree, config_path(options))
         arguments = ["resume", files.shortest(run.path), *restated]
-        submitted_here = self._is_member and started_by.BY_SALLOC not in os.environ
+        submitted_here = is_member and started_by.BY_SALLOC not in os.environ
         if launcher.ranks_started_externally and not submitted_here:
-            before, where = launcher.started_by(self._argv)
+            before, where = launcher.started_by(self.argv)
             return f"{where} with:\n{before} {shlex.join([*arguments, f'launcher={launcher_name(type(launcher))}'])}"
-        if self._is_member and self._layout is not None:
+        if is_member and self._layout is not None:
             arguments += launcher.arguments_for_allocation(self._layout)
-        where = "" if self.job.request.nodes in ("auto", 1) or self._is_member else " on every machine"
+        where = "" if self.job.request.nodes in ("auto", 1) or is_member else " on every machine"
         if where and (local := launcher.arguments_of_this_machine()):
             where += f" (each with its own {', '.join(override.partition('=')[0] for override in local)})"
             arguments += local
