@@ -34,8 +34,15 @@ def check_exists(run: RunSettings) -> None:
         weights.check_usable(Path(run.init_from), override(run), converts=True)
 
 
-def find(run: RunSettings, warn: Callable[[str], None], source: Path | None = None) -> Path:
+def find(
+    run: RunSettings,
+    warn: Callable[[str], None],
+    source: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Path:
     """Return the file of weights, or the folder, that run.init_from names; or that of `source`, which was found before.
+
+    `warn` and `say` as for `weights.find`.
 
     Raises:
         RefusedError: there is none, its header is damaged, or run.init_rename has a name that it lacks.
@@ -44,8 +51,10 @@ def find(run: RunSettings, warn: Callable[[str], None], source: Path | None = No
     averaged = run.init_weights == "ema"
     if source is not None:
         return weights.find(source, override(run), warn, weights.Request(converts=True))
-    request = weights.Request(run.init_checkpoint, averaged, converts=True)
-    path = weights.find(Path(run.init_from or ""), override(run), warn, request)
+    typed = f"run.init_checkpoint={run.init_checkpoint}"
+    which = weights.parse_which(run.init_checkpoint, typed)
+    request = weights.Request(which, typed, averaged, converts=True)
+    path = weights.find(Path(run.init_from or ""), override(run), warn, request, say)
     try:
         if weights.is_pickled(path):
             check_archive(path, override(run))
@@ -65,13 +74,17 @@ def find(run: RunSettings, warn: Callable[[str], None], source: Path | None = No
     return path
 
 
-def located(run: RunSettings, warn: Callable[[str], None]) -> Mapping[str, str]:
+def located(run: RunSettings, say: Callable[[str], None]) -> Mapping[str, str]:
     """Return the resolved path of run.init_from, the same for all workers; nothing where it is null.
+
+    `say` as for `weights.find`; it gets warnings, too.
 
     Raises:
         RefusedError: there are no such weights.
     """
-    return {} if run.init_from is None else {"init_from": str(find(run, warn).resolve())}
+    if run.init_from is None:
+        return {}
+    return {"init_from": str(find(run, lambda text: say(f"warning: {text}"), say=say).resolve())}
 
 
 def converted(run: RunSettings, path: Path, folder: Path) -> tuple[Path, str | None]:

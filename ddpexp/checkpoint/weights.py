@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import yaml
 
@@ -17,6 +18,11 @@ from ddpexp.system.files import relative
 from ddpexp.system.text import first_few
 from ddpexp.system.yaml_text import load_yaml
 
+Which: TypeAlias = Literal["auto", "best", "last"] | int
+"""Which checkpoint of a run: the best by its trainer.keep_best, the newest intact one, or that of a step.
+
+auto: the best where the run keeps one, else the newest.
+"""
 _PICKLED = (".pth", ".pt", ".bin", ".ckpt")
 _MAGIC = (b"PK\x03\x04", b"\x80")  # a zip archive as torch.save writes it, and a bare pickle
 
@@ -25,7 +31,8 @@ _MAGIC = (b"PK\x03\x04", b"\x80")  # a zip archive as torch.save writes it, and 
 class Request:
     """Which weights of a path are meant, as `run.init_checkpoint` and `run.init_weights` say."""
 
-    checkpoint: Literal["best", "last"] | int = "last"
+    checkpoint: Which = "auto"
+    typed: str = ""  # what names the checkpoint, as the user typed it
     averaged: bool = False
     converts: bool = False  # a file of torch.save is taken, too: the caller converts it
 
@@ -33,6 +40,22 @@ class Request:
 def is_run(folder: Path) -> bool:
     """Return whether a folder is a run directory."""
     return (folder / "config.yaml").is_file() and (folder / "manifest.json").is_file()
+
+
+def parse_which(typed: str | int, description: str) -> Which:
+    """Return which checkpoint is meant by best, last, 1200 or step-1200; `description` is how the user typed it.
+
+    Raises:
+        RefusedError: it is none of these.
+    """
+    words: Sequence[Literal["auto", "best", "last"]] = ("auto", "best", "last")
+    word = next((word for word in words if word == typed), None)
+    if word is not None:
+        return word
+    step = re.fullmatch(r"(?:step-)?(\d+)", str(typed))
+    if step is None:
+        raise RefusedError("is neither best nor last nor a step, such as 1200 or step-1200", **subject(description))
+    return int(step[1])
 
 
 def check_usable(path: Path, description: str, converts: bool = False) -> None:
@@ -68,8 +91,16 @@ def _check_no_peft(path: Path, description: str) -> None:
         )
 
 
-def find(path: Path, description: str, warn: Callable[[str], None], request: Request = Request()) -> Path:
-    """Return the file, or the folder of a checkpoint; `warn` is called for damaged newer checkpoints of a run.
+def find(
+    path: Path,
+    description: str,
+    warn: Callable[[str], None],
+    request: Request = Request(),
+    say: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """Return the file, or the folder of a checkpoint.
+
+    `warn` is called for damaged checkpoints of a run, `say` with the step of the best one, if that is taken.
 
     Raises:
         RefusedError: as `check_usable`, or there are no such weights.
@@ -80,7 +111,7 @@ def find(path: Path, description: str, warn: Callable[[str], None], request: Req
     if path.name != "checkpoints" or not is_run(path.resolve().parent):
         _check_single(path, description, request)
         return path
-    chosen = choose(path, request.checkpoint, description, f"run.init_checkpoint={request.checkpoint}", warn)
+    chosen = choose(path, request.checkpoint, description, request.typed, warn)
     if request.averaged and not chosen.has_average:
         raise RefusedError(
             f"needs an average of the weights, but the checkpoint of step {chosen.step} of {description} holds none",
@@ -88,7 +119,23 @@ def find(path: Path, description: str, warn: Callable[[str], None], request: Req
             value="ema",
             suggestion="Use run.init_weights=raw.",
         )
+    text = best_text(relative(path.resolve().parent), chosen, request.checkpoint)
+    if text is not None:
+        say(text)
     return chosen.folder
+
+
+def best_text(run: str, chosen: Checkpoint, which: Which) -> str | None:
+    """Return a sentence on the best checkpoint of a run; None if another one is meant."""
+    keep_best = _keep_best([chosen])
+    if which not in ("auto", "best") or keep_best is None:
+        return None
+    value = chosen.metrics.get(keep_best.partition(":")[2])
+    if value is None:
+        return None
+    return (
+        f"the weights of {run} are those of step {chosen.step}, the best by trainer.keep_best={keep_best} ({value:.6g})"
+    )
 
 
 def is_pickled(path: Path) -> bool:
@@ -105,10 +152,8 @@ def is_pickled(path: Path) -> bool:
     )  # safetensors: a length, then JSON
 
 
-def choose(
-    folder: Path, which: Literal["best", "last"] | int, run: str, description: str, warn: Callable[[str], None]
-) -> Checkpoint:
-    """Return a checkpoint of a run's folder of them: the newest intact one, the best one, or that of a step.
+def choose(folder: Path, which: Which, run: str, description: str, warn: Callable[[str], None]) -> Checkpoint:
+    """Return a checkpoint of a run's folder of them.
 
     `run` names the run in messages, `description` what was typed for `which`.
 
@@ -118,6 +163,8 @@ def choose(
     if which == "last":
         return _newest(folder, run, warn)
     complete = scan(folder).complete
+    if which == "auto":
+        return _best_intact(complete, warn) or _newest(folder, run, warn)
     if which == "best":
         chosen = best_of(complete)
         if chosen is None:
@@ -141,9 +188,22 @@ def choose(
 
 def best_of(complete: Sequence[Checkpoint]) -> Checkpoint | None:
     """Return the best of a run's checkpoints by its trainer.keep_best; None if it keeps none."""
+    return next(iter(_rated(complete)), None)
+
+
+def _rated(complete: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+    """Return the checkpoints that have the metric of the run's trainer.keep_best, the best first."""
     keep_best = _keep_best(complete)
-    rated = best_first(complete, keep_best) if keep_best is not None else []
-    return rated[0] if rated else None
+    return [] if keep_best is None else best_first(complete, keep_best)
+
+
+def _best_intact(complete: Sequence[Checkpoint], warn: Callable[[str], None]) -> Checkpoint | None:
+    for checkpoint in _rated(complete):
+        problem = checkpoint.problem(files=checkpoint.weights)
+        if problem is None:
+            return checkpoint
+        warn(f"{relative(checkpoint.folder)}, the best one, is damaged and not used: {problem}")
+    return None
 
 
 def _newest(folder: Path, description: str, warn: Callable[[str], None]) -> Checkpoint:
@@ -170,13 +230,12 @@ def _keep_best(complete: Sequence[Checkpoint]) -> str | None:
 
 def _check_single(path: Path, description: str, request: Request) -> None:
     """Check a request for a path that is no run directory."""
-    if request.checkpoint != "last":
+    if request.checkpoint != "auto":
         raise RefusedError(
             f"chooses among the checkpoints of a run, but {description} is "
             f"{'a single checkpoint' if is_checkpoint(path) else 'not a run directory'}",
-            key="run.init_checkpoint",
-            value=request.checkpoint,
             suggestion="Leave it out.",
+            **subject(request.typed),
         )
     if not request.averaged or is_pickled(path):
         return

@@ -37,5 +37,5 @@ def evaluation_of(call: Call) -> tuple[Launcher, Evaluation]:
         raise RefusedError(
             "takes names of evaluation sets", place="--split", suggestion="Type --split eval,test, for example."
         )
-    weights = find_weights(*call.source(), call.name, call.restate)
+    weights = find_weights(*call.source(), call.name, call.restate, call.checkpoint)
     return weights.run.experiment.launcher, Evaluation(weights, split, call.as_json)

@@ -24,7 +24,7 @@ def export(call: Call) -> int:
         raise RefusedError("needs a folder to write to", place=f"export {source}", suggestion="Add --out FOLDER.")
     out, format_name = Path(options["--out"]).expanduser(), options.get("--format", "safetensors")
     check(out, format_name)
-    weights = find_weights(source, overrides, call.name, call.restate)
+    weights = find_weights(source, overrides, call.name, call.restate, call.checkpoint)
     if not is_checkpoint(weights.path):
         raise RefusedError(
             "is not a checkpoint", place=f"export {weights.path}", suggestion="Name a run, or one of its checkpoints."

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ddpexp.checkpoint.weights import choose
+from ddpexp.checkpoint.weights import best_text, choose, parse_which
 from ddpexp.cli.verb import Call
 from ddpexp.config.parse import load
 from ddpexp.errors import EXIT_DONE, RefusedError
@@ -27,7 +27,7 @@ class GenerateArguments:
     temperature: Annotated[float, Key(at_least=0)] = 0.8
     top_k: Annotated[int | None, Key(at_least=1)] = 200
     seed: Annotated[int, Key(at_least=0)] = 0
-    checkpoint: Literal["last", "best"] | int = "last"
+    checkpoint: str = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -42,13 +42,11 @@ def generate(call: Call) -> int:
     run = find_run(source, call.name)
     stored = read_run(run, overrides, f"generate {source}", call.restate)
     tokenizer = _tokenizer(source, stored.manifest)
-    checkpoint = choose(
-        run.checkpoints,
-        options.checkpoint,
-        f"generate {source}",
-        f"generate {source} --checkpoint {options.checkpoint}",
-        lambda text: print_message(f"ddpexp: warning: {text}"),
-    )
+    typed = f"generate {source} --checkpoint {options.checkpoint}"
+    which = parse_which(options.checkpoint, typed)
+    checkpoint = choose(run.checkpoints, which, f"generate {source}", typed, _warn)
+    if (text := best_text(source, checkpoint, which)) is not None:
+        print_message(f"ddpexp: {text}")
     request = {
         "config": stored.text,
         "checkpoint": str(checkpoint.folder.resolve()),
@@ -60,6 +58,10 @@ def generate(call: Call) -> int:
     except separate_process.NoAnswerError as error:
         return error.status
     return EXIT_DONE
+
+
+def _warn(text: str) -> None:
+    print_message(f"ddpexp: warning: {text}")
 
 
 def written(request: Mapping[str, Any]) -> str:

@@ -32,5 +32,5 @@ def prediction_of(call: Call) -> tuple[Launcher, Job]:
     out = Path(call.options["--out"]).expanduser()
     check_format(out)
     check_out(out)
-    weights = find_weights(source, overrides, call.name, call.restate)
+    weights = find_weights(source, overrides, call.name, call.restate, call.checkpoint)
     return weights.run.experiment.launcher, Prediction(weights, out, call.options.get("--split")).job

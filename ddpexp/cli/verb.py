@@ -197,6 +197,11 @@ class Call:
         """Whether the output is for programs."""
         return "--json" in self.options
 
+    @property
+    def checkpoint(self) -> str:
+        """What was typed behind --checkpoint."""
+        return self.options.get("--checkpoint", "auto")
+
     def typed(self, defaults: Typed) -> Typed:
         """Return the options that were typed in place of the defaults, which are the fields of a dataclass.
 

@@ -16,10 +16,14 @@ _WORD = re.compile(r"[A-Za-z][\w-]*")  # neither key=value nor an option
 _EXAMPLE = "python -m ddpexp recipe=mnist trainer.gpus=2"
 _JSON = Option("--json", "for programs")
 _FOLDER = "paths"
-_CHECKPOINT = dict.fromkeys(
-    ("checkpoint", "checkpoint_path", "ckpt", "ckpt_path"),
-    "A checkpoint is named by its folder, as in ddpexp evaluate RUN_DIR/checkpoints/step-00000100.",
+_CHECKPOINT = Option(
+    "--checkpoint",
+    "of a run: best (by its trainer.keep_best), last, or a step\nsuch as 1200; default: best where there is one, else "
+    "last",
+    "C",
+    "best",
 )
+_OTHER_CHECKPOINT = dict.fromkeys(("checkpoint_path", "ckpt", "ckpt_path"), "Type --checkpoint best, last or a step.")
 _SORTED = "The rows are sorted by sweep.objective=METRIC, in the order of sweep.mode=min or max."
 
 VERBS = (
@@ -43,16 +47,17 @@ trainer.epochs=4 or optimizer.lr=0.01. A run with code of your own needs
         "RUN_DIR_OR_WEIGHTS [key=value ...] [options]",
         "evaluate the weights of a run, or of a file",
         about="""\
-Evaluate the newest weights of a run directory, or a safetensors file, on the
-run's evaluation data. Weights that lie in no run directory need a recipe:
+Evaluate weights of a run directory, or a safetensors file, on the run's
+evaluation data. Weights that lie in no run directory need a recipe:
 
     ddpexp evaluate weights.safetensors recipe=mnist""",
         operands="weights",
         options=(
             Option("--split", "evaluate these sets; default: all but the one named test", "NAME,NAME", "test"),
+            _CHECKPOINT,
             Option("--json", "print the metrics for programs, and everything else\non standard error"),
         ),
-        foreign_options=_CHECKPOINT,
+        foreign_options=_OTHER_CHECKPOINT,
         missing_prompt="evaluate what?",
         forks="launcher",
         also=("eval", "test", "valid", "validate"),
@@ -63,8 +68,8 @@ run's evaluation data. Weights that lie in no run directory need a recipe:
         "write what a model predicts for each sample",
         about="""\
 Write what the task's method predict returns for each sample of a data set, in
-their order, with the newest weights of a run directory, those of a checkpoint
-or of a safetensors file.""",
+their order, with weights of a run directory, of the folder of a checkpoint or
+of a safetensors file.""",
         operands="weights",
         options=(
             Option(
@@ -75,9 +80,10 @@ or of a safetensors file.""",
                 values=_FOLDER,
             ),
             Option("--split", "an evaluation set, or train; default: the evaluation set", "NAME", "test"),
+            _CHECKPOINT,
         ),
         notes="Other data is named by overrides, such as data.root=OTHER. docs/predict.md.",
-        foreign_options=_CHECKPOINT,
+        foreign_options=_OTHER_CHECKPOINT,
         missing_prompt="predict with what?",
         forks="launcher",
         also=("infer", "inference", "forward"),
@@ -87,8 +93,8 @@ or of a safetensors file.""",
         "RUN_DIR --out FOLDER [--format NAME] [key=value ...]",
         "write a trained model for other programs",
         about="""\
-Write the newest model of a run directory, or that of a checkpoint, into a new
-folder, and compare it with the model on a batch of the data.""",
+Write the model of a run directory, or of the folder of a checkpoint, into a
+new folder, and compare it with the model on a batch of the data.""",
         is_interruptible=True,
         operands="run",
         options=(
@@ -100,9 +106,10 @@ folder, and compare it with the model on a batch of the data.""",
                 "NAME",
                 "safetensors",
             ),
+            _CHECKPOINT,
         ),
         notes="docs/export.md.",
-        foreign_options=_CHECKPOINT,
+        foreign_options=_OTHER_CHECKPOINT,
         missing_prompt="export what?",
         also=("save", "convert", "onnx"),
     ),
@@ -118,7 +125,7 @@ folder, and compare it with the model on a batch of the data.""",
             Option("--temperature", "divides the scores, 0 takes the most likely; default: 0.8", "T", "0.8"),
             Option("--top_k", "draw from the K most likely tokens; default: 200", "K", "200"),
             Option("--seed", "of the random numbers; default: 0", "S", "0"),
-            Option("--checkpoint", "last (default), best, or a step", "C", "best"),
+            _CHECKPOINT,
             Option("--device", "auto (default), cpu or cuda", "D", "cpu"),
         ),
         missing_prompt="generate with what?",

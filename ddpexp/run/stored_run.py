@@ -100,8 +100,12 @@ def read_run(
     return StoredRun(parse(values), text, run, run.read_if_present(run.manifest) or {})
 
 
-def find_weights(source: str, overrides: Sequence[str], name: str, restate: Restate) -> StoredWeights:
+def find_weights(
+    source: str, overrides: Sequence[str], name: str, restate: Restate, checkpoint: str = "auto"
+) -> StoredWeights:
     """Return the weights that the verb `name` is given, with the experiment of their run, or of the overrides.
+
+    `checkpoint` is what was typed behind --checkpoint. That the best one is taken is said on standard error.
 
     Raises:
         RefusedError: no such weights, or as `read_run`.
@@ -112,7 +116,15 @@ def find_weights(source: str, overrides: Sequence[str], name: str, restate: Rest
         run = read_run(RunDir(home), overrides, description, restate, is_own=False)
     else:
         run = _of_overrides(overrides, description)
-    found = weights.find(path, description, lambda text: print_message(f"ddpexp: warning: {text}"))
+    typed = f"--checkpoint {checkpoint}"
+    request = weights.Request(weights.parse_which(checkpoint, typed), typed)
+    found = weights.find(
+        path,
+        description,
+        lambda text: print_message(f"ddpexp: warning: {text}"),
+        request,
+        lambda text: print_message(f"ddpexp: {text}"),
+    )
     return StoredWeights(found, run)
 
 

@@ -205,7 +205,7 @@ class Training(Lifecycle):
         """Return the resolved path of run.init_from for the first start, the same for all workers."""
         if self.experiment.run.init_from is None or resume.has_checkpoint(self._existing(owners)):
             return {}
-        return initial.located(self.experiment.run, lambda text: print_message(f"ddpexp: warning: {text}"))
+        return initial.located(self.experiment.run, lambda text: print_message(f"ddpexp: {text}"))
 
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> Work:
         """Check that this host sees the run directory, and prepare the data.

@@ -42,7 +42,10 @@ class RunSettings:
     trust: tuple[str, ...]
     code: str | None
     allow_changes: tuple[Literal["code", "data"], ...]
-    init_checkpoint: Annotated[Literal["best", "last"] | int, Key(at_least=0, use="last, best or the number of a step")]
+    init_checkpoint: Annotated[
+        int | str,
+        Key(at_least=0, pattern=r"auto|best|last|step-\d+", use="best, last or a step, such as 1200 or step-1200"),
+    ]
     init_weights: Literal["raw", "ema"]
     init_rename: Mapping[str, str] | None
     init_skip: tuple[str, ...]

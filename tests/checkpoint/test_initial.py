@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
     [
         ("run.init_skip=[head.*]", "run.init_skip=[head.*]: run.init_from"),
         ("run.init_rename={a:1}", "run.init_rename: text or null"),
-        ("run.init_checkpoint=newest", "run.init_checkpoint=newest: best, last or a whole number"),
+        ("run.init_checkpoint=newest", "run.init_checkpoint=newest: best, last or a step"),
         ("trainer.lora=8", "trainer.lora=8: match, rank, alpha"),
         ("trainer.lora.match=[a]", "trainer.lora: trainer.lora={match:"),
         ("trainer.lora={match:[],rank:8}", "trainer.lora.match=[]: blocks.*"),

@@ -48,6 +48,36 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     assert listing(done.run) == before
 
 
+def test_the_best_checkpoint_is_taken_where_a_run_keeps_one_and_the_first_line_says_so(ddpexp: Ddpexp) -> None:
+    kept = (
+        "trainer.eval_every=3",
+        "trainer.checkpoint_every=3",
+        "trainer.keep_best=max:eval/loss",
+        "trainer.keep_last=1",
+    )
+    done = ddpexp(*SMALL, *kept)
+    assert done.code == 0, done.err
+    steps = {record["step"]: record["eval/loss"] for record in done.metrics() if "eval/loss" in record}
+    best = max(steps, key=lambda step: steps[step])
+    assert best < max(steps)
+    line = (
+        f"ddpexp: the weights of {done.run.name} are those of step {best}, the best by trainer.keep_best=max:eval/loss"
+    )
+    for words in ((), ("--checkpoint", "best")):
+        evaluated = evaluate(ddpexp, done.run.name, *words)
+        assert evaluated.err.splitlines()[0] == f"{line} ({steps[best]:.6g})"
+        assert metrics(evaluated)["eval/loss"] == pytest.approx(steps[best], rel=1e-5)
+    for word in ("last", f"step-{max(steps)}", max(steps)):
+        evaluated = evaluate(ddpexp, done.run.name, "--checkpoint", word)
+        assert evaluated.err == ""
+        assert metrics(evaluated)["eval/loss"] == pytest.approx(steps[max(steps)], rel=1e-5)
+    command_refused(
+        evaluate(ddpexp, done.run.name, "--checkpoint", "bst"), "--checkpoint bst: best nor last nor a step"
+    )
+    single = done.run / f"checkpoints/step-{max(steps):08}"
+    command_refused(evaluate(ddpexp, single, "--checkpoint", "best"), "--checkpoint best: a single checkpoint")
+
+
 @pytest.fixture
 def copied(trained: Done, tmp_path: Path) -> Path:
     return shutil.copytree(trained.run, tmp_path / "copy")

@@ -30,7 +30,7 @@ def test_options_stand_anywhere_among_the_arguments() -> None:
     assert called.typed(GenerateArguments()) == GenerateArguments(prompt="--x 3", tokens=5, top_k=None, temperature=0.0)
     assert called.operands == ["run", "--config-dir", "mine/conf"]
     called = call("generate", "run", "--prompt", "7", "--checkpoint", "30")
-    assert called.typed(GenerateArguments()) == GenerateArguments(prompt="7", checkpoint=30)
+    assert called.typed(GenerateArguments()) == GenerateArguments(prompt="7", checkpoint="30")
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,12 @@ def test_a_misspelt_option_of_evaluate_is_refused_with_the_right_one(option: str
         call("evaluate", "outputs/mnist/1", option, "eval")
 
 
-def test_a_checkpoint_is_named_by_its_folder() -> None:
-    with refused("evaluate --checkpoint: folder"):
-        call("evaluate", "outputs/mnist/1", "--checkpoint", "best")
+@pytest.mark.parametrize("option", ["--ckpt_path", "--ckpt", "--checkpoint_path"])
+def test_a_checkpoint_is_named_by_a_word(option: str) -> None:
+    assert call("evaluate", "outputs/mnist/1", "--checkpoint", "best").checkpoint == "best"
+    assert call("evaluate", "outputs/mnist/1").checkpoint == "auto"
+    with refused(f"evaluate {option}: --checkpoint best"):
+        call("evaluate", "outputs/mnist/1", option, "best")
 
 
 PLANS = [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpexp.checkpoint.format import Checkpoint, scan
-from ddpexp.checkpoint.weights import best_of, choose
+from ddpexp.checkpoint.weights import best_of, choose, parse_which
 from ddpexp.errors import RefusedError
 from ddpexp.run import directory as directories
 from ddpexp.run.directory import RunDir
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ddpexp.config.schema import Experiment
 
 Weights = Literal["raw", "ema"]
+CheckpointName = Literal["auto", "best", "last"] | str | int
 
 
 def open_run(directory: str | Path, *, config_dir: str | Path | None = None, trust: str | Sequence[str] = ()) -> Run:
@@ -160,12 +161,12 @@ class Run:
         saved += [SavedCheckpoint(one.step, one.folder, False, False) for one in found.damaged]
         return sorted(saved, key=lambda one: one.step)
 
-    def model(self, checkpoint: Literal["best", "last"] | int = "last", weights: Weights | None = None) -> Any:
+    def model(self, checkpoint: CheckpointName = "auto", weights: Weights | None = None) -> Any:
         """Return the model with the weights of a checkpoint, on the CPU, in evaluation mode and ready to call.
 
         Args:
-            checkpoint: "last" is the newest intact one, "best" the best one by `trainer.keep_best`, a number that of
-                this step.
+            checkpoint: "best" is the best one by `trainer.keep_best`, "last" the newest intact one, 1200 or "step-1200"
+                that of this step, and "auto" the best one where the run keeps one, else the newest.
             weights: "raw" for the weights of the step, "ema" for their average, a moving one or SWA's. None: those that
                 the run's evaluations use, the average where there is one.
 
@@ -183,7 +184,7 @@ class Run:
     def load_into(
         self,
         module: Any,
-        checkpoint: Literal["best", "last"] | int = "last",
+        checkpoint: CheckpointName = "auto",
         weights: Weights | None = None,
     ) -> Any:
         """Load the weights of a checkpoint into a module of your own, or into a mapping of names to modules.
@@ -202,7 +203,7 @@ class Run:
     def export(
         self,
         folder: str | Path,
-        checkpoint: Literal["best", "last"] | int = "last",
+        checkpoint: CheckpointName = "auto",
         weights: Weights | None = None,
         *,
         adapters: bool = False,
@@ -235,7 +236,7 @@ class Run:
         self,
         overrides: Sequence[str] = (),
         *,
-        checkpoint: Literal["best", "last"] | int = "last",
+        checkpoint: CheckpointName = "auto",
         split: str | None = None,
         quiet: bool = True,
     ) -> dict[str, float]:
@@ -259,7 +260,7 @@ class Run:
         out: str | Path,
         overrides: Sequence[str] = (),
         *,
-        checkpoint: Literal["best", "last"] | int = "last",
+        checkpoint: CheckpointName = "auto",
         split: str | None = None,
         quiet: bool = True,
     ) -> Path:
@@ -285,7 +286,7 @@ class Run:
     def _run_verb(
         self,
         verb: str,
-        checkpoint: Literal["best", "last"] | int,
+        checkpoint: CheckpointName,
         arguments: Sequence[str],
         quiet: bool,
         captures: bool = False,
@@ -294,7 +295,7 @@ class Run:
         from ddpexp.cli.api.child import run_command
         from ddpexp.cli.api.start import check_success
 
-        source = self.path if checkpoint == "last" else self._checkpoint(checkpoint).folder
+        source = self._checkpoint(checkpoint).folder
         ended = run_command([verb, str(source), *self._trusted(), *arguments], None, quiet, captures)
         check_success(ended, run=self)
         return ended
@@ -330,7 +331,7 @@ class Run:
         words = ["--config-dir", self.config_dir] if self.config_dir is not None else []
         return [*words, f"run.trust=[{','.join(self.trust)}]"] if self.trust else words
 
-    def _weights(self, which: Literal["best", "last"] | int, weights: Weights | None) -> tuple[Path, bool]:
+    def _weights(self, which: CheckpointName, weights: Weights | None) -> tuple[Path, bool]:
         """Return the folder of a checkpoint, and whether to take the average of the weights."""
         if weights not in (None, "raw", "ema"):
             raise RefusedError("is not one of 'raw', 'ema'", key="weights", value=weights)
@@ -344,7 +345,7 @@ class Run:
             )
         return checkpoint.folder, checkpoint.has_average and weights != "raw"
 
-    def _checkpoint(self, which: Literal["best", "last"] | int) -> Checkpoint:
+    def _checkpoint(self, which: CheckpointName) -> Checkpoint:
         """Return the checkpoint that is meant.
 
         Raises:
@@ -352,7 +353,7 @@ class Run:
         """
         return choose(
             self._files.checkpoints,
-            which,
+            parse_which(which, f"checkpoint={which!r}"),
             str(self.path),
             f"checkpoint={which!r}",
             lambda text: warnings.warn(text, stacklevel=6),

@@ -110,22 +110,23 @@ def test_a_model_has_the_weights_of_the_checkpoint_that_is_named(trained: ddpexp
     last = newest(trained.path / "checkpoints")
     assert last is not None
     state = torch.get_rng_state()
-    raw = trained.model(weights="raw")
+    raw = trained.model("last", weights="raw")
     assert not raw.training
     assert weights_sha256({"model": raw}) == trained.result["weights_sha256"]
     average = read_tensors(last.folder / "model.ema.safetensors")
-    for model in (trained.model(), trained.model("last", "ema"), trained.model(8)):  # what evaluations use
+    for model in (trained.model("last"), trained.model("last", "ema"), trained.model(8), trained.model("step-8")):
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in average.items())
     best = trained.model("best", weights="raw")
     assert weights_sha256({"model": best}) != trained.result["weights_sha256"]
-    assert torch.equal(best.weight, trained.model(4, weights="raw").weight)
+    for name in ("auto", 4, "step-00000004"):
+        assert torch.equal(best.weight, trained.model(name, weights="raw").weight)
     assert torch.equal(torch.get_rng_state(), state)
     assert raw(torch.zeros(2, 5)).shape == (2, 1)
 
 
 def test_weights_go_into_a_module_of_ones_own(trained: ddpexp.Run) -> None:
     run = ddpexp.open_run(trained.path)  # without trust: nothing of the run's code is needed
-    module = run.load_into(torch.nn.Linear(5, 1), weights="raw")
+    module = run.load_into(torch.nn.Linear(5, 1), "last", weights="raw")
     assert weights_sha256({"model": module}) == trained.result["weights_sha256"]
     with refused(": another model"):
         run.load_into(torch.nn.Linear(4, 1))
@@ -136,7 +137,8 @@ def test_weights_go_into_a_module_of_ones_own(trained: ddpexp.Run) -> None:
 @pytest.mark.usefixtures("surroundings")
 def test_an_evaluation_gives_the_metrics_of_the_run(trained: ddpexp.Run) -> None:
     before = listing(trained.path)
-    assert trained.evaluate() == trained.result["metrics"]
+    assert trained.evaluate(checkpoint="last") == trained.result["metrics"]
+    assert trained.evaluate() == trained.evaluate(checkpoint="best") == trained.checkpoints[0].metrics
     assert listing(trained.path) == before
 
 
@@ -152,7 +154,7 @@ def test_code_of_a_run_is_trusted_only_when_it_is_restated(trained: ddpexp.Run) 
     ("checkpoint", "weights", "expected"),
     [
         (5, None, ": 8, 4"),
-        ("newest", None, ": intact"),
+        ("newest", None, "checkpoint: best"),
         ("last", "average", "weights=average: 'raw', 'ema'"),
     ],
 )
@@ -214,10 +216,16 @@ def test_a_damaged_directory_is_one_sentence_each(trained: ddpexp.Run, tmp_path:
     weights = copy / "checkpoints/step-00000008/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.warns(UserWarning, match="step-00000008 is damaged and not used: .*; the weights are of step 4"):
-        model = run.model(weights="raw")
+        model = run.model("last", weights="raw")
     assert torch.equal(model.weight, trained.model(4, "raw").weight)
     with refused(": hash"):
         run.model(8, "raw")
+    shutil.copy(trained.path / "checkpoints/step-00000008/model.safetensors", weights)
+    best = copy / "checkpoints/step-00000004/model.safetensors"
+    best.write_bytes(best.read_bytes()[:-1] + b"x")
+    with pytest.warns(UserWarning, match="step-00000004, the best one, is damaged and not used"):
+        model = run.model(weights="raw")
+    assert torch.equal(model.weight, trained.model(8, "raw").weight)
     shutil.rmtree(copy / "checkpoints")
     with refused(": complete"):
         run.model()
