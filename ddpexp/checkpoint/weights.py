@@ -127,15 +127,11 @@ def find(
 
 def best_text(run: str, chosen: Checkpoint, which: Which) -> str | None:
     """Return a sentence on the best checkpoint of a run; None if another one is meant."""
-    keep_best = _keep_best([chosen])
-    if which not in ("auto", "best") or keep_best is None:
+    best = _rating(chosen) if which in ("auto", "best") else None
+    if best is None:
         return None
-    value = chosen.metrics.get(keep_best.partition(":")[2])
-    if value is None:
-        return None
-    return (
-        f"the weights of {run} are those of step {chosen.step}, the best by trainer.keep_best={keep_best} ({value:.6g})"
-    )
+    named = f"trainer.keep_best={best.mode}:{best.metric}"
+    return f"the weights of {run} are those of step {best.step}, the best by {named} ({best.value:.6g})"
 
 
 def is_pickled(path: Path) -> bool:
@@ -186,6 +182,26 @@ def choose(folder: Path, which: Which, run: str, description: str, warn: Callabl
     return chosen
 
 
+@dataclass(frozen=True)
+class Best:
+    """The best step of a run, by its trainer.keep_best."""
+
+    step: int
+    mode: str  # min or max
+    metric: str
+    value: float
+
+
+def best_step(folder: Path) -> Best | None:
+    """Return the best step among a run's folder of checkpoints; None if the run keeps none.
+
+    Raises:
+        RefusedError: another version of ddpexp has written them.
+    """
+    best = best_of(scan(folder).complete)
+    return None if best is None else _rating(best)
+
+
 def best_of(complete: Sequence[Checkpoint]) -> Checkpoint | None:
     """Return the best of a run's checkpoints by its trainer.keep_best; None if it keeps none."""
     return next(iter(_rated(complete)), None)
@@ -195,6 +211,13 @@ def _rated(complete: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
     """Return the checkpoints that have the metric of the run's trainer.keep_best, the best first."""
     keep_best = _keep_best(complete)
     return [] if keep_best is None else best_first(complete, keep_best)
+
+
+def _rating(checkpoint: Checkpoint) -> Best | None:
+    """Return the value of a checkpoint by trainer.keep_best; None if it has none."""
+    mode, _, metric = (_keep_best([checkpoint]) or "").partition(":")
+    value = checkpoint.metrics.get(metric)
+    return None if value is None else Best(checkpoint.step, mode, metric, float(value))
 
 
 def _best_intact(complete: Sequence[Checkpoint], warn: Callable[[str], None]) -> Checkpoint | None:

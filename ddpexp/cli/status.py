@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpexp.checkpoint.weights import Best, best_step
 from ddpexp.cli.verb import Call
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run import lock
@@ -55,10 +57,19 @@ def status(call: Call) -> int:
     queue = states(row.job for row in rows if row.status == "submitted" and row.job is not None)
     is_sweep = SweepDir(place).is_sweep()
     if call.as_json:
-        print_json(_sweep_as_dict(place, rows, queue) if is_sweep else _run_as_dict(rows[0], queue))
+        best = None if is_sweep else _best(rows[0])
+        alone = {**_run_as_dict(rows[0], queue), "best": None if best is None else asdict(best)}
+        print_json(_sweep_as_dict(place, rows, queue) if is_sweep else alone)
     else:
         show(_sweep_status(place, rows, goal_of(place), queue) if is_sweep else _run_status(rows[0], queue))
     return EXIT_DONE
+
+
+def _best(row: Row) -> Best | None:
+    try:
+        return best_step(RunDir(row.path).checkpoints)
+    except RefusedError:
+        return None  # another version has written them, which the status of a run need not read
 
 
 def _sweep_status(
@@ -136,10 +147,12 @@ def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableT
     from rich.console import Group as Lines
     from rich.text import Text
 
+    best = _best(row)
     facts = {
         "status": f"{row.status}: {STATUSES[row.status]}",
         "step": "" if row.step is None else f"{row.step:,}",
         "metrics": "  ".join(f"{name} {tables.shown(name, value)}" for name, value in row.metrics.items()),
+        "best": "" if best is None else f"{best.metric} {tables.shown(best.metric, best.value)} at step {best.step:,}",
         "since": _since(row),
         "where": _where(row, queue),
         "why": row.message or "",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from ddpexp.checkpoint.weights import best_step
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import epochs_text
 from ddpexp.data.batches import TrainBatches
@@ -123,6 +124,7 @@ class Report:
             logger.done()
         samples = self.train.num_samples(outcome.step)
         seconds = outcome.train_seconds
+        best = None if experiment.trainer.keep_best is None else best_step(self.context.run.checkpoints)
         result = {
             "status": status,
             "stopped": one_line(outcome.stopped) if outcome.stopped is not None else None,
@@ -133,6 +135,7 @@ class Report:
             "samples": samples,
             "world_size": self.context.layout.world_size,
             "metrics": dict(outcome.metrics),
+            "best": None if best is None else asdict(best),
             "weights_sha256": outcome.digest,
             "first_step_at": outcome.first_step_at,
             "ended_at": time.time(),
@@ -144,6 +147,8 @@ class Report:
         if outcome.interrupted:
             return f"stopped after step {outcome.step} of {self.num_steps}, which is saved"
         shown = "  ".join(f"{one_line(name)} {metric_text(name, value)}" for name, value in outcome.metrics.items())
+        if best is not None:
+            shown += f"  best {one_line(best.metric)} {metric_text(best.metric, best.value)} at step {best.step}"
         why = "" if outcome.stopped is None else f"ended early: {one_line(outcome.stopped)}\n"
         return f"{why}done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.context.run.path)}"
 
