@@ -14,6 +14,7 @@ from ddpexp.launch.workers.page import Page
 from ddpexp.launch.workers.rank_log import Log
 
 _LAST_LINES = 20
+_SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}  # most real-time signals have none
 
 
 @dataclass
@@ -39,14 +40,14 @@ class Worker:
 
         `code` is minus the number of a signal; `killed_for` says why the kernel killed it, where it did.
         """
-        if code > 128:
-            kind = signal.Signals(code - 128).name
+        if code - 128 in _SIGNAL_NAMES:
+            kind = _SIGNAL_NAMES[code - 128]
             message = f"ended by {kind}, which did not come through the command"
             return self.failure_seen(kind, message, signum=code - 128)
         if code >= 0:
             message = f"the process ended with exit code {code} before its work was done"
             return self.failure_seen("SystemExit", message, exit_code=code if 3 <= code <= 125 else EXIT_FAILED)
-        kind = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
+        kind = _SIGNAL_NAMES.get(-code, f"signal {-code}")
         if code == -signal.SIGABRT and mismatch.is_in(self.log):
             return self.failure_seen(mismatch.KIND, mismatch.MESSAGE, signum=-code)
         why = f": {killed_for}" if killed_for else ""

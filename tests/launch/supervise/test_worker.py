@@ -93,6 +93,7 @@ def test_deaths_come_before_own_errors_before_broken_connections_before_ends_of_
         (125, "SystemExit", None, 125, "the process ended with exit code 125 before its work was done"),
         (126, "SystemExit", None, EXIT_FAILED, "the process ended with exit code 126 before its work was done"),
         (128, "SystemExit", None, EXIT_FAILED, "the process ended with exit code 128 before its work was done"),
+        (255, "SystemExit", None, EXIT_FAILED, "the process ended with exit code 255 before its work was done"),
     ],
 )
 def test_a_silent_end_is_named_by_its_exit_code(
