@@ -42,17 +42,15 @@ class _Decision:
         self.actions: list[Action] = []
 
     def advance(self) -> None:
-        """Do what follows from the state: report failures, meet deadlines, go to the next stage."""
+        """Do what follows from the state: report failures, begin agreements, go to the next stage."""
         if self.state.leads:
             self._set(agreement=agreement.wish(self.state.agreement, *self.state.wish))
             if self.state.rank_zero_has_stepped:  # before its first step a rank may not know its position
                 self._agree(*agreement.begin(self.state.agreement, self.state.others))
         else:
             self._report_failures()
-        if self.state.stage is Stage.WATCHING:
-            self._meet_deadlines()
-            if all(rank.code is not None for rank in self.state.ranks):
-                self._set(stage=Stage.SETTLING)
+        if self.state.stage is Stage.WATCHING and all(rank.code is not None for rank in self.state.ranks):
+            self._set(stage=Stage.SETTLING)
         if self.state.stage is Stage.SETTLING and not self.state.may_be_stopped(self.now):
             self._part()
         if self.state.stage is Stage.PARTING:
@@ -265,6 +263,17 @@ class _Decision:
         self.actions.append(events.DumpStacks(source))
         self._send(messages.SignalReceived(signal.SIGQUIT, False))
 
+    # Time.
+
+    def on_tick(self, _event: events.Tick) -> None:
+        """Kill the ranks that do not end in time after a failure or a stop, and a fork server that does not."""
+        if self.state.stage is not Stage.WATCHING:
+            return
+        if self.state.is_overdue(self.now):
+            self._kill()
+        if self.state.killed_at is not None and self.now - self.state.killed_at > _KILL_SECONDS:
+            self.actions.append(events.KillServer())
+
     # What follows.
 
     def _report_failures(self) -> None:
@@ -277,13 +286,6 @@ class _Decision:
             self._set_rank(rank.number, is_reported=True)
             if (severity := Severity.of(cause)) is not Severity.ENDED:
                 self._send(messages.RankFailed(cause, severity))
-
-    def _meet_deadlines(self) -> None:
-        """Kill the ranks that do not end in time after a failure or a stop, and a fork server that does not."""
-        if self.state.is_overdue(self.now):
-            self._kill()
-        if self.state.killed_at is not None and self.now - self.state.killed_at > _KILL_SECONDS:
-            self.actions.append(events.KillServer())
 
     def _kill(self) -> None:
         """Kill the remaining ranks, after a failure elsewhere or a stop that they did not follow in time."""
@@ -374,7 +376,7 @@ _ON_EVENT: Mapping[type[Event], Callable[[_Decision, Any], None]] = {
     events.CommandLost: _Decision.on_command_lost,
     events.HangFound: _Decision.on_hang,
     events.LeaderSilent: _Decision.on_leader_silent,
-    events.Tick: lambda _decision, _event: None,
+    events.Tick: _Decision.on_tick,
 }
 _ON_MESSAGE: Mapping[type[messages.PeerMessage], Callable[[_Decision, Any, int], None]] = {
     messages.RankFailed: _Decision.on_rank_failed,

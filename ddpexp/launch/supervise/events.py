@@ -94,7 +94,7 @@ class LeaderSilent:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed, and all that had arrived is handled."""
 
 
 Event: TypeAlias = (

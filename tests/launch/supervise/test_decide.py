@@ -171,6 +171,8 @@ def after(state: State, *happened: tuple[float, Event]) -> tuple[State, list[Act
         (LEADS, [(5.0, RankErrored(1, ERROR)), (6.1, Tick())], [KillRanks(), Send(EndRun(ERROR, None))]),
         (LEADS, [(5.0, RankErrored(1, ERROR)), (6.1, Tick()), (7.0, Tick())], []),
         (LEADS, [(5.0, RankErrored(1, ERROR)), (6.1, Tick()), (8.2, Tick())], [KillServer()]),
+        # A command that was suspended first handles what has arrived meanwhile.
+        (LEADS, [(5.0, RankErrored(1, ERROR)), (9.0, FromRank(0, WorkerDone()))], []),
         (STOPPING, [(29.0, Tick())], []),
         (STOPPING, [(30.1, Tick())], [KillRanks(), Send(EndRun(None, TERM))]),
         (LEAVING, [(10.1, Tick())], [KillRanks(), Send(EndRun(None, TERM))]),
