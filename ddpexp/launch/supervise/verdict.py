@@ -21,15 +21,17 @@ class Verdict:
 
 def verdict_on(state: State) -> Verdict:
     """Return how the run has ended: as the leading command has decided, for the commands that it has told."""
+    decision = None if state.leads else state.decision
+    cause = None if decision is None else decision.cause
     has_stopped = any(rank.has_stopped for rank in state.ranks)
-    if all(rank.ended_well for rank in state.ranks) and not state.reports and not has_stopped:
+    if all(rank.ended_well for rank in state.ranks) and not state.reports and cause is None and not has_stopped:
         return Verdict()  # a signal after the end has no effect
-    is_failure = state.is_failure() if state.leads or state.decision is None else state.decision.cause is not None
+    is_failure = state.is_failure() if decision is None else cause is not None
     if state.stop is not None and not is_failure and not (state.leader_lost and not state.stops_at_once):
         return Verdict(stop=state.stop)
     causes = state.causes()
-    if not state.leads and state.decision is not None and state.decision.cause is not None:
-        causes.insert(0, state.decision.cause)
+    if cause is not None:
+        causes.insert(0, cause)
     if state.leader_lost:
         assert state.leader_host is not None
         host = state.leader_host

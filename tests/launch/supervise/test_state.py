@@ -144,6 +144,8 @@ def test_the_commands_that_do_not_lead_report_what_the_leading_one_decides() -> 
     lost = State((spoke(1, 2.0, **LOST),), first_rank=1, leader_host="node0", stop=STOP)
     assert verdict_on(lost).stop is None
     assert verdict_on(replace(lost, decision=EndRun(None, 15))).stop == STOP
+    done = replace(lost, ranks=(Rank(1, code=0, is_done=True, end=failure(1)),), decision=EndRun(failure(7), None))
+    assert verdict_on(done).causes == [failure(7)]
     causes = verdict_on(replace(lost, decision=EndRun(failure(7), 15))).causes
     assert [(cause.kind, cause.rank) for cause in causes] == [("ValueError", 7), ("PeerError", 1)]
 
