@@ -169,11 +169,13 @@ class State:
         """Return whether the known ends of ranks are a failure, and not a stop.
 
         A rank that was ended by the stop signal itself did not fail: schedulers send it to every process. Nor did a
-        rank that had nothing to save and was asked to exit.
+        rank that had nothing to save and was asked to exit, nor one that fails because it is killed, as
+        launcher=inline can do.
         """
         if self.stop is None:
             return True
-        ends = [(rank.failed_at, cause) for rank in self.ranks if (cause := rank.cause)]
+        ranks = [rank for rank in self.ranks if not self._failed_since_kill(rank)]
+        ends = [(rank.failed_at, cause) for rank in ranks if (cause := rank.cause)]
         ends += [(report.at, report.failure) for report in self.reports]
         causes = [cause for at, cause in ends if not self.stop.at_once or 0 < at < self.stop.at]
         by_signal = any(cause.signal in STOP_SIGNALS for cause in causes)
@@ -206,6 +208,10 @@ class State:
         """Return how the run ends: by the most genuine failure, if it is one and one is known, or by a stop."""
         cause = next(iter(self.causes()), None) if self.is_failure() else None
         return EndRun(cause, None if self.stop is None else self.stop.signum)
+
+    def _failed_since_kill(self, rank: Rank) -> bool:
+        """Return whether a rank's failure has become known since it was killed."""
+        return self.killed_at is not None and rank.failed_at > self.killed_at
 
     def _left_on_request(self, rank: Rank) -> bool:
         """Return whether a rank without an error of its own has ended since the request to exit at once."""

@@ -129,6 +129,12 @@ def test_a_stop_is_no_failure_but_a_rank_that_fails_during_one_is(stop: Stop | N
     assert (verdict_on(state).stop is None) is fails
 
 
+@pytest.mark.parametrize(("at", "fails"), [(2.0, True), (4.0, False)])
+def test_an_error_that_follows_from_a_kill_is_part_of_the_stop(at: float, fails: bool) -> None:
+    state = State((replace(spoke(0, at), was_killed=True),), stop=STOP, killed_at=3.0)
+    assert state.is_failure() is fails
+
+
 def test_a_connection_that_broke_since_a_signal_ended_the_peer_is_part_of_the_stop() -> None:
     state = State((died(0, 2.0, **BY_TERM), spoke(1, 2.1, **LOST)), stop=STOP)
     assert not state.is_failure()
