@@ -100,7 +100,7 @@ class _Supervisor:
             send=lambda _message: None,
             send_signal=_send_signal,
             dismiss=self._dismiss,
-            kill_workers=self._dismiss_if_late,
+            kill_workers=self._dismiss,
             kill_server=self._exit,
         )
         self._reports = Reports(self._decider, Memory())
@@ -137,25 +137,20 @@ class _Supervisor:
 
     def _dismiss(self) -> None:
         """Make the worker leave without saving."""
-        self._worker.page.stop.leave_at_once()
-        _send_signal(signal.SIGTERM)
-
-    def _dismiss_if_late(self) -> None:
-        if self._is_late:
-            self._dismiss()
+        if self._works:
+            self._worker.page.stop.leave_at_once()
+            _send_signal(signal.SIGTERM)
 
     @property
-    def _is_late(self) -> bool:
-        """Return whether the worker has not followed a stop; one that has failed ends by itself."""
-        state = self._decider.state
-        return state.stop is not None and state.failed_at is None and not self._finished
+    def _works(self) -> bool:
+        """Return whether the worker has neither ended nor failed, after which it ends by itself."""
+        return not self._finished and self._decider.state.lives(0)
 
     def _exit(self) -> None:
         """End this process: the worker does not leave."""
-        if not self._is_late:
-            return
         stop = self._decider.state.stop
-        assert stop is not None
+        if stop is None or not self._works:
+            return
         end = StoppedError(stop.signum, self._job.lifecycle.end(Interrupted(self._worker.last_step)))
         print_message(f"ddpexp: {end}")
         os._exit(end.exit_code)
