@@ -129,10 +129,10 @@ class _Supervisor:
         return exit_code_of(self._decider.state, [self._worker])
 
     def _handle(self) -> None:
+        self._decider.look_at_rank_zero()
         with suppress(BlockingIOError):
             self._reports.read_signals(self._worker, socket.MSG_DONTWAIT)
         self._reports.read(self._worker)
-        self._decider.look_at_rank_zero()
         self._decider.take(events.Tick())
 
     def _dismiss(self) -> None:

@@ -45,19 +45,15 @@ class Server(Protocol):
 
     def receive(self) -> dict[str, Any] | None:
         """Return the next answer, or None when the server is gone."""
-        ...
 
     def kill(self, signum: int, spared: int | None = None) -> None:
         """Send a signal to every living worker except the process `spared`."""
-        ...
 
     def lost(self) -> tuple[str, int | None]:
         """Return a text on how it ended, once it is gone, and the signal that killed it."""
-        ...
 
     def destroy(self) -> None:
         """Kill the server, and with it every worker."""
-        ...
 
 
 class Supervisor:
@@ -167,10 +163,11 @@ class Supervisor:
 
     def _poll(self) -> None:
         """Handle everything that has arrived, waiting for a moment at most."""
-        for key, _ in self._selector.select(_POLL_SECONDS):
+        ready = self._selector.select(_POLL_SECONDS)
+        self._decider.look_at_rank_zero()  # first: on a signal it matters whether there is something to save
+        for key, _ in ready:
             if not key.data():
                 self._selector.unregister(key.fileobj)
-        self._decider.look_at_rank_zero()
         self._decider.take(events.Tick())
         self._turns.advance()
 
@@ -244,7 +241,8 @@ class Supervisor:
         now = time.monotonic()
         self._server_stopped_at = self._server_stopped_at or now
         for worker in self._workers:
-            if worker.pid is not None and (code := exit_code(worker.pid)) is not None:
+            is_known = self._decider.state.rank(worker.rank).code is not None
+            if worker.pid is not None and not is_known and (code := exit_code(worker.pid)) is not None:
                 self._reports.on_exit(worker, code)
         if now - self._server_stopped_at > self._step_seconds:
             self._output.line(
