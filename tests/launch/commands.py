@@ -43,7 +43,7 @@ class Command:
             leader_host=None if first_rank == 0 else "node0",
             others=frozenset(others),
         )
-        nothing_done = [lambda *_: None] * 4
+        nothing_done = [lambda *_: None] * 5
         self.decider = Decider(state, workers, send, *nothing_done)  # type: ignore[arg-type]
 
     @property

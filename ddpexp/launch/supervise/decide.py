@@ -306,6 +306,7 @@ class _Decision:
     def _part(self) -> None:
         """Tell the leading command how this one ended, unless that is lost: it would take it for a good end."""
         self._set(stage=Stage.PARTING)
+        self.actions.append(events.ShowLastOutput())
         if not self.state.leader_lost:
             stop = self.state.stop
             self._send_to_leader(messages.CommandDone() if stop is None else messages.CommandStopped(stop.signum))

@@ -29,6 +29,7 @@ class Decider:
     dismiss: Callable[[], None]  # makes the workers exit at once
     kill_workers: Callable[[], None]
     kill_server: Callable[[], None]
+    show_last_output: Callable[[], None]
     _waiting: deque[events.Event] = field(default_factory=deque)
     _performs: bool = False
 
@@ -43,6 +44,7 @@ class Decider:
             events.KillRanks: lambda _: self.kill_workers(),
             events.KillServer: lambda _: self.kill_server(),
             events.DumpStacks: lambda action: self.dump(action.source),
+            events.ShowLastOutput: lambda _: self.show_last_output(),
         }
 
     def take(self, event: events.Event) -> None:

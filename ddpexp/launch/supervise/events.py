@@ -162,6 +162,19 @@ class DumpStacks:
     source: int = COMMAND
 
 
+@dataclass(frozen=True)
+class ShowLastOutput:
+    """Show and log what the ranks have left: all have ended, and no other command has heard of it yet."""
+
+
 Action: TypeAlias = (
-    Send | BeginBoundary | CommitBoundary | ShowStop | DismissRanks | KillRanks | KillServer | DumpStacks
+    Send
+    | BeginBoundary
+    | CommitBoundary
+    | ShowStop
+    | DismissRanks
+    | KillRanks
+    | KillServer
+    | DumpStacks
+    | ShowLastOutput
 )

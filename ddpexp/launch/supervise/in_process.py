@@ -102,6 +102,7 @@ class _Supervisor:
             dismiss=self._dismiss,
             kill_workers=self._dismiss,
             kill_server=self._exit,
+            show_last_output=lambda: log_failure(worker, self._decider.state.rank(0).failure),
         )
         self._reports = Reports(self._decider, Memory())
         self._finished = False
@@ -125,7 +126,6 @@ class _Supervisor:
         self.finish()
         self._handle()  # its last messages
         self._reports.on_exit(self._worker, code)
-        log_failure(self._worker, self._decider.state.rank(0).failure)
         return exit_code_of(self._decider.state, [self._worker])
 
     def _handle(self) -> None:

@@ -98,6 +98,7 @@ class Supervisor:
             dismiss=self._dismiss,
             kill_workers=partial(server.kill, signal.SIGKILL),
             kill_server=server.destroy,
+            show_last_output=self._show_last_output,
         )
         self._output = Output(terminal, None if leads else self._forward_warning)
         self._watchdog = Watchdog(
@@ -128,16 +129,12 @@ class Supervisor:
         with self._selector, signals_as_bytes() as signals:
             self._register(signals)
             try:
-                while self._decider.state.stage is Stage.WATCHING:
-                    self._poll()
-                    self._show_output()
-                    self._check_server()
-                    self._check_hangs()
-                while self._decider.state.stage is Stage.SETTLING:
-                    self._poll()
-                self._show_last_output()
                 while self._decider.state.stage is not Stage.OVER:
                     self._poll()
+                    if self._decider.state.stage is Stage.WATCHING:
+                        self._show_output()
+                        self._check_server()
+                        self._check_hangs()
             finally:
                 self._turns.close()
                 self._output.terminal.close()

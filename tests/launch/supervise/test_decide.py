@@ -32,6 +32,7 @@ from ddpexp.launch.supervise.events import (
     RankExited,
     RankZeroMoved,
     Send,
+    ShowLastOutput,
     ShowStop,
     Signalled,
     Tick,
@@ -200,17 +201,17 @@ def after(state: State, *happened: tuple[float, Event]) -> tuple[State, list[Act
         (
             replace(FOLLOWS, ranks=(Rank(2),)),
             [(5.0, FromRank(2, WorkerDone())), (5.0, RankExited(2, 0, ERROR))],
-            [Send(CommandDone())],
+            [ShowLastOutput(), Send(CommandDone())],
         ),
         (
             replace(FOLLOWS, ranks=(Rank(2),), stop=STOP),
             [(5.0, FromRank(2, WorkerStopped(7))), (5.0, RankExited(2, 143, ERROR))],
-            [Send(CommandStopped(TERM))],
+            [ShowLastOutput(), Send(CommandStopped(TERM))],
         ),
         (
             replace(LEADS, ranks=(Rank(0),)),
             [(5.0, RankExited(0, -9, DEATH))],
-            [Send(EndRun(DEATH, None))],
+            [ShowLastOutput(), Send(EndRun(DEATH, None))],
         ),
         (
             replace(LEADS, ranks=(Rank(0),)),
