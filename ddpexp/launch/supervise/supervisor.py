@@ -199,6 +199,8 @@ class Supervisor:
     def _on_no_process(self, worker: Worker, code: int, kind: str, text: str, signum: int | None = None) -> None:
         """Handle the end of a worker for which the server is responsible: its log says nothing of it."""
         seen = replace(worker.failure_seen(kind, text, signum), traceback=None)
+        if not self._decider.state.rank(worker.rank).was_killed:
+            log_failure(worker, seen)
         self._decider.take(events.RankExited(worker.rank, code, seen))
 
     def _on_signals(self, signals: socket.socket) -> bool:

@@ -59,6 +59,7 @@ WAYS = {
     "raise": raises,
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "server": lambda: os.kill(os.getppid(), signal.SIGKILL),
     "os._exit(7)": lambda: os._exit(7),
     "os._exit(0)": lambda: os._exit(0),
     "sys.exit(7)": lambda: sys.exit(7),
@@ -192,6 +193,14 @@ def test_a_death_of_one_rank_ends_the_run_with_its_cause(
     assert shown.count("recipe  points") == 1  # rank zero's words are not repeated
     assert shown.count("Segmentation fault") == (how == "SIGSEGV")  # faulthandler's
     assert done.err.splitlines()[-1].endswith(f"(rank {1 - rank} terminated as a consequence)")
+
+
+def test_the_end_of_the_fork_server_is_in_the_log_of_every_rank(recipe: Recipe) -> None:
+    done = recipe("task._target_=points.Act", "+task.how=server", "trainer.gpus=2", environ=OWN_SERVER)
+    error = failed(done)
+    assert (done.code, error["kind"], error["signal"]) == (1, "ServerLost", 9)
+    for log in ("ranks/0.log", "ranks/1.log"):
+        assert (done.run / log).read_text().endswith(f"ServerLost: {error['message']}\n")
 
 
 def test_what_one_worker_refuses_is_one_sentence_and_2(recipe: Recipe) -> None:
