@@ -380,9 +380,15 @@ def _functions_of_the_ways() -> list[str]:
     return re.findall(r"^ {4,}([\w.]+)  ", text, re.M)
 
 
-@pytest.mark.parametrize("name", sorted(set(_functions_of_the_ways())))
-def test_every_function_of_the_drawings_exists(name: str) -> None:
-    assert callable(pkgutil.resolve_name(f"ddpexp.{name}"))
+def _names_in_the_sentences() -> list[str]:
+    """Return the modules and functions that CONTRIBUTING.md names in the sentences on the same ways."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition(END)[2].partition("## Code tour")[0]
+    return [name for name in re.findall(r"`(\w+\.[\w.]+)`", text) if (ROOT / "ddpexp" / name.split(".")[0]).is_dir()]
+
+
+@pytest.mark.parametrize("name", sorted({*_functions_of_the_ways(), *_names_in_the_sentences()}))
+def test_every_name_on_the_ways_exists(name: str) -> None:
+    assert pkgutil.resolve_name(f"ddpexp.{name}")
 
 
 def test_the_drawings_have_every_function_that_is_traced() -> None:
