@@ -304,7 +304,7 @@ class _Decision:
         self._send(self.state.decision)
 
     def _part(self) -> None:
-        """Tell the leading command how this one ended, unless that is lost: it would take it for a good end."""
+        """Tell the leading command how this one ended; one that is lost could wake, and take that for a good end."""
         self._set(stage=Stage.PARTING)
         self.actions.append(events.ShowLastOutput())
         if not self.state.leader_lost:

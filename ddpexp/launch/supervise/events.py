@@ -10,7 +10,7 @@ from ddpexp.errors import Failure
 from ddpexp.launch.supervise import messages
 from ddpexp.launch.workers.page import What
 
-# Sources of signals besides ranks, which have their own number; the other command's number is added to the second.
+# Sources of signals: a rank has its own number, another command has its number plus OTHER_COMMANDS.
 COMMAND, OTHER_COMMANDS = -1, 1 << 32
 
 

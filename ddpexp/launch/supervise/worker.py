@@ -36,7 +36,7 @@ class Worker:
         return self.step if self.page.status.step is None else self.page.status.step
 
     def exit_seen(self, code: int, killed_for: str | None = None) -> Failure:
-        """Return how the process ended, in case that is a failure.
+        """Return the end of the process as a failure, which it is unless the rank has ended well: see `Rank.cause`.
 
         `code` is minus the number of a signal; `killed_for` says why the kernel killed it, where it did.
         """

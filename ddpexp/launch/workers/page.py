@@ -117,7 +117,7 @@ class AgreementSlot:
 
 @dataclass
 class Agreements:
-    """The steps at which all ranks save, end or stop; see `ddpexp.launch.supervise.stop_agreement`."""
+    """The steps at which all ranks save, end or stop; see `ddpexp.launch.supervise.agreement`."""
 
     current_step: Word  # by the rank, see `RankStatus`
     waits_for: Word  # by the rank: the agreement whose step it waits for; written last: it makes the next word valid
