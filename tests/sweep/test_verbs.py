@@ -229,7 +229,8 @@ RUN_KEYS = {
 def test_the_status_of_a_run_is_there_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run(tmp_path / "my run", ["optimizer.lr=0.1"], status="interrupted", step=30)
     found = as_json(capsys, "status", path)
-    assert set(found) == {*RUN_KEYS, "where", "resume"}
+    assert set(found) == {*RUN_KEYS, "where", "resume", "best"}
+    assert found["best"] is None
     assert (found["directory"], found["status"], found["step"]) == (str(path), "interrupted", 30)
     assert (found["overrides"], found["metrics"]) == ({"optimizer.lr": "0.1"}, {"eval/loss": 0.5})
     assert found["resume"] == f"python -m ddpexp resume '{path}'"
