@@ -27,13 +27,13 @@ _PARTING_SECONDS = 10.0  # for the other commands to end, when this one's ranks 
 
 def decide(state: State, event: Event, now: float) -> tuple[State, Sequence[Action]]:
     """Return the state after an event, and the actions to perform in order."""
-    decision = _Decision(state, now)
+    decision = _Transition(state, now)
     _ON_EVENT[type(event)](decision, event)
     decision.advance()
     return decision.state, decision.actions
 
 
-class _Decision:
+class _Transition:
     """The state and the actions of one decision, as they come about."""
 
     def __init__(self, state: State, now: float) -> None:
@@ -220,16 +220,14 @@ class _Decision:
 
     def _request_stop(self, number: int) -> None:
         """Stop the run: at an agreed step, or at once where there is nothing to save."""
-        saves = self.state.stop is not None or self.state.is_training
-        self._note_stop(number)
-        if not self.state.leads:
-            self._send(messages.SignalReceived(number, False))
-        elif saves:
-            self._send(messages.StopRun(number))
-            self._set(agreement=agreement.want(self.state.agreement, "stop"))
-        else:
+        if self.state.leads and self.state.stop is None and not self.state.is_training:
             self._send(messages.LeaveNow(number))
             self._dismiss(number)
+            return
+        self._note_stop(number)
+        self._send(messages.StopRun(number) if self.state.leads else messages.SignalReceived(number, False))
+        if self.state.leads:
+            self._set(agreement=agreement.want(self.state.agreement, "stop"))
 
     def _note_stop(self, number: int, at_once: bool = False) -> None:
         """Note the signal that stops the run; the time counts from the first one."""
@@ -342,12 +340,13 @@ class _Decision:
         self._fail(severity)
 
     def _fail(self, severity: Severity) -> None:
-        """Note that there is another failure; if it is more genuine than the decision's, decide again."""
+        """Note that there is another failure; if it is more genuine than that of the others' end, they hear of it."""
         if self.state.failed_at is None:
             self._set(failed_at=self.now)
         decision = self.state.decision
         known = Severity.ENDED if decision is None or decision.cause is None else Severity.of(decision.cause)
-        if decision is not None and self.state.leads and severity < known:
+        decides = self.state.leads and (decision is not None or self.state.stage is Stage.PARTING)
+        if decides and severity < known:
             self._end_others()
 
     def _send(self, message: messages.PeerMessage) -> None:
@@ -366,28 +365,28 @@ class _Decision:
         self._set(ranks=(*self.state.ranks[:place], rank, *self.state.ranks[place + 1 :]))
 
 
-_ON_EVENT: Mapping[type[Event], Callable[[_Decision, Any], None]] = {
-    events.FromRank: _Decision.on_rank_message,
-    events.RankErrored: _Decision.on_rank_errored,
-    events.RankExited: _Decision.on_rank_exited,
-    events.RankZeroMoved: _Decision.on_rank_zero_moved,
-    events.BoundRead: _Decision.on_bound,
-    events.Signalled: _Decision.on_signalled,
-    events.FromCommand: _Decision.on_command_message,
-    events.CommandLost: _Decision.on_command_lost,
-    events.HangFound: _Decision.on_hang,
-    events.LeaderSilent: _Decision.on_leader_silent,
-    events.Tick: _Decision.on_tick,
+_ON_EVENT: Mapping[type[Event], Callable[[_Transition, Any], None]] = {
+    events.FromRank: _Transition.on_rank_message,
+    events.RankErrored: _Transition.on_rank_errored,
+    events.RankExited: _Transition.on_rank_exited,
+    events.RankZeroMoved: _Transition.on_rank_zero_moved,
+    events.BoundRead: _Transition.on_bound,
+    events.Signalled: _Transition.on_signalled,
+    events.FromCommand: _Transition.on_command_message,
+    events.CommandLost: _Transition.on_command_lost,
+    events.HangFound: _Transition.on_hang,
+    events.LeaderSilent: _Transition.on_leader_silent,
+    events.Tick: _Transition.on_tick,
 }
-_ON_MESSAGE: Mapping[type[messages.PeerMessage], Callable[[_Decision, Any, int], None]] = {
-    messages.RankFailed: _Decision.on_rank_failed,
-    messages.CommandDone: _Decision.on_command_done,
-    messages.CommandStopped: _Decision.on_command_stopped,
-    messages.SignalReceived: _Decision.on_signal_received,
-    messages.StopRun: _Decision.on_stop_run,
-    messages.LeaveNow: _Decision.on_leave_now,
-    messages.EndRun: _Decision.on_end_run,
-    messages.BeginAgreement: _Decision.on_begin_agreement,
-    messages.ReportBound: _Decision.on_report_bound,
-    messages.CommitStep: _Decision.on_commit_step,
+_ON_MESSAGE: Mapping[type[messages.PeerMessage], Callable[[_Transition, Any, int], None]] = {
+    messages.RankFailed: _Transition.on_rank_failed,
+    messages.CommandDone: _Transition.on_command_done,
+    messages.CommandStopped: _Transition.on_command_stopped,
+    messages.SignalReceived: _Transition.on_signal_received,
+    messages.StopRun: _Transition.on_stop_run,
+    messages.LeaveNow: _Transition.on_leave_now,
+    messages.EndRun: _Transition.on_end_run,
+    messages.BeginAgreement: _Transition.on_begin_agreement,
+    messages.ReportBound: _Transition.on_report_bound,
+    messages.CommitStep: _Transition.on_commit_step,
 }

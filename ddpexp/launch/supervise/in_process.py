@@ -27,7 +27,7 @@ from ddpexp.launch.supervise import events
 from ddpexp.launch.supervise.assignment import RankAssignment
 from ddpexp.launch.supervise.coordinator import worker_environment
 from ddpexp.launch.supervise.decider import Decider
-from ddpexp.launch.supervise.reports import Reports, log_failure
+from ddpexp.launch.supervise.reports import Reports
 from ddpexp.launch.supervise.state import Rank, State
 from ddpexp.launch.supervise.verdict import exit_code_of
 from ddpexp.launch.supervise.worker import Worker
@@ -102,7 +102,7 @@ class _Supervisor:
             dismiss=self._dismiss,
             kill_workers=self._dismiss,
             kill_server=self._exit,
-            show_last_output=lambda: log_failure(worker, self._decider.state.rank(0).failure),
+            show_last_output=lambda: worker.log_failure(self._decider.state.rank(0).failure),
         )
         self._reports = Reports(self._decider, Memory())
         self._finished = False

@@ -108,9 +108,3 @@ class Reports:
 def _on_progress(output: Output, worker: Worker, message: messages.Progress) -> None:
     worker.step = message.done
     output.progress(worker, message)
-
-
-def log_failure(worker: Worker, failure: Failure | None) -> None:
-    """Append a rank's own error to its log; the terminal shows only the first cause."""
-    if failure is not None:
-        worker.log.add(f"{failure.traceback or ''}{failure.kind}: {failure.message}\n")

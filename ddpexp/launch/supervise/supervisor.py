@@ -21,7 +21,7 @@ from ddpexp.launch.supervise import events, messages
 from ddpexp.launch.supervise.debug_turns import DebugTurns
 from ddpexp.launch.supervise.decider import Decider
 from ddpexp.launch.supervise.output import Output
-from ddpexp.launch.supervise.reports import Reports, log_failure
+from ddpexp.launch.supervise.reports import Reports
 from ddpexp.launch.supervise.signals import signals_as_bytes
 from ddpexp.launch.supervise.state import Rank, Stage, State
 from ddpexp.launch.supervise.verdict import exit_code_of
@@ -200,7 +200,7 @@ class Supervisor:
         """Handle the end of a worker for which the server is responsible: its log says nothing of it."""
         seen = replace(worker.failure_seen(kind, text, signum), traceback=None)
         if not self._decider.state.rank(worker.rank).was_killed:
-            log_failure(worker, seen)
+            worker.log_failure(seen)
         self._decider.take(events.RankExited(worker.rank, code, seen))
 
     def _on_signals(self, signals: socket.socket) -> bool:
@@ -226,7 +226,7 @@ class Supervisor:
             self._output.show_warnings(all_of_them=True)
             self._output.lines_of(self._rank_zero, last=True)
         for worker in self._workers:
-            log_failure(worker, self._decider.state.rank(worker.rank).failure)
+            worker.log_failure(self._decider.state.rank(worker.rank).failure)
 
     def _check_server(self) -> None:
         """While the fork server is stopped and reports nothing, detect ended ranks here, and warn after a while.

@@ -66,3 +66,8 @@ class Worker:
             traceback=self.log.last_lines(_LAST_LINES),
             exit_code=exit_code,
         )
+
+    def log_failure(self, failure: Failure | None) -> None:
+        """Append the rank's own error, if there is one, to its log; the terminal shows only the first cause."""
+        if failure is not None:
+            self.log.add(f"{failure.traceback or ''}{failure.kind}: {failure.message}\n")

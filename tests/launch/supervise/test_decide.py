@@ -86,7 +86,7 @@ def stopped(number: int = TERM) -> tuple[Action, ...]:
         (LEADS, Signalled(TERM, COMMAND), stopped()),
         (LEADS, Signalled(TERM, 1), stopped()),  # by a rank
         (LEADS, FromCommand(1, SignalReceived(USR2, False)), stopped(USR2)),
-        (BUILDS, Signalled(TERM, COMMAND), (ShowStop(TERM), Send(LeaveNow(TERM)), ShowStop(TERM), DismissRanks())),
+        (BUILDS, Signalled(TERM, COMMAND), (Send(LeaveNow(TERM)), ShowStop(TERM), DismissRanks())),
         (FOLLOWS, Signalled(TERM, COMMAND), (ShowStop(TERM), Send(SignalReceived(TERM, False)))),
         (FOLLOWS, FromCommand(0, StopRun(TERM)), (ShowStop(TERM),)),
         (FOLLOWS, FromCommand(0, LeaveNow(TERM)), (ShowStop(TERM), DismissRanks())),
@@ -230,6 +230,13 @@ def test_a_sequence_of_events_ends_with_these_actions(
     state: State, happened: list[tuple[float, Event]], actions: list[Action]
 ) -> None:
     assert after(state, *happened)[1] == actions
+
+
+def test_a_failure_that_is_heard_of_after_a_good_end_here_ends_the_other_commands() -> None:
+    alone = replace(LEADS, ranks=(Rank(0),), others=frozenset([1, 2]))
+    done, _ = after(alone, (5.0, FromRank(0, WorkerDone())), (5.0, RankExited(0, 0, ERROR)))
+    assert done.stage is Stage.PARTING
+    assert after(done, (5.1, FromCommand(1, RankFailed(DEATH, Severity.DEATH))))[1] == [Send(EndRun(DEATH, None))]
 
 
 ALONE = State((Rank(0),))

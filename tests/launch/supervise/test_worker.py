@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ddpexp.errors import EXIT_FAILED, Failure
-from ddpexp.launch.supervise.reports import log_failure
 from ddpexp.launch.supervise.severity import Severity
 from ddpexp.launch.supervise.worker import Worker
 from ddpexp.launch.workers.control import Control
@@ -126,7 +125,7 @@ def test_an_own_error_is_kept_with_the_output_of_its_rank(worker: Callable[..., 
     workers = [worker(rank) for rank in range(3)]
     failures = [None, failure(1, traceback="Traceback: line 3\n"), failure(2)]
     for one, own in zip(workers, failures, strict=True):
-        log_failure(one, own)
+        one.log_failure(own)
     assert [one.log.last_lines(5) for one in workers] == [
         "",
         "Traceback: line 3\nValueError: no luck",
