@@ -126,7 +126,7 @@ def check_logger(logger: Any, named_by: str) -> Logger:
     for method, arguments in _LOGGER_METHODS.items():
         if not callable(getattr(logger, method, None)):
             raise RefusedError(
-                f"makes a {type(logger).__name__} without the method {method}, which every logger has",
+                f"The class {type(logger).__name__} lacks the method {method}, which every logger has",
                 suggestion="Derive it from ddpexp.loggers.base.Logger, and define what it records.",
                 **subject(named_by),
             )
@@ -146,14 +146,14 @@ def check_callback(callback: Any, named_by: str) -> Callback:
     kind = type(callback)
     if not isinstance(callback, Callback):
         raise RefusedError(
-            f"makes a {kind.__name__}, which is not a callback",
+            f"The class {kind.__name__} is not a callback",
             suggestion="Derive it from ddpexp.Callback.",
             **subject(named_by),
         )
     if callback.rank_zero_only and callback.communicates:
         raise RefusedError(
-            f"makes a {kind.__name__} that sets rank_zero_only and communicates, and rank zero alone would wait for "
-            "the others forever",
+            f"The callback {kind.__name__} sets rank_zero_only and communicates, so rank zero would wait for the other "
+            "ranks forever",
             suggestion="Leave one of them out.",
             **subject(named_by),
         )
@@ -165,7 +165,7 @@ def check_callback(callback: Any, named_by: str) -> Callback:
     if saves is not loads:
         there, missing = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
         raise RefusedError(
-            f"makes a {kind.__name__} with {there} and without {missing}, so a resumed run would lose its state",
+            f"The callback {kind.__name__} has {there} but not {missing}, so a resumed run would lose its state",
             suggestion=f"Write def {missing}({', '.join(['self', *_CALLBACK_METHODS[missing]])}), or leave "
             f"{there} out.",
             **subject(named_by),

@@ -143,7 +143,7 @@ def _function(node: Node, trust: Trust, where: str) -> Callable[[Any], Any]:
     instance = instantiate(node, trust, where)
     if not callable(instance):
         raise RefusedError(
-            f"makes a {type(instance).__name__}, which cannot be called", key=f"{where}._target_", value=node.target
+            f"An object of {type(instance).__name__} cannot be called", key=f"{where}._target_", value=node.target
         )
     called: Callable[[Any], Any] = instance
     return called

@@ -51,7 +51,7 @@ class Command:
         return self.decider.state.agreement
 
     def want(self, what: What) -> None:
-        """Have a signal request this; it is begun when time goes on."""
+        """Request an agreement, as a signal does; `advance` begins it."""
         state = self.decider.state
         self.decider.state = replace(state, agreement=agreement.want(state.agreement, what))
 

@@ -21,23 +21,24 @@ def want(agreement: Agreement, what: What) -> Agreement:
     """Request that all ranks save, or save and stop; ignored after a stop. For the leading command."""
     if agreement.stops:
         return agreement
-    return replace(agreement, requested=what, stops=what == "stop")
+    return replace(agreement, next_what=what, stops=what == "stop")
 
 
 def wish(agreement: Agreement, number: int, what: What) -> Agreement:
-    """Request what rank zero wants the agreement of this number to do, unless that does something anyway."""
-    if agreement.what is None and agreement.requested is None and not agreement.stops and number > agreement.number:
-        return replace(agreement, requested=what)
+    """Request an agreement because rank zero wishes it, unless one of this number has begun or another is due."""
+    if agreement.what is None and agreement.next_what is None and not agreement.stops and number > agreement.number:
+        return replace(agreement, next_what=what)
     return agreement
 
 
 def begin(agreement: Agreement, others: frozenset[int]) -> tuple[Agreement, Sequence[Action]]:
-    """Begin what was requested, if nothing is in progress. For the leading command."""
-    if agreement.what is not None or agreement.requested is None:
+    """Begin the next agreement, if one was requested and none is in progress. For the leading command."""
+    is_in_progress = agreement.what is not None
+    if is_in_progress or agreement.next_what is None:
         return agreement, ()
     number = agreement.number + 1
     begun = replace(
-        agreement, number=number, what=agreement.requested, requested=None, bound=0, awaited=others | {COMMAND}
+        agreement, number=number, what=agreement.next_what, next_what=None, bound=0, awaited=others | {COMMAND}
     )
     return begun, (Send(BeginAgreement(number)), BeginBoundary(number))
 

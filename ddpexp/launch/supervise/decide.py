@@ -1,7 +1,7 @@
-"""Decide how a run goes on: a pure function of a command's state, an event and the time.
+"""The decisions of a command: `decide` maps its state, an event and the time to the next state and to actions.
 
-The supervisor and `launcher=inline` feed it what happens and perform the actions that it returns. The table in
-docs/launchers.md says what signals do.
+It has no side effects: the supervisor and `launcher=inline` pass it the events and perform the actions. The table in
+docs/launchers.md lists the effect of each signal.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class _Transition:
         self._fail(severity)
 
     def _fail(self, severity: Severity) -> None:
-        """Note that there is another failure; if it is more genuine than that of the others' end, they hear of it."""
+        """Note the time of the first failure; tell the other commands of a more genuine one than before."""
         if self.state.failed_at is None:
             self._set(failed_at=self.now)
         decision = self.state.decision

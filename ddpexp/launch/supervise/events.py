@@ -1,4 +1,4 @@
-"""What happens to a command's run, and what it does then: the events that `decide` takes and the actions it returns."""
+"""The events that `decide` takes, and the actions that it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command's workers report: messages and signals become events, or go to the terminal."""
+"""The reports of a command's workers: messages and signals become events, or go to the terminal."""
 
 from __future__ import annotations
 

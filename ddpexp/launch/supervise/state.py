@@ -1,4 +1,4 @@
-"""What one command knows of the run, as a value that `decide` replaces, and the questions that it answers."""
+"""The knowledge of one command about the run: a value that `decide` replaces, and questions about it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Agreement:
 
     number: int = 0  # of the newest one
     what: What | None = None  # the one in progress is for, on the leading command
-    requested: What | None = None
+    next_what: What | None = None  # the next one is for
     stops: bool = False  # a stop was requested
     step: int = 0  # of the newest committed one
     bound: int = 0  # the latest boundary reported for the one in progress
@@ -88,7 +88,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class State:
-    """What one command knows. Times are those of `time.monotonic`."""
+    """The knowledge of one command about the run. Units: times in seconds, of `time.monotonic`."""
 
     ranks: tuple[Rank, ...]
     first_rank: int = 0

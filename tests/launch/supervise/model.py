@@ -39,10 +39,10 @@ class Process:
     lives: bool = True
     is_killed: bool = False  # SIGKILL has been sent
     is_dismissed: bool = False  # SIGTERM has been sent, and it is to exit at once
-    has_errored: bool = False  # it has reported an error, and exits next
+    has_errored: bool = False  # an error is reported, and the exit comes next
     waits: bool = False  # at a step boundary, for the step of an agreement
-    stops: bool = False  # it knows the step at which all stop
-    is_sound: bool = True  # it has not died, nor failed
+    stops: bool = False  # the step at which all stop is known to it
+    is_sound: bool = True  # the process has neither died nor failed
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def may_react(world: World, rank: int, notices: bool = True) -> bool:
 
 
 def steps(world: World) -> Iterator[World]:
-    """Yield the worlds that follow by themselves: a message arrives, or a process goes on."""
+    """Yield each world that the delivery of one message, or the next action of one process, leads to."""
     for sender, row in enumerate(world.mail):
         for receiver, waiting in enumerate(row):
             if waiting:

@@ -1,4 +1,4 @@
-"""What a command does on each event: tables of states, events and the actions that follow."""
+"""The actions of a command on each event, as tables."""
 
 from __future__ import annotations
 

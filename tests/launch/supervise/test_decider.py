@@ -1,4 +1,4 @@
-"""What is decided reaches the ranks: real pages, logs and channels."""
+"""Decisions reach the ranks: real pages, logs and channels."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Counted:
 
 @pytest.fixture
 def reports(command: Command, stack: ExitStack) -> tuple[Reports, Counted, Callable[..., None]]:
-    """What reads the ranks, the kernel's count, and a function with which rank zero sends a message."""
+    """The reader of the ranks, the kernel's count, and a function with which rank zero sends a message."""
     ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
     for worker in command.decider.workers:
         worker.log = Log(None, worker.rank)
