@@ -258,7 +258,7 @@ def test_another_python_is_refused_in_one_line(version: tuple[int, int]) -> None
 
 
 def test_a_clone_whose_requirements_are_not_installed_says_so() -> None:
-    for arguments in (["recipe=mnist"], ["--help"], ["table", "."], ["plan", "recipe=mnist"]):
+    for arguments in (["recipe=mnist"], ["--help"], ["table", "."], ["status", "."], ["plan", "recipe=mnist"]):
         done = run(sys.executable, "-S", "-m", "ddpexp", *arguments, cwd=ROOT)  # without site-packages
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert f" is not installed for this Python ({sys.executable}). Install ddpexp " in done.stderr

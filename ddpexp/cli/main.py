@@ -26,7 +26,8 @@ from ddpexp.system.start import NOT_LINUX
 from ddpexp.system.streams import mask_standard_streams
 from ddpexp.system.terminal import print_message, show, within_patience
 
-_REQUIRED = {"hydra", "omegaconf", "yaml", "rich", "numpy"}  # imported by the process of a command, which has no torch
+# Packages that the process of a command imports; it has no torch.
+_REQUIRED = {"hydra", "omegaconf", "yaml", "rich", "numpy", "xxhash"}
 _WORKER = "ddpexp.train.process"  # imported where this process was a worker
 
 
