@@ -239,7 +239,18 @@ def _open(folder: Path) -> Checkpoint:
         isinstance(position, int | float) and not position >= 0 for position in manifest.get("records", {}).values()
     ):
         raise ValueError("its manifest holds numbers that cannot be")
+    _check_metrics(manifest)
     return Checkpoint(folder, manifest, files)
+
+
+def _check_metrics(manifest: Mapping[str, Any]) -> None:
+    """Check the metrics of a manifest, by which the best checkpoint is found: numbers, or null for NaN."""
+    for name, value in (manifest.get("metrics") or {}).items():
+        if value is not None and not isinstance(value, int | float):
+            raise ValueError(f"its manifest has no number for the metric {name}")
+        float(value or 0)  # a whole number may be too large
+    if not isinstance(manifest.get("evaluated_at"), int | None):
+        raise ValueError("its manifest names no step for its evaluation")
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.checkpoint.codec import decode, encode
-from ddpexp.checkpoint.format import MANIFEST, Damaged, clean, newest_intact, scan, seal, set_aside
+from ddpexp.checkpoint.format import MANIFEST, Damaged, clean, newest_intact, open_checkpoint, scan, seal, set_aside
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.reader import read_part, read_rank_state
 from ddpexp.checkpoint.writer import Content, Writer
@@ -99,6 +99,28 @@ def test_pieces_that_leave_a_gap_are_no_description_of_a_file(
     described = [{"offset": offset, "num_bytes": size, "sha256": "0" * 64} for offset, size in pieces]
     files = {"model.safetensors": {"num_bytes": 10, "pieces": described}}
     (folder / MANIFEST).write_bytes(seal({"format": 2, "step": 3, "files": files}))
+    [one] = scan(tmp_path).damaged
+    assert sentence in one.problem
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"metrics": {"eval/loss": "abc"}}, "no number for the metric eval/loss"),
+        ({"metrics": {"eval/loss": [1.0]}}, "no number for the metric eval/loss"),
+        ({"metrics": {"eval/loss": 10**400}}, "too large"),
+        ({"metrics": "abc"}, "none of a checkpoint"),
+        ({"evaluated_at": [3]}, "names no step for its evaluation"),
+    ],
+)
+def test_a_manifest_whose_best_value_cannot_be_found_is_damaged(
+    tmp_path: Path, fields: dict[str, object], sentence: str
+) -> None:
+    folder = saved(tmp_path)
+    manifest = dict(open_checkpoint(folder).manifest)
+    (folder / MANIFEST).write_bytes(seal({**manifest, "metrics": {"eval/loss": None}, "evaluated_at": 3}))
+    assert scan(tmp_path).damaged == []
+    (folder / MANIFEST).write_bytes(seal({**manifest, **fields}))
     [one] = scan(tmp_path).damaged
     assert sentence in one.problem
 
