@@ -29,6 +29,7 @@ def export(call: Call) -> int:
         raise RefusedError(
             "is not a checkpoint", place=f"export {weights.path}", suggestion="Name a run, or one of its checkpoints."
         )
+    weights.announce()
     try:
         answer = separate_process.call(
             "ddpexp.export.worker:main", request_of(weights, out, format_name), {"CUDA_VISIBLE_DEVICES": ""}

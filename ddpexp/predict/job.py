@@ -40,8 +40,9 @@ class Prediction(Lifecycle):
         return Job(self, request_of(run.experiment, run.manifest), identity=job_identity(run.text))
 
     def begin(self, layout: Layout, participants: Participants) -> Work:
-        """Check that the file can be written, and prepare the data."""
+        """Check that the file can be written, announce the weights, and prepare the data."""
         check_out(self.out)
+        self.weights.announce()
         return self.enter({}, layout)
 
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> Work:

@@ -37,7 +37,8 @@ class Evaluation(Lifecycle):
         return Job(self, request, identity=job_identity(run.text), check=check)
 
     def begin(self, layout: Layout, participants: Participants) -> Work:
-        """Prepare the data, and a place for the answer of rank zero."""
+        """Announce the weights, and prepare the data and a place for the answer of rank zero."""
+        self.weights.announce()
         if self.answers:
             self._answer = os.memfd_create("ddpexp-evaluate")
         return self.enter({}, layout)

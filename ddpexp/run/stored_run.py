@@ -45,6 +45,12 @@ class StoredWeights:
 
     path: Path
     run: StoredRun
+    note: str | None = None  # that they are the best of their run
+
+    def announce(self) -> None:
+        """Print the note on standard error. Called by one command of a job."""
+        if self.note is not None:
+            print_message(f"ddpexp: {self.note}")
 
 
 class Restate(Protocol):
@@ -105,7 +111,7 @@ def find_weights(
 ) -> StoredWeights:
     """Return the weights that the verb `name` is given, with the experiment of their run, or of the overrides.
 
-    `checkpoint` is what was typed behind --checkpoint. That the best one is taken is said on standard error.
+    `checkpoint` is the word behind --checkpoint.
 
     Raises:
         RefusedError: no such weights, or as `read_run`.
@@ -118,14 +124,11 @@ def find_weights(
         run = _of_overrides(overrides, description)
     typed = f"--checkpoint {checkpoint}"
     request = weights.Request(weights.parse_which(checkpoint, typed), typed)
+    notes: list[str] = []
     found = weights.find(
-        path,
-        description,
-        lambda text: print_message(f"ddpexp: warning: {text}"),
-        request,
-        lambda text: print_message(f"ddpexp: {text}"),
+        path, description, lambda text: print_message(f"ddpexp: warning: {text}"), request, notes.append
     )
-    return StoredWeights(found, run)
+    return StoredWeights(found, run, next(iter(notes), None))
 
 
 def _home_of(path: Path, description: str, advice: str) -> Path | None:

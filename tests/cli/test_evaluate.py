@@ -23,7 +23,8 @@ from torch import nn
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.weights import find
 from ddpexp.cli import evaluate as verbs
-from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, python_path
+from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, finish, python_path
+from tests.launch.starters import free_port
 from tests.refusals import command_refused, refused
 from tests.typed import call
 
@@ -67,6 +68,22 @@ def test_the_best_checkpoint_is_taken_where_a_run_keeps_one_and_the_first_line_s
         evaluated = evaluate(ddpexp, done.run.name, *words)
         assert evaluated.err.splitlines()[0] == f"{line} ({steps[best]:.6g})"
         assert metrics(evaluated)["eval/loss"] == pytest.approx(steps[best], rel=1e-5)
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    started = [
+        ddpexp.start(
+            "evaluate", done.run.name, "launcher=torchrun-env",
+            environ={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    ended = [finish(*one) for one in started]
+    assert [one.code for one in ended] == [0, 0]
+    assert "".join(one.err for one in ended).count("the best by trainer.keep_best") == 1  # of all commands one says it
     for word in ("last", f"step-{max(steps)}", max(steps)):
         evaluated = evaluate(ddpexp, done.run.name, "--checkpoint", word)
         assert evaluated.err == ""
