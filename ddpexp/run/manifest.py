@@ -8,6 +8,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib import metadata
@@ -20,6 +21,7 @@ from ddpexp.run.repository import Snapshot
 from ddpexp.system.files import first_free_name, sha256
 from ddpexp.system.job_schedulers import restart_count
 
+_MOMENT = "%Y-%m-%dT%H:%M:%S.%f%z"
 _OF_THE_RUN = (
     "format",
     "data",
@@ -56,7 +58,7 @@ def describe(
     `before` is its current content; `diff` describes the patch of the code.
     """
     facts = {
-        "started": datetime.now().astimezone().strftime("%Y-%m-%dT%H:%M:%S.%f%z"),
+        "started": datetime.now().astimezone().strftime(_MOMENT),
         "command": list(start.argv),
         "git": start.code.git,
         "code_diff": diff,
@@ -89,6 +91,13 @@ def _earlier(before: Mapping[str, Any], facts: Mapping[str, Any]) -> list[dict[s
 def _differing(start: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     keys = dict.fromkeys(("started", *start, *after))
     return {key: start.get(key) for key in keys if key == "started" or start.get(key) != after.get(key)}
+
+
+def moment_of(started: Any) -> float | None:
+    """Return when a start began, from its `started`; None if that is no time. Units: seconds since 1970."""
+    with suppress(TypeError, ValueError, OverflowError):
+        return datetime.strptime(started, _MOMENT).timestamp()
+    return None
 
 
 def diff_of(run: RunDir, code: Snapshot, before: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, Path | None]:

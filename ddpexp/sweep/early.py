@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ddpexp.run.directory import RunDir
-from ddpexp.sweep.files import json_lines
+from ddpexp.system.json_lines import json_lines
 
 _OTHERS = 4  # how many must have come as far before the median is used
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ddpexp.run import directory, lock
 from ddpexp.run.directory import RunDir
+from ddpexp.run.manifest import moment_of
 from ddpexp.system import files
 from ddpexp.system.files import open_regular, read_json
+from ddpexp.system.json_lines import json_lines, parse_line
 from ddpexp.system.secrets import masked_tree
 
 _TAIL_BYTES = 1 << 18  # of metrics.jsonl, which nearly always contain the newest values
 _LAST_LINES = 50  # that are looked at for one line of training and one of an evaluation
-_LINE_BYTES = 1 << 20
 _HOW_IT_RUNS = ("run.", "hydra.", "sweep.")  # keys that are no columns of a table
 
 
@@ -60,7 +59,7 @@ class RunFiles:
             result=masked_tree(result, mask),
             metrics=masked_tree(metrics, mask),
             step=step if done_step is None else done_step,
-            started=_moment(manifest.get("started")),
+            started=moment_of(manifest.get("started")),
             ended=ended,
             failure=None if failure is None else mask(failure),
             problem=problems[0] if problems else None,
@@ -100,26 +99,6 @@ def curve(metrics: Path, metric: str) -> list[tuple[int, float]]:
         if step is not None and value is not None and not math.isnan(value):
             points[step] = value  # the last value, where a run was killed and repeated a step
     return sorted(points.items())
-
-
-def json_lines(
-    path: Path, key: str | None = None, on_damaged: Callable[[int], object] | None = None
-) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a file of JSON lines, with a key only those that may have it; nothing if it is unreadable.
-
-    `on_damaged` is called with the number of each line that is no object, except a last line that is still being
-    written.
-    """
-    name = b"" if key is None else json.dumps(key).encode()
-    size = 0
-    number = 1
-    with suppress(OSError, ValueError), open_regular(path) as file:
-        while (line := file.readline(_LINE_BYTES)) and (size := size + len(line)) < files.JSON_BYTES:
-            if name in line and (record := _record(line)):
-                yield record
-            elif on_damaged is not None and name in line and line.strip() and line.endswith(b"\n"):
-                on_damaged(number)
-            number += line.endswith(b"\n")
 
 
 def override_values(overrides: Sequence[str]) -> dict[str, str]:
@@ -176,7 +155,7 @@ def _newest_metrics(path: Path, metric: str | None) -> tuple[dict[str, float], i
     values: dict[str, float] = {}
     step, kinds = None, set()
     for line in newest_first[:_LAST_LINES]:
-        record = _record(line)
+        record = parse_line(line)
         if step is None:
             step = count_of(record.get("step"))
         metrics = _metrics(record)
@@ -187,21 +166,12 @@ def _newest_metrics(path: Path, metric: str | None) -> tuple[dict[str, float], i
             break
     if metric is not None and metric not in values:  # older than these lines
         line = next((line for line in newest_first if quoted in line), b"")
-        values = {**_metrics(_record(line)), **values}
+        values = {**_metrics(parse_line(line)), **values}
     return values, step
 
 
 def _metrics(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name in record if "/" in name and (value := number_of(record[name])) is not None}
-
-
-def _record(line: bytes) -> dict[str, Any]:
-    """Parse a line; a truncated one is empty."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def version_of(path: str | Path) -> object:
@@ -228,12 +198,6 @@ def number_of(value: Any) -> float | None:
 def count_of(value: Any) -> int | None:
     """Return a count."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 else None
-
-
-def _moment(text: Any) -> float | None:
-    with suppress(TypeError, ValueError, OverflowError):
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%f%z").timestamp()
-    return None
 
 
 def text_of(value: Any) -> str | None:

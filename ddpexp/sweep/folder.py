@@ -17,9 +17,9 @@ from ddpexp.config.keys import override_key
 from ddpexp.config.restated import Grants, records_setting
 from ddpexp.errors import RefusedError
 from ddpexp.run import links
-from ddpexp.sweep.files import json_lines
 from ddpexp.system import files
 from ddpexp.system.files import open_to_append
+from ddpexp.system.json_lines import json_lines
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.secrets import masked
 from ddpexp.system.terminal import print_message

@@ -36,6 +36,7 @@ from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.run.directory import RunDir
+from ddpexp.run.history import record_start
 from ddpexp.run.resume_arguments import typed_arguments
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
@@ -185,6 +186,8 @@ def build(context: RunContext) -> Built:
     strategy = build_strategy(experiment, world, plan, initial_weights.load, initial_weights.are_complete)
     if newest is not None and world.is_rank_zero:
         inputs |= check_same_data(context, newest, inputs["data"], batches.steps_per_epoch)
+    if world.is_rank_zero:
+        inputs["starts"] = record_start(run.read(run.manifest), newest)
     num_steps = count_steps(trainer, batches.steps_per_epoch)
     if newest is not None and newest.step > num_steps:
         reason = (

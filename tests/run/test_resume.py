@@ -18,6 +18,8 @@ import yaml
 
 from ddpexp.config.compare import Change
 from ddpexp.launch import Layout
+from ddpexp.run import history
+from ddpexp.run.differences import Value, over_steps
 from ddpexp.run.directory import RunDir
 from ddpexp.run.manifest import accepted
 from ddpexp.run.resume import PreviousRun, Start, _finished, _has_other_callbacks, _is_longer, inspect, resolve_layout
@@ -161,6 +163,12 @@ def test_a_finished_run_resumes_when_it_is_extended(ddpexp: Ddpexp, run: Path) -
     assert "- trainer.max_steps=10\n" in (run / "overrides-1.yaml").read_text()
     assert yaml.safe_load((run / "config-1.yaml").read_text())["trainer"]["epochs"] == 2
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["epochs"] == 4
+    manifest = RunDir(run).read(run / "manifest.json")
+    assert [start.after for start in history.starts_of(RunDir(run), manifest)] == [0, 10]
+    assert over_steps(history.periods_of(RunDir(run), manifest)) == {
+        "trainer.epochs": (Value(0, 2), Value(10, 4)),
+        "trainer.max_steps": (Value(0, 10), Value(10, 12)),
+    }
     assert resumed(ddpexp, "run").out == f"ddpexp: run {FINISHED}".replace("step 10", "step 12").replace(
         "67.00", percent(run)
     )

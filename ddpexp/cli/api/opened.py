@@ -17,9 +17,9 @@ from ddpexp.run import directory as directories
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import config_options, trust_arguments
 from ddpexp.run.stored_config import check_config, check_config_exists, read_config
-from ddpexp.sweep.files import json_lines
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.rows import rows_of
+from ddpexp.system.json_lines import json_lines
 from ddpexp.system.text import first_few
 
 if TYPE_CHECKING:
