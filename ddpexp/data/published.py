@@ -5,6 +5,7 @@ The rules, in the order they apply:
 - A file that exists but is wrong is always refused; nothing replaces it.
 - `files` uses existing files. `download` fetches missing ones. `auto` does the same, and only if none of the files
   exists and no download succeeds does it fall back to drawn images, with a warning.
+- A `root` that is given has no stand-in: what is drawn replaces only what nobody has named.
 - All content is checked against its SHA-256 before it is used, so the cache is named by its content.
 - The cache is in the data folder if that can be written, otherwise in the user's cache folder.
 
@@ -93,7 +94,8 @@ class Published:
         """Make sure that a decoded cache exists; return a description of the data.
 
         `root` None stands for `$DDPEXP_DATA`, else for the user's cache folder. `num_drawn` images to train on and to
-        test with are drawn where the data set is not used, with a warning on stderr if they replace it.
+        test with are drawn where the data set is not used, with a warning on stderr if they replace it. They do not
+        replace it where a `root` is given, nor where `$DDPEXP_DATA` names no folder.
 
         The result is JSON: name, source, folder (absolute), sha256 (of the files), num_train, num_test, note (a phrase
         for people), mean and std of the pixels, facts (which a configuration may refer to).
@@ -101,29 +103,37 @@ class Published:
         Raises: RefusedError, if the data or a folder is invalid.
         """
         if source == "embedded":
+            if root is not None:
+                self.folder(root, source)
             return self._drawn(num_drawn)
         folder = self.folder(root, source)
+        is_named = root is not None or (bool(os.environ.get("DDPEXP_DATA")) and not folder.is_dir())
+        must_be_real = is_named or source != "auto"
         try:
-            return self._real(folder, source, mirrors, patience or self.patience[source != "auto"])
+            patience = patience or self.patience[source != "auto"]
+            return self._real(folder, source, mirrors, patience, tries_again=must_be_real)
         except DownloadError as error:
-            if source == "download":
+            failed = f"they could not be downloaded ({error})"
+            if must_be_real:
                 raise RefusedError(
-                    f"{self.title} could not be downloaded ({error}), so there is nothing to train on",
-                    suggestion=f"Put {self.listed} into data.root={folder}, or check the network, or set "
-                    f"data.source=embedded for {self.stand_in.title}.",
+                    f"holds none of the files of {self.title}, and {failed}, so there is nothing to train on",
+                    **_named(root, folder),
+                    suggestion=f"Put {self.listed} into that folder, or check the network, or set data.source=embedded "
+                    f"for {self.stand_in.title}.",
                 ) from None
             print_message(
-                f"WARNING: THIS IS NOT {self.title}: data.root={folder} holds none of its files and they could not be "
-                f"downloaded ({error}), so {num_drawn[0]:,} + {num_drawn[1]:,} {self.stand_in.title} stand in and no "
-                f"accuracy is comparable with {self.title}; for the real data put {self.listed} into that folder or "
-                f"set data.source=download, and set data.source=embedded if {self.stand_in.title} are what you want"
+                f"WARNING: THIS IS NOT {self.title}: data.root={folder} holds none of its files and {failed}, so "
+                f"{num_drawn[0]:,} + {num_drawn[1]:,} {self.stand_in.title} stand in and no accuracy is comparable "
+                f"with {self.title}; for the real data put {self.listed} into that folder or set data.source=download, "
+                f"and set data.source=embedded if {self.stand_in.title} are what you want"
             )
             return self._drawn(num_drawn)
 
     def folder(self, root: str | None, source: str) -> Path:
         """Return the absolute path of the data folder; it may not exist, but is not anything else.
 
-        With `source` auto a folder that `root` names has to exist: a mistyped path would otherwise train on a stand-in.
+        A folder that `root` names has to exist, unless `source` is download: a mistyped path would otherwise be filled
+        by one, or ignored.
 
         Raises: RefusedError.
         """
@@ -134,18 +144,18 @@ class Published:
         folder = Path(os.path.abspath(os.path.expanduser(named)))
         try:
             if not stat.S_ISDIR(os.stat(folder).st_mode):
-                raise RefusedError("is not a folder", key="data.root", value=folder, suggestion=f"{advice}.")
+                raise RefusedError("is not a folder", **_named(root, folder), suggestion=f"{advice}.")
         except FileNotFoundError:
-            if root is not None and source == "auto":
+            if root is not None and source != "download":
+                instead = "leave it out: data.source=embedded reads no files"
+                if source != "embedded":
+                    instead = "set data.source=download to download to a new folder"
                 raise RefusedError(
-                    "does not exist",
-                    key="data.root",
-                    value=folder,
-                    suggestion=f"{advice}, or set data.source=download to download to a new folder.",
+                    "does not exist", key="data.root", value=folder, suggestion=f"{advice}, or {instead}."
                 ) from None
         except OSError as error:
             raise RefusedError(
-                f"cannot be used ({error.strerror})", key="data.root", value=folder, suggestion=f"{advice}."
+                f"cannot be used ({error.strerror})", **_named(root, folder), suggestion=f"{advice}."
             ) from None
         return folder
 
@@ -158,17 +168,19 @@ class Published:
         """The names of the files, for messages."""
         return ", ".join(file.name for file in self.files)
 
-    def _real(self, root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
+    def _real(
+        self, root: Path, source: str, mirrors: Sequence[str], patience: Patience, tries_again: bool
+    ) -> dict[str, Any]:
         """Get the data set from the cache, the files or the network, in this order.
 
-        If several commands run at the same time, one of them downloads.
+        If several commands run at the same time, one of them downloads. `tries_again`: also shortly after a failure.
 
         Raises: DownloadError, if none of the files exists and they could not be downloaded.
         """
         described = self._local(root, source)
         if described is None:
             with alone(patience.total):
-                described = self._local(root, source) or self._downloaded(root, source, mirrors, patience)
+                described = self._local(root, source) or self._downloaded(root, source, mirrors, patience, tries_again)
         return described
 
     def _local(self, root: Path, source: str) -> dict[str, Any] | None:
@@ -188,7 +200,9 @@ class Published:
             return None
         return self._decoded(root, source, "files", self._loaded(found))
 
-    def _downloaded(self, root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
+    def _downloaded(
+        self, root: Path, source: str, mirrors: Sequence[str], patience: Patience, tries_again: bool
+    ) -> dict[str, Any]:
         """Download what is missing. Raises: DownloadError, if none of the files exists."""
         bases = [root, user_cache()]
         found = self._found(bases)
@@ -196,7 +210,7 @@ class Published:
         loaded = self._loaded(found)
 
         try:
-            received = download_unless_failed(missing, mirrors, patience, source == "download", self.name)
+            received = download_unless_failed(missing, mirrors, patience, tries_again, self.name)
         except DownloadError as error:
             if not found:
                 raise
@@ -310,6 +324,13 @@ class Published:
             "std": std,
             "facts": facts,
         }
+
+
+def _named(root: str | None, folder: Path) -> dict[str, Any]:
+    """Return the fields of an error about the data folder: by what it is named, if that is not the default."""
+    if root is None and os.environ.get("DDPEXP_DATA"):
+        return {"place": f"$DDPEXP_DATA={folder}"}
+    return {"key": "data.root", "value": folder}
 
 
 def joint_hash(hashes: Sequence[str]) -> str:

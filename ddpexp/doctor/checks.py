@@ -31,6 +31,7 @@ _JUDGES: Mapping[str, Judge] = {
     "limits": resources.judge_limits,
     "files": storage.judge_files,
     "temporary": storage.judge_temporary,
+    "data": storage.judge_data,
     "network": host.judge_network,
     "clock": host.judge_clock,
     "scheduler": host.judge_scheduler,
@@ -50,6 +51,7 @@ _NEEDED = {
     "temporary": "export TMPDIR=... to a folder of this host",
     "gpus": "the driver does not answer: see dmesg, and reset the GPU or reboot",
     "memory": "/proc does not answer: reboot",
+    "data": "is the file server of the data reachable?",
 }
 _COMPARED = ("versions", "code", "torch_build", "driver", "gpu", "cores")  # checks in which hosts of a job should agree
 
@@ -66,6 +68,7 @@ def probes(setting: Setting, code: str | None) -> dict[str, Probe]:
         "limits": resources.gather_limits,
         "files": partial(storage.gather_files, setting.folder),
         "temporary": storage.gather_temporary,
+        "data": partial(storage.gather_data, setting.data),
         "network": host.gather_network,
         "clock": host.gather_clock,
         "scheduler": host.gather_scheduler,

@@ -10,6 +10,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.run import directory
+from ddpexp.settings.data import Data
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Setting:
     threads: int = 1  # per worker
     num_workers: int = 0  # DataLoader workers per worker
     compiles: bool = False
+    data: Data | None = None
 
     @classmethod
     def of(cls, experiment: Experiment, request: WorkerRequest) -> Setting:
@@ -45,6 +47,7 @@ class Setting:
             threads=layout.threads,
             num_workers=experiment.data.num_workers,
             compiles=bool(trainer.compile),
+            data=experiment.data,
         )
 
     def with_layout(self, layout: Layout, workers: int) -> Setting:

@@ -1,4 +1,4 @@
-"""The file system on which run directories are made, and that of temporary files."""
+"""The file system on which run directories are made, that of temporary files, and the paths of the data."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from pathlib import Path
 from ddpexp.doctor.gather import Facts
 from ddpexp.doctor.report import Finding, bad, doubtful, good
 from ddpexp.doctor.setting import Setting
+from ddpexp.errors import RefusedError
+from ddpexp.run.prepare import check_paths
+from ddpexp.settings.data import Data
 from ddpexp.system.text import size_text
 
 _TEST_BYTES = 4 << 20
@@ -162,6 +165,25 @@ def judge_temporary(facts: Facts, setting: Setting) -> list[Finding]:
         report = bad if setting.compiles else doubtful
         return [report("tmp", f"{folder} is mounted noexec", advice, measured, **facts)]
     return [good("tmp", folder, measured, **facts)]
+
+
+def gather_data(data: Data | None) -> Facts:
+    """Return which file or folder of data that is named does not exist."""
+    try:
+        if data is not None:
+            check_paths(data)
+    except RefusedError as error:
+        return {"refused": error.as_dict()}
+    return {}
+
+
+def judge_data(facts: Facts, setting: Setting) -> list[Finding]:
+    """Judge the paths of the data: a run would be refused; all else is found out by reading them."""
+    if "refused" not in facts:
+        return []
+    said = facts["refused"]
+    text = f"{said['key']}={said['value']} {said['reason']}"
+    return [bad("data", text, "name what a run is to read, or put it there", **said)]
 
 
 def _mounts() -> str:

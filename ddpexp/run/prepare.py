@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +27,8 @@ from ddpexp.system import separate_process
 from ddpexp.system.yaml_text import load_yaml
 
 _TABLES = ("arrays", "hf")
+_PATHS = ("root", "path", "eval_path")
+_REMOTE = ("hf", "tar_shards")  # their paths may be names on a hub, addresses and patterns
 _DIVISION = ("validation_fraction", "fold", "folds", "stratify", "group_by")  # the keys that hold samples out
 
 
@@ -45,7 +50,7 @@ def prepare(data: Data, trust: Trust, stored: bool = False) -> dict[str, Any] | 
 def _prepare(data: Data, trust: Trust, stored: bool) -> dict[str, Any] | None:
     if data.sources:
         _check_sources(data)
-        return _of_mixture(data, {name: _prepare(source, trust, stored) for name, source in data.sources.items()})
+        return _of_mixture(data, {name: _prepare_source(name, data, trust, stored) for name in data.sources})
     if data.prepare is None:
         _check_values(data, None)
         return None
@@ -65,6 +70,40 @@ def _prepare(data: Data, trust: Trust, stored: bool) -> dict[str, Any] | None:
         )
     _check_values(data, description.get("num_train") if "unit" not in description else None)
     return _with_statistics(data, description) if _needs_statistics(data, description) else dict(description)
+
+
+def _prepare_source(name: str, mixture: Data, trust: Trust, stored: bool) -> dict[str, Any] | None:
+    """Prepare a source of a mixture; an error about it has its keys as they are typed."""
+    source = mixture.sources[name]
+    try:
+        return _prepare(source, trust, stored)
+    except RefusedError as error:
+        key = re.compile(rf"\bdata\.(?=({'|'.join(source.options)})\b)")
+        fields = error.as_dict()
+        texts = {field: key.sub(f"data.sources.{name}.", fields[field] or "") for field in ("reason", "suggestion")}
+        typed = {"key": key.sub(f"data.sources.{name}.", error.key)} if error.key is not None else {}
+        raise RefusedError.from_dict({**fields, **texts, **typed}) from None
+
+
+def check_paths(data: Data, section: str = "data") -> None:
+    """Check that the files and folders that ddpexp's own kinds of data are to read here exist; nothing is read.
+
+    Raises:
+        RefusedError: one does not.
+    """
+    for name, source in data.sources.items():
+        check_paths(source, f"{section}.sources.{name}")
+    kind = key_of("data.prepare", data.prepare)
+    if kind is None or kind in _REMOTE or data.options.get("source") == "download":
+        return
+    for key in _PATHS:
+        named = data.options.get(key) or ()
+        for path in (named,) if isinstance(named, str) else named:
+            full = os.path.expanduser(path)
+            if not os.path.exists(full) and not (glob.has_magic(full) and glob.glob(full, recursive=True)):
+                raise RefusedError(
+                    "does not exist here", key=f"{section}.{key}", value=path, suggestion="Name what a run is to read."
+                )
 
 
 def prepare_to_predict(data: Data, trust: Trust, trained_on: Mapping[str, Any], stored: bool) -> dict[str, Any] | None:

@@ -125,7 +125,7 @@ def diagnosis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
 
 
 FACTS = {name: {"hung": 1.0} for name in ("software", "gpus", "infiniband", "cores", "memory", "shared_memory",
-         "limits", "files", "temporary", "network", "clock", "scheduler")}  # fmt: skip
+         "limits", "files", "temporary", "data", "network", "clock", "scheduler")}  # fmt: skip
 
 
 @pytest.mark.parametrize(

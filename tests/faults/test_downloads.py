@@ -175,7 +175,7 @@ def test_a_bad_mirror_is_refused_with_its_address_and_nothing_is_kept(
     answer, fault = BAD[bad]
     mirror.answers[TEST_IMAGES] = answer
     done = commands(mirror.address, "data.source=download", **({"stall": 3.0} if bad == "slow" else {}))
-    refused(done, f"MNIST: {mirror.address}")
+    refused(done, f"data.root={commands.root}: {mirror.address}")
     assert re.search(fault, done.err), done.err
     assert not commands.root.exists()
 

@@ -12,7 +12,9 @@ import pytest
 from ddpexp.config.compose import compose
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.parse import parse
-from ddpexp.run.prepare import prepare, prepare_to_evaluate, prepare_to_predict, prepare_to_resume
+from ddpexp.doctor import storage
+from ddpexp.doctor.setting import Setting
+from ddpexp.run.prepare import check_paths, prepare, prepare_to_evaluate, prepare_to_predict, prepare_to_resume
 from ddpexp.settings.data import Data
 from tests.refusals import refused
 
@@ -93,3 +95,39 @@ def test_data_of_another_kind_is_read_by_a_schema_of_its_own(tmp_path: Path) -> 
     found = prepare_to_evaluate(photographs(tmp_path)[0], TRUST, trained, False)
     assert found is not None
     assert found["facts"]["classes"] == ["cat", "dog"]
+
+
+_MIXED = ("data=mixture", "+data@data.sources.a=mnist", "+data@data.sources.b=mnist", "data.sources.b.source=embedded")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("data.root=nowhere",),
+        ("data.root=nowhere", "data.source=embedded"),
+        ("recipe=cifar10", "data.root=nowhere"),
+        ("data=images", "data.root=nowhere"),
+        ("recipe=imagenet", "data.root=nowhere"),
+        ("recipe=tabular", "data.path=nowhere.csv", "data.targets=y"),
+        ("recipe=tabular", "data.path={here}/there.csv", "data.targets=y", "data.eval_path=nowhere.csv"),
+        ("recipe=gpt", "data.path=nowhere.txt"),
+        ("recipe=gpt", "data.path=[{here}/there.csv,nowhere.txt]"),
+        ("recipe=gpt", "data.path=nowhere/*.txt"),
+        ("recipe=gpt", "data.path={here}/there.csv", "data.eval_path=nowhere"),
+        (*_MIXED, "data.sources.a.root=nowhere"),
+    ],
+)
+def test_a_path_that_is_not_there_is_refused_by_its_key(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "there.csv").write_text("x,y\n1,2\n" * 40)
+    data = section(*(word.replace("{here}", str(tmp_path)) for word in words))
+    key = next(word for word in words if word.endswith(("nowhere", "nowhere.csv", "nowhere.txt]", ".txt")))
+    with refused(key.partition("=")[0]):
+        prepare(data, TRUST)
+    with refused(f"{key.partition('=')[0]}: exist"):
+        check_paths(data)
+    [found] = storage.judge_data(storage.gather_data(data), Setting("outputs"))
+    assert (found.level, found.text.partition("=")[0]) == ("bad", key.partition("=")[0])
+
+
+def test_a_folder_to_download_to_need_not_be_there_yet() -> None:
+    check_paths(section("data.root=nowhere", "data.source=download"))

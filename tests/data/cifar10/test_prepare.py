@@ -65,10 +65,13 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> bytes:
     return content
 
 
-def prepare(root: Path, source: Any, *servers: Server, warn: Callable[[str], None] = pytest.fail) -> dict[str, Any]:
+def prepare(
+    root: Path | None, source: Any, *servers: Server, warn: Callable[[str], None] = pytest.fail
+) -> dict[str, Any]:
     mirrors = [server.address for server in servers]
     with mock.patch("ddpexp.data.published.print_message", warn):
-        return files.prepare(str(root), source, False, False, 0, False, 30, 20, mirrors=mirrors, patience=PATIENT)
+        named = None if root is None else str(root)
+        return files.prepare(named, source, False, False, 0, False, 30, 20, mirrors=mirrors, patience=PATIENT)
 
 
 def test_a_batch_is_read_without_carrying_it_out() -> None:
@@ -137,13 +140,14 @@ def test_a_missing_archive_is_downloaded_and_kept(packed: bytes, home: Path, tmp
 def test_drawn_pictures_stand_in_with_a_warning(packed: bytes, home: Path, tmp_path: Path, server: Server) -> None:
     warnings: list[str] = []
     server.answers["cifar-10-python.tar"] = packed[:-1] + b"x"
-    found = prepare(tmp_path, "auto", server, warn=warnings.append)
+    found = prepare(None, "auto", server, warn=warnings.append)
     assert (found["name"], found["num_train"], found["num_test"]) == ("embedded-pictures", 30, 20)
     assert "NOT CIFAR-10" in found["note"]
     assert "THIS IS NOT CIFAR-10" in warnings[0]
     assert "SHA-256" in warnings[0]
-    with refused("downloaded"):
-        prepare(tmp_path, "download", server)
+    for source in ("auto", "download"):
+        with refused(f"data.root={tmp_path}: downloaded"):
+            prepare(tmp_path, source, server)
 
 
 def test_drawn_pictures_are_the_same_for_every_number(home: Path) -> None:

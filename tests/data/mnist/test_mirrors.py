@@ -90,7 +90,7 @@ def test_bad_mirror_is_refused_in_time_and_nothing_of_it_kept(
     make, fault = BAD_ANSWERS[bad]
     server.answers |= small.packed | {TEST_IMAGES: make(small.unpacked[TEST_IMAGES])}
     text = refusal(tmp_path / "new", "download", server, patience=patience_with(bad, 1))
-    assert text.startswith("MNIST could not be downloaded (")
+    assert text.startswith(f"data.root={tmp_path / 'new'} holds none of the files of MNIST")
     assert server.address in text
     assert re.search(fault, text)
     assert not (tmp_path / "new").exists()
@@ -113,7 +113,7 @@ def test_second_mirror_serves_where_the_first_is_bad(
 
 
 @pytest.mark.fault(58)
-def test_name_look_up_that_hangs_is_cut_off(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_look_up_that_hangs_is_cut_off(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
     def hanging(*_: Any, **__: Any) -> Any:
@@ -123,31 +123,32 @@ def test_name_look_up_that_hangs_is_cut_off(small: Small, tmp_path: Path, monkey
     monkeypatch.setattr(socket, "getaddrinfo", hanging)
     warnings: list[str] = []
     mirrors = [Server("http://one.invalid/"), Server("http://two.invalid/")]
-    prepare(tmp_path, "auto", *mirrors, warn=warnings.append, patience=replace(PATIENT, first=1.0))
+    prepare(None, "auto", *mirrors, warn=warnings.append, patience=replace(PATIENT, first=1.0))
     released.set()
     assert "no answer from http://one.invalid/, http://two.invalid/ within 1 seconds" in warnings[0]
 
 
-def test_auto_tries_a_failed_download_again_only_after_a_while(
-    small: Small, server: Server, tmp_path: Path, home: Path
-) -> None:
+def test_auto_tries_a_failed_download_again_only_after_a_while(small: Small, server: Server, home: Path) -> None:
     warnings: list[str] = []
-    prepare(tmp_path, "auto", server, warn=warnings.append)
+    prepare(None, "auto", server, warn=warnings.append)
     server.answers |= small.packed
-    assert prepare(tmp_path, "auto", server, warn=warnings.append)["source"] == "embedded"
+    assert prepare(None, "auto", server, warn=warnings.append)["source"] == "embedded"
     assert len(server.requests) == 1
     assert "tried less than 10 minutes ago" in warnings[1]
     assert "HTTP Error 404" in warnings[1]
     note = home / ".ddpexp-cache" / "download-failed-mnist"
     os.utime(note, (time.time() - 700,) * 2)
-    assert prepare(tmp_path, "auto", server)["source"] == "download"
+    assert prepare(None, "auto", server)["source"] == "download"
     assert not note.exists()
 
 
-def test_download_is_tried_at_once_when_required(small: Small, server: Server, tmp_path: Path) -> None:
-    prepare(tmp_path, "auto", server, warn=lambda _: None)
+@pytest.mark.parametrize("source", ["download", "auto"])
+def test_download_is_tried_at_once_where_nothing_can_stand_in(
+    small: Small, server: Server, tmp_path: Path, source: str, home: Path
+) -> None:
+    prepare(None, "auto", server, warn=lambda _: None)
     server.answers |= small.packed
-    assert prepare(tmp_path, "download", server)["source"] == "download"
+    assert prepare(tmp_path, source, server)["source"] == "download"
 
 
 def test_auto_waits_five_seconds_at_most_for_first_bytes() -> None:

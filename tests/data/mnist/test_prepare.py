@@ -103,19 +103,37 @@ def test_text_that_names_no_folder_is_refused(text: str) -> None:
 
 def test_a_named_folder_that_does_not_exist_has_no_stand_in(small: Small, server: Server, tmp_path: Path) -> None:
     server.answers |= small.packed
-    text = refusal(tmp_path / "nowhere", "auto", server)
-    assert text.startswith(f"data.root={tmp_path / 'nowhere'} ")
-    assert "data.source=download" in text
+    for source in ("auto", "files", "embedded"):
+        text = refusal(tmp_path / "nowhere", source, server)
+        assert text.startswith(f"data.root={tmp_path / 'nowhere'} does not exist.")
+        assert ("data.source=download" in text) == (source != "embedded")
     assert server.requests == []
     assert prepare(tmp_path / "nowhere", "download", server)["source"] == "download"
 
 
 def test_files_that_are_absent_are_refused(tmp_path: Path, small: Small) -> None:
-    text = refusal(tmp_path / "nowhere", "files")
-    assert f"data.root={tmp_path / 'nowhere'} holds 0 of 4 files of MNIST" in text
+    (tmp_path / "empty").mkdir()
+    text = refusal(tmp_path / "empty", "files")
+    assert f"data.root={tmp_path / 'empty'} holds 0 of 4 files of MNIST" in text
     assert all(name in text for name in NAMES)
     assert "data.source=download" in text
-    assert not (tmp_path / "nowhere").exists()
+    assert not list((tmp_path / "empty").iterdir())
+
+
+def test_a_named_folder_has_no_stand_in_where_nothing_can_be_downloaded(
+    small: Small, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for source in ("auto", "download"):
+        text = refusal(tmp_path / "empty", source, server)
+        assert text.startswith(f"data.root={tmp_path / 'empty'} holds none of the files of MNIST")
+        assert "404" in text
+    monkeypatch.setenv("DDPEXP_DATA", str(tmp_path / "nowhere"))
+    assert refusal(None, "auto", server).startswith(f"$DDPEXP_DATA={tmp_path / 'nowhere'} holds none of the files")
+    monkeypatch.setenv("DDPEXP_DATA", str(tmp_path / "empty"))  # such as the volume of a container
+    assert prepare(None, "auto", server, warn=lambda _: None)["name"] == "embedded-digits"
+    server.answers |= small.packed
+    assert prepare(tmp_path / "empty", "download", server)["source"] == "download"
 
 
 @pytest.mark.parametrize("source", ["auto", "files", "download"])
@@ -244,9 +262,9 @@ def test_drawn_digits_are_cached_by_version_and_numbers(home: Path, monkeypatch:
 
 
 def test_warning_goes_to_standard_error_by_default(
-    small: Small, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Small, server: Server, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mnist_files.prepare(str(tmp_path), "auto", 5, 5, mirrors=[server.address], patience=PATIENT)
+    mnist_files.prepare(None, "auto", 5, 5, mirrors=[server.address], patience=PATIENT)
     captured = capsys.readouterr()
     assert captured.err.startswith("WARNING: THIS IS NOT MNIST")
     assert not captured.out
