@@ -66,6 +66,8 @@ PLACEHOLDERS = {
 }
 # Words that stand in a text as something to be completed, or as no words of ddpexp's.
 NOT_TYPED = {
+    "python -m ddpexp recipe=mine trainer.gpus=2": "run by cli/test_new.py",
+    "ddpexp new mine --like ...": "any project",
     "launcher=": "a part of a word",
     "launcher=...": "any launcher",
     "strategy=": "a part of a word",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+import ddpexp
 from ddpexp import compose
+from ddpexp.config.instantiate import Trust, locate
 from tests.conftest import ROOT, Ddpexp, Done, finish, python_path
 from tests.examples import install
 from tests.listed import listed, unwrapped
@@ -124,6 +127,23 @@ def test_its_parts_are_checked_like_ours(
     see_packages(installed)
     with refused(expected):
         compose(overrides)
+
+
+def test_a_folder_that_hides_the_package_is_named(
+    see_packages: Callable[[Path], None], installed: Path, done: Done, tmp_path: Path
+) -> None:
+    for metadata in installed.glob("*.dist-info"):  # all that an editable installation puts there
+        shutil.copytree(metadata, tmp_path / metadata.name)
+    (tmp_path / "ddpexp_sides").mkdir()
+    see_packages(tmp_path)
+    said = f"the folder {tmp_path}/ddpexp_sides for the installed package ddpexp_sides"
+    for override in ("recipe=sides", "data._target_=ddpexp_sides.recipe.load"):
+        with refused(f"{override}: {said}"):
+            compose([override])
+    with refused(f": {said}"):
+        ddpexp.open_run(done.run).model()
+    with refused(f"scheduler._target_=ddpexp_sides.stable.Stable: {said}"):
+        locate("ddpexp_sides.stable.Stable", Trust(("ddpexp_sides",)), "scheduler")
 
 
 def test_the_logger_of_the_documentation_records(ddpexp: Ddpexp, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ EXCEPTIONS: dict[str, str] = {
     "cli/main.py:_open_standard_streams": NOTHING,
     "cli/new.py:_write": "a project under a name that was checked",
     "cli/preview.py:draw": PICTURE,
-    "cli/projects/gpt/tests/test_recipe.py:test_two_steps_on_two_workers_and_a_resume": "a project's own test",
+    "cli/projects/text/tests/test_recipe.py:test_two_steps_on_two_workers_and_a_resume_on_one": "a project's own test",
     "cli/projects/table/tests/test_recipe.py:write": "a project's own test",
     "config/trusted.py:write": "the user's list, which nobody else may read, with paths that are compared",
     "data/arrays/store.py:_members": DATA,

@@ -81,7 +81,7 @@ def _load(
         fields = subject(description, error.place)
         raise RefusedError(error.reason, suggestion=error.suggestion, **fields) from None
     if problem is not None:
-        hint = advice(found, target).lstrip() if selection is not None else ""
+        hint = advice(found, selection.skip) if selection is not None else ""
         reason = f"holds the weights of another model: {problem}"
         raise RefusedError(reason, suggestion=hint, **subject(description))
     return found

@@ -125,13 +125,13 @@ def match(
     return Match(taken, kept, left_out, missing, extra, other_shape, prefix)
 
 
-def advice(found: Match, target: Iterable[str]) -> str:
-    """Return which override takes the weights that fit; empty if none do."""
+def advice(found: Match, skip: Iterable[str]) -> str:
+    """Return which override takes the weights that fit, with what is skipped already; empty if none do."""
     if not found.taken:
         return ""
     unfit = [*(name for name, _, _ in found.other_shape), *found.missing, *found.extra]
     fit = [*found.taken, *found.kept]
-    patterns: dict[str, None] = {}
+    patterns = dict.fromkeys(skip)
     for name in unfit:
         parts = name.split(".")
         prefixes = [".".join(parts[:number]) + ".*" for number in range(1, len(parts))]
@@ -139,7 +139,7 @@ def advice(found: Match, target: Iterable[str]) -> str:
         patterns[whole] = None
     if len(patterns) > 4:
         return ""
-    return f" To take the others: 'run.init_skip=[{','.join(patterns)}]'."
+    return f"To take the others: 'run.init_skip=[{','.join(patterns)}]'."
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ import ddpexp
 from ddpexp.config import trusted
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.foreign import NO_LBFGS
-from ddpexp.config.plugins import GROUPS, full_name, installed
+from ddpexp.config.plugins import GROUPS, full_name, hidden, installed
 from ddpexp.config.registry import key_of, keys_of, path_of, section_of
 from ddpexp.errors import RefusedError
 from ddpexp.settings.node import Node
@@ -150,6 +150,8 @@ def check_target(target: Any, trust: Trust, key: str) -> None:
 
 def _advice(target: str, trust: Trust, key: str) -> str:
     """Say what the user may have meant, or how to trust the module; silent where trusting it would be unsafe."""
+    if advice := hidden(target):
+        return advice
     head, _, name = target.rpartition(".")
     root, _, rest = target.partition(".")
     where = key.removesuffix("._target_")
@@ -293,7 +295,7 @@ def locate(target: str, trust: Trust, where: str) -> Any:
                 f"The module {module.__name__} has no {name}",
                 key=key,
                 value=target,
-                suggestion=did_you_mean(name, known),
+                suggestion=hidden(target) or did_you_mean(name, known),
             ) from None
         if isinstance(found, types.ModuleType):
             raise RefusedError(f"reaches the module {found.__name__} through another one", key=key, value=target)

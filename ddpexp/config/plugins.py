@@ -73,10 +73,17 @@ def plugin_folders() -> list[Path]:
 
 def _conf_folders(values: Iterable[str]) -> dict[Path, str]:
     """Return the folders `conf` of the packages that entry points name, each with its top-level package."""
-    packages = dict.fromkeys(value.partition(":")[0].partition(".")[0].strip() for value in values)
     return {
-        folder / "conf": package for package in packages for folder in _folders(package) if (folder / "conf").is_dir()
+        folder / "conf": package
+        for package in _packages(values)
+        for folder in _folders(package)
+        if (folder / "conf").is_dir()
     }
+
+
+def _packages(values: Iterable[str]) -> list[str]:
+    """Return the top-level packages that entry points name."""
+    return list(dict.fromkeys(value.partition(":")[0].partition(".")[0].strip() for value in values))
 
 
 def package_folder(name: str) -> tuple[str, list[Path]]:
@@ -84,6 +91,24 @@ def package_folder(name: str) -> tuple[str, list[Path]]:
     root, *rest = name.replace("/", ".").split(".")
     paths = [folder.joinpath(*rest) for folder in _folders(root)]
     return root, [path for path in paths if path.is_dir()]
+
+
+def hidden(name: str = "") -> str:
+    """Return a sentence on an installed package that another folder hides from Python; empty where there is none.
+
+    It is the package of `name`, such as `package.module.Class`, or any one. Python looks in the folder of a program
+    first, or in the current one, and takes what it finds there under the name of the package.
+    """
+    root = name.partition(".")[0]
+    for package in _packages(value for points in _entry_points().values() for value in points.values()):
+        folders = _folders(package) if root in ("", package) else []
+        if folders and not any((folder / "conf").is_dir() for folder in folders):
+            return (
+                f"Python takes the folder {folders[0]} for the installed package {package}, which is "
+                f"elsewhere: work in another folder, or rename this one. A project keeps its package in src, as one of "
+                f"ddpexp new does."
+            )
+    return ""
 
 
 def _folders(package: str) -> list[Path]:

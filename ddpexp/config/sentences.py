@@ -18,7 +18,7 @@ from ddpexp.config.declared import takes_fraction, takes_list, takes_number
 from ddpexp.config.folders import LISTED, conf_folder, options, our_options
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.hydra_section import no_effect
-from ddpexp.config.plugins import plugin_folders
+from ddpexp.config.plugins import hidden, plugin_folders
 from ddpexp.errors import RefusedError, subject
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # the variable with which Hydra shows whole errors
@@ -136,7 +136,7 @@ def unknown_option(file: str, known: Sequence[str] | None, message: str) -> Refu
         return RefusedError("is not a known option", key=group, value=option, suggestion=advice)
     meant = did_you_mean(option, known, f"{group}=") if known else f"There is no group {group}."
     if group == "recipe" and option and not added and "Did you mean" not in meant:
-        meant += " Recipes of your own are in the folder that --config-dir names."
+        meant = hidden() or f"{meant} Recipes of your own are in the folder that --config-dir names."
     return RefusedError("is not a known option", key=group, value=option, suggestion=meant)
 
 

@@ -114,7 +114,7 @@ def _check_init(run: RunSettings) -> None:
                 "is for the weights of run.init_from, and there are none",
                 key=f"run.{name}",
                 value=shown,
-                suggestion="Type it, too.",
+                suggestion="Add run.init_from=WEIGHTS.",
             )
 
 

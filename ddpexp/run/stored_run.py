@@ -14,6 +14,7 @@ from ddpexp.config.compose import compose
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.names import named
 from ddpexp.config.parse import parse
+from ddpexp.config.plugins import hidden
 from ddpexp.config.restated import UnrestatedError
 from ddpexp.config.schema import Experiment
 from ddpexp.config.stored import override_file
@@ -190,6 +191,8 @@ def _check_code(run: RunDir, values: Mapping[str, Any], restate: Restate, is_own
     trust = Trust(tuple(section["trust"] or ()), Path(section["code"]) if section["code"] else None)
     for key, target in foreign.items():
         if not trust.allows(target, key.removesuffix("._target_")) and trust_arguments(run):
+            if advice := hidden(target):
+                raise RefusedError(f"{run.path} names code that is not there ({key}={target})", suggestion=advice)
             raise RefusedError(
                 f"{run.path} names code of its own ({key}={target}), which runs only when it is restated. If it is "
                 f"yours: {restate(run)}{trusted.advice(target)}"

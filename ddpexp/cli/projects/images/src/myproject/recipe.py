@@ -15,7 +15,7 @@ class Net(nn.Sequential):
     """Convolutions that halve the picture, and a linear layer. Shapes: (batch, 3, any, any) -> (batch, num_classes)."""
 
     def __init__(self, num_classes: int, width: int, depth: int) -> None:
-        """Build it with `width` channels in the first of `depth` stages, twice as many in each of the next."""
+        """Build it with `width` channels, a multiple of 8, in the first of `depth` stages, then twice as many."""
         widths = [width * 2**stage for stage in range(depth)]
         stages = [_stage(before, after) for before, after in zip([3, *widths[:-1]], widths, strict=True)]
         pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -23,7 +23,8 @@ class Net(nn.Sequential):
 
 
 def _stage(before: int, after: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU())
+    # GroupNorm looks at one picture at a time: BatchNorm's statistics would depend on the number of workers.
+    return nn.Sequential(nn.Conv2d(before, after, 3, stride=2, padding=1), nn.GroupNorm(8, after), nn.ReLU())
 
 
 @dataclass(frozen=True)
