@@ -38,22 +38,32 @@ def metric_update(metric: Any, /, *arguments: Any, **keywords: Any) -> MetricUpd
 
 
 Pair = tuple["Tensor", "int | Tensor"]
+Loss = tuple["Tensor", "int | Tensor"] | tuple["Tensor", "int | Tensor", "float | Tensor"]
+"""The sum of a loss, its count, and its weight, by default 1."""
 Sums = tuple["Tensor", "int | Tensor", Mapping[str, "Pair"]]
+NamedSums = tuple[Mapping[str, Loss], Mapping[str, "Pair"]]
+"""The same with several losses, by name."""
 EvalSums = tuple["Tensor", "int | Tensor", Mapping[str, "Pair | Tensor | MetricUpdate"]]
-"""What a step may return in evaluation."""
+NamedEvalSums = tuple[Mapping[str, Loss], Mapping[str, "Pair | Tensor | MetricUpdate"]]
+"""What a step may return in evaluation: as `Sums` or `NamedSums`, with further metrics."""
 
 
 class Task(Protocol):
     """What is trained: one forward pass returns the loss and the metrics, in training and in evaluation."""
 
-    def step(self, model: Any, batch: Any) -> EvalSums:
-        """Return `(loss_sum, count, {name: (sum, count)})` over the batch.
+    def step(self, model: Any, batch: Any) -> EvalSums | NamedEvalSums:
+        """Return `(loss_sum, count, {name: (sum, count)})` over the batch, or `(losses, {name: (sum, count)})`.
 
         Sums, not means: the loop divides by the count over the global batch, so that uneven slices, padding and
         gradient accumulation give correct means. In training a `count` that is a number must be the same for every
         micro-batch of a step, on all ranks, and not 0. A count that depends on the data (tokens that are not padding)
         is a tensor, and costs one small reduction per step. If the tensors of a whole global batch count nothing, there
         is no gradient. The names of the metrics must be the same in every step.
+
+        `losses` is for a loss that is a sum of several means, each with a count of its own: `{name: (sum, count)}`, or
+        `{name: (sum, count, weight)}`. The loss is the sum of `weight * sum / count`, with sums and counts over the
+        global batch, in evaluation over the whole set; each mean is recorded as `loss/NAME`, without its weight. Counts
+        that are tensors must be known before the first backward pass: see `HasCounts`.
 
         In evaluation (`not model.training`) the metrics may also hold other entries, for `finish` or torchmetrics:
 
@@ -78,13 +88,33 @@ class HasFinish(Protocol):
 
         `sums` holds an entry for each name that `step` returned in evaluation, and `loss`, over the whole set and on
         the host: `(total, count)` for the loss and for every pair, an int64 tensor for integers, and for a metric of
-        torchmetrics its computed value. Called after each evaluation of each set, not for the records of training.
+        torchmetrics its computed value. Of several losses each is there as `loss/NAME`, and `loss` is their sum over a
+        count of 1. A returned `loss` takes the place of the mean. Called after each evaluation of each set, not for the
+        records of training.
 
             def finish(self, sums):
                 total, count = sums["loss"]
                 return {"perplexity": math.exp(total / count)}
 
         Ranks: rank zero; the others get its result. Must not communicate.
+        """
+        ...
+
+
+@runtime_checkable
+class HasCounts(Protocol):
+    """A task with several losses whose counts depend on the data, and follow from a batch without the model."""
+
+    def counts(self, batch: Any) -> Mapping[str, Any]:
+        """Return the counts that are tensors, by the names of their losses, as `step` returns them for the batch.
+
+            def counts(self, batch):
+                return {"boxes": batch["has_box"].sum()}
+
+        They are added up over the global batch before the first forward pass of a step, in one small reduction. Without
+        this method they are added up after the forward pass where a rank has one micro-batch; where it has several,
+        the others pass through the model once more, without gradients.
+        Ranks: all; must not communicate.
         """
         ...
 
@@ -200,14 +230,17 @@ class MicroBatch(Protocol):
         ...
 
     def forward(self, batch: Any) -> Sums:
-        """Return what `Task.step` returns for the batch; only inside of the block."""
+        """Return what `Task.step` returns for the batch; only inside of the block.
+
+        Of several losses it returns one, for `backward`, and each of them among the metrics, as `loss/NAME`.
+        """
         ...
 
-    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
+    def backward(self, loss_sum: Tensor, count: int | Tensor, name: str = "loss") -> None:
         """Add the gradient of `loss_sum / (count over the global batch)`; only inside of the block.
 
         Frees the graph of the loss, as `loss.backward()` does. May be called several times, each time with a count of
-        its own; the calls are matched across micro-batches by their order.
+        its own. The calls of several micro-batches are matched by `name`; without names by their order.
 
         - A count that is a number stands for every micro-batch of the round: it must be the same in all of them, above
           0, and the round must go through all batches.

@@ -133,7 +133,7 @@ class TriedMicroBatch(AbstractContextManager["TriedMicroBatch"]):
         """End them."""
         return self.autocast.__exit__(*error)
 
-    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
+    def backward(self, loss_sum: Tensor, count: int | Tensor, name: str = "loss") -> None:
         """Compute the gradient of a loss, and record both."""
         self.step.losses.append((float(loss_sum.detach()), float(count)))
         if isinstance(count, Tensor):

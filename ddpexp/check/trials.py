@@ -17,6 +17,7 @@ from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.samples import tensors_of
 from ddpexp.data.streams import Batches, Stream
 from ddpexp.system.text import first_few
+from ddpexp.train.losses import are_named, combined, losses_of, tensor_counts
 from ddpexp.train.task_checks import line_of, mean_for_a_sum, named, split_batch
 
 
@@ -67,7 +68,7 @@ def loss_of(subject: Subject, batch: Any, trains: bool = True, host_seed: int = 
     if trains and copy.is_manual:
         return sum(loss for loss, _ in copy.train_step(batch, host_seed).losses)
     with torch.set_grad_enabled(trains):
-        return float(_number(copy.step(batch, host_seed)[0]))
+        return float(_number(_loss(copy.step(batch, host_seed))))
 
 
 def draws_on_host(subject: Subject, batch: Any) -> bool:
@@ -109,7 +110,8 @@ def changing_names(subject: Subject, batches: Sequence[Any], where: str) -> str 
     """Return the problem of a step whose metrics have other names in another batch."""
     found: list[list[str]] = []
     with torch.no_grad():
-        found = [sorted(subject.copied(trains=where == "train").step(batch)[2]) for batch in batches]
+        returned = [subject.copied(trains=where == "train").step(batch) for batch in batches]
+        found = [sorted([*(losses_of(sums) if are_named(sums) else ()), *sums[-1]]) for sums in returned]
     other = next((names for names in found if names != found[0]), None)
     if other is None:
         return None
@@ -123,7 +125,7 @@ def changing_names(subject: Subject, batches: Sequence[Any], where: str) -> str 
 def unused_parameters(subject: Subject, batch: Any) -> tuple[list[str], str]:
     """Return the parameters that get no gradient from a batch, and where the first one is made."""
     copy = subject.copied(trains=True)
-    loss = copy.step(batch)[0]
+    loss = _loss(copy.step(batch))
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         return [], ""
     loss.backward()  # type: ignore[no-untyped-call]
@@ -167,11 +169,13 @@ def last_batches(subject: Subject, train: Batches, evals: Mapping[str, EvalBatch
 
 
 def _uneven_counts(subject: Subject, batches: Sequence[Any]) -> str | None:
-    counts = [subject.copied(trains=True).step(batch)[1] for batch in batches]
-    other = next((count for count in counts if count != counts[0]), None)
-    if other is None or isinstance(counts[0], Tensor):
-        return None
-    return f"{named(subject.task.step)} returns the counts {counts[0]} and {other}"
+    losses = [losses_of(subject.copied(trains=True).step(batch)) for batch in batches]
+    for name, (_, count) in losses[0].items():
+        counts = [others[name][1] for others in losses if name in others]
+        other = next((other for other in counts if other != count), None)
+        if other is not None and not isinstance(count, Tensor):
+            return f"{named(subject.task.step)} returns the counts {count} and {other}"
+    return None
 
 
 def _made_in(root: nn.Module, path: Sequence[str]) -> str:
@@ -191,10 +195,18 @@ def _made_in(root: nn.Module, path: Sequence[str]) -> str:
 
 def _sums(returned: Any) -> list[tuple[str, Any, Any]]:
     """Return the name, sum and count of the loss and of each metric; a single array of numbers has the count 0."""
-    loss, count, metrics = returned
-    pairs = {name: (value, 0) if isinstance(value, Tensor) else value for name, value in metrics.items()}
-    pairs["loss"] = (loss, count)
+    pairs = {name: (value, 0) if isinstance(value, Tensor) else value for name, value in returned[-1].items()}
+    pairs |= losses_of(returned)
     return [(name, *map(_number, pair)) for name, pair in pairs.items() if isinstance(pair, tuple | list)]
+
+
+def _loss(returned: Any) -> Any:
+    """Return the loss of a batch; of several the sum, each over its count in the batch."""
+    if not are_named(returned):
+        return returned[0]
+    losses = returned[0]
+    counts = tensor_counts(losses)
+    return combined(losses, {name: torch.where(count != 0, 1 / count, 0.0) for name, count in counts.items()})
 
 
 def _number(value: Any) -> Any:

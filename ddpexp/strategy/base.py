@@ -119,6 +119,7 @@ class Strategy(Protocol):
     memory: Memory | None  # what carries sums of the run loop; None: the backend
     forward_communicates: bool  # a forward pass of `eval_model` outside `evaluation` does
     evaluates_together: bool  # a forward pass in `evaluation` communicates: all ranks do equally many
+    returns_on_last_stage: bool  # the task's step ends on other ranks where the model is called, without sums
 
     @property
     def train_model(self) -> Any:

@@ -79,7 +79,7 @@ class Replicas:
         self.data = DataRank(world.rank, world.world_size)
         self.gradient_weight = 1.0
         self.memory: Memory | None = None
-        self.forward_communicates = self.evaluates_together = False
+        self.forward_communicates = self.evaluates_together = self.returns_on_last_stage = False
         self._sharding_world = world if shard_optimizer and world.world_size > 1 else None
 
     @cached_property

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
+from functools import reduce
 from numbers import Real
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,9 @@ from torch import Tensor
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.mesh import DataRank
-from ddpexp.task import EvalSums, HasFinish, MetricUpdate, Sums, Task
+from ddpexp.task import EvalSums, HasFinish, MetricUpdate, NamedEvalSums, Sums, Task
 from ddpexp.train.batch_states import BatchStates, States
+from ddpexp.train.losses import PREFIX, are_named, pairs_of, weights_of
 from ddpexp.train.metrics import MetricError, mean
 from ddpexp.train.task_checks import is_number, named, shown
 from ddpexp.train.torchmetrics_states import MetricStates, values_of
@@ -32,10 +36,13 @@ class SetMetrics:
         self._num_batches = num_batches
         self._names: list[str] | None = None  # of the entries that are no pairs of scalars
         self._metrics: dict[str, MetricStates] = {}
+        self._weights: dict[str, float] = {}  # of several losses, by the names of their records
         self.states = BatchStates(world, data, num_batches)
 
-    def split(self, sums: EvalSums, counts: bool = True) -> Sums:
+    def split(self, sums: EvalSums | NamedEvalSums, counts: bool = True) -> Sums:
         """Add the entries of a batch that are no pairs of scalars; return the sums without them.
+
+        Several losses become pairs, and their sum is left to `values`.
 
         With `counts` false they are not added: only their names and shapes are learned.
 
@@ -43,7 +50,15 @@ class SetMetrics:
             DdpexpError: the names or shapes are not those of the first batch, a metric cannot be merged, or it does not
                 accept the batch.
         """
-        loss, count, metrics = sums
+        loss = torch.zeros((), device=self._world.device)
+        count: Any = 0
+        metrics: Mapping[str, Any]
+        if are_named(sums):
+            losses, metrics = sums  # type: ignore[misc]
+            self._note_weights(weights_of(losses))
+            metrics = {**metrics, **pairs_of(losses)}
+        else:
+            loss, count, metrics = sums  # type: ignore[misc]
         scalars: dict[str, Any] = {name: entry for name, entry in metrics.items() if is_scalar_pair(entry)}
         others = {name: entry for name, entry in metrics.items() if name not in scalars}
         if others or self._names:
@@ -51,6 +66,16 @@ class SetMetrics:
                 self._add(others, counts)
         self._names = sorted(others)
         return loss, count, scalars
+
+    def _note_weights(self, weights: Mapping[str, float]) -> None:
+        if self._weights and weights != self._weights:
+            raise DdpexpError(
+                f"returned losses with the weights {_weights_text(weights)} after {_weights_text(self._weights)} in an "
+                "evaluation, but the means of all batches have one weight",
+                suggestion="Return the same losses with the same weights for every batch if not model.training.",
+                place=named(self._task.step),
+            )
+        self._weights = dict(weights)
 
     def _add(self, entries: Mapping[str, Any], counts: bool) -> None:
         states: dict[str, Any] = {}
@@ -79,6 +104,11 @@ class SetMetrics:
             MetricError: on all ranks, for what `finish` or a metric does on rank zero.
         """
         means = {name: mean(*pair) for name, pair in totals.items()}
+        if self._weights:
+            # A loss without anything to count adds nothing, as in training.
+            parts = [weight * means[name] for name, weight in self._weights.items() if totals[name][1]]
+            means["loss"] = reduce(add, parts) if parts else math.nan
+            totals = {**totals, "loss": (means["loss"], 1.0)}
         has_finish = isinstance(self._task, HasFinish)
         if not self._names and not has_finish:
             return means
@@ -96,7 +126,7 @@ class SetMetrics:
                 own = {key.removeprefix(prefix): state for key, state in reduced.items() if key.startswith(prefix)}
                 sums[name] = self._metrics[name].compute(own, self._num_batches)
                 numbers = values_of(name, sums[name])
-                _check_new(numbers, {**means, **values}, f"the metric {name!r}")
+                _check_new(numbers, means.keys() | values.keys(), f"the metric {name!r}")
                 values |= numbers
                 unrecorded += [] if numbers else [name]
             else:
@@ -104,7 +134,7 @@ class SetMetrics:
                 unrecorded.append(name)
         if isinstance(self._task, HasFinish):
             numbers = finished(self._task, sums)
-            _check_new(numbers, {**means, **values}, named(self._task.finish))
+            _check_new(numbers, (means.keys() | values.keys()) - {"loss"}, named(self._task.finish))
             return values | numbers
         if unrecorded:
             raise MetricError(
@@ -114,6 +144,10 @@ class SetMetrics:
                 place=named(self._task.step),
             )
         return values
+
+
+def _weights_text(weights: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.removeprefix(PREFIX)} {weight:g}" for name, weight in weights.items())
 
 
 def is_scalar_pair(entry: Any) -> bool:
@@ -145,19 +179,16 @@ def finished(task: HasFinish, sums: Mapping[str, Any]) -> dict[str, float]:
         raise MetricError(f"returned {shown(returned)}, where {{name: number}} belongs, {{}} for none", place=source)
     values = {}
     for name, value in returned.items():
-        if not isinstance(name, str) or not name or name == "loss":
-            raise MetricError(
-                f"returned a metric named {name!r}: a name must be a text, and `loss` is the name of the loss itself",
-                place=source,
-            )
+        if not isinstance(name, str) or not name:
+            raise MetricError(f"returned a metric named {name!r}: a name must be a text", place=source)
         if not isinstance(value, Real) and _num_elements(value) != 1:
             raise MetricError(f"returned {shown(value)} as {name!r}, where one number belongs", place=source)
         values[name] = float(value)
     return values
 
 
-def _check_new(numbers: Mapping[str, float], others: Mapping[str, float], source: str) -> None:
-    twice = sorted(numbers.keys() & others.keys())
+def _check_new(numbers: Mapping[str, float], others: Collection[str], source: str) -> None:
+    twice = sorted(numbers.keys() & set(others))
     if twice:
         raise MetricError(
             f"gives {', '.join(twice)}, which is recorded already", suggestion="Give it another name.", place=source

@@ -168,7 +168,8 @@ class Loop:
         num_micro_batches = run.train.plan.gradient_accumulation_steps
         first = data.rank * num_micro_batches
         slots = range(first, first + num_micro_batches)
-        return MetricAccumulator(run.world, data, slots, num_micro_batches * data.size, run.task.step, copies, True)
+        numbers = self._step.loss_counts.numbers
+        return MetricAccumulator(run.world, data, slots, num_micro_batches * data.size, run.task.step, copies, numbers)
 
     def _evaluate_before_steps(self) -> Asked:
         """Evaluate at step 0 if configured, or redo an interrupted evaluation."""
@@ -230,12 +231,12 @@ class Loop:
 
     def _train_step(self, step: int, micro_batches: list[Any], due: Due) -> None:
         """Do one optimizer step, and count it."""
-        callbacks = self.callbacks
-        self.run.control.status.set_phase("train")
+        callbacks, status = self.callbacks, self.run.control.status
+        status.set_phase("train")
         self._rates.set(step)
         sums = self._step.take(step, micro_batches, with_norm=due.record or due.checkpoint)  # recorded, or checked
         self._metrics.add(sums)
-        self.progress.step = self.run.control.status.step = step + 1
+        self.progress.step = status.step = step + 1
         if self.average is not None:
             self.average.update(step + 1, self._step.moved)
         if callbacks.on_step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import add
@@ -66,12 +66,13 @@ class MetricAccumulator:
         num_slots: int,
         source: Callable[..., Any] | None = None,
         copies: bool = False,
-        equal_counts: bool = False,
+        equal_counts: Collection[str] | None = None,
     ) -> None:
         """Start empty; this rank fills `slots` of the `num_slots` slots of a step, in the order of its micro-batches.
 
         `source` is the function of the task that returns the sums, for errors. `copies`: the next step may overwrite
-        what it has returned. `equal_counts`: counts that are numbers must be the same in all slots of a step.
+        what it has returned. With `equal_counts` the loss's counts that are numbers must be the same in all slots of a
+        step, and those of the metrics that it names, which may be added later.
         """
         self._world, self._data = world, data
         self._keep = copied if copies else detached
@@ -95,7 +96,7 @@ class MetricAccumulator:
     def add(self, sums: Sequence[Sums]) -> None:
         """Add a step. Shapes: one entry for each micro-batch of this rank, its tensors scalars; graphs are dropped."""
         self._steps.append([self._keep(micro_batch) for micro_batch in sums])
-        if self._equal_counts:
+        if self._equal_counts is not None:
             self._has_number.append(not isinstance(sums[-1][1], Tensor))
 
     def totals(self, stopped: bool = False, digest: int = 0) -> dict[str, tuple[float, float]] | None:
@@ -184,7 +185,10 @@ class MetricAccumulator:
         table = torch.stack(columns, dim=1).view(len(steps), -1, len(columns)).cpu()
         if self._world.world_size > 1:
             table, flag = self._over_ranks(table, flag, digest)
-            self._check_counts(table[:, :, 1])
+            if self._equal_counts is not None:
+                self._check_counts(table[self._has_number][:, :, 1])
+                for name in self._equal_counts:
+                    self._check_counts(table[:, :, 3 + 2 * names.index(name)])
         self._has_number.clear()
         self._rows += [_sum_slots(slots) for slots in table.tolist()]
         return flag
@@ -214,11 +218,11 @@ class MetricAccumulator:
         return summed[:-2].view(num_steps, self._num_slots, num_columns), bool(summed[-1])
 
     def _check_counts(self, counts: Tensor) -> None:
-        """Check that counts that are numbers agree in each step. Shapes: (num_steps, num_slots), of all ranks.
+        """Check that counts agree in each step. Shapes: (num_steps, num_slots), of all ranks.
 
         Each rank has divided its gradient by its own.
         """
-        for row in counts[self._has_number].tolist() if self._equal_counts else ():
+        for row in counts.tolist():
             other = next((count for count in row if count != row[0]), None)
             if other is not None:
                 raise DdpexpError(

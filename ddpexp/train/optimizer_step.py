@@ -16,9 +16,11 @@ from ddpexp.errors import DdpexpError
 from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.replica import clip_values
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.task import HasTrainStep, Sums
+from ddpexp.task import HasTrainStep, NamedSums, Sums
 from ddpexp.train.counts import GlobalCounts
 from ddpexp.train.freezing import LateStarts
+from ddpexp.train.loss_counts import LossCounts
+from ddpexp.train.losses import PREFIX, combined, pairs_of, tensor_counts
 from ddpexp.train.round import Round
 from ddpexp.train.run import TrainingRun
 from ddpexp.train.task_checks import check_loss, check_names, check_sums, check_unchanged, gradients_of, own_backward
@@ -37,6 +39,7 @@ class Step:
         moved: Whether an optimizer has changed parameters in the last step.
         manual: The task, if it has a `train_step` of its own.
         checks: Whether this is the first step of a start, in which the task is checked.
+        loss_counts: The counts of several losses over the global batch.
         micro_batch_in_progress: The micro-batch whose forward or backward pass is in progress.
     """
 
@@ -64,6 +67,8 @@ class Step:
         self._undo = Undo(run.strategy.modules) if run.precision.skips else None
         self._caller = "the task's step" if self.manual is None else "the task's train_step"  # for errors
         self._global_counts = GlobalCounts(self._caller)
+        self.loss_counts = LossCounts(run, self.seed)
+        self._counts_early = self.loss_counts.is_early
         self._names = tuple(run.optimizers)
         self._optimizers = list(run.optimizers.values())
         # Whether an optimizer may draw random numbers; torch's own do not.
@@ -106,6 +111,9 @@ class Step:
         self._with_norm = with_norm
         self._num_micro_batches = 0
         self._late_starts.report(step)
+        self.loss_counts.micro_batches = micro_batches
+        if self._counts_early:
+            self.loss_counts.from_batches()
         if self._records_graphs:
             # Once a step: torch would let each micro-batch overwrite the gradients that the ones before have left in
             # the memory of its graphs. Source: https://github.com/pytorch/pytorch/issues/169545
@@ -243,7 +251,6 @@ class Step:
         every = used.gathered_counts(self.run.strategy.data, self.run.world)
         self.run.strategy.scale_gradient(self._global_counts.factor(*every, self.plan.global_batch_size))
         used.tensors.clear()
-        used.places.clear()
 
     def _check_complete(self, used: Round) -> None:
         """Check that `apply` is called after a task has gone through all micro-batches, up to `last=True`."""
@@ -340,24 +347,37 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
     def forward(self, batch: Any) -> Sums:
         """Return the task's sums for the micro-batch; the sums of the first step are checked."""
-        run = self._step.run
-        if not self._step.checks:
-            return run.task.step(run.strategy.train_model, batch)  # type: ignore[return-value]
+        step = self._step
+        run = step.run
+        if not step.checks:
+            sums = run.task.step(run.strategy.train_model, batch)
+            return sums if len(sums) == 3 else self._combined(sums)  # type: ignore[return-value, arg-type]
         before = gradients_of(run.strategy.parameters())
         sums = run.task.step(run.strategy.train_model, batch)
         check_unchanged(before, run.strategy.parameters(), run.task.step)
         check_sums(sums, run.task.step, trains=True)
-        return sums  # type: ignore[return-value]
+        return sums if len(sums) == 3 else self._combined(sums)  # type: ignore[return-value, arg-type]
 
-    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
-        """Add the gradient of `loss_sum / (count over the global batch)`.
+    def _combined(self, sums: NamedSums) -> Sums:
+        """Return one loss that stands for several, with a count of 1, and each of them among the metrics.
 
-        Several calls in one pass each have a count of their own; they are matched across micro-batches by their
-        order. A number must be the same in every micro-batch of a step. The total of a tensor is known only after the
-        whole global batch, so the totals of all calls must be equal, and every rank must make the same number of
-        calls.
+        Ranks: all; communicates if a total is not known yet.
+        """
+        losses, metrics = sums
+        current, loss_counts = self._round, self._step.loss_counts
+        assert current is not None
+        counts = tensor_counts(losses)
+        if counts and not current.factors:
+            current.factors = loss_counts.factors(counts)
+        loss_counts.check_names(counts, current.factors)
+        for name, loss in losses.items():
+            if name not in counts:
+                current.add_number(loss[1], PREFIX + name)  # type: ignore[arg-type]
+                loss_counts.numbers.add(PREFIX + name)
+        return combined(losses, current.factors), 1, {**metrics, **pairs_of(losses)}
 
-        Ranks: all.
+    def backward(self, loss_sum: Tensor, count: int | Tensor, name: str = "loss") -> None:
+        """Add the gradient of `loss_sum / (count over the global batch)`: see `ddpexp.task.MicroBatch`. Ranks: all.
 
         Raises:
             DdpexpError: called outside of the micro-batch; a count is 0 or changes; numbers are mixed with tensors.
@@ -374,12 +394,14 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
             check_loss(loss_sum, count, step=step.manual.train_step)
         position = self._num_losses
         self._num_losses = position + 1
+        if position and name == "loss":
+            name = f"loss {position + 1}"
         if isinstance(count, Tensor):
-            current.add_tensor(count.detach(), (self._pass - 1) // step.turn_length, position)
+            current.add_tensor(count.detach(), name, turn=(self._pass - 1) // step.turn_length)
             total = step.plan.global_batch_size  # provisional: see Step._scale_by_counts
         else:
-            if current.numbers.get(position) != count:
-                current.add_number(count, position)
+            if current.numbers.get(name) != count:
+                current.add_number(count, name)
             total = count * step.num_micro_batches
         weight = step.loss_weights.get((total, loss_sum.dtype))
         if weight is None:

@@ -1,10 +1,13 @@
 """A round of an optimizer step.
 
-A count is a number, the same in every micro-batch, or a tensor, whose total is known only after the last one. A call of
-`backward` has a place: the turn through the micro-batches, and its position among the calls of its micro-batch.
+A count is a number, the same in every micro-batch, or a tensor. The total of tensors over the global batch is known
+before the backward passes of a task with several losses; otherwise after the last one, and the sum of the gradients is
+divided by it then.
 """
 
 from __future__ import annotations
+
+import hashlib
 
 import torch
 from torch import Tensor
@@ -15,8 +18,6 @@ from ddpexp.errors import DdpexpError
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.train.counts import stack_counts
 
-_MAX_CALLS = 1 << 20  # of backward in a micro-batch
-
 
 class Round:
     """The passes over micro-batches whose gradients add up, the counts of their losses, and who has used the sum.
@@ -25,10 +26,11 @@ class Round:
         begun: Passes over a micro-batch so far.
         is_reduced: Whether the pass that began last reduces the gradients.
         applied: The optimizers that have used the gradients.
-        tensors: Counts that are tensors.
-        places: The place of each of them, as one number.
-        numbers: Counts that are numbers, of this turn by position.
-        has_numbers: Whether there are any, also in earlier turns.
+        factors: The number of micro-batches divided by the count over the global batch, where that is a tensor and
+            known before the backward passes, by the name of the loss.
+        numbers: Counts that are numbers, of each micro-batch of this turn through them, by the name of the loss.
+        tensors: Counts of this rank that are tensors, and whose total is not known yet, by the name of the loss.
+        has_numbers: Whether any loss has a number as its count, also in earlier turns.
     """
 
     def __init__(self, caller: str) -> None:
@@ -36,10 +38,10 @@ class Round:
         self.begun = 0
         self.is_reduced = True
         self.applied: tuple[str, ...] = ()
-        self.tensors: list[Tensor] = []
-        self.places: list[int] = []
+        self.factors: dict[str, Tensor] = {}
+        self.numbers: dict[str, int] = {}
+        self.tensors: dict[str, list[Tensor]] = {}
         self.has_numbers = False
-        self.numbers: dict[int, int] = {}
         self._caller = caller
 
     @property
@@ -48,34 +50,34 @@ class Round:
         return self.has_numbers or bool(self.tensors)
 
     def begin_turn(self) -> None:
-        """Begin another turn through the micro-batches; its numbers may differ from the last turn's."""
+        """Begin another turn through the micro-batches, whose counts may differ from the last turn's."""
         self.numbers.clear()
+        self.factors = {}
 
-    def add_tensor(self, count: Tensor, turn: int, position: int) -> None:
-        """Note the count of a call of `backward`.
+    def add_tensor(self, count: Tensor, name: str, turn: int) -> None:
+        """Note the count of a loss in a micro-batch of a turn through them. Units: turns, from 0.
 
         Raises:
-            DdpexpError: other calls gave numbers.
+            DdpexpError: other losses have numbers.
         """
         if self.has_numbers:
             raise self._mixed()
-        self.tensors.append(count)
-        self.places.append(turn * _MAX_CALLS + position)
+        self.tensors.setdefault(f"{name} of turn {turn}" if turn else name, []).append(count)
 
-    def add_number(self, count: int, position: int) -> None:
+    def add_number(self, count: int, name: str) -> None:
         """Note a count that is a number, in the first micro-batch of a turn.
 
         It is assumed to be the count of every micro-batch of the step on every rank: see `MetricAccumulator`.
 
         Raises:
-            DdpexpError: it is not above 0 or has changed, or other calls gave tensors.
+            DdpexpError: it is not above 0 or has changed, or other losses have tensors whose total is not known.
         """
         if not count > 0:
             raise DdpexpError(
                 f"{self._caller} gave the count {count}: a number counts for every micro-batch, and divides the loss",
                 suggestion="Return a tensor if a micro-batch may have nothing to count.",
             )
-        expected = self.numbers.setdefault(position, count)
+        expected = self.numbers.setdefault(name, count)
         if count != expected:
             raise DdpexpError(
                 f"{self._caller} gave the count {count} after {expected}: a number counts for every micro-batch",
@@ -93,15 +95,20 @@ class Round:
         )
 
     def gathered_counts(self, data: DataRank, world: World) -> tuple[Tensor, Tensor]:
-        """Return the tensors of all ranks with their places. Ranks: all; communicates.
+        """Return the tensors of all ranks, and the names of their losses as numbers.
 
-        Shapes: (num_counts,) fp64 each.
+        Shapes: (num_counts,) fp64 each. Ranks: all; communicates.
         """
-        counted = stack_counts(self.tensors, world.device)
-        places = moved(torch.tensor(self.places, dtype=torch.float64), counted.device)
+        counted = stack_counts([count for counts in self.tensors.values() for count in counts], world.device)
+        names = [number_of(name) for name, counts in self.tensors.items() for _ in counts]
         each = counted.new_zeros(2, data.size, len(counted))
         if data.reports:
-            each[:, data.rank] = torch.stack([counted, places])
+            each[:, data.rank] = torch.stack([counted, moved(torch.tensor(names, dtype=torch.float64), counted.device)])
         # Every data rank has a slot of its own, so that the sum has the same order everywhere.
-        counts, places = world.sum(each).flatten(1)
-        return counts, places
+        counts, numbers = world.sum(each).flatten(1)
+        return counts, numbers
+
+
+def number_of(name: str) -> int:
+    """Return a number for a name that is the same on all ranks, and that fp64 can hold."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")

@@ -22,6 +22,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Strategy
 from ddpexp.task import MetricUpdate, Task
+from ddpexp.train.losses import PREFIX, are_named, losses_of
 from ddpexp.train.precision import Precision
 from ddpexp.train.undo import Undo
 
@@ -61,16 +62,17 @@ def check_loss(loss: Any, count: Any, step: Callable[..., Any]) -> None:
 
 
 def _problem(found: Any, trains: bool, evaluates: bool) -> str | None:
-    if not isinstance(found, tuple | list) or len(found) != 3:
+    if are_named(found) and (trains or evaluates):
+        losses, metrics = found
+        problem = _problem_of_losses(losses, trains)
+    elif isinstance(found, tuple | list) and len(found) == 3:
+        loss, count, metrics = found
+        problem = _problem_of_loss(loss, trains) or _problem_of_count(count)
+    else:
         return (
             f"{shown(found)}, where the loop expects {SUMS}: the loss summed over the batch, what it is to be "
             f"divided by (mostly the number of samples), and the metrics, {{}} for none."
         )
-    loss, count, metrics = found
-    problem = _problem_of_loss(loss, trains)
-    if problem is not None:
-        return problem
-    problem = _problem_of_count(count)
     if problem is not None:
         return problem
     if not isinstance(metrics, Mapping):
@@ -86,6 +88,28 @@ def _problem(found: Any, trains: bool, evaluates: bool) -> str | None:
         if problem is not None:
             hint = "Arrays and metrics of torchmetrics are for evaluation: return them if not model.training."
             return f"{problem} {hint}" if not evaluates and _is_for_evaluation(pair) else problem
+    return None
+
+
+def _problem_of_losses(losses: Mapping[Any, Any], trains: bool) -> str | None:
+    """Return the problem of several losses by name."""
+    if not losses:
+        return "no loss, where {name: (sum, count)} belongs."
+    for name, loss in losses.items():
+        if not isinstance(name, str) or not name:
+            return f"a loss named {name!r}: a name must be a text."
+        if not isinstance(loss, tuple | list) or len(loss) not in (2, 3):
+            return (
+                f"{shown(loss)} as the loss {name!r}, where (sum, count) or (sum, count, weight) belongs: its sum over "
+                "the batch, and the count that the sum over the global batch is divided by."
+            )
+        wrong = _problem_of_loss(loss[0], trains=False) or _problem_of_count(loss[1])
+        if wrong is None and len(loss) == 3 and not is_number(loss[2]):
+            wrong = f"{shown(loss[2])} as the weight, where one number belongs."
+        if wrong is not None:
+            return f"for the loss {name!r} {wrong}"
+    if trains and not any(loss[0].requires_grad for loss in losses.values()):
+        return _problem_of_loss(next(iter(losses.values()))[0], trains)
     return None
 
 
@@ -174,21 +198,27 @@ def mean_for_a_sum(
         return None
     try:
         with unnoticed(modules, device), torch.no_grad(), precision.autocast():
-            seen = [
-                deepcopy(task).step(model, one)[:2] for one in (batch, *halves)
-            ]  # each on its own: a task may count its calls
-            (whole, count), *parts = [(float(loss), float(count)) for loss, count in seen]
+            # Each on its own: a task may count its calls.
+            seen = [losses_of(deepcopy(task).step(model, one)) for one in (batch, *halves)]  # type: ignore[arg-type]
+            numbers = {name: [(float(losses[name][0]), float(losses[name][1])) for losses in seen] for name in seen[0]}
     except Exception:  # whatever it is, training continues without it
         return None
-    (first, num_first), (second, num_second) = parts
+    problems = (_mean_problem(named(task.step), name, pairs, precision) for name, pairs in numbers.items())
+    return next(filter(None, problems), None)
+
+
+def _mean_problem(source: str, name: str, pairs: Sequence[tuple[float, float]], precision: Precision) -> str | None:
+    """Return the warning for a loss, given its sum and count for a batch and for both halves."""
+    (whole, count), (first, num_first), (second, num_second) = pairs
     if count != num_first + num_second or min(num_first, num_second) <= 0 or not math.isfinite(whole):
         return None
     mean = (first * num_first + second * num_second) / count
     tolerance = 0.02 if precision.lowers else 0.001
     if abs(whole - mean) > tolerance * abs(whole) or abs(whole - first - second) <= 0.25 * abs(whole):
         return None
+    loss = "the loss" if name == "loss" else f"the loss {name.removeprefix(PREFIX)!r}"
     return (
-        f"{named(task.step)} seems to return the mean of the loss, not its sum: {whole:.4g} over a count of "
+        f"{source} seems to return the mean of {loss}, not its sum: {whole:.4g} over a count of "
         f"{count:g}, and {first:.4g} and {second:.4g} over its halves. The loop divides by the count itself, so the "
         f"gradient is {count:g} times "
         f'too small: return the sum (reduction="sum"), or the mean times the count.'

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -25,13 +26,7 @@ class Undo:
     @torch.no_grad()
     def take(self) -> None:
         """Take a snapshot in place of the last one; uninitialized buffers of lazy modules have no values yet."""
-        self._slots = [
-            (buffers_of(module), key, buffer)
-            for root in self._models.values()
-            for module in root.modules()
-            for key, buffer in buffers_of(module).items()
-            if buffer is None or not is_lazy(buffer)
-        ]
+        self._slots = _slots(self._models)
         self._buffers = [buffer for _, _, buffer in self._slots if buffer is not None]
         if _are_alike(self._buffers, self._values):
             _copy(self._values, self._buffers)  # into the same memory: for ResNet-50 two launches instead of 159
@@ -47,6 +42,36 @@ class Undo:
         _copy(self._buffers, self._values)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
+
+
+@contextmanager
+def on_copies(models: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
+    """Have models change copies of their buffers inside the block, and leave all random numbers as they were.
+
+    The buffers themselves are not written to: a graph that needs their values can wait for its backward pass.
+    """
+    slots, states = _slots(models), (np.random.get_state(), random.getstate())
+    for holder, key, buffer in slots:
+        holder[key] = None if buffer is None else buffer.clone()
+    try:
+        with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
+            yield
+    finally:
+        for holder, key, buffer in slots:
+            holder[key] = buffer
+        np.random.set_state(states[0])
+        random.setstate(states[1])
+
+
+def _slots(models: Mapping[str, nn.Module]) -> list[tuple[dict[str, Tensor | None], str, Tensor | None]]:
+    """Return where modules hold their buffers, with their names and values."""
+    return [
+        (buffers_of(module), key, buffer)
+        for root in models.values()
+        for module in root.modules()
+        for key, buffer in buffers_of(module).items()
+        if buffer is None or not is_lazy(buffer)
+    ]
 
 
 def _are_alike(tensors: list[Tensor], others: list[Tensor]) -> bool:

@@ -272,7 +272,6 @@ WRONG: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], str]] = {
     "a matrix": (lambda sums: {"m": torch.zeros(2, 2)}, "returned a tensor of shape (2, 2) as 'm'"),
     "a text": (lambda sums: {"m": "1"}, "returned a str as 'm'"),
     "no name": (lambda sums: {1: 1.0}, "returned a metric named 1"),
-    "the loss": (lambda sums: {"loss": 1.0}, "returned a metric named 'loss'"),
     "a mean": (lambda sums: {"accuracy": 1.0}, "gives accuracy"),
 }
 
