@@ -133,11 +133,12 @@ class Portable(Protocol):
     def create(self) -> Path:
         """Create the folder from which another command can join with `ddpexp member FOLDER`; return its real path.
 
-        Its result says that the job is submitted, since the job may begin as soon as it is.
+        Its result says that the job is submitted, since the job may begin as soon as it is. A new folder is removed if
+        the job is refused before `submitted` is called.
         """
 
-    def note(self, **facts: Any) -> None:
-        """Add facts, such as the id of the job at its scheduler, to the result that `create` has written."""
+    def submitted(self, **facts: Any) -> None:
+        """Add facts, such as the id of the job at its scheduler, to the result, unless the job has already begun."""
 
     def describe(self) -> dict[str, Any]:
         """Return, as plain values, what `ddpexp member FILE` needs to join."""

@@ -9,7 +9,6 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,16 @@ from ddpexp.checkpoint.initial import CONVERTED
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.run import lock
-from ddpexp.system.files import check_yaml, first_free_name, make_numbered_folder, read_json, whole_lines, write_json
+from ddpexp.system.files import (
+    check_yaml,
+    first_free_name,
+    make_numbered_folder,
+    missing_folders,
+    read_json,
+    remove_empty,
+    whole_lines,
+    write_json,
+)
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.secrets import held_in, masked
 from ddpexp.system.yaml_text import load_yaml
@@ -232,6 +240,7 @@ def create(run_dir: str | None, recipe: str) -> RunDir:
         RefusedError: the given directory is not empty, or cannot be created.
     """
     path = Path(run_dir) if run_dir else Path("outputs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
+    missing = missing_folders(path)
     try:
         if not run_dir:
             check_name(path, "run.dir")
@@ -246,6 +255,7 @@ def create(run_dir: str | None, recipe: str) -> RunDir:
             raise _taken(path) from None
         return run
     except OSError as error:
+        remove_empty(missing)
         why = reason_with_limit(error, path)
         raise RefusedError(
             f"cannot be made: {why}", key="run.dir", value=path, suggestion="Choose another place with run.dir=... ."
@@ -268,11 +278,6 @@ def check_name(path: Path, key: str) -> None:
             )
 
 
-def missing_folders(folder: Path) -> list[Path]:
-    """Return which of a folder and its parents do not exist yet, innermost first."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
-
-
 def has_trained(run: RunDir) -> bool:
     """Return whether a run has recorded or saved any step."""
     recorded = run.metrics.is_file() and run.metrics.stat().st_size > 0
@@ -286,9 +291,7 @@ def remove(run: RunDir, created: Sequence[Path]) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    for folder in created:
-        with suppress(OSError):  # something else was written to it
-            folder.rmdir()
+    remove_empty(created)
 
 
 def check_free(path: Path) -> None:

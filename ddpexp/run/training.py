@@ -116,8 +116,7 @@ class Training(Lifecycle):
         with self._refuse_if_unwritable(run):
             self.run, self._began = run, True
             self._files.write(run, previous, previous.manifest if previous else None)
-            self.note()
-        self._created = None  # kept even if the scheduler refuses the job, so that the user can inspect it
+            self._write_submitted()
         self._release()  # the lock is for the later command, which may run before this one ends
         return run.path.resolve()
 
@@ -147,8 +146,13 @@ class Training(Lifecycle):
             "resume_from": None if self.resume_from is None else str(self.resume_from.path.absolute()),
         }
 
-    def note(self, **facts: Any) -> None:
-        """Write to result.json that the job is submitted, and more facts."""
+    def submitted(self, **facts: Any) -> None:
+        """Add facts to result.json, unless the job has begun; from here on the folder is the job's."""
+        self._created = None
+        if self.run is not None and self.run.status() == "submitted":
+            self._write_submitted(**facts)
+
+    def _write_submitted(self, **facts: Any) -> None:
         assert self.run is not None
         notes = {"notes": self._notes} if self._notes else {}
         # A job may start in another folder, where the user's config folder must be named again.
@@ -251,7 +255,7 @@ class Training(Lifecycle):
 
         If this start created the directory and is refused before the first step, the directory is removed.
         """
-        refused = failure.kind == RefusedError.__name__ or (failure.limit is not None and not self._began)
+        refused = failure.refused or (failure.limit is not None and not self._began)
         if refused and self._created is not None and not directory.has_trained(self._created[0]):
             self._release()
             directory.remove(*self._created)
@@ -345,9 +349,15 @@ class Training(Lifecycle):
             return existing, self._inspect(existing, owners)  # again: it may have changed before it was locked
         self._check_required_checkpoint()
         named = self.experiment.run.dir
-        missing = directory.missing_folders(Path(named) if named else self.job.folder)
+        missing = files.missing_folders(Path(named) if named else self.job.folder)
         run = directory.create(named, self.experiment.recipe.name)
-        self._lock = lock.take(run.path, run.ranks, self._called(run))
+        created = run, missing if named else [run.path, *missing]
+        try:
+            self._lock = lock.take(run.path, run.ranks, self._called(run))
+        except RefusedError:
+            if directory.is_fresh(run) and lock.read(run.path / lock.NAME) is None:
+                directory.remove(*created)  # no other command has taken it
+            raise
         if not directory.is_fresh(run):
             raise RefusedError(
                 "was taken by another command just now",
@@ -356,7 +366,7 @@ class Training(Lifecycle):
             )
         _report(run)
         if not self.keeps_refused:
-            self._created = run, missing if named else [run.path, *missing]
+            self._created = created
         return run, None
 
     def _check_required_checkpoint(self) -> None:

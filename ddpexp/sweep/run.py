@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from ddpexp.config.build import build
@@ -38,7 +37,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
         print_message(f"ddpexp: warning: {warning}")
     _check_sweeper(swept, settings)
     check_grid_size(swept)
-    parents = [parent for parent in Path(swept.directory).parents if not parent.exists()]
+    parents = files.missing_folders(Path(swept.directory).parent)
     folder, is_new = _folder(swept)
     own_lock = None
     sweep = None
@@ -69,9 +68,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
             own_lock.release()
         if is_new and (sweep is None or not sweep.log.began):
             shutil.rmtree(folder.path, ignore_errors=True)  # a refused sweep leaves nothing behind
-            with suppress(OSError):  # another sweep has started in one of them
-                for parent in parents:
-                    parent.rmdir()
+            files.remove_empty(parents)
 
 
 def _check_sweeper(swept: Swept, settings: SweepSettings) -> None:

@@ -70,7 +70,11 @@ class SweepRunner:
         self._prepare(to_run)  # before anything is written, so that missing data leaves no trace
         self._begin(jobs)
         if submitter is not None and to_submit:
-            self._submissions.submit(submitter, to_submit)
+            try:
+                self._submissions.submit(submitter, to_submit)
+            except RefusedError:
+                self.log.refuse()
+                raise
         self._local.run(to_run)
         if submitter is not None and submitter.wait and self._local.stopped_by is None:
             self._submissions.follow(submitter, jobs)

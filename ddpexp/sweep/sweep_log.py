@@ -26,14 +26,15 @@ class SweepLog:
         self.settings = settings
         self.view = view
         self._events: EventLog | None = None
+        self._refused = False  # everything that was to be submitted
         self._warned = False  # that a job does not report the objective
         self.planned: dict[int, Planned] = {}
         self.ended: dict[int, Ended] = {}
 
     @property
     def began(self) -> bool:
-        """Return whether anything was recorded."""
-        return self._events is not None
+        """Return whether anything was recorded that has begun since."""
+        return self._events is not None and not self._refused
 
     def begin(self, overrides: Sequence[str], options: Sequence[str], title: str, **facts: Any) -> None:
         """Record the sweep, once; from here on the directory belongs to it."""
@@ -49,6 +50,10 @@ class SweepLog:
             raise self.folder.not_writable(error) from None
         objective = {"objective": self.settings.objective, "mode": self.settings.mode}
         self._events.add("sweep", words=list(overrides), **facts, **objective)
+
+    def refuse(self) -> None:
+        """Take note that a scheduler has refused jobs: without another one the sweep has not begun."""
+        self._refused = not self.ended
 
     def add_jobs(self, jobs: Sequence[Planned]) -> None:
         """Record the jobs of a batch."""

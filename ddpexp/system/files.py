@@ -16,7 +16,8 @@ import re
 import secrets
 import shlex
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -323,6 +324,18 @@ def make_numbered_folder(path: Path) -> Path:
         except FileExistsError:
             continue
     raise FileExistsError(path)
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """Return which of a folder and its parents do not exist yet, innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove those of some folders, innermost first, that exist and are empty."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def relative(path: Path) -> str:

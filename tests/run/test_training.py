@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Done, Failed, Interrupted, Layout, Outcome, Participants
-from ddpexp.run import lock
+from ddpexp.run import directory, lock
 from ddpexp.run.directory import RunDir
 from ddpexp.run.training import Training
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -58,3 +61,54 @@ def test_what_is_left_is_told_with_the_command_that_resumes_it(begun: Training) 
     assert begun.end(Interrupted(3, saved=True)) == (
         "saved at step 3 in run; resume it on every machine with:\npython -m ddpexp resume run"
     )
+
+
+@pytest.mark.parametrize("holds", ["nothing", "an empty folder", "a run"])
+def test_a_job_that_the_scheduler_refuses_leaves_what_was_there_before(begun: Training, holds: str) -> None:
+    begun.end(Interrupted(0))
+    shutil.rmtree("run")
+    if holds == "an empty folder":
+        Path("run").mkdir()
+    if holds == "a run":
+        begun.create()
+        begun.submitted(job_id="7")
+        begun.end(Interrupted(0))
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    again = replace(begun)
+    again.create()
+    again.end(Failed(Failure.of_refusal(RefusedError("sbatch rejected the job."))))
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    assert Path("run").exists() == (holds != "nothing")
+
+
+def test_a_job_that_was_submitted_keeps_its_folder(begun: Training) -> None:
+    begun.end(Interrupted(0))
+    shutil.rmtree("run")
+    begun.create()
+    begun.submitted(job_id="7")
+    begun.end(Failed(Failure.of_refusal(RefusedError("no."))))
+    assert RunDir(Path("run")).status() == "failed"
+
+
+def test_a_new_folder_that_cannot_be_locked_is_removed(begun: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun.end(Interrupted(0))
+    shutil.rmtree("run")
+
+    def take(folder: Path, *_: object) -> lock.Lock:
+        (folder / lock.NAME).touch()
+        raise RefusedError("cannot be locked")
+
+    monkeypatch.setattr(lock, "take", take)
+    with pytest.raises(RefusedError):
+        replace(begun).create()
+    assert list(Path().iterdir()) == []
+
+
+def test_a_path_of_which_only_a_part_can_be_made_is_not_left_half_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run_dir in (f"a/b/{'n' * 300}", f"a/{'n' * 300}/c"):
+        with refused("run.dir: cannot be made"):
+            directory.create(run_dir, "mnist")
+    assert list(tmp_path.iterdir()) == []

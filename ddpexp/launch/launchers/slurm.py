@@ -28,7 +28,7 @@ from ddpexp.launch.launchers.slurm_context import (
     unused_components,
     where,
 )
-from ddpexp.launch.launchers.slurm_follow import of_unstarted, status
+from ddpexp.launch.launchers.slurm_follow import of_unstarted, refusal, status
 from ddpexp.launch.launchers.slurm_submit import submit_job
 from ddpexp.launch.launchers.slurm_text import (
     check_time,
@@ -235,6 +235,8 @@ class Slurm(Launcher):
             code = of_unstarted(code)
             text = f"srun ended with exit code {code} before the job began: see its output above"
             job.lifecycle.end(Failed(Failure.of_command("SrunError", text, exit_code=code)))
+        elif code == EXIT_REFUSED and (failure := refusal(run)) is not None:
+            job.lifecycle.end(Failed(failure))  # the job's own command could not remove what this one has made
         return code
 
     def script(self, job: Job, nodes: int, run: Path) -> str:

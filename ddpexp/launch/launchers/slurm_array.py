@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddpexp.errors import ENDS, EXIT_DONE, EXIT_FAILED, Failure, FinishedError, RefusedError, StoppedError
 from ddpexp.launch import Failed, Interrupted, Job
-from ddpexp.launch.launchers.slurm_follow import Silence, status
+from ddpexp.launch.launchers.slurm_follow import Silence
 from ddpexp.launch.launchers.slurm_text import checked_script
 from ddpexp.system.files import first_free_name, write_data
 from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
@@ -140,9 +140,8 @@ def _submit(kind: Kind, jobs: Numbered, folder: Path, record: Callable[[int, str
             raise
         for task, (number, _, _) in enumerate(created):
             record(number, f"{array}_{task}")
-        for task, (_, job, run) in enumerate(created):
-            if status(run) == "submitted":  # not begun yet
-                job.require_portable().note(job_id=f"{array}_{task}")
+        for task, (_, job, _) in enumerate(created):
+            job.require_portable().submitted(job_id=f"{array}_{task}")
     size = counted(len(created), "job")
     print_message(f"submitted array {array} of {size}  sweep directory {os.path.relpath(folder)}", sys.stdout)
     print_message(f"queue: squeue -j {array}    end all: scancel {array}    end one: scancel {array}_0", sys.stdout)

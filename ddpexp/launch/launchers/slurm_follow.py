@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, StoppedError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, StoppedError
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
 from ddpexp.system.job_schedulers.slurm import SLURM
@@ -77,6 +77,15 @@ def follow_job(job_id: str, output: Path) -> tuple[str, int]:
         terminal.close()
         if log is not None:
             log.close()
+
+
+def refusal(run: Path) -> Failure | None:
+    """Return why the job of a run directory was refused; None if it was not."""
+    try:
+        failure = Failure(**json.loads((run / "error.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return failure if failure.refused else None
 
 
 def status(run: Path) -> str | None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, Failure, StoppedError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, Failure, RefusedError, StoppedError
 from ddpexp.launch import Failed, Job
 from ddpexp.launch.launchers.slurm_follow import follow_job, leave_running, of_unstarted, status
 from ddpexp.launch.launchers.slurm_text import checked_script, log_name
@@ -31,13 +31,19 @@ def submit_job(job: Job, script: Callable[[Path], str], wait: bool) -> int:
     portable.prepare()
     run = portable.create()
     path = run / "job.sbatch"
+    before = path.read_bytes() if path.is_file() else None  # of a run that is resumed
     write_data(path, checked_script(script(run), path.name))
     job_id = ""
     try:
         with deferred_stop_signals():  # nothing else knows the job's id until it is recorded
             job_id = SLURM.submit(path)
-            if status(run) == "submitted":  # not begun yet
-                portable.note(job_id=job_id)
+            portable.submitted(job_id=job_id)
+    except RefusedError:
+        if before is not None:
+            write_data(path, before)
+        else:
+            path.unlink()
+        raise
     except StoppedError as error:
         if not job_id:
             raise

@@ -12,12 +12,13 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch.rendezvous.wire import reason_of
+from ddpexp.system.files import missing_folders, remove_empty
 from ddpexp.system.network import LOOPBACK, holder_of, is_loopback, is_wildcard, own_address
 
 _BACKLOG = 4096  # all commands may connect at once; a full queue delays a connection by a second and more
@@ -141,6 +142,7 @@ class Published:
 
     path: Path
     _endpoint: tuple[str, int, str] | None = None  # its content, as written or last read here
+    _made: list[Path] = field(default_factory=list)  # the folders above it that this command has made
 
     @classmethod
     def under(cls, folder: Path, key: str) -> Published:
@@ -158,6 +160,7 @@ class Published:
         token = secrets.token_hex(16)
         temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
         try:
+            self._made = missing_folders(self.path.parent)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as file:
@@ -199,6 +202,7 @@ class Published:
         """Remove the file, unless another leader has replaced it."""
         if self._endpoint is not None and self._read() == self._endpoint:
             self.path.unlink(missing_ok=True)
+        remove_empty(self._made)
 
 
 def _remove_stale(folder: Path) -> None:

@@ -127,7 +127,8 @@ class SlurmScheduler:
         )
         if done.returncode:
             raise RefusedError(
-                f"sbatch rejected the job: {' '.join(done.stderr.split()) or done.returncode} ({script})"
+                f"sbatch rejected the job: {' '.join(done.stderr.split()) or done.returncode}",
+                suggestion="launcher.dry_run=true prints its script.",
             )
         if done.stderr.strip():  # messages of the cluster
             print_message(done.stderr.rstrip())

@@ -274,10 +274,10 @@ class Directory(Lifecycle):
             raise (FinishedError if (self.run / "done").exists() else RefusedError)(
                 f"{self.run.name} is there."
             ) from None
-        self.note()
+        self.submitted()
         return self.run
 
-    def note(self, **facts: Any) -> None:
+    def submitted(self, **facts: Any) -> None:
         (self.run / "result.json").write_text(json.dumps({"status": "submitted", **facts}))
 
     def end(self, outcome: Outcome | None) -> str:
@@ -532,14 +532,11 @@ def test_what_sbatch_refuses_is_2_and_what_it_took_before_waits_and_is_not_submi
     assert ids == [f"{array}_0", f"{array}_1"]
     told, refused = done.err.splitlines()
     assert told == f"ddpexp: 2 of 3 jobs are submitted and keep running; cancel them with scancel {array}"
-    script = re.escape(str(sweep.folder / "array-1.sbatch"))
-    assert re.fullmatch(
-        rf"ddpexp: sbatch rejected the job: .*invalid partition specified: nosuch.* \({script}\)", refused
-    )
+    assert re.fullmatch(r"ddpexp: sbatch rejected the job: .*invalid partition specified: nosuch.* script\.", refused)
     assert [sweep.result(number) for number in range(2)] == [
         {"status": "submitted", "job_id": job_id} for job_id in ids
     ]
-    assert sweep.result(2)["status"] == "failed"
+    assert not (sweep.folder / "0002").exists()
     assert state_names(ids) == dict.fromkeys(ids, "PENDING")
     assert SLURM.is_over(ids[1]) is False
     again = sweep(*overrides[:2])

@@ -280,11 +280,11 @@ def test_an_allocation_by_task_gives_the_step_all_its_gpus(
 @pytest.mark.fault(70)
 def test_a_member_without_srun_is_refused_with_the_command_and_writes_nothing(ddpexp: Ddpexp, tmp_path: Path) -> None:
     recipe = Recipe(ddpexp)
-    # What a Slurm that refuses without a word would do, only to get a run directory that waits for srun.
-    for name in ("sbatch", "srun"):
-        (tmp_path / name).symlink_to("/bin/false")
+    for name in ("sbatch", "srun"):  # takes the job and starts nothing: a run directory that waits for srun
+        (tmp_path / name).write_text("#!/bin/sh\necho 1\n")
+        (tmp_path / name).chmod(0o755)
     done = recipe("launcher=slurm", environ={"PATH": str(tmp_path)})
-    assert (done.code, done.err) == (2, f"ddpexp: sbatch rejected the job: 1 ({done.run}/job.sbatch)\n")
+    assert (done.code, done.err) == (0, "")
     before = {path: path.read_bytes() for path in done.run.iterdir() if path.is_file()}
     command = [sys.executable, "-m", "ddpexp", "member", str(done.run)]
     again = subprocess.run(command, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE)

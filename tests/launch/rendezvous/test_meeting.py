@@ -452,7 +452,7 @@ def test_the_file_is_private_and_gone_after_the_meeting(tmp_path: Path, backgrou
     assert (found.st_mode & 0o777, found.st_uid) == (0o600, os.getuid())
     join(way, handshake(1), PATIENCE, "rank").close()
     leading.result(PATIENCE)[0].close()
-    assert list(way.path.parent.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_file_is_gone_after_a_meeting_that_failed(tmp_path: Path) -> None:
