@@ -5,11 +5,9 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpexp.checkpoint.weights import Best, best_step
 from ddpexp.cli.verb import Call
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run import lock
@@ -53,23 +51,14 @@ def status(call: Call) -> int:
             place=place,
             suggestion=f"Name one, such as {example}, or see ddpexp table.",
         )
-    rows = rows_of(place)
+    rows, goal = comparison.by_best(rows_of(place), goal_of(place))
     queue = states(row.job for row in rows if row.status == "submitted" and row.job is not None)
     is_sweep = SweepDir(place).is_sweep()
     if call.as_json:
-        best = None if is_sweep else _best(rows[0])
-        alone = {**_run_as_dict(rows[0], queue), "best": None if best is None else asdict(best)}
-        print_json(_sweep_as_dict(place, rows, queue) if is_sweep else alone)
+        print_json(_sweep_as_dict(place, rows, goal, queue) if is_sweep else _run_as_dict(rows[0], queue))
     else:
-        show(_sweep_status(place, rows, goal_of(place), queue) if is_sweep else _run_status(rows[0], queue))
+        show(_sweep_status(place, rows, goal, queue) if is_sweep else _run_status(rows[0], queue))
     return EXIT_DONE
-
-
-def _best(row: Row) -> Best | None:
-    try:
-        return best_step(RunDir(row.path).checkpoints)
-    except RefusedError:
-        return None  # another version has written them, which the status of a run need not read
 
 
 def _sweep_status(
@@ -93,12 +82,15 @@ def _sweep_status(
     return Lines(*lines)
 
 
-def _sweep_as_dict(path: Path, rows: Sequence[Row], queue: Mapping[ScheduledJob, JobState]) -> dict[str, Any]:
-    goal, owner = goal_of(path), _owner(path)
+def _sweep_as_dict(
+    path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[ScheduledJob, JobState]
+) -> dict[str, Any]:
+    owner = _owner(path)
     return {
         "directory": str(path.absolute()),
         "objective": goal.metric,
         "mode": goal.mode,
+        "by_best": goal.by_best,
         "where": str(owner) if owner is not None else None,
         "resume": _again(path) if owner is None and _is_unfinished(rows) else None,
         "jobs": [_run_as_dict(row, queue) for row in rows],
@@ -127,13 +119,13 @@ def _resume(row: Row) -> str:
 
 
 def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[ScheduledJob, JobState]) -> Grid:
-    metrics = [goal.metric] if goal.metric is not None else comparison.metrics_of(rows)[:1]
+    metrics = [goal.name] if goal.name is not None else comparison.metrics_of(rows)[:1]
     columns = [
         Column("status", [row.status for row in rows]),
         Column("step", ["" if row.step is None else f"{row.step:,}" for row in rows], is_right=True, drop=0),
     ]
     for name in metrics:
-        values = [tables.shown(name, row.metrics.get(name, row.objective)) for row in rows]
+        values = [tables.shown(name, comparison.columns_of(row, goal).get(name)) for row in rows]
         columns.append(Column(one_line(name), values, is_right=True))
     columns += [
         Column("since", [_since(row) for row in rows]),
@@ -147,7 +139,7 @@ def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableT
     from rich.console import Group as Lines
     from rich.text import Text
 
-    best = _best(row)
+    best = row.best
     facts = {
         "status": f"{row.status}: {STATUSES[row.status]}",
         "step": "" if row.step is None else f"{row.step:,}",

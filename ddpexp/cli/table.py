@@ -17,7 +17,8 @@ from ddpexp.sweep.arguments import TableArguments
 from ddpexp.sweep.as_json import table_as_dict
 from ddpexp.sweep.drawing import Drawing
 from ddpexp.sweep.grid import limit, show
-from ddpexp.sweep.rows import Row, with_defaults
+from ddpexp.sweep.record import Goal
+from ddpexp.sweep.rows import Row, with_values
 from ddpexp.system.terminal import print_json, print_message
 
 
@@ -29,24 +30,35 @@ def table(call: Call) -> int:
     """
     arguments = call.typed(TableArguments.of(call.operands))
     goal = arguments.goal()
-    rows = arguments.rows(goal.metric)
+    rows, goal = comparison.by_best(arguments.rows(goal.metric), goal)
     metrics = comparison.metrics_of(rows)
     if goal.metric is not None and metrics and all(row.objective is None for row in rows):
         suggestion = did_you_mean(goal.metric, metrics, "sweep.objective=")
         raise RefusedError(
             "is not recorded by any of these", key="sweep.objective", value=goal.metric, suggestion=suggestion
         )
-    if arguments.csv:
-        print_message(table_files.as_csv(rows).rstrip("\n"), sys.stdout)
-        return EXIT_DONE
+    if arguments.seeds and not comparison.over_seeds(rows, goal):
+        raise RefusedError(
+            "is for runs that differ in trainer.seed or data.fold, and these do not",
+            place="table --seeds",
+            suggestion="Leave it out.",
+        )
     if arguments.json:
         print_json(table_as_dict(rows, goal))
         return EXIT_DONE
+    columns, chosen = None, rows
+    if arguments.columns is not None:
+        columns = [name for name in arguments.columns.split(",") if name]
+        chosen = _with_columns(rows, goal, columns)
+    elif arguments.all:
+        columns = tables.all_columns(rows, goal)
+    if arguments.format is not None:
+        text = table_files.as_text(chosen, goal, arguments.format, columns, arguments.seeds)
+        print_message(text.rstrip("\n"), sys.stdout)
+        return EXIT_DONE
     again = f"python -m ddpexp table {shlex.join([*call.command[2:], '--all'])}"
-    columns = None if arguments.columns is None else [name for name in arguments.columns.split(",") if name]
-    chosen = rows if columns is None else _with_columns(rows, columns)
-    whole = arguments.all or columns is not None
-    show(tables.render(chosen, goal, limit(), columns=columns, again=again), whole)
+    shown = tables.render(chosen, goal, limit(), columns=columns, again=again, seeds_only=arguments.seeds)
+    show(shown, whole=columns is not None)
     if goal.metric is None and metrics:
         print_message(
             f"to have the best marked: sweep.objective={metrics[0]}, with sweep.mode=max where more is better",
@@ -61,14 +73,17 @@ def table(call: Call) -> int:
     return EXIT_DONE
 
 
-def _with_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
+def _with_columns(rows: Sequence[Row], goal: Goal, columns: Sequence[str]) -> list[Row]:
     """Add the values of named columns that are keys, which only the configurations may have.
 
     Raises:
         RefusedError: nothing has such a column.
     """
-    filled = with_defaults(rows, columns)
-    names = {*tables.FACTS, *(name for row in filled for name in (*row.overrides, *row.metrics))}
+    filled = with_values(rows, [name for name in columns if any(_has_key(row, name) for row in rows)])
+    names = {
+        *(tables.BEST_STEP, *tables.FACTS),
+        *(name for row in filled for name in (*row.resolved, *row.values, *comparison.columns_of(row, goal))),
+    }
     for name in columns:
         if name not in names:
             raise RefusedError(
@@ -77,3 +92,8 @@ def _with_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
                 suggestion=did_you_mean(name, sorted(names), "--columns "),
             )
     return filled
+
+
+def _has_key(row: Row, name: str) -> bool:
+    """Return whether a run has a key, or a section, of this name."""
+    return any(key == name or key.startswith(f"{name}.") for key in row.resolved)

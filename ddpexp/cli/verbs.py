@@ -166,13 +166,16 @@ A run with a logger of your own needs --config-dir DIR or run.trust=[...] again.
 Show what is in directories as a table, the best first: a sweep, runs, or a
 folder that holds some, such as outputs/mnist. Columns are the values that
 differ, then the metric (sweep.mode=max: more is better). With seeds among them
-a second table has their mean and std. A terminal gets as many columns as fit,
-those that distinguish most runs; a file or a pipe gets all of them.
-Of one sweep it also writes sweep.csv, sweep.md and sweep.png into its
-directory, of anything into the FOLDER behind --out.""",
+a second table has means, std and 95 % intervals. A terminal gets as many
+columns as fit, those that distinguish most runs; a file or a pipe gets all.
+Of one sweep it also writes sweep.csv, sweep.md, sweep_seeds.csv and sweep.png
+into its directory, of anything into the FOLDER behind --out.""",
         is_interruptible=True,
         operands="directories",
-        foreign_options=dict.fromkeys(("sort", "sort_by", "order_by"), _SORTED),
+        foreign_options={
+            **dict.fromkeys(("sort", "sort_by", "order_by"), _SORTED),
+            **{kind: f"Type --format {kind}." for kind in ("csv", "latex", "markdown")},
+        },
         missing_prompt="table of what? Name a sweep, a run, or a folder that holds some, such as outputs/mnist.",
         options=(
             Option("--out", "where to write the files", "FOLDER", "tables", values=_FOLDER),
@@ -182,12 +185,16 @@ directory, of anything into the FOLDER behind --out.""",
                 "A,B,...",
                 "optimizer.lr,eval/loss",
             ),
-            Option("--all", "all columns, on a terminal too"),
+            Option("--all", "all keys that differ and all metrics, on a terminal too"),
             Option(
-                "--csv",
-                "one line a run with all overrides and every metric, as\nplain numbers; writes no file",
+                "--format",
+                "print the tables as csv, latex or markdown, and write no\nfile; csv: one line a run, as plain numbers",
+                "FORMAT",
+                "latex",
+                values="ddpexp.sweep.arguments:formats",
             ),
-            Option("--json", "the same for programs, with the means over seeds"),
+            Option("--seeds", "the means over seeds or folds alone"),
+            Option("--json", "everything for programs, with the means over seeds"),
         ),
         also=("compare", "list", "ls", "runs", "results"),
     ),

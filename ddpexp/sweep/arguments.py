@@ -6,14 +6,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 from ddpexp.config.build import convert, did_you_mean
 from ddpexp.errors import RefusedError
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.record import Goal
-from ddpexp.sweep.rows import Row, directories, goal_of, rows_of, with_defaults
+from ddpexp.sweep.rows import Row, directories, goal_of, rows_of, with_values
 
+Format: TypeAlias = Literal["csv", "latex", "markdown"]
 _KEYS = ("sweep.objective", "sweep.mode")
 
 
@@ -31,19 +32,32 @@ class TableArguments:
     out: str | None = None
     columns: str | None = None  # with commas between them
     all: bool = False  # columns, however wide the terminal is
-    csv: bool = False
+    format: Format | None = None
+    seeds: bool = False  # the means over seeds alone
     json: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
-        ways = [f"--{name}" for name in ("columns", "all", "csv", "json") if getattr(self, name) not in (None, False)]
+        whole = [
+            *(["--all"] if self.all else []),
+            *(["--format csv"] if self.format == "csv" else []),
+            *(["--json"] if self.json else []),
+        ]
+        ways = [*(["--columns"] if self.columns is not None else []), *whole]
         if len(ways) > 1:
             raise RefusedError(
-                f"{' and '.join(ways)} are incompatible: --csv, --json and --all have every column", place="table"
+                f"{' and '.join(ways)} are incompatible: --format csv, --json and --all have every column",
+                place="table",
+                suggestion=f"Use {ways[0]} alone.",
             )
-        if self.out is not None and (self.csv or self.json):
+        if self.json and (self.format is not None or self.seeds):
             raise RefusedError(
-                f"{ways[0]} prints the table, but --out writes it into a folder, as sweep.csv too",
+                "--json prints everything, the means over seeds too, as JSON", place="table", suggestion="Use it alone."
+            )
+        if self.out is not None and (self.format is not None or self.json):
+            raise RefusedError(
+                f"{'--json' if self.json else '--format'} prints the table, but --out writes it into a folder, as "
+                "sweep.csv and sweep.md",
                 place="table",
                 suggestion="Use only one of them.",
             )
@@ -87,7 +101,12 @@ class TableArguments:
     def rows(self, metric: str | None) -> list[Row]:
         """Read them all."""
         rows = [row for path in self.paths for row in rows_of(path, metric)]
-        return rows if self.sweep is not None else with_defaults(rows)
+        return rows if self.sweep is not None else with_values(rows)
+
+
+def formats() -> tuple[str, ...]:
+    """Return the values of --format."""
+    return get_args(Format)
 
 
 def sweeps_and_runs(path: Path) -> list[Path]:

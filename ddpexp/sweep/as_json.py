@@ -6,10 +6,10 @@ The keys are stable; docs/python.md explains them. Numbers that are not finite a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from dataclasses import asdict
 from typing import Any
 
-from ddpexp.sweep.comparison import best_of, over_seeds, sorted_rows
+from ddpexp.sweep.comparison import Group, Sample, best_of, over_seeds, sorted_rows
 from ddpexp.sweep.record import Goal, is_finite
 from ddpexp.sweep.rows import Row
 
@@ -22,8 +22,10 @@ def row_as_dict(row: Row) -> dict[str, Any]:
         "number": row.number,
         "status": row.status,
         "overrides": dict(row.overrides),
+        "values": {key: row.plain(key) for key in row.values},
         "step": row.step,
         "metrics": {name: finite(value) for name, value in row.metrics.items()},
+        "best": None if row.best is None else {**asdict(row.best), "value": finite(row.best.value)},
         "objective": finite(row.objective),
         "seconds": row.seconds,
         "started": row.started,
@@ -36,24 +38,43 @@ def row_as_dict(row: Row) -> dict[str, Any]:
 def table_as_dict(rows: Sequence[Row], goal: Goal) -> dict[str, Any]:
     """Return the table: the rows, the best first, and the means over seeds."""
     best = best_of(rows, goal)
-    groups = over_seeds(rows) if goal.metric is not None else []
     return {
         "objective": goal.metric,
         "mode": goal.mode,
+        "by_best": goal.by_best,
         "best": str(best.path.absolute()) if best is not None else None,
         "rows": [row_as_dict(row) for row in sorted_rows(rows, goal)],
-        "seeds": [
-            {
-                "overrides": dict(group.overrides),
-                "jobs": group.jobs,
-                "done": len(group.values),
-                "mean": finite(group.mean),
-                "std": finite(group.std),
-                "interval": [finite(end) for end in group.interval or ()] or None,
-            }
-            for group in goal.best_first(groups, attrgetter("mean"))
-        ],
+        "seeds": [_group_as_dict(group, goal) for group in over_seeds(rows, goal)],
     }
+
+
+def _group_as_dict(group: Group, goal: Goal) -> dict[str, Any]:
+    sample = group.sample(goal)
+    return {
+        "overrides": dict(group.values),
+        "values": dict(group.settings),
+        "jobs": group.jobs,
+        "done": len(sample.values),
+        "mean": finite(sample.mean),
+        "std": finite(sample.std),
+        "interval": [finite(end) for end in sample.interval or ()] or None,
+        "metrics": {name: _sample_as_dict(sample) for name, sample in group.metrics.items()},
+    }
+
+
+def group_records(rows: Sequence[Row], goal: Goal) -> list[dict[str, Any]]:
+    """Return a record for each metric of each group of runs that differ only in their seed or fold, the best first."""
+    return [
+        {**group.settings, "metric": name, **_sample_as_dict(sample)}
+        for group in over_seeds(rows, goal)
+        for name, sample in group.metrics.items()
+    ]
+
+
+def _sample_as_dict(sample: Sample) -> dict[str, Any]:
+    low, high = sample.interval or (None, None)
+    numbers = {"mean": sample.mean, "std": sample.std, "low": low, "high": high}
+    return {"n": len(sample.values), **{name: finite(value) for name, value in numbers.items()}}
 
 
 def finite(value: float | None) -> float | None:

@@ -6,8 +6,9 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Any
 
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row
@@ -20,18 +21,18 @@ _T95 = (
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 
+_ANYWHERE = ("recipe",)  # groups of options that set keys of other sections
+
 
 @dataclass(frozen=True)
-class Group:
-    """Jobs that differ only in their seed or fold."""
+class Sample:
+    """The values of a metric over seeds or folds."""
 
-    overrides: Mapping[str, str]
-    jobs: int
-    values: Sequence[float]  # of those that are done
+    values: Sequence[float]
 
     @property
     def mean(self) -> float | None:
-        """Return the mean; nan when a value is."""
+        """Return the mean; nan when a value is, None without a value."""
         return sum(self.values) / len(self.values) if self.values else None
 
     @property
@@ -49,29 +50,62 @@ class Group:
         freedom = len(self.values) - 1
         if mean is None or std is None:
             return None
-        # Beyond the table by Cornish and Fisher's expansion, right to three digits there.
-        t = _T95[freedom - 1] if freedom <= len(_T95) else 1.959964 + 2.37227 / freedom + 2.8225 / freedom**2
-        half = t * std / math.sqrt(freedom + 1)
+        half = t95(freedom) * std / math.sqrt(freedom + 1)
         return mean - half, mean + half
 
 
-def varying(rows: Sequence[Row]) -> list[str]:
-    """Return the keys that were not typed with the same value for all rows, in the order of typing.
+def t95(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution, right to three digits after the point."""
+    # Beyond the table by Cornish and Fisher's expansion.
+    return _T95[freedom - 1] if freedom <= len(_T95) else 1.959964 + 2.37227 / freedom + 2.8225 / freedom**2
 
-    Of a job that has not begun only its own overrides are known: a key that it lacks is not a difference.
+
+@dataclass(frozen=True)
+class Group:
+    """Jobs that differ only in their seed or fold."""
+
+    values: Mapping[str, str]  # that they share, by key
+    settings: Mapping[str, Any]  # the same as plain values
+    jobs: int
+    metrics: Mapping[str, Sample]  # of those that are done, by the name of the column
+
+    def sample(self, goal: Goal) -> Sample:
+        """Return the values of what jobs are compared by."""
+        return self.metrics.get(goal.name or "", Sample(()))
+
+
+def by_best(rows: Sequence[Row], goal: Goal) -> tuple[list[Row], Goal]:
+    """Have each row count by its best value, where the trainer.keep_best of every run keeps that of the objective."""
+    begun = [row for row in rows if row.resolved]
+    if not begun or not all(goal.keeps(row.resolved.get("trainer.keep_best")) for row in begun):
+        return list(rows), replace(goal, by_best=False)
+    best = [row if row.best is None else replace(row, objective=row.best.value) for row in rows]
+    return best, replace(goal, by_best=True)
+
+
+def varying(rows: Sequence[Row], every: bool = False) -> list[str]:
+    """Return the keys whose resolved values differ between rows, or have changed during a run; first those typed.
+
+    Keys that nobody has typed, and that follow from an option whose choice differs, are left out unless `every`.
     """
-    keys = dict.fromkeys(key for row in rows for key in row.overrides)
-    begun = [row for row in rows if row.status not in ("waiting", "submitted")]
-    values: dict[str, set[str | None]] = {key: {row.overrides.get(key) for row in begun} for key in keys}
-    for row in rows:
-        for key, value in row.overrides.items():
-            values[key].add(value)
-    return [key for key in keys if len(values[key]) > 1]
+    typed = {key for row in rows for key in row.overrides}
+    keys = dict.fromkeys(key for row in rows for key in row.values)
+    differ = [
+        key
+        for key in keys
+        if any(key in row.changed for row in rows) or len({row.values[key] for row in rows if key in row.values}) > 1
+    ]
+    chosen = [] if every else [key for key in differ if key in typed and not any(key in row.resolved for row in rows)]
+    sections = {path.partition(".")[0] for row in rows for path in row.resolved}
+    is_open = any(key in _ANYWHERE or key.partition(".")[0] not in sections for key in chosen)
+    return [
+        key for key in differ if key in typed or not (is_open or any(key.startswith(f"{choice}.") for choice in chosen))
+    ]
 
 
 def num_distinguished_pairs(rows: Sequence[Row | Group], key: str) -> int:
     """Return how many pairs of rows a key distinguishes."""
-    return (len(rows) ** 2 - sum(count**2 for count in Counter(row.overrides.get(key) for row in rows).values())) // 2
+    return (len(rows) ** 2 - sum(count**2 for count in Counter(row.values.get(key) for row in rows).values())) // 2
 
 
 def best_of(rows: Sequence[Row], goal: Goal) -> Row | None:
@@ -88,8 +122,8 @@ def repeats(rows: Sequence[Row]) -> list[str]:
     return [key for key in varying(rows) if key in (SEED, FOLD)]
 
 
-def over_seeds(rows: Sequence[Row]) -> list[Group]:
-    """Return what the seeds, or the folds, have in common, for each combination of the other values.
+def over_seeds(rows: Sequence[Row], goal: Goal) -> list[Group]:
+    """Return what the seeds, or the folds, have in common, for each combination of the other values, the best first.
 
     Nothing where neither varies.
     """
@@ -99,15 +133,26 @@ def over_seeds(rows: Sequence[Row]) -> list[Group]:
     keys = [key for key in varying(rows) if key not in repeated]
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(row.overrides.get(key, "") for key in keys), []).append(row)
-    return [
-        Group(
-            dict(zip(keys, values, strict=True)),
-            len(group),
-            [row.objective for row in group if row.status == "done" and row.objective is not None],
-        )
-        for values, group in groups.items()
-    ]
+        groups.setdefault(tuple(row.values.get(key, "") for key in keys), []).append(row)
+    found = [_group(keys, group, goal) for group in groups.values()]
+    return goal.best_first(found, lambda group: group.sample(goal).mean)
+
+
+def _group(keys: Sequence[str], rows: Sequence[Row], goal: Goal) -> Group:
+    done = [columns_of(row, goal) for row in rows if row.status == "done"]
+    samples = {
+        name: Sample([columns[name] for columns in done if name in columns])
+        for name in dict.fromkeys(name for columns in done for name in columns)
+    }
+    values = {key: rows[0].values.get(key, "") for key in keys}
+    return Group(values, {key: rows[0].plain(key) for key in keys}, len(rows), samples)
+
+
+def columns_of(row: Row, goal: Goal) -> dict[str, float]:
+    """Return the metrics of a row, and the value of its best step, by the names of their columns."""
+    best = {} if row.best is None else {f"best {row.best.metric}": row.best.value}
+    objective = {} if goal.name is None or row.objective is None else {goal.name: row.objective}
+    return {**objective, **row.metrics, **best}  # the objective is the first, and may be known from the log alone
 
 
 def sorted_rows(rows: Sequence[Row], goal: Goal) -> list[Row]:

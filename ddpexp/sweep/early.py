@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -62,6 +63,13 @@ def prune_reason(
             )
         rung *= factor
     return None
+
+
+def best_so_far(curve: Curve, mode: Literal["min", "max"]) -> Curve:
+    """Return for each step of a curve the best value until then."""
+    better = min if mode == "min" else max
+    values = itertools.accumulate((value for _, value in curve), better)
+    return [(step, value) for (step, _), value in zip(curve, values, strict=True)]
 
 
 def names_of(run: RunDir) -> list[str]:

@@ -50,7 +50,7 @@ class Encoding:
         jobs that differ in more than their seed would look alike, and are few, each has a colour of its own.
         """
         keys = [key for key in varying(rows) if key != SEED]
-        values = {key: ordered(row.overrides.get(key, "") for row in rows) for key in (*keys, SEED)}
+        values = {key: ordered(row.values.get(key, "") for row in rows) for key in (*keys, SEED)}
         shown = [key for key in keys if len(values[key]) <= LEGEND or len(numbers(values[key])) == len(values[key])]
         color_key = max(
             shown or keys,
@@ -67,8 +67,8 @@ class Encoding:
         styles = dict(zip(values[style_key], STYLES, strict=False)) if style_key is not None else {}
         looks = {
             row.path: Look(
-                palette[row.overrides.get(color_key, "")],
-                styles[row.overrides.get(style_key, "")] if style_key is not None else STYLES[0],
+                palette[row.values.get(color_key, "")],
+                styles[row.values.get(style_key, "")] if style_key is not None else STYLES[0],
             )
             for row in rows
         }
@@ -78,7 +78,7 @@ class Encoding:
     @classmethod
     def _of_each(cls, rows: Sequence[Row], keys: Sequence[str]) -> Encoding:
         """Give each combination of values a colour."""
-        called = {row.path: ", ".join(row.overrides.get(key, "") or "-" for key in keys) for row in rows}
+        called = {row.path: ", ".join(row.values.get(key, "") or "-" for key in keys) for row in rows}
         colors = dict(zip(dict.fromkeys(called.values()), COLORS, strict=False))
         title = ", ".join(key.rpartition(".")[2] for key in keys)
         return cls({path: Look(colors[name]) for path, name in called.items()}, title, colors)
@@ -88,7 +88,7 @@ def _look_alike(rows: Sequence[Row], keys: Sequence[str], shown: Sequence[str]) 
     """Return whether any jobs that differ in `keys` have the same values of the keys shown."""
 
     def combinations(of: Sequence[str]) -> int:
-        return len({tuple(row.overrides.get(key, "") for key in of) for row in rows})
+        return len({tuple(row.values.get(key, "") for key in of) for row in rows})
 
     return combinations([*shown, *keys]) > combinations(shown)
 

@@ -6,12 +6,18 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from ddpexp.checkpoint.weights import Best, best_step
+from ddpexp.errors import RefusedError
 from ddpexp.run import directory, lock
+from ddpexp.run.differences import Value, over_steps
 from ddpexp.run.directory import RunDir
+from ddpexp.run.history import periods_of
 from ddpexp.run.manifest import moment_of
 from ddpexp.system import files
 from ddpexp.system.files import open_regular, read_json
@@ -20,7 +26,8 @@ from ddpexp.system.secrets import masked_tree
 
 _TAIL_BYTES = 1 << 18  # of metrics.jsonl, which nearly always contain the newest values
 _LAST_LINES = 50  # that are looked at for one line of training and one of an evaluation
-_HOW_IT_RUNS = ("run.", "hydra.", "sweep.")  # keys that are no columns of a table
+HOW_IT_RUNS = ("run.", "hydra.", "sweep.")
+"""How keys begin that are no columns of a table."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,9 @@ class RunFiles:
     failure: str | None = None
     problem: str | None = None  # why they cannot be read
     is_there: bool = False  # a run has been started
+    values: Mapping[str, Any] = field(default_factory=dict)  # resolved, by key
+    changed: Mapping[str, Sequence[Value]] = field(default_factory=dict)  # values over its steps, of keys that changed
+    best: Best | None = None  # by its trainer.keep_best
 
     @classmethod
     def of(cls, run: RunDir, metric: str | None, mask: Callable[[str], str]) -> RunFiles:
@@ -53,6 +63,7 @@ class RunFiles:
         if isinstance(last, Mapping):
             metrics |= {name: value for name in last if (value := number_of(last[name])) is not None}
         done_step = count_of(result.get("step"))
+        values, changed = _values(run, manifest, mask)
         ended = number_of(result.get("ended_at", False))
         return cls(
             overrides=override_values(masked_tree(run.read_overrides(), mask)),
@@ -64,6 +75,9 @@ class RunFiles:
             failure=None if failure is None else mask(failure),
             problem=problems[0] if problems else None,
             is_there=directory.is_ours(run.path),
+            values=values,
+            changed=changed,
+            best=_best(run, result) if values.get("trainer.keep_best") is not None else None,
         )
 
 
@@ -74,7 +88,8 @@ class WatchedRun:
         """Read nothing yet."""
         self._run = run = RunDir(path)
         self._folder, self._result = str(path), str(run.result)
-        self._others = [str(file) for file in (run.error, run.metrics, run.overrides, run.manifest, path / lock.NAME)]
+        others = (run.error, run.metrics, run.overrides, run.config, run.manifest, run.checkpoints, path / lock.NAME)
+        self._others = [str(file) for file in others]
         self._version: tuple[object, ...] = ()
         self._files = RunFiles()
 
@@ -106,9 +121,36 @@ def override_values(overrides: Sequence[str]) -> dict[str, str]:
     values = {}
     for override in overrides:
         key, equals, value = override.lstrip("+~").partition("=")
-        if not key.startswith(_HOW_IT_RUNS):
+        if not key.startswith(HOW_IT_RUNS):
             values[key] = value if equals and not override.startswith("~") else "removed"
     return values
+
+
+def _values(
+    run: RunDir, manifest: Mapping[str, Any], mask: Callable[[str], str]
+) -> tuple[dict[str, Any], dict[str, tuple[Value, ...]]]:
+    """Return the resolved values of a run by key, and of those that changed on a resume all in their order."""
+    try:
+        periods = periods_of(run, manifest)
+    except (RefusedError, OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
+        return {}, {}
+    periods = [replace(period, values=masked_tree(period.values, mask)) for period in periods]
+    values = dict(periods[-1].values) if periods else {}
+    return values, {key: of_key for key, of_key in over_steps(periods).items() if not key.startswith(HOW_IT_RUNS)}
+
+
+def _best(run: RunDir, result: Mapping[str, Any]) -> Best | None:
+    """Return the best step of a run: as its result has it, and until there is one by its checkpoints."""
+    best = result.get("best")
+    if isinstance(best, Mapping):
+        step, mode, metric = count_of(best.get("step")), best.get("mode"), text_of(best.get("metric"))
+        value = number_of(best.get("value"))
+        if step is not None and mode in ("min", "max") and metric is not None and value is not None:
+            return Best(step, mode, metric, value)
+    try:
+        return best_step(run.checkpoints)
+    except (RefusedError, OSError, ValueError):  # another version has written them
+        return None
 
 
 def _object(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from ddpexp.run import directory
 from ddpexp.sweep.files import RunFiles
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job import Planned
+from ddpexp.sweep.record import Goal
 from ddpexp.system import files
 from ddpexp.system.process import how_ended
 from ddpexp.system.secrets import masker
@@ -29,7 +30,7 @@ class ResultReader:
     """Reads how the jobs of a sweep ended."""
 
     folder: SweepDir
-    metric: str | None  # the objective of the sweep
+    goal: Goal  # of the sweep
 
     def result(self, job: Planned, code: int) -> Ended:
         """Return how a job ended whose command has exited with this code."""
@@ -41,10 +42,13 @@ class ResultReader:
         return Ended("failed", self.objective(job), self._reason(job, code))
 
     def objective(self, job: Planned) -> float | None:
-        """Return the newest value of the objective; NaN if it was not finite."""
-        if self.metric is None:
+        """Return the objective: the best value where the run keeps it, else the newest; NaN if it was not finite."""
+        if self.goal.metric is None:
             return None
-        return RunFiles.of(job.run, self.metric, masker()).metrics.get(self.metric)
+        found = RunFiles.of(job.run, self.goal.metric, masker())
+        if found.best is not None and self.goal.keeps(job.experiment.trainer.keep_best):
+            return found.best.value
+        return found.metrics.get(self.goal.metric)
 
     def _reason(self, job: Planned, code: int) -> str:
         """Return in one line why a job failed."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ddpexp.errors import EXIT_FAILED, EXIT_REFUSED, RefusedError
 from ddpexp.launch.supervise.signals import signals_as_bytes
 from ddpexp.launch.workers.client import Server
-from ddpexp.sweep.early import Curve, prune_reason
+from ddpexp.sweep.early import Curve, best_so_far, prune_reason
 from ddpexp.sweep.files import curve
 from ddpexp.sweep.job import Planned, Started, start
 from ddpexp.sweep.job_result import Ended, ResultReader
@@ -172,7 +172,10 @@ class LocalJobs:
             return
         for number in self._running.keys() | self._log.ended.keys():
             if number in self._running or number not in self._curves:
-                self._curves[number] = curve(self._log.planned[number].run.metrics, settings.objective)
+                job = self._log.planned[number]
+                points = curve(job.run.metrics, settings.objective)
+                keeps = self._log.goal.keeps(job.experiment.trainer.keep_best)
+                self._curves[number] = best_so_far(points, settings.mode) if keeps else points
         for number, running in self._running.items():
             if running.pruned is None:
                 running.pruned = prune_reason(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.sweep.arguments import TableArguments
-from ddpexp.sweep.comparison import SEED, best_of, metrics_of, varying
+from ddpexp.sweep.comparison import SEED, best_of, by_best, metrics_of, varying
 from ddpexp.sweep.encoding import Encoding
 from ddpexp.sweep.plot_axis import FAINT, INK, PlottedSweep, is_drawable, is_lost, shortened
 from ddpexp.sweep.plot_curves import draw_curves
@@ -62,7 +62,8 @@ def draw(rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None
 
     Raises: OSError.
     """
-    save(path, lambda figure: _compose(figure, rows, objective, mode))
+    rows, goal = by_best(rows, Goal(objective, mode or "min"))
+    save(path, lambda figure: _compose(figure, rows, objective, mode, goal.name or objective))
 
 
 def save(path: Path, compose: Callable[[Figure], None]) -> None:
@@ -96,7 +97,9 @@ def _import_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
 
 
-def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None) -> None:
+def _compose(
+    figure: Figure, rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None, label: str
+) -> None:
     keys = varying(rows)
     panels = [key for key in keys if key != SEED][:_PANELS] or keys  # seeds are the dots of every panel
     across = min(_ACROSS, len(panels)) or 1
@@ -113,7 +116,7 @@ def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal[
         first = first or axes
         draw_panel(axes, drawn, key)
         if number % across == 0:
-            axes.set_ylabel(shortened(objective))
+            axes.set_ylabel(shortened(label))
         else:
             axes.tick_params(labelleft=False)
     signs = {

@@ -59,7 +59,8 @@ def draw_curves(figure: SubFigure, drawn: PlottedSweep) -> None:
     best_look = None
     if drawn.best is not None and (points := curves[drawn.best.path]):
         best_look = drawn.encoding.looks[drawn.best.path]
-        _draw_best(axes, points, best_look)
+        star = next((point for point in points if point[1] == drawn.best.objective), points[-1])
+        _draw_best(axes, points, star, best_look)
     values = [value for row in rows for _, value in curves[row.path]]
     if not values:
         text = f"no job has recorded {shortened(drawn.objective)} yet"
@@ -74,10 +75,10 @@ def draw_curves(figure: SubFigure, drawn: PlottedSweep) -> None:
     _draw_legend(figure, axes, drawn.encoding, best_look)
 
 
-def _draw_best(axes: Axes, points: Sequence[tuple[int, float]], look: Look) -> None:
+def _draw_best(axes: Axes, points: Sequence[tuple[int, float]], star: tuple[int, float], look: Look) -> None:
     """Draw the best job's curve over the others.
 
-    In its own colour and style, thicker, with an edge and a star at its end.
+    In its own colour and style, thicker, with an edge and a star at the value that it is compared by.
     """
     from matplotlib.patheffects import Normal, Stroke
 
@@ -85,7 +86,7 @@ def _draw_best(axes: Axes, points: Sequence[tuple[int, float]], look: Look) -> N
     axes.plot(
         *zip(*points, strict=True), color=look.color, linestyle=look.style, linewidth=2.2, path_effects=edge, zorder=4
     )
-    axes.plot(*points[-1], color=look.color, zorder=5, **STAR)
+    axes.plot(*star, color=look.color, zorder=5, **STAR)
 
 
 def _draw_legend(figure: SubFigure, axes: Axes, encoding: Encoding, best: Look | None) -> None:
@@ -133,7 +134,7 @@ def _title(drawn: PlottedSweep) -> str:
     if best is None:
         return title
     extreme = "lowest" if drawn.mode == "min" else "highest"
-    at = ", ".join(f"{key.rpartition('.')[2]}={best.overrides.get(key, '')}" for key in varying(drawn.rows))
+    at = ", ".join(f"{key.rpartition('.')[2]}={best.values.get(key, '')}" for key in varying(drawn.rows))
     return shortened(
         f"{title}, {extreme} {shown(drawn.objective, best.objective)} with {at or best.name}", _TITLE_LABEL
     )

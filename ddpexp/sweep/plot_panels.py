@@ -34,7 +34,7 @@ _TICK_LABELS = 36  # characters of all ticks of a panel, that fit beside one ano
 
 def draw_panel(axes: Axes, drawn: PlottedSweep, key: str) -> None:
     """Draw the objective against one swept value: a dot a job, and the mean where several have the same value."""
-    values = ordered(row.overrides.get(key, "") for row in drawn.rows)
+    values = ordered(row.values.get(key, "") for row in drawn.rows)
     as_numbers = numbers(values)
     is_numeric = len(as_numbers) == len(values) > 2
     is_scaled = is_numeric and (len(as_numbers) > _TICKS or is_geometric(as_numbers) or _are_apart(as_numbers))
@@ -44,12 +44,12 @@ def draw_panel(axes: Axes, drawn: PlottedSweep, key: str) -> None:
         else {value: float(number) for number, value in enumerate(values)}
     )
     axis, jitter = drawn.axis, random.Random(0)
-    num_jobs = Counter(row.overrides.get(key, "") for row in drawn.rows)
+    num_jobs = Counter(row.values.get(key, "") for row in drawn.rows)
     size, alpha = (24, 0.85) if len(drawn.rows) <= 60 else (13, 0.55)
     dots: dict[tuple[str, bool], list[tuple[float, float, Any]]] = {}
     objectives_at: dict[str, list[float]] = {}
     for row in drawn.rows:
-        value, y = row.overrides.get(key, ""), row.objective
+        value, y = row.values.get(key, ""), row.objective
         x = at[value] + (0.0 if is_numeric or num_jobs[value] == 1 else jitter.uniform(-0.12, 0.12))
         if is_lost(row):
             axes.plot(x, 0.03, "x", color=FAINT, markersize=5, transform=axes.get_xaxis_transform(), zorder=3)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeGuard, TypeVar
 
+from ddpexp.errors import RefusedError
 from ddpexp.sweep.files import number_of, text_of
 from ddpexp.system.job_schedulers import ScheduledJob, recorded_job
 
@@ -22,11 +23,39 @@ class Goal:
 
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
+    by_best: bool = False  # each run counts by the best value of the metric, which its trainer.keep_best keeps
 
     @property
     def extreme(self) -> str:
         """Return the word for the best value."""
         return "lowest" if self.mode == "min" else "highest"
+
+    @property
+    def name(self) -> str | None:
+        """Return the name of the value that a job is compared by, as a column has it."""
+        return f"best {self.metric}" if self.by_best else self.metric
+
+    def keeps(self, keep_best: str | None) -> bool:
+        """Return whether a run with this trainer.keep_best keeps what it is compared by."""
+        return self.metric is not None and keep_best == f"{self.mode}:{self.metric}"
+
+    def of_run(self, keep_best: str | None) -> Goal:
+        """Return the goal as it is for runs with this trainer.keep_best.
+
+        Raises:
+            RefusedError: it keeps the best in the other direction.
+        """
+        mode, _, metric = (keep_best or "").partition(":")
+        if self.metric is not None and metric == self.metric and mode != self.mode:
+            raise RefusedError(
+                f"keeps the {replace(self, mode='max' if self.mode == 'min' else 'min').extreme} value, but "
+                f"sweep.mode={self.mode} compares by the {self.extreme}",
+                key="trainer.keep_best",
+                value=keep_best,
+                suggestion=f"Use the same direction for both: trainer.keep_best={self.mode}:{self.metric}, or "
+                f"sweep.mode={mode}.",
+            )
+        return replace(self, by_best=self.keeps(keep_best))
 
     def best_first(self, items: Iterable[T], value_of: Callable[[T], float | None]) -> list[T]:
         """Return the items, the best first; those without a finite value come last, in their order."""

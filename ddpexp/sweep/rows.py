@@ -1,4 +1,4 @@
-"""The jobs of a sweep, or a run, as rows: their overrides, status and metrics."""
+"""The jobs of a sweep, or a run, as rows: their values, status and metrics."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ddpexp.config.keys import MISSING, value_at
-from ddpexp.errors import shown
+from ddpexp.checkpoint.weights import Best
 from ddpexp.run import directory
+from ddpexp.run.differences import Value
 from ddpexp.run.directory import RunDir
 from ddpexp.sweep.files import RunFiles, WatchedRun, override_values, version_of
 from ddpexp.sweep.folder import IS_JOB, SweepDir
 from ddpexp.sweep.job_status import NOT_ENDED, Queue, Status, status_of
 from ddpexp.sweep.record import Goal, JobRecord, SweepRecord
+from ddpexp.sweep.values import Settings, texts
 from ddpexp.system import files
 from ddpexp.system.job_schedulers import ScheduledJob, recorded_job
 from ddpexp.system.secrets import masked_tree, masker
 from ddpexp.system.text import one_line
-from ddpexp.system.yaml_text import load_yaml
 
 _MESSAGE_CHARACTERS = 300
 
@@ -38,7 +36,7 @@ class Row:
     path: Path
     overrides: Mapping[str, str]  # by key
     status: Status
-    objective: float | None  # nan: the metric is not a finite number
+    objective: float | None  # the value that it is compared by; nan: it is not a finite number
     metrics: Mapping[str, float]  # the newest value of each
     step: int | None
     seconds: float | None  # wall time, from the newest start to its end, or to now
@@ -46,6 +44,15 @@ class Row:
     message: str | None  # why it failed or ended early, or another note, in one line
     started: float | None  # seconds since 1970, as `ended`
     ended: float | None
+    resolved: Mapping[str, Any] = field(default_factory=dict)  # values by key; empty until the run has begun
+    changed: Mapping[str, Sequence[Value]] = field(default_factory=dict)  # those that changed on a resume, in order
+    best: Best | None = None  # by its trainer.keep_best
+    values: Mapping[str, str] = field(default_factory=dict)  # as texts, of the keys in which rows may differ
+
+    def plain(self, key: str) -> Any:
+        """Return a value as the configuration has it; one that has changed during the run as text."""
+        text = self.values.get(key)
+        return text if key in self.changed else self.resolved.get(key, text)
 
 
 def rows_of(path: Path, objective: str | None = None) -> list[Row]:
@@ -99,7 +106,8 @@ class RowReader:
             if not directory.is_ours(self._path) and not RunDir(self._path).result.is_file():
                 return [_broken(self._path, "The directory holds no run")]
             name = IS_JOB.fullmatch(self._path.name)
-            return [self._row(self._path, JobRecord(int(name[1]) if name else 0, self._path.name), self._metric, mask)]
+            job = JobRecord(int(name[1]) if name else 0, self._path.name)
+            return with_values([self._row(self._path, job, self._metric, mask)])
         version = version_of(folder.record)
         if version != self._version:
             try:
@@ -114,7 +122,7 @@ class RowReader:
         jobs |= {name: JobRecord(int(name.partition("_")[0]), name) for name in _unrecorded(self._path, jobs)}
         self._queue.add(job.scheduled for job in jobs.values() if job.scheduled is not None)
         rows = [self._row(self._path / name, job, metric, mask) for name, job in jobs.items()]
-        return sorted(rows, key=lambda row: (row.number, row.name))
+        return with_values(sorted(rows, key=lambda row: (row.number, row.name)))
 
     def _row(self, path: Path, job: JobRecord, metric: str | None, mask: Callable[[str], str]) -> Row:
         """Combine a job's own files with the sweep's log; where both have a fact, the files count."""
@@ -138,6 +146,9 @@ class RowReader:
             message=None if message is None else _short(message),
             started=started,
             ended=ended,
+            resolved=run.values,
+            changed=run.changed,
+            best=run.best,
         )
 
 
@@ -210,28 +221,7 @@ def _short(text: str) -> str:
     return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[: _MESSAGE_CHARACTERS - 3]}..."
 
 
-def with_defaults(rows: Sequence[Row], named: Sequence[str] = ()) -> list[Row]:
-    """Add to each row, from its configuration, the values of keys that other rows override, and of those `named`."""
-    keys = dict.fromkeys([*(key for row in rows for key in row.overrides), *named])
-    filled = []
-    for row in rows:
-        missing = [key for key in keys if key not in row.overrides]
-        tree = _configuration(row.path) if missing else {}
-        defaults = {key: text for key in missing if (text := _value(tree, key)) is not None}
-        filled.append(replace(row, overrides={**row.overrides, **defaults}) if defaults else row)
-    return filled
-
-
-def _configuration(path: Path) -> Any:
-    run = RunDir(path)
-    try:
-        files.check_yaml(run.config)
-        return masked_tree(load_yaml(run.config.read_text()))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-
-
-def _value(tree: Any, key: str) -> str | None:
-    """Return a value as it is typed; None for a section or a list, or if there is none."""
-    value = value_at(tree, key, MISSING)
-    return None if value is MISSING or isinstance(value, Mapping | list) else shown(value)
+def with_values(rows: Sequence[Row], named: Sequence[str] = ()) -> list[Row]:
+    """Give each row its values of the keys that any of them overrides, that differ between them, and `named` ones."""
+    values = texts([Settings(row.overrides, row.resolved, row.changed) for row in rows], named)
+    return [replace(row, values=of_row) for row, of_row in zip(rows, values, strict=True)]

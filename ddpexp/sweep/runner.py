@@ -44,7 +44,7 @@ class SweepRunner:
         self._earlier = SweepRecord.of(log.folder.events()).jobs
         self._planner = JobPlanner(swept, log.folder, self._slots, self._earlier)
         self._server = WarmServer(server)
-        self._results = ResultReader(log.folder, log.settings.objective)
+        self._results = ResultReader(log.folder, log.goal)
         self._submissions = Submissions(log, self._results, self._options)
         self._local = LocalJobs(log, self._slots, self._results, self._server, self._options)
 
@@ -60,6 +60,7 @@ class SweepRunner:
                 override for override in self._swept.overrides if override_key(override) in self._planner.keys
             )
             raise RefusedError(f"the sweep has no jobs: one of {swept} gives no value.")
+        self._check_kept(jobs)
         submitter = submitter_of(jobs, self._settings, self._grid)
         if submitter is not None and submitter.dry_run:
             self._submissions.show(submitter, [job for job in jobs if job.submits])
@@ -83,6 +84,27 @@ class SweepRunner:
         if not self._grid and (lost := self.log.lost_objective()) is not None:
             raise SweepFailed(lost)
         return [self.log.ended.get(self._planner.plan(overrides).number, Ended("waiting")) for overrides in batch]
+
+    def _check_kept(self, jobs: Sequence[Planned]) -> None:
+        """Check that all jobs are compared by their best values, or all by their last ones.
+
+        Raises:
+            RefusedError: trainer.keep_best keeps the objective of some of them only, or in the other direction.
+        """
+        goal = self.log.goal
+        every = {job.number: job for job in (*self.log.planned.values(), *jobs)}.values()
+        names: dict[bool, str] = {}
+        for job in every:
+            names.setdefault(goal.of_run(job.experiment.trainer.keep_best).by_best, job.name)
+        if len(names) > 1:
+            kept = f"{goal.mode}:{goal.metric}"
+            raise RefusedError(
+                f"is not set for all jobs: {names[True]} would be compared by its best {goal.metric}, and "
+                f"{names[False]} by its last",
+                key="trainer.keep_best",
+                value=kept,
+                suggestion=f"Set trainer.keep_best={kept} for all of them, or for none.",
+            )
 
     def left_out(self) -> list[str]:
         """Return the names of jobs of earlier starts that are not finished, and that this start does not include."""

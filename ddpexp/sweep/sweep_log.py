@@ -11,6 +11,7 @@ from ddpexp.sweep.early import names_of
 from ddpexp.sweep.folder import EventLog, SweepDir
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_result import Ended
+from ddpexp.sweep.record import Goal
 from ddpexp.sweep.table import duration, shown
 from ddpexp.sweep.view import View
 from ddpexp.system import files
@@ -23,6 +24,7 @@ class SweepLog:
     def __init__(self, folder: SweepDir, settings: SweepSettings, view: View) -> None:
         """Write nothing yet."""
         self.folder = folder
+        self.goal = Goal(settings.objective, settings.mode)
         self.settings = settings
         self.view = view
         self._events: EventLog | None = None
@@ -129,10 +131,8 @@ class SweepLog:
         return f"sweep.objective={metric} is no metric that job {job.name} reports{until}. {suggestion}"
 
     def _line(self, job: Planned, ended: Ended, seconds: float | None) -> str:
-        metric = self.settings.objective
-        value = (
-            f"  {metric} {shown(metric, ended.objective)}" if metric is not None and ended.objective is not None else ""
-        )
+        name = self.goal.of_run(job.experiment.trainer.keep_best).name
+        value = f"  {name} {shown(name, ended.objective)}" if name is not None and ended.objective is not None else ""
         took = f"  {duration(seconds)}" if seconds is not None else ""
         reason = f": {ended.message}" if ended.message else ""
         return f"{len(self.ended)}/{len(self.planned)}  {job.name}  {ended.status}{reason}{value}{took}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from ddpexp.sweep.comparison import (
     FOLD,
     Group,
+    Sample,
     best_of,
+    columns_of,
     metrics_of,
     num_distinguished_pairs,
     over_seeds,
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 DIRECTORY = "directory"
+BEST_STEP = "best step"
 FACTS = ("status", "step", "time", DIRECTORY)
 """Columns that any table of jobs may have."""
 _STAY = 2  # keys that tell most jobs apart, which stay longer than other columns
 _SHORT = 24  # characters of a name that is shown beside other things
 _METRICS = 4  # columns, if no objective is set
+_DECIMALS = 8  # of a mean and its deviation; smaller numbers are written with an exponent
 _MESSAGES = 10  # of failures, below a table
 _LIVE_MESSAGES = 3
 _SMALL = 20  # lines of a terminal that has none to spare for them
@@ -55,17 +58,22 @@ def jobs_grid(
     """
     every = rows if every is None else every
     best = best_of(every, goal)
-    keys, metrics = varying(every), [goal.metric] if goal.metric is not None else metrics_of(every)[:_METRICS]
-    names = [*keys, *metrics, *([""] if best else []), *FACTS] if columns is None else columns
+    metrics = metric_columns(every, goal)
+    names = [*varying(every), *metrics, *([""] if best else []), *FACTS] if columns is None else columns
+    values = {row.path: columns_of(row, goal) for row in every}
+    known = {*metrics, *(name for of_row in values.values() for name in of_row)}
+    keys = [name for name in names if name not in ("", *FACTS, *known)]
     together = len({row.path.parent for row in every}) == 1  # then their own names tell them apart
     repeats = together and all(IS_JOB.fullmatch(row.name) for row in every)
-    drops = _drops(every, keys, metrics, repeats) if columns is None else {}
+    drops = _drops(every, keys, goal, metrics, repeats) if columns is None else {}
 
     def cell(row: Row, name: str) -> str:
         if name == "":
             return "best" if row is best else ""
-        if name == goal.metric or (name not in row.overrides and name in row.metrics):
-            return shown(name, row.objective if name == goal.metric else row.metrics.get(name))
+        if name == BEST_STEP:
+            return "" if row.best is None else f"{row.best.step:,}"
+        if name in known:
+            return shown(name, values[row.path].get(name))
         facts = {
             "status": row.status,
             "step": "" if row.step is None else f"{row.step:,}",
@@ -77,12 +85,12 @@ def jobs_grid(
             return cell_text(row.name)
         if name == DIRECTORY:
             return cell_text(str(row.path) if full else files.relative(row.path))
-        return cell_text(row.overrides.get(name, ""))
+        return cell_text(row.values.get(name, ""))
 
     def is_right(name: str) -> bool:
         if name in ("", *FACTS):
             return name in ("step", "time")
-        return name in metrics or all(is_number(row.overrides.get(name, "0")) for row in every)
+        return name in known or all(is_number(row.values.get(name) or "0") for row in every)
 
     def column(name: str) -> Column:
         cells = [cell(row, name) for row in rows]
@@ -95,15 +103,36 @@ def jobs_grid(
     return Grid([column(name) for name in names], line)
 
 
-def _drops(every: Sequence[Row], keys: Sequence[str], metrics: Sequence[str], repeats: bool) -> dict[str, int]:
+def metric_columns(rows: Sequence[Row], goal: Goal, every: bool = False) -> list[str]:
+    """Return the columns of metrics: the objective, or else some, and beside the first the best value and its step.
+
+    `every` metric, those of training too.
+    """
+    chosen = metrics_of(rows)[:_METRICS] if goal.metric is None else []
+    if every:
+        chosen = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    first, *others = dict.fromkeys([*([goal.metric] if goal.metric is not None else []), *chosen]) or [""]
+    best = dict.fromkeys(f"best {row.best.metric}" for row in rows if row.best is not None)
+    return [*([first] if first else []), *best, *([BEST_STEP] if best else []), *others]
+
+
+def all_columns(rows: Sequence[Row], goal: Goal) -> list[str]:
+    """Return the names of every column: all keys that differ, and all metrics."""
+    return [*varying(rows, every=True), *metric_columns(rows, goal, every=True), "", *FACTS]
+
+
+def _drops(
+    every: Sequence[Row], keys: Sequence[str], goal: Goal, metrics: Sequence[str], repeats: bool
+) -> dict[str, int]:
     """Return the columns that a narrow terminal may do without, with their order.
 
     The time, the step, the directory where its name only repeats values, further metrics, the keys that tell fewest
-    jobs apart. The key that tells most apart, the first metric and the status stay.
+    jobs apart. The key that tells most apart, the metric that is compared and the status stay.
     """
     weak = list(_weakest_first(every, keys))
+    further = [name for name in metrics if name != (goal.name or metrics[0])]
     order = [
-        "time", "step", *([DIRECTORY] if repeats else []), *reversed(metrics[2:]), *weak[:-_STAY], *metrics[1:2],
+        "time", "step", *([DIRECTORY] if repeats else []), *reversed(further[1:]), *weak[:-_STAY], *further[:1],
         *weak[-_STAY:-1], *([] if repeats else [DIRECTORY]),
     ]  # fmt: skip
     return {name: number for number, name in enumerate(order)}
@@ -116,30 +145,74 @@ def _weakest_first(rows: Sequence[Row | Group], keys: Sequence[str]) -> dict[str
 
 
 def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
-    """Lay out means over seeds or folds; None where neither vary or nothing is to be compared."""
-    groups = over_seeds(rows)
-    if not groups or goal.metric is None:
+    """Lay out means over seeds or folds; None where neither varies, or nothing is recorded.
+
+    Without an objective they are those of the first metric.
+    """
+    groups, name = over_seeds(rows, goal), goal.name or next(iter(metrics_of(rows)), None)
+    if not groups or name is None:
         return None
-    groups = goal.best_first(groups, attrgetter("mean"))
-    best = 0 if is_finite(groups[0].mean) else None
-    repeated = repeats(rows)
-    by_fold = FOLD in repeated
-    counted = "folds" if by_fold else "seeds"
-    if len(repeated) > 1:
-        counted = "runs"
+    best = 0 if is_finite(groups[0].sample(goal).mean) else None
+    samples = [group.metrics.get(name, Sample(())) for group in groups]
+    columns = [
+        *_key_columns(groups),
+        Column(cell_text(f"mean {name}"), [shown(name, sample.mean) for sample in samples], True),
+        Column("std", [shown(name, sample.std, "-") for sample in samples], True),
+        Column("95 % interval", [_interval(name, sample) for sample in samples], True, drop=-1),
+        _count_column(rows, groups, samples),
+        Column("", ["best" if number == best else "" for number in range(len(groups))]),
+    ]
+    return Grid(columns, best)
+
+
+def means_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
+    """Lay out the mean and the deviation of every metric over seeds or folds, for a text; None as in `seeds_grid`."""
+    groups = over_seeds(rows, goal)
+    names = list(dict.fromkeys(name for group in groups for name in group.metrics))
+    names = [name for name in names if not name.startswith("train/")] or names
+    if not names:
+        return None
+    samples = {name: [group.metrics.get(name, Sample(())) for group in groups] for name in names}
+    first = goal.name if goal.name in samples else names[0]
+    columns = [
+        *_key_columns(groups),
+        *(Column(cell_text(name), [mean_text(name, sample) for sample in samples[name]], True) for name in names),
+        Column(cell_text(f"95 % interval of {first}"), [_interval(first, sample) for sample in samples[first]], True),
+        _count_column(rows, groups, samples[first]),
+    ]
+    return Grid(columns, 0 if is_finite(groups[0].sample(goal).mean) else None)
+
+
+def _key_columns(groups: Sequence[Group]) -> list[Column]:
+    """Return the columns of the keys that tell groups apart."""
     columns = []
-    weak = _weakest_first(groups, list(groups[0].overrides))
-    for key in groups[0].overrides:
-        cells = [cell_text(group.overrides[key]) for group in groups]
+    weak = _weakest_first(groups, list(groups[0].values))
+    for key in groups[0].values:
+        cells = [cell_text(group.values[key]) for group in groups]
         drop = weak[key] if weak[key] < len(weak) - 1 else math.inf
         columns.append(Column(cell_text(key), cells, all(map(is_number, cells)), drop, "middle"))
-    columns.append(Column(cell_text(f"mean {goal.metric}"), [shown(goal.metric, group.mean) for group in groups], True))
-    columns.append(Column("std", [shown(goal.metric, group.std, "-") for group in groups], True))
-    if by_fold:
-        columns.append(Column("95 % interval", [_interval(goal.metric, group) for group in groups], True))
-    columns.append(Column(counted, [_count(group) for group in groups], True))
-    columns.append(Column("", ["best" if number == best else "" for number in range(len(groups))]))
-    return Grid(columns, best)
+    return columns
+
+
+def _count_column(rows: Sequence[Row], groups: Sequence[Group], samples: Sequence[Sample]) -> Column:
+    repeated = repeats(rows)
+    counted = "folds" if FOLD in repeated else "seeds"
+    if len(repeated) > 1:
+        counted = "runs"
+    numbers = [(len(sample.values), group.jobs) for group, sample in zip(groups, samples, strict=True)]
+    return Column(counted, [str(done) if done == jobs else f"{done} of {jobs}" for done, jobs in numbers], True)
+
+
+def mean_text(name: str, sample: Sample) -> str:
+    """Return a mean and its standard deviation, rounded to two digits of the deviation."""
+    mean, std = sample.mean, sample.std
+    if mean is None or std is None or not math.isfinite(std) or std == 0:
+        return shown(name, mean) if not std else f"{shown(name, mean)} ± {shown(name, std)}"
+    factor, unit = (100, " %") if shown(name, 1.0).endswith("%") else (1, "")
+    decimals = max(0, 1 - math.floor(math.log10(factor * std)))
+    if decimals > _DECIMALS:
+        return f"{mean:.4g} ± {std:.2g}"
+    return f"{factor * mean:.{decimals}f} ± {factor * std:.{decimals}f}{unit}"
 
 
 def render(
@@ -149,22 +222,27 @@ def render(
     messages: int = _MESSAGES,
     columns: Sequence[str] | None = None,
     again: str | None = None,
+    seeds_only: bool = False,
 ) -> RenderableType:
     """Return the tables of jobs for the terminal, the best first, at most `limit` rows of them, and some messages.
 
     `columns` chooses some of them by name. `again` is the command that shows those for which the terminal has no room.
+    `seeds_only` leaves out the jobs.
     """
     from rich.console import Group as Lines
     from rich.text import Text
 
     ordered = sorted_rows(rows, goal)
     first = ordered if limit is None else ordered[:limit]
-    parts: list[RenderableType] = [Fitted(jobs_grid(first, goal, rows, columns=columns), again)]
-    if len(first) < len(ordered):
+    basis = basis_text(rows, goal)
+    parts: list[RenderableType] = [Text(basis, style="dim")] if basis else []
+    if not seeds_only:
+        parts.append(Fitted(jobs_grid(first, goal, rows, columns=columns), again))
+    if len(first) < len(ordered) and not seeds_only:
         parts.append(Text(f"... and {len(ordered) - len(first):,} more", style="dim"))
     seeds = seeds_grid(rows, goal)
     if seeds is not None:
-        parts += ["", Fitted(seeds)]
+        parts += [*([] if seeds_only else [""]), Fitted(seeds)]
     return Lines(*parts, "", *summary(rows, goal, messages))
 
 
@@ -242,9 +320,24 @@ def best_text(rows: Sequence[Row], goal: Goal) -> str:
         return ""
     if best is None:
         return f" None has {cell_text(goal.metric)} yet."
-    return (
-        f" Best ({goal.extreme} {cell_text(goal.metric)}): {shown(goal.metric, best.objective)}, {cell_text(best.name)}"
-    )
+    step = f" at step {best.best.step:,}" if goal.by_best and best.best is not None else ""
+    value = f"{shown(goal.metric, best.objective)}{step}"
+    return f" Best ({goal.extreme} {cell_text(goal.metric)}): {value}, {cell_text(best.name)}"
+
+
+def basis_text(rows: Sequence[Row], goal: Goal) -> str:
+    """Return a sentence on which value of each run is compared, where that may not be the last."""
+    if goal.metric is None:
+        return ""
+    metric = cell_text(goal.metric)
+    if goal.by_best:
+        return f"by the best {metric} of each run (trainer.keep_best)"
+    kept = [row.resolved.get("trainer.keep_best") for row in rows if row.resolved]
+    other = f"{'max' if goal.mode == 'min' else 'min'}:{goal.metric}"
+    if other in kept:
+        contradiction = f"trainer.keep_best={cell_text(other)} contradicts sweep.mode={goal.mode}"
+        return f"by the last {metric} of each run: {contradiction}"
+    return f"by the last {metric} of each run: not all of them keep the best" if any(map(goal.keeps, kept)) else ""
 
 
 def _turn(row: Row) -> tuple[int, float]:
@@ -258,13 +351,8 @@ def _turn(row: Row) -> tuple[int, float]:
     return 1, -(row.ended or 0.0)
 
 
-def _count(group: Group) -> str:
-    done = len(group.values)
-    return str(done) if done == group.jobs else f"{done} of {group.jobs}"
-
-
-def _interval(metric: str, group: Group) -> str:
-    return " to ".join(shown(metric, end) for end in group.interval) if group.interval is not None else "-"
+def _interval(metric: str, sample: Sample) -> str:
+    return " to ".join(shown(metric, end) for end in sample.interval) if sample.interval is not None else "-"
 
 
 def cell_text(text: str) -> str:

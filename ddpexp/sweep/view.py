@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddpexp.sweep import table as tables
 from ddpexp.sweep import table_files
+from ddpexp.sweep.comparison import by_best
 from ddpexp.sweep.drawing import Drawing
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.grid import limit, show
@@ -64,11 +65,11 @@ class View:
     def finish(self) -> None:
         """Show the final table, and write it and the plot to the sweep's directory."""
         self._remove_table()
-        rows = self._reader.rows()
+        rows, goal = by_best(self._reader.rows(), self._goal)
         again = f"python -m ddpexp table {files.typed(self._folder.path)} --all"
-        show(tables.render(rows, self._goal, limit(), messages=0, again=again))  # what failed is listed below
+        show(tables.render(rows, goal, limit(), messages=0, again=again))  # what failed is listed below
         self.prepare_plot()
-        table_files.save(self._folder.path, rows, self._goal, self._drawing)
+        table_files.save(self._folder.path, rows, goal, self._drawing)
 
     def _draw_table(self) -> None:
         from rich.live import Live
@@ -78,7 +79,7 @@ class View:
                 # Without a refresh thread, which would make forks unsafe.
                 self._live = Live(auto_refresh=False, redirect_stdout=False, redirect_stderr=False, transient=True)
                 self._live.start()
-            shown = tables.live(self._reader.rows(), self._goal, self._live.console.height)
+            shown = tables.live(*by_best(self._reader.rows(), self._goal), self._live.console.height)
             self._live.update(shown, refresh=True)
         except (OSError, ValueError):  # the reader has closed the pipe
             self._live, self._is_terminal = None, False

@@ -100,7 +100,7 @@ def texts(typed: str) -> list[str]:
         ("table sweep.m", ["sweep.mode="]),
         ("table sweep.mode=m", ["min ", "max "]),
         ("table --out o", ["outputs/"]),
-        ("table --", ["--out ", "--columns ", "--all ", "--csv ", "--json ", "--help "]),
+        ("table --", ["--out ", "--columns ", "--all ", "--format ", "--seeds ", "--json ", "--help "]),
         ("status --", ["--json ", "--help "]),
         ("evaluate --j", ["--json "]),
         ("plan --num", ["--num_samples "]),

@@ -59,9 +59,15 @@ def run(
     """Make a run directory as a run leaves it."""
     path.mkdir(parents=True)
     (path / "overrides.yaml").write_text(yaml.safe_dump(list(overrides)))
-    (path / "config.yaml").write_text(
-        yaml.safe_dump({"optimizer": {"lr": 0.5, "nesterov": True}, "trainer": {"seed": 0}})
-    )
+    config: dict[str, Any] = {"optimizer": {"lr": 0.5, "nesterov": True}, "trainer": {"seed": 0}, "run": {}}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section, _, field = key.partition(".")
+        if field:
+            config.setdefault(section, {})[field] = yaml.safe_load(value)
+        else:
+            config[section] = {"_target_": f"points.{value}"}
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
     (path / "manifest.json").write_text(json.dumps({"started": "2026-11-21T12:00:00+0000"}))
     lines = [{"step": step, "epoch": 1.0, "time": 0.0, name: value} for step, value in points]
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

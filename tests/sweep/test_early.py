@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.sweep.early import prune_reason
+from ddpexp.sweep.early import best_so_far, prune_reason
 from ddpexp.sweep.files import curve
 from tests.sweep.conftest import Sweeps
 
@@ -50,6 +50,12 @@ def test_halving_lets_the_best_of_each_three_continue_at_each_rung() -> None:
     assert all(prune_reason("halving", "min", 10, 3, number, first) is None for number in first)
     later = {**curves, 0: [(10, 0.0), (30, 7.0)], 1: [(10, 1.0), (30, 3.0)], 2: [(10, 0.5), (30, 1.0)]}
     assert prune_reason("halving", "min", 10, 3, 0, later) == "7 at step 30 is number 3 of 3: one in 3 continues"
+
+
+def test_a_job_that_keeps_its_best_is_compared_by_the_best_so_far() -> None:
+    curve = [(10, 3.0), (20, 1.0), (30, 2.0)]
+    assert best_so_far(curve, "min") == [(10, 3.0), (20, 1.0), (30, 1.0)]
+    assert best_so_far(curve, "max") == [(10, 3.0), (20, 3.0), (30, 3.0)]
 
 
 def test_a_curve_is_read_up_to_what_is_written_whole(tmp_path: Path) -> None:

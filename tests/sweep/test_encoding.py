@@ -26,7 +26,8 @@ def rows(**swept: list[str]) -> list[Row]:
             "started": 0.0,
         }
         overrides = dict(zip(keys, values, strict=True))
-        found.append(Row(number, f"{number:04d}", Path(f"/{number:04d}"), overrides, "done", 0.5, ended=1.0, **facts))
+        path = Path(f"/{number:04d}")
+        found.append(Row(number, path.name, path, overrides, "done", 0.5, ended=1.0, values=overrides, **facts))
     return found
 
 

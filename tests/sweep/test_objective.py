@@ -21,7 +21,8 @@ from tests.sweep.conftest import Sweeps, most_at_once
 
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=6", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1",
           "hydra.sweeper.direction=maximize", "sweep.mode=max", "sweep.objective=eval/accuracy",
-          "optimizer.lr=interval(0.001,0.5)", "trainer.max_steps=4")  # fmt: skip
+          "optimizer.lr=interval(0.001,0.5)", "trainer.max_steps=4", "trainer.eval_every=2",
+          "trainer.keep_best=max:eval/accuracy")  # fmt: skip
 
 
 def test_optuna_gets_the_objectives_and_runs_its_trials_side_by_side(sweeps: Sweeps) -> None:
@@ -30,7 +31,7 @@ def test_optuna_gets_the_objectives_and_runs_its_trials_side_by_side(sweeps: Swe
     assert sweep.statuses() == ["done"] * 6
     assert most_at_once(sweep.events()) == 2
     found = yaml.safe_load((sweep.path / "optimization_results.yaml").read_text())
-    values = [result["metrics"]["eval/accuracy"] for result in sweep.results().values()]
+    values = [result["best"]["value"] for result in sweep.results().values()]
     assert found["best_value"] == max(values)
     assert [event["objective"] for event in sorted(sweep.events("ended"), key=lambda event: event["job"])] == values
 

@@ -46,7 +46,7 @@ def size(path: Path) -> tuple[int, int]:
 
 def composed(rows: Sequence[Row], mode: Literal["min", "max"] | None = "min") -> Figure:
     figure = Figure(layout="constrained")
-    picture._compose(figure, rows, "eval/loss", mode)
+    picture._compose(figure, rows, "eval/loss", mode, "eval/loss")
     return figure
 
 

@@ -7,16 +7,21 @@ import json
 import math
 import os
 import time
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddpexp.checkpoint.weights import Best
+from ddpexp.config.keys import MISSING
+from ddpexp.run.differences import Value
 from ddpexp.run.directory import RunDir
+from ddpexp.sweep.comparison import varying
 from ddpexp.sweep.files import curve
 from ddpexp.sweep.record import Goal
-from ddpexp.sweep.rows import Row, RowReader, directories, goal_of, rows_of, with_defaults
+from ddpexp.sweep.rows import Row, RowReader, directories, goal_of, rows_of, with_values
 from tests.sweep.made import POINTS, Made, hold, hold_dead, run
 
 
@@ -373,7 +378,37 @@ def test_values_that_were_not_overridden_come_from_the_configuration(tmp_path: P
         *rows_of(run(tmp_path / "a", ["optimizer.lr=0.1"])),
         *rows_of(run(tmp_path / "b", ["optimizer.nesterov=false", "model=x"])),
     ]
-    first, second = with_defaults(rows)
-    assert first.overrides == {"optimizer.lr": "0.1", "optimizer.nesterov": "true"}
-    assert second.overrides == {"optimizer.lr": "0.5", "optimizer.nesterov": "false", "model": "x"}
+    first, second = with_values(rows)
+    assert first.values == {
+        "optimizer.lr": "0.1", "optimizer.nesterov": "true", "model": "", "model._target_": "",
+    }  # fmt: skip
+    assert second.values == {
+        "optimizer.lr": "0.5", "optimizer.nesterov": "false", "model": "x", "model._target_": "points.x",
+    }  # fmt: skip
+    assert varying([first, second]) == ["optimizer.lr", "optimizer.nesterov", "model"]
     assert POINTS[-1][1] == 0.5
+
+
+def test_values_are_compared_as_they_were_resolved(tmp_path: Path) -> None:
+    typed = run(tmp_path / "a", ["optimizer.lr=0.5", "optimizer.nesterov=true", "model=x"])
+    other = run(tmp_path / "b", ["model=y", "trainer.seed=0"])
+    rows = with_values([*rows_of(typed), *rows_of(other)])
+    assert varying(rows) == ["model"]
+    assert varying(rows, every=True) == ["model", "model._target_"]
+    assert [row.plain("optimizer.lr") for row in rows] == [0.5, 0.5]
+
+
+def test_a_value_that_changed_on_a_resume_is_shown_with_its_steps(trained: Path) -> None:
+    [first, *_] = rows_of(trained)
+    changed = {"optimizer.lr": (Value(0, 0.1), Value(1200, 0.01), Value(1300, MISSING, is_exact=False))}
+    [row] = with_values([replace(first, changed=changed)])
+    assert row.values["optimizer.lr"] == "0.1 -> 0.01 at 1,200 -> unset at about 1,300"
+    assert varying([row]) == ["optimizer.lr"]
+
+
+def test_the_best_step_is_that_of_the_result(tmp_path: Path) -> None:
+    best = Best(20, "min", "eval/loss", 0.25)
+    path = run(tmp_path / "a", ["trainer.keep_best=min:eval/loss"], best=asdict(best))
+    assert one(path).best == best
+    (path / "result.json").write_text('{"status": "done", "best": {"step": "x", "mode": 7}}')
+    assert one(path).best is None

@@ -270,6 +270,14 @@ BAD = [
     (("sweep.retries=1,2",), "sweep.retries: one value"),
     ((SEEDS, "sweep.slot=3"), "sweep.slot: sweep.slots"),
     ((SEEDS, "sweep.slots=0"), "sweep.slots=0"),
+    (
+        (SEEDS, "sweep.objective=eval/loss", "trainer.keep_best=max:eval/loss"),
+        "trainer.keep_best=max:eval/loss: trainer.keep_best=min:eval/loss",
+    ),
+    (
+        ("sweep.objective=eval/loss", "trainer.keep_best=null,'min:eval/loss'"),
+        "trainer.keep_best=min:eval/loss: trainer.keep_best=min:eval/loss for all",
+    ),
     ((SEEDS, "hydra.sweeper.max_batch_size=x"), "hydra.sweeper.max_batch_size=x: Integer"),
     ((SEEDS, "hydra.sweeper.max_batch_size=0"), "hydra/sweeper=basic: hydra.sweeper.max_batch_size=0"),
     ((SEEDS, "sweep=null"), "sweep=null: section"),

@@ -7,18 +7,21 @@ import io
 import math
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from ddpexp.checkpoint.weights import Best
 from ddpexp.sweep import comparison, table, table_files
 from ddpexp.sweep.grid import Fitted, show
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row, rows_of
 from ddpexp.system.job_schedulers import ScheduledJob
 from ddpexp.system.job_schedulers.slurm import SLURM
+from tests.refusals import refused
 from tests.sweep.made import Made
 
 LOSS = Goal("eval/loss", "min")
@@ -30,7 +33,9 @@ def row(number: int, objective: float | None = None, status: Any = "done", **cha
         "metrics": {} if objective is None else {"eval/loss": objective}, "step": 100, "seconds": 1.5, "job": None,
         "message": None, "started": 1e9, "ended": 1e9 + number,
     }  # fmt: skip
-    return Row(number=number, status=status, objective=objective, **{**facts, **changed})
+    facts |= changed
+    values = {"resolved": facts["overrides"], "values": facts["overrides"]}
+    return Row(number=number, status=status, objective=objective, **{**values, **facts})
 
 
 def text_of(what: Any, width: int = 120, terminal: bool = False) -> str:
@@ -43,7 +48,7 @@ def text_of(what: Any, width: int = 120, terminal: bool = False) -> str:
 
 def test_columns_are_what_varies() -> None:
     rows = [
-        row(0, overrides={"recipe": "points", "optimizer.lr": "0.1", "model": "a"}),
+        row(0, overrides={"recipe": "points", "optimizer.lr": "0.1", "model": "a", "data.train": "9"}),
         row(1, overrides={"recipe": "points", "optimizer.lr": "0.1", "model": "b", "data.train": "7"}),
     ]
     assert comparison.varying(rows) == ["model", "data.train"]
@@ -90,16 +95,20 @@ def seeded(values: dict[tuple[str, str], float | None], status: str = "done") ->
 
 def test_seeds_have_a_mean_and_a_sample_standard_deviation() -> None:
     rows = seeded({("0.1", "0"): 0.5, ("0.2", "0"): 0.2, ("0.1", "1"): 0.1, ("0.2", "1"): 0.3, ("0.2", "2"): None})
-    one, two = comparison.over_seeds(rows)
-    assert (one.overrides, one.jobs) == ({"optimizer.lr": "0.1"}, 2)
-    assert one.mean == pytest.approx(0.3)
-    assert one.std == pytest.approx(statistics.stdev([0.5, 0.1]))
-    assert (two.overrides, two.jobs, len(two.values)) == ({"optimizer.lr": "0.2"}, 3, 2)
-    assert two.mean == pytest.approx(0.25)
+    best, other = comparison.over_seeds(rows, LOSS)
+    sample = other.sample(LOSS)
+    assert (other.values, other.jobs) == ({"optimizer.lr": "0.1"}, 2)
+    assert sample.mean == pytest.approx(0.3)
+    assert sample.std == pytest.approx(statistics.stdev([0.5, 0.1]))
+    assert (best.values, best.jobs, len(best.sample(LOSS).values)) == ({"optimizer.lr": "0.2"}, 3, 2)
+    assert best.sample(LOSS).mean == pytest.approx(0.25)
     grid = table.seeds_grid(rows, LOSS)
     assert grid is not None
-    assert grid.header == ["optimizer.lr", "mean eval/loss", "std", "seeds", ""]
-    assert grid.lines == [["0.2", "0.25", "0.07071", "2 of 3", "best"], ["0.1", "0.3", "0.2828", "2", ""]]
+    assert grid.header == ["optimizer.lr", "mean eval/loss", "std", "95 % interval", "seeds", ""]
+    assert grid.lines == [
+        ["0.2", "0.25", "0.07071", "-0.3853 to 0.8853", "2 of 3", "best"],
+        ["0.1", "0.3", "0.2828", "-2.241 to 2.841", "2", ""],
+    ]
     shown = text_of(table.render(rows, LOSS))
     assert "mean eval/loss" in shown
     assert shown.count(" best") == 2  # of the jobs, and of the means: they need not be the same
@@ -109,22 +118,22 @@ def test_a_mean_with_nan_is_nan_and_one_seed_has_no_standard_deviation() -> None
     rows = seeded({("0.1", "0"): math.nan, ("0.1", "1"): 0.1, ("0.2", "0"): 0.9})
     grid = table.seeds_grid(rows, LOSS)
     assert grid is not None
-    assert grid.lines == [["0.2", "0.9", "-", "1", "best"], ["0.1", "nan", "nan", "2", ""]]
+    assert grid.lines == [["0.2", "0.9", "-", "-", "1", "best"], ["0.1", "nan", "nan", "nan to nan", "2", ""]]
 
 
 def test_seeds_alone_are_one_group_and_no_seeds_are_none() -> None:
     rows = [row(number, number / 10, overrides={"trainer.seed": str(number), "model": "a"}) for number in range(3)]
-    [group] = comparison.over_seeds(rows)
-    assert group.overrides == {}
-    assert group.mean == pytest.approx(0.1)
-    assert comparison.over_seeds([row(0, 0.5), row(1, 0.5)]) == []
+    [group] = comparison.over_seeds(rows, LOSS)
+    assert group.values == {}
+    assert group.sample(LOSS).mean == pytest.approx(0.1)
+    assert comparison.over_seeds([row(0, 0.5), row(1, 0.5)], LOSS) == []
     assert table.seeds_grid([row(0, 0.5), row(1, 0.5)], LOSS) is None
 
 
 def test_accuracy_is_shown_in_percent_and_written_raw() -> None:
     rows = [row(0, 0.975, metrics={"eval/accuracy": 0.975, "eval/loss": 0.12345})]
     assert "97.50%" in text_of(table.render(rows, Goal("eval/accuracy", "max")))
-    [line] = csv.DictReader(io.StringIO(table_files.as_csv(rows)))
+    [line] = csv.DictReader(io.StringIO(table_files.as_csv(rows, LOSS)))
     assert (line["eval/accuracy"], line["eval/loss"]) == ("0.975", "0.12345")
 
 
@@ -147,10 +156,10 @@ def test_csv_has_one_line_a_job_and_everything_that_is_known() -> None:
             seconds=None,
         ),
     ]
-    first, second = csv.DictReader(io.StringIO(table_files.as_csv(rows)))
+    first, second = csv.DictReader(io.StringIO(table_files.as_csv(rows, LOSS)))
     assert list(first) == [
-        "job", "status", "recipe", "model.name", "eval/loss", "train/loss", "step", "seconds", "started", "ended",
-        "job_id",
+        "job", "status", "recipe", "model.name", "eval/loss", "train/loss", "best_step", "step", "seconds", "started",
+        "ended", "job_id",
         "message", "directory",
     ]  # fmt: skip
     assert (first["model.name"], first["eval/loss"], first["train/loss"], first["step"]) == (
@@ -199,7 +208,7 @@ def test_nothing_prints_control_characters() -> None:
     ]
     for goal in (Goal(CONTROLS), Goal()):
         every = (
-            text_of(table.render(rows, goal)), text_of(table.live(rows, goal, 30)), table_files.as_csv(rows),
+            text_of(table.render(rows, goal)), text_of(table.live(rows, goal, 30)), table_files.as_csv(rows, goal),
             table_files.as_markdown(rows, goal),
         )  # fmt: skip
         for text in every:
@@ -325,7 +334,7 @@ def test_without_an_objective_all_metrics_are_shown_and_none_is_best() -> None:
 def test_a_table_of_nothing_is_a_sentence() -> None:
     assert "no jobs" in text_of(table.render([], LOSS))
     assert "no jobs" in text_of(table.live([], LOSS, 24))
-    assert table_files.as_csv([]).startswith("job,status")
+    assert table_files.as_csv([], LOSS).startswith("job,status")
     assert "no jobs" in table_files.as_markdown([], LOSS)
 
 
@@ -337,7 +346,7 @@ def test_files_are_replaced_as_a_whole_and_a_link_is_not_followed(tmp_path: Path
     (made.path / "sweep.csv").symlink_to(kept)
     table_files.save(made.path, rows_of(made.path), LOSS)
     assert kept.read_text() == "mine"
-    assert (made.path / "sweep.csv").read_text() == table_files.as_csv(rows_of(made.path))
+    assert (made.path / "sweep.csv").read_text() == table_files.as_csv(rows_of(made.path), LOSS)
     assert (made.path / "sweep.md").read_text() == table_files.as_markdown(rows_of(made.path), LOSS)
     assert not [path for path in made.path.iterdir() if path.name.startswith(".")]
 
@@ -355,9 +364,9 @@ def test_times_are_for_people(seconds: float | None, text: str) -> None:
 def test_folds_have_a_mean_and_an_interval_by_students_t() -> None:
     values = [0.1, 0.2, 0.3, 0.4, 0.5]
     rows = [row(fold, value, overrides={"model": "a", "data.fold": str(fold)}) for fold, value in enumerate(values)]
-    [group] = comparison.over_seeds(rows)
+    [group] = comparison.over_seeds(rows, LOSS)
     half = 2.776 * statistics.stdev(values) / math.sqrt(5)
-    assert group.interval == pytest.approx((0.3 - half, 0.3 + half))
+    assert group.sample(LOSS).interval == pytest.approx((0.3 - half, 0.3 + half))
     grid = table.seeds_grid(rows, LOSS)
     assert grid is not None
     assert grid.header == ["mean eval/loss", "std", "95 % interval", "folds", ""]
@@ -366,6 +375,111 @@ def test_folds_have_a_mean_and_an_interval_by_students_t() -> None:
     grid = table.seeds_grid(both, LOSS)
     assert grid is not None
     assert grid.header[-2:] == ["runs", ""]
-    [group] = comparison.over_seeds([row(n, n / 100, overrides={"data.fold": str(n)}) for n in range(61)])
-    assert group.interval is not None
-    assert group.interval[1] - 0.3 == pytest.approx(2.0003 * statistics.stdev(group.values) / math.sqrt(61), rel=1e-4)
+    sample = comparison.Sample([n / 100 for n in range(61)])
+    assert sample.interval is not None
+    assert sample.interval[1] - 0.3 == pytest.approx(2.0003 * statistics.stdev(sample.values) / math.sqrt(61), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [(1, 12.7062), (2, 4.3027), (4, 2.7764), (9, 2.2622), (30, 2.0423), (31, 2.0395), (60, 2.0003), (1000, 1.9623)],
+)
+def test_the_quantiles_of_students_t_are_those_of_the_books(freedom: int, quantile: float) -> None:
+    assert comparison.t95(freedom) == pytest.approx(quantile, abs=6e-4)
+
+
+def kept(number: int, last: float, best: float, step: int, keep_best: str = "min:eval/loss", **changed: Any) -> Row:
+    """A run that keeps its best step."""
+    mode, _, metric = keep_best.partition(":")
+    row_of = row(number, last, best=Best(step, mode, metric, best), **changed)
+    return replace(row_of, resolved={**row_of.resolved, "trainer.keep_best": keep_best})
+
+
+def test_runs_that_keep_the_best_of_the_objective_are_compared_by_it() -> None:
+    rows, goal = comparison.by_best([kept(0, 0.4, 0.3, 1200), kept(1, 0.35, 0.34, 80)], LOSS)
+    assert [one.objective for one in rows] == [0.3, 0.34]
+    assert comparison.best_of(rows, goal) is rows[0]
+    grid = table.jobs_grid(comparison.sorted_rows(rows, goal), goal)
+    assert grid.header[:5] == ["optimizer.lr", "eval/loss", "best eval/loss", "best step", ""]
+    assert grid.lines[0][:5] == ["0.0", "0.4", "0.3", "1,200", "best"]
+    shown = text_of(table.render(rows, goal))
+    assert shown.startswith("by the best eval/loss of each run (trainer.keep_best)")
+    assert "Best (lowest eval/loss): 0.3 at step 1,200, 0000" in shown
+    first, _ = csv.DictReader(io.StringIO(table_files.as_csv(rows, goal)))
+    assert (first["eval/loss"], first["best eval/loss"], first["best_step"]) == ("0.4", "0.3", "1200")
+
+
+@pytest.mark.parametrize(
+    ("rows", "basis"),
+    [
+        ([kept(0, 0.4, 0.3, 8), row(1, 0.35)], "by the last eval/loss of each run: not all"),
+        ([kept(0, 0.4, 0.5, 8, "max:eval/loss"), row(1, 0.35)], "by the last eval/loss of each run: trainer.keep_best"),
+        ([kept(0, 0.4, 0.9, 8, "max:eval/accuracy"), row(1, 0.35)], ""),
+    ],
+)
+def test_other_runs_are_compared_by_their_last_values(rows: list[Row], basis: str) -> None:
+    found, goal = comparison.by_best(rows, LOSS)
+    assert [one.objective for one in found] == [0.4, 0.35]
+    assert table.basis_text(found, goal)[: len(basis)] == basis
+    assert bool(table.basis_text(found, goal)) == bool(basis)
+    assert "best step" in table.jobs_grid(found, goal).header
+
+
+def test_a_sweep_and_its_jobs_cannot_mean_opposite_directions() -> None:
+    assert LOSS.of_run("min:eval/loss").name == "best eval/loss"
+    assert LOSS.of_run("max:eval/accuracy").name == LOSS.of_run(None).name == "eval/loss"
+    with refused("trainer.keep_best=max:eval/loss: trainer.keep_best=min:eval/loss"):
+        LOSS.of_run("max:eval/loss")
+
+
+def of_seeds() -> tuple[list[Row], Goal]:
+    """Two rates with three seeds each, which keep their best."""
+    rows = [
+        kept(
+            number, 1.0 + number / 100, 0.5 + number / 100, 8,
+            overrides={"optimizer.lr": f"0.{1 + number // 3}", "trainer.seed": str(number % 3)},
+            metrics={"eval/loss": 1.0 + number / 100, "eval/accuracy": 0.9 + number / 1000},
+        )
+        for number in range(6)
+    ]  # fmt: skip
+    return comparison.by_best(rows, LOSS)
+
+
+def test_a_paper_gets_means_with_their_deviation_in_sensible_digits() -> None:
+    rows, goal = of_seeds()
+    markdown = table_files.as_text(rows, goal, "markdown", seeds_only=True).splitlines()
+    assert markdown[2].startswith("| optimizer.lr | best eval/loss | eval/loss | eval/accuracy |")
+    assert markdown[4].startswith("| **0.1** | **0.510 ± 0.010** | **1.010 ± 0.010** | **90.10 ± 0.10 %** |")
+    latex = table_files.as_text(rows, goal, "latex")
+    assert latex.count("\\toprule") == latex.count("\\bottomrule") == 2
+    assert "0.540 $\\pm$ 0.010 & 1.040 $\\pm$ 0.010 & 90.40 $\\pm$ 0.10 \\% & 0.5152 to 0.5648 & 3 \\\\" in latex
+    assert "status" not in latex
+
+
+def test_latex_is_escaped_whatever_the_values_hold() -> None:
+    rows = [row(0, 0.5, overrides={"a_b": "50% & #1 {x}~^\\"}), row(1, 0.25, overrides={"a_b": "0.1 -> 0.01 at 8"})]
+    lines = table_files.as_text(rows, LOSS, "latex").splitlines()
+    assert "a\\_b & eval/loss \\\\" in lines
+    assert "\\textbf{0.1 $\\to$ 0.01 at 8} & \\textbf{0.25} \\\\" in lines
+    assert "50\\% \\& \\#1 \\{x\\}\\textasciitilde{}\\textasciicircum{}\\textbackslash{} & 0.5 \\\\" in lines
+
+
+def test_every_metric_of_a_group_is_a_record_of_plain_numbers() -> None:
+    rows, goal = of_seeds()
+    records = list(csv.DictReader(io.StringIO(table_files.as_text(rows, goal, "csv", seeds_only=True))))
+    assert [(record["optimizer.lr"], record["metric"]) for record in records[:3]] == [
+        ("0.1", "best eval/loss"), ("0.1", "eval/loss"), ("0.1", "eval/accuracy"),
+    ]  # fmt: skip
+    first = {name: float(records[0][name]) for name in ("n", "mean", "std", "low", "high")}
+    half = 4.303 * 0.01 / math.sqrt(3)
+    assert first == pytest.approx({"n": 3, "mean": 0.51, "std": 0.01, "low": 0.51 - half, "high": 0.51 + half})
+
+
+def test_all_columns_are_all_keys_that_differ_and_all_metrics() -> None:
+    rows = [
+        row(0, 0.5, metrics={"eval/loss": 0.5, "train/loss": 0.1}, overrides={"recipe": "a", "model.x": "1"}),
+        row(1, 0.25, overrides={"recipe": "b"}, resolved={}, values={"recipe": "b", "model.x": "2", "trainer.y": "3"}),
+    ]
+    rows[0] = replace(rows[0], overrides={"recipe": "a"}, values={**rows[0].values, "trainer.y": "1"}, resolved={})
+    assert comparison.varying(rows) == ["recipe"]
+    assert table.all_columns(rows, LOSS)[:5] == ["recipe", "model.x", "trainer.y", "eval/loss", "train/loss"]

@@ -94,7 +94,7 @@ def test_columns_can_be_named_and_csv_printed(
     made.job("optimizer.lr=0.1")
     made.job("optimizer.lr=0.2", points=((1, 0.25),))
     monkeypatch.chdir(tmp_path)
-    assert table(call("table", "sweep", "--csv")) == 0
+    assert table(call("table", "sweep", "--format", "csv")) == 0
     first, second = csv.DictReader(capsys.readouterr().out.splitlines())
     assert (first["optimizer.lr"], second["eval/loss"]) == ("0.1", "0.25")
     assert not (made.path / "sweep.csv").exists()
@@ -131,10 +131,14 @@ def test_a_directory_that_cannot_be_written_is_reported_and_the_table_is_shown(t
         (["table", "SWEEP", "--columns"], "table --columns: optimizer.lr,eval/loss"),
         (["table", "SWEEP", "--columns=eval/los"], "--columns eval/los: --columns eval/loss?"),
         (["table", "SWEEP", "--columns", "time,trainer.sed"], "--columns trainer.sed"),
-        (["table", "SWEEP", "--csv", "--all"], "table: incompatible"),
-        (["table", "SWEEP", "--csv", "--out", "x"], "table: one of them"),
+        (["table", "SWEEP", "--csv"], "table --csv: --format csv"),
+        (["table", "SWEEP", "--format", "tex"], "table --format=tex"),
+        (["table", "SWEEP", "--format", "csv", "--all"], "table: incompatible"),
+        (["table", "SWEEP", "--format", "latex", "--out", "x"], "table: one of them"),
+        (["table", "SWEEP", "--seeds"], "table --seeds: trainer.seed"),
+        (["table", "SWEEP", "--json", "--seeds"], "table: --json prints"),
         (["table", "SWEEP", "--json", "--out", "x"], "table: --json prints"),
-        (["table", "SWEEP", "--json", "--csv"], "table: incompatible"),
+        (["table", "SWEEP", "--json", "--format", "csv"], "table: incompatible"),
         (["status", "SWEEP", "--jsn"], "status --jsn: --json?"),
         (["table", "SWEPE"], "SWEPE: ./SWEEP?"),
         (["table", "empty"], "empty: neither a sweep"),
@@ -221,15 +225,15 @@ def as_json(capsys: pytest.CaptureFixture[str], verb: str, *argv: object) -> dic
 
 
 RUN_KEYS = {
-    "directory", "name", "number", "status", "overrides", "step", "metrics", "objective", "seconds", "started", "ended",
-    "job", "message",
+    "directory", "name", "number", "status", "overrides", "values", "step", "metrics", "best", "objective", "seconds",
+    "started", "ended", "job", "message",
 }  # fmt: skip
 
 
 def test_the_status_of_a_run_is_there_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run(tmp_path / "my run", ["optimizer.lr=0.1"], status="interrupted", step=30)
     found = as_json(capsys, "status", path)
-    assert set(found) == {*RUN_KEYS, "where", "resume", "best"}
+    assert set(found) == {*RUN_KEYS, "where", "resume"}
     assert found["best"] is None
     assert (found["directory"], found["status"], found["step"]) == (str(path), "interrupted", 30)
     assert (found["overrides"], found["metrics"]) == ({"optimizer.lr": "0.1"}, {"eval/loss": 0.5})
@@ -257,7 +261,7 @@ def test_the_status_of_a_sweep_is_there_for_programs(tmp_path: Path, capsys: pyt
     hold(made.job("optimizer.lr=0.2", status=None, events=("started",)))
     made.job("optimizer.lr=0.3", status="failed")
     found = as_json(capsys, "status", made.path)
-    assert set(found) == {"directory", "objective", "mode", "where", "resume", "jobs"}
+    assert set(found) == {"directory", "objective", "mode", "by_best", "where", "resume", "jobs"}
     assert (found["objective"], found["mode"]) == ("eval/loss", "min")
     assert [job["status"] for job in found["jobs"]] == ["done", "running", "failed"]
     assert [bool(job["where"]) for job in found["jobs"]] == [False, True, False]
@@ -271,7 +275,7 @@ def test_the_table_is_there_for_programs_and_writes_no_file(tmp_path: Path, caps
     before = sorted(made.path.iterdir())
     found = as_json(capsys, "table", made.path)
     assert sorted(made.path.iterdir()) == before
-    assert set(found) == {"objective", "mode", "best", "rows", "seeds"}
+    assert set(found) == {"objective", "mode", "by_best", "best", "rows", "seeds"}
     assert [row["objective"] for row in found["rows"]] == [0.1, 0.4, 0.6, None]
     assert set(found["rows"][0]) == RUN_KEYS
     assert found["best"] == found["rows"][0]["directory"]

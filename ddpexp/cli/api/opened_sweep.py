@@ -10,10 +10,11 @@ from typing import Any
 from ddpexp.cli.api.opened import Run, trusted
 from ddpexp.errors import RefusedError
 from ddpexp.run import directory as directories
-from ddpexp.sweep.as_json import row_as_dict
-from ddpexp.sweep.comparison import best_of
+from ddpexp.sweep.as_json import group_records, row_as_dict
+from ddpexp.sweep.comparison import best_of, by_best
 from ddpexp.sweep.folder import SweepDir
-from ddpexp.sweep.rows import goal_of, rows_of
+from ddpexp.sweep.record import Goal
+from ddpexp.sweep.rows import Row, goal_of, rows_of
 
 
 def open_sweep(
@@ -51,7 +52,15 @@ class Sweep:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what is known of each job, as `ddpexp table FOLDER --json` prints it."""
-        return [row_as_dict(row) for row in rows_of(self.path)]
+        return [row_as_dict(row) for row in self._compared()[0]]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the means over seeds or folds, a record for each metric of each group of jobs, as pandas takes them.
+
+        A record has the values that the group shares by their keys, `metric`, `mean`, `std`, `n`, and `low` and `high`,
+        the ends of the 95 % confidence interval of the mean (Student's t).
+        """
+        return group_records(*self._compared())
 
     @property
     def runs(self) -> list[Run]:
@@ -65,7 +74,7 @@ class Sweep:
         Raises:
             RefusedError: The sweep has no objective, or no job has a value of it.
         """
-        rows, goal = rows_of(self.path), goal_of(self.path)
+        rows, goal = self._compared()
         if goal.metric is None:
             raise RefusedError(
                 "has no objective", place=self.path, suggestion="Start the sweep with sweep.objective=eval/loss."
@@ -74,6 +83,9 @@ class Sweep:
         if best is None:
             raise RefusedError(f"has no job that has recorded {goal.metric} yet", place=self.path)
         return self._run(best.path)
+
+    def _compared(self) -> tuple[list[Row], Goal]:
+        return by_best(rows_of(self.path), goal_of(self.path))
 
     def _run(self, path: Path) -> Run:
         return Run(path, self.config_dir, self.trust)
