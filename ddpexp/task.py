@@ -48,6 +48,20 @@ NamedEvalSums = tuple[Mapping[str, Loss], Mapping[str, "Pair | Tensor | MetricUp
 """What a step may return in evaluation: as `Sums` or `NamedSums`, with further metrics."""
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, the same after a resume; in an evaluation, in the last step before it.
+
+    With `trainer.compile` every value is a tensor, a scalar on the device: a number that changes would be compiled
+    into the model again and again.
+    """
+
+    step: int | Tensor  # the number of this step, from 0
+    num_steps: int | Tensor  # of the whole run
+    epoch: float | Tensor  # epochs done before this step
+    fraction: float | Tensor  # of the run that is done before this step: 0 in the first step, below 1 in the last
+
+
 class Task(Protocol):
     """What is trained: one forward pass returns the loss and the metrics, in training and in evaluation."""
 
@@ -71,7 +85,11 @@ class Task(Protocol):
         - `(sum, count)` with tensors of any shape: added up in the order of the batches;
         - `ddpexp.metric_update(metric, predictions, labels)`: a metric of torchmetrics; its computed value is recorded.
 
-        Called under autocast if `trainer.precision` requires it.
+        Called under autocast if `trainer.precision` requires it. A step that depends on how far the run is has a third
+        argument, `progress`:
+
+            def step(self, model, batch, progress):
+                weight = min(1.0, 2 * progress.fraction)
 
         Shapes: every other tensor is a scalar. `model` is what the model section builds: a module, or a mapping of
         modules.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ddpexp.errors import DdpexpError
 from ddpexp.strategy.replica import Models, modules_of
 from ddpexp.task import HasTrainStep, Task
 from ddpexp.train.precision import Precision
+from ddpexp.train.task_step import CurrentProgress, step_of
 
 SEED = 1
 """Of every trial."""
@@ -32,6 +33,7 @@ class Subject:
     precision: Precision
     device: torch.device
     world: Any = None  # that a train_step sees
+    current: CurrentProgress = field(default_factory=CurrentProgress)
     is_copy: bool = False
 
     @property
@@ -70,7 +72,7 @@ class Subject:
         """
         self._seed(host_seed)
         with self.precision.autocast():
-            return self.task.step(self.model, batch)
+            return step_of(self.task, self.current)(self.model, batch)
 
     def train_step(self, batch: Any, host_seed: int = SEED, step: int = 0) -> TriedStep:
         """Have a task's own train_step do a step with a batch; gradients are computed, and no weights change."""

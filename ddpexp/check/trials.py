@@ -81,7 +81,9 @@ def wrong_sums(subject: Subject, batch: Any) -> list[str]:
     """Return the problems of a loss or a metric that is not additive over the samples of a batch, in evaluation."""
     if not subject.has_step:
         return []
-    problem = mean_for_a_sum(subject.task, subject.model, subject.modules, batch, subject.precision, subject.device)
+    problem = mean_for_a_sum(
+        subject.task, subject.model, subject.modules, batch, subject.precision, subject.device, subject.current
+    )
     problems = [problem] if problem is not None else []
     parts = split_batch(batch, 3)
     if parts is None:

@@ -20,6 +20,7 @@ from ddpexp.strategy.module_classes import check_classes
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasTrainStep, Task
 from ddpexp.train.activation_checkpointing import outermost
+from ddpexp.train.task_step import CurrentProgress, step_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def measure(
     try:
         with kept.watching(again):
             staged = estimator_of(experiment.strategy).in_stages(models, kept.enter_stage)
-            task.step(staged or (models["model"] if single else models), batch)
+            step_of(task, CurrentProgress())(staged or (models["model"] if single else models), batch)
     except Exception as error:
         notes["activations"] = (
             f"left out: a forward pass without memory is not possible ({type(error).__name__}: {error})"

@@ -56,7 +56,7 @@ class BatchNormEstimate:
             for batch in micro_batches:
                 self.run.control.status.heartbeat()
                 with self.run.precision.autocast():
-                    self.run.task.step(self.run.strategy.eval_model, batch)
+                    self.run.task_step(self.run.strategy.eval_model, batch)
                 found.append(_statistics(average))
             table = found[0].new_zeros(self._num_slots, len(found[0]))
             if data.reports:

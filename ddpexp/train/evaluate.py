@@ -23,6 +23,7 @@ from ddpexp.train.eval_metrics import SetMetrics
 from ddpexp.train.metrics import MetricAccumulator, detached
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import check_sums, holds_plain_values, is_torchmetrics, unnoticed
+from ddpexp.train.task_step import CurrentProgress, step_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Evaluator:
     world: World
     data: DataRank
     control: Control
+    current: CurrentProgress
     together: bool = False
 
     def evaluate(self, model: Any, evals: Mapping[str, EvalBatches]) -> dict[str, float] | None:
@@ -60,7 +62,7 @@ class Evaluator:
 
     def _evaluate_set(self, model: Any, batches: EvalBatches) -> dict[str, float] | None:
         """Return the metrics of one set. Data rank r of n evaluates the batches r, r + n, r + 2 n and so on."""
-        task = self.task
+        task, step = self.task, step_of(self.task, self.current)
         world = self.world
         data = self.data
         metrics = SetMetrics(task, world, data, batches.num_batches)
@@ -77,14 +79,14 @@ class Evaluator:
                 if stopped:
                     break
                 if not counts:
-                    uncounted = _step(task, model, batch, metrics, check=not sums, counts=False)
+                    uncounted = _sums(task, step(model, batch), metrics, check=not sums, counts=False)
                     break
-                sums.append(_step(task, model, batch, metrics, check=not sums))
+                sums.append(_sums(task, step(model, batch), metrics, check=not sums))
                 if metrics.states.is_due() and metrics.states.fold():
                     return None
             if not sums:  # fewer batches than ranks: take the names of the metrics from any batch, and count nothing
                 if uncounted is None:
-                    uncounted = _step(task, model, batches.first(), metrics, check=True, counts=False)
+                    uncounted = _sums(task, step(model, batches.first()), metrics, check=True, counts=False)
                 loss, count, pairs = uncounted
                 sums = [(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in pairs.items()})]
         if stopped and metrics.states.folds_again():
@@ -131,16 +133,21 @@ def _any_rank(flag: bool, world: World) -> bool:
     return bool(world.sum(torch.tensor(float(flag), device=world.device)))
 
 
-def _step(task: Task, model: Any, batch: Any, metrics: SetMetrics, check: bool, counts: bool = True) -> Sums:
-    """Add what the task returns for a batch to the metrics; return its pairs of scalars."""
-    sums = task.step(model, batch)
+def _sums(task: Task, sums: Any, metrics: SetMetrics, check: bool, counts: bool = True) -> Sums:
+    """Add what the task has returned for a batch to the metrics; return its pairs of scalars."""
     if check:
         check_sums(sums, task.step, trains=False, evaluates=True)
     return detached(metrics.split(sums, counts))
 
 
 def metric_names(
-    task: Task, model: Any, modules: Mapping[str, nn.Module], batch: Any, precision: Precision, device: torch.device
+    task: Task,
+    model: Any,
+    modules: Mapping[str, nn.Module],
+    batch: Any,
+    precision: Precision,
+    device: torch.device,
+    current: CurrentProgress,
 ) -> list[str] | None:
     """Return the names of the metrics that an evaluation will have, from a batch of the set.
 
@@ -153,13 +160,12 @@ def metric_names(
     """
     if not holds_plain_values(task):
         return None
-    alone = World.alone(device)
     try:
         with unnoticed(modules, device), torch.no_grad():
             tried = deepcopy(task)
-            metrics = SetMetrics(tried, alone, DataRank(0, 1), 1)
+            metrics = SetMetrics(tried, World.alone(device), DataRank(0, 1), 1)
             with precision.autocast():
-                sums = _step(tried, model, batch, metrics, check=True)
+                sums = _sums(tried, step_of(tried, current)(model, batch), metrics, check=True)
             return list(metrics.values(dict.fromkeys(("loss", *sums[2]), (0.0, 1.0))))
     except DdpexpError as error:
         if error.__cause__ is None:

@@ -68,10 +68,11 @@ class Evaluation:
         run = self.run
         sets = {TEST_SET: self.evals[TEST_SET]} if test else self.periodic
         run.control.status.set_phase("evaluate")
+        run.current.set(max(step - 1, 0))
         self.refresh_average()
         weights = nullcontext() if self.average is None else self.average.in_place_of_weights()
         together = run.strategy.evaluates_together
-        evaluator = Evaluator(run.task, run.precision, run.world, run.strategy.data, run.control, together)
+        evaluator = Evaluator(run.task, run.precision, run.world, run.strategy.data, run.control, run.current, together)
         with weights, run.strategy.evaluation() as model:
             metrics = evaluator.evaluate(model, sets)
             if metrics is None:
@@ -145,8 +146,9 @@ class Evaluation:
     def _names_of(self, batches: EvalBatches) -> list[str] | None:
         run = self.run
         return metric_names(
-            run.task, run.strategy.eval_model, run.strategy.modules, batches.first(), run.precision, run.world.device
-        )
+            run.task, run.strategy.eval_model, run.strategy.modules, batches.first(), run.precision, run.world.device,
+            run.current,
+        )  # fmt: skip
 
     def _check_losses(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():

@@ -260,7 +260,7 @@ class Loop:
             self._evaluation.check_metrics(sums)
             # A rank whose batch the task refuses would leave the others waiting in a forward pass that communicates.
             if step == 0 and self._step.manual is None and not run.strategy.forward_communicates:
-                warn_of_a_mean(run.task, run.strategy, batch, run.precision, run.world)
+                warn_of_a_mean(run, batch)
 
     def _record(self) -> Asked:
         """Log the means since the last record; return what callbacks have requested. Ranks: all; communicates."""

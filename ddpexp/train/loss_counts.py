@@ -106,7 +106,7 @@ class LossCounts:
         with torch.no_grad(), on_copies(run.strategy.modules, run.world.device):
             for number, batch in enumerate(self.micro_batches[1:], start=1):
                 self._seed(number)
-                losses: Any = run.task.step(run.strategy.train_model, batch)[0]
+                losses: Any = run.task_step(run.strategy.train_model, batch)[0]
                 found.append(tensor_counts(losses))
         return found
 

@@ -24,6 +24,7 @@ from ddpexp.train.losses import PREFIX, combined, pairs_of, tensor_counts
 from ddpexp.train.round import Round
 from ddpexp.train.run import TrainingRun
 from ddpexp.train.task_checks import check_loss, check_names, check_sums, check_unchanged, gradients_of, own_backward
+from ddpexp.train.task_step import wants_progress
 from ddpexp.train.undo import Undo
 
 
@@ -67,6 +68,7 @@ class Step:
         self._undo = Undo(run.strategy.modules) if run.precision.skips else None
         self._caller = "the task's step" if self.manual is None else "the task's train_step"  # for errors
         self._global_counts = GlobalCounts(self._caller)
+        self._notes_progress = self.manual is None and wants_progress(run.task)
         self.loss_counts = LossCounts(run, self.seed)
         self._counts_early = self.loss_counts.is_early
         self._names = tuple(run.optimizers)
@@ -111,6 +113,8 @@ class Step:
         self._with_norm = with_norm
         self._num_micro_batches = 0
         self._late_starts.report(step)
+        if self._notes_progress:
+            self.run.current.set(step)
         self.loss_counts.micro_batches = micro_batches
         if self._counts_early:
             self.loss_counts.from_batches()
@@ -350,13 +354,13 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         step = self._step
         run = step.run
         if not step.checks:
-            sums = run.task.step(run.strategy.train_model, batch)
-            return sums if len(sums) == 3 else self._combined(sums)  # type: ignore[return-value, arg-type]
+            sums = run.task_step(run.strategy.train_model, batch)
+            return sums if len(sums) == 3 else self._combined(sums)
         before = gradients_of(run.strategy.parameters())
-        sums = run.task.step(run.strategy.train_model, batch)
+        sums = run.task_step(run.strategy.train_model, batch)
         check_unchanged(before, run.strategy.parameters(), run.task.step)
         check_sums(sums, run.task.step, trains=True)
-        return sums if len(sums) == 3 else self._combined(sums)  # type: ignore[return-value, arg-type]
+        return sums if len(sums) == 3 else self._combined(sums)
 
     def _combined(self, sums: NamedSums) -> Sums:
         """Return one loss that stands for several, with a count of 1, and each of them among the metrics.

@@ -24,6 +24,7 @@ from ddpexp.strategy.options import Options
 from ddpexp.task import HasTrainStep
 from ddpexp.train.callbacks.base import Callback
 from ddpexp.train.task_checks import SUMS, named, shown
+from ddpexp.train.task_step import wants_progress
 
 _LOGGER_METHODS: Mapping[str, Sequence[str]] = {  # of ddpexp.loggers.base.Logger, with their arguments
     "scalars": ("step", "epoch", "values"),
@@ -213,7 +214,7 @@ def check_task(task: Any, target: str, evaluates: bool) -> None:
     if isinstance(task, HasTrainStep):
         check_signature(task.train_step, "train_step", ("update", "batches"))
     if isinstance(task, _HasStep):
-        check_signature(task.step, "step", ("model", "batch"))
+        check_signature(task.step, "step", ("model", "batch", *(["progress"] if wants_progress(task) else [])))
     elif not isinstance(task, HasTrainStep):
         made = "None" if task is None else f"a {_located(type(task))}"
         raise RefusedError(

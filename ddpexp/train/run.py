@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -14,6 +16,7 @@ from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.task import Schedule, Task
 from ddpexp.train.precision import Precision
+from ddpexp.train.task_step import CurrentProgress, step_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,17 @@ class TrainingRun:
     train: Batches
     options: Trainer
     num_steps: int
+
+    @cached_property
+    def current(self) -> CurrentProgress:
+        """Return how far the run is, for tasks."""
+        device = self.world.device if self.options.compile else None
+        return CurrentProgress(self.num_steps, self.train.steps_per_epoch, device)
+
+    @cached_property
+    def task_step(self) -> Callable[[Any, Any], Any]:
+        """Return the task's `step` as a function of model and batch."""
+        return step_of(self.task, self.current)
 
     def epoch_after(self, step: int) -> float:
         """Return the number of epochs done after a step, as a fraction. Units: steps done."""

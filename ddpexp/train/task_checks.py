@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.compat.autograd import version
-from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
-from ddpexp.strategy.base import Strategy
 from ddpexp.task import MetricUpdate, Task
 from ddpexp.train.losses import PREFIX, are_named, losses_of
 from ddpexp.train.precision import Precision
+from ddpexp.train.run import TrainingRun
+from ddpexp.train.task_step import CurrentProgress, step_of
 from ddpexp.train.undo import Undo
 
 SUMS = "(loss_sum, count, {name: (sum, count)})"
@@ -182,7 +182,13 @@ def shown(value: Any) -> str:
 
 
 def mean_for_a_sum(
-    task: Task, model: Any, modules: Mapping[str, nn.Module], batch: Any, precision: Precision, device: torch.device
+    task: Task,
+    model: Any,
+    modules: Mapping[str, nn.Module],
+    batch: Any,
+    precision: Precision,
+    device: torch.device,
+    current: CurrentProgress,
 ) -> str | None:
     """Return a warning if a task seems to return the mean of the loss where its sum belongs, otherwise None.
 
@@ -199,7 +205,7 @@ def mean_for_a_sum(
     try:
         with unnoticed(modules, device), torch.no_grad(), precision.autocast():
             # Each on its own: a task may count its calls.
-            seen = [losses_of(deepcopy(task).step(model, one)) for one in (batch, *halves)]  # type: ignore[arg-type]
+            seen = [losses_of(step_of(deepcopy(task), current)(model, one)) for one in (batch, *halves)]
             numbers = {name: [(float(losses[name][0]), float(losses[name][1])) for losses in seen] for name in seen[0]}
     except Exception:  # whatever it is, training continues without it
         return None
@@ -225,10 +231,11 @@ def _mean_problem(source: str, name: str, pairs: Sequence[tuple[float, float]], 
     )
 
 
-def warn_of_a_mean(task: Task, strategy: Strategy, batch: Any, precision: Precision, world: World) -> None:
+def warn_of_a_mean(run: TrainingRun, batch: Any) -> None:
     """Warn of a task that seems to return a mean instead of a sum. Ranks: all; rank zero warns."""
-    warning = mean_for_a_sum(task, strategy.eval_model, strategy.modules, batch, precision, world.device)
-    if warning is not None and world.is_rank_zero:
+    strategy, device = run.strategy, run.world.device
+    warning = mean_for_a_sum(run.task, strategy.eval_model, strategy.modules, batch, run.precision, device, run.current)
+    if warning is not None and run.world.is_rank_zero:
         logging.getLogger("ddpexp").warning(warning)
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import ddpexp.strategy.ddp  # these three are named by the registry, and loaded before the fork
 import ddpexp.strategy.exact.strategy
 import ddpexp.train.schedule  # noqa: F401
-from ddpexp.checkpoint.format import Checkpoint, Damaged, set_aside
+from ddpexp.checkpoint.format import Checkpoint, Damaged, is_checkpoint, open_checkpoint, set_aside
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.compat import lazy_dynamo
@@ -29,6 +29,7 @@ from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.sampling import eval_batch_size, training_plan
 from ddpexp.config.schema import Experiment
+from ddpexp.data.datasets import Splits
 from ddpexp.data.loader_limits import shared_memory_warning
 from ddpexp.data.streams import StreamBatches
 from ddpexp.distributed.world import World
@@ -85,6 +86,7 @@ from ddpexp.train.recipe_checks import check_task
 from ddpexp.train.report import Report
 from ddpexp.train.same_data import check_same_data, inputs_of
 from ddpexp.train.states import check_models
+from ddpexp.train.task_step import CurrentProgress, wants_progress
 
 
 def main(path: str, worker_args: str, control: Control | None = None) -> int:
@@ -341,7 +343,10 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     task = instantiate(experiment.task, experiment.trust, "task")
     check_task(task, experiment.task.target, evaluates=True)
     precision = Precision(experiment.trainer.precision, world.device, False)
-    metrics = Evaluator(task, precision, world, data, control).evaluate(model, evals)
+    current = CurrentProgress()
+    if wants_progress(task):
+        current = _progress_of(experiment, splits, Path(evaluation["weights"]), world.device)
+    metrics = Evaluator(task, precision, world, data, control, current).evaluate(model, evals)
     if metrics is None:
         raise Interrupted(0)  # there is nothing to save
     log.info("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
@@ -351,6 +356,16 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
         facts = {"weights": evaluation["weights"], "weights_sha256": digest, "metrics": metrics}
         files.answer(Path(answer), facts)
     world.barrier()
+
+
+def _progress_of(experiment: Experiment, splits: Splits, weights: Path, device: torch.device) -> CurrentProgress:
+    """Return the progress of the last step before a checkpoint, or of the run for a file of weights."""
+    batches = build_batches(experiment, splits, training_plan(experiment, 1), 0, device)
+    num_steps = count_steps(experiment.trainer, batches.steps_per_epoch)
+    step = open_checkpoint(weights).step if is_checkpoint(weights) else num_steps
+    current = CurrentProgress(num_steps, batches.steps_per_epoch, device if experiment.trainer.compile else None)
+    current.set(max(step - 1, 0))
+    return current
 
 
 def build_trained(experiment: Experiment, source: Path, command: str, device: torch.device) -> tuple[Any, Models]:

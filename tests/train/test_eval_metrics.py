@@ -33,6 +33,7 @@ from ddpexp.train import batch_states
 from ddpexp.train.evaluate import Evaluator, metric_names
 from ddpexp.train.metrics import MetricError
 from ddpexp.train.precision import Precision
+from ddpexp.train.task_step import CurrentProgress
 from tests.fitting import ALONE
 from tests.ranks import on_ranks
 from tests.refusals import located, refused
@@ -93,7 +94,9 @@ def run(
 ) -> dict[str, float] | None:
     rank = data or DataRank(world.rank, world.world_size)
     batches = EvalBatches(samples(count), 8, rank.rank, rank.size, world.device)
-    return Evaluator(task, FP32, world, rank, Stops(after)).evaluate(nn.Identity().eval(), {"eval": batches})
+    return Evaluator(task, FP32, world, rank, Stops(after), CurrentProgress()).evaluate(
+        nn.Identity().eval(), {"eval": batches}
+    )
 
 
 def chances(scores: Tensor) -> Tensor:
@@ -386,7 +389,7 @@ def test_the_users_metric_stays_as_it_is() -> None:
 def names(task: Any) -> list[str] | None:
     model = nn.Identity()
     batch = samples(8).tensors
-    return metric_names(task, model, {"model": model}, batch, FP32, ALONE.device)
+    return metric_names(task, model, {"model": model}, batch, FP32, ALONE.device, CurrentProgress())
 
 
 @dataclass

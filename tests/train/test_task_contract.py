@@ -24,6 +24,7 @@ from ddpexp.task import metric_update
 from ddpexp.train.metrics import MetricAccumulator
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import mean_for_a_sum, named
+from ddpexp.train.task_step import CurrentProgress
 from tests.conftest import Ddpexp
 from tests.fitting import ALONE, Once, fit_alone
 from tests.points import Recipe
@@ -303,7 +304,15 @@ def is_warned_of(batch: Any, read: Callable[[Any], tuple[Tensor, Tensor]]) -> bo
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     return (
-        mean_for_a_sum(Reads(), model, {"model": model}, batch, Precision("fp32", ALONE.device, False), ALONE.device)
+        mean_for_a_sum(
+            Reads(),
+            model,
+            {"model": model},
+            batch,
+            Precision("fp32", ALONE.device, False),
+            ALONE.device,
+            CurrentProgress(),
+        )
         is not None
     )
 
