@@ -157,6 +157,26 @@ class HasPredict(Protocol):
 
 
 @runtime_checkable
+class HasReadInput(Protocol):
+    """A task that says what sample an input of `ddpexp predict --input` and `Run.predict` is.
+
+    Data of one's own needs it; for the kinds of data that ddpexp has, it takes the place of their own reading.
+    """
+
+    def read_input(self, value: Any) -> Any:
+        """Return the sample of an input as the evaluation set has it, before `data.eval_transform` and `data.collate`.
+
+        `value` is the path (a str) of a file behind `--input`, or what `Run.predict` and `Run.transform` get.
+
+            def read_input(self, value):
+                return torch.from_numpy(np.load(value)), -1
+
+        Ranks: any; must not communicate.
+        """
+        ...
+
+
+@runtime_checkable
 class HasOptimizers(Protocol):
     """A task that assigns its parameters to optimizers itself: parameter groups, or several optimizers."""
 

@@ -229,6 +229,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(SAMPLES / name, folder / name)
     (folder / "sweep/sweep.yaml").write_text("words: [recipe=mnist, 'trainer.seed=1,2']\noptions: []\n")
     (folder / "examples").symlink_to(EXAMPLES)
+    (folder / "photo.jpg").touch()
     shutil.copy(next((folder / "mnist/checkpoints").glob("step-*/model.safetensors")), folder / "weights.safetensors")
     return folder
 

@@ -25,7 +25,7 @@ PUBLIC = {
     "open_sweep": ["directory", "config_dir", "trust"],
     "Run": [
         "checkpoints", "config", "config_dir", "error", "evaluate", "experiment", "export", "load_into", "metrics",
-        "model", "path", "predict", "result", "status", "trust",
+        "model", "path", "predict", "result", "status", "transform", "trust",
     ],
     "SavedCheckpoint": ["is_best", "is_complete", "metrics", "path", "step"],
     "Sweep": ["best", "config_dir", "path", "rows", "runs", "trust"],

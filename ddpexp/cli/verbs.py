@@ -64,14 +64,22 @@ evaluation data. Weights that lie in no run directory need a recipe:
     ),
     Verb(
         "predict",
-        "RUN_DIR_OR_WEIGHTS --out FILE [key=value ...] [options]",
-        "write what a model predicts for each sample",
+        "RUN_DIR_OR_WEIGHTS [--input FILE] [--out FILE] [options]",
+        "predict for a data set, or for a picture, a text or rows",
         about="""\
 Write what the task's method predict returns for each sample of a data set, in
 their order, with weights of a run directory, of the folder of a checkpoint or
-of a safetensors file.""",
+of a safetensors file. With --input it predicts for what that names, read as an
+evaluation of the run reads its data, and prints that without --out.""",
         operands="weights",
         options=(
+            Option(
+                "--input",
+                "a picture, a text, a table, an array, or a folder of such\nfiles, in place of a data set",
+                "FILE",
+                "photo.jpg",
+                values=_FOLDER,
+            ),
             Option(
                 "--out",
                 ".npz, .npy, .csv or .parquet, replaced once it is complete",
@@ -81,6 +89,7 @@ of a safetensors file.""",
             ),
             Option("--split", "an evaluation set, or train; default: the evaluation set", "NAME", "test"),
             _CHECKPOINT,
+            Option("--json", "print the predictions for programs"),
         ),
         notes="Other data is named by overrides, such as data.root=OTHER. docs/predict.md.",
         foreign_options=_OTHER_CHECKPOINT,

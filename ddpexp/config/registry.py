@@ -115,6 +115,17 @@ _ENTRIES: Mapping[str, Mapping[str, Entry]] = {
         "arrays": Entry("ddpexp.data.arrays.to_predict.prepare"),
         "image_folder": Entry("ddpexp.data.image_folder.to_predict.prepare"),
     },
+    # What makes samples of raw inputs, as an evaluation would; see `ddpexp/data/inputs.py`.
+    "data.read": {
+        "arrays": Entry("ddpexp.data.arrays.read.read"),
+        "hf": Entry("ddpexp.data.hf.read.read"),
+        "mnist": Entry("ddpexp.data.images.read.read"),
+        "cifar10": Entry("ddpexp.data.images.read.read"),
+        "images": Entry("ddpexp.data.images.read.read"),
+        "image_folder": Entry("ddpexp.data.image_folder.read.read"),
+        "tar_shards": Entry("ddpexp.data.tar_shards.read.read"),
+        "text": Entry("ddpexp.data.text.read.read"),
+    },
 }
 
 _LISTED = re.compile(r"(logger|callbacks)\.[^.\[]+")  # the place of a logger or a callback, whose key is any name

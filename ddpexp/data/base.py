@@ -22,6 +22,14 @@ from ddpexp.distributed.transfers import to_device
 LABELS = ("labels", "targets")  # columns with the class of each sample: their names in our sets, and in torchvision's
 
 
+@dataclass(frozen=True)
+class SampleNames:
+    """What samples are called: a file, an id; `column` is what a table of predictions calls it."""
+
+    column: str
+    values: Sequence[str | int]
+
+
 class IndexData:
     """A data set of which samples have an index.
 
@@ -155,6 +163,11 @@ class IndexData:
         return vector(getattr(self.returned, name, None), len(self)) if name.isidentifier() else None
 
     @property
+    def sample_names(self) -> SampleNames | None:
+        """Return what the samples are called; None if they have only their indices."""
+        return None
+
+    @property
     def returned(self) -> Any:
         """Return the object that a recipe has returned: this one, or the one that it adapts."""
         return self
@@ -254,6 +267,14 @@ class Subset(IndexData):
     def _listed(self, indices: Sequence[int]) -> list[int]:
         places: list[int] = self.places(torch.tensor(indices, dtype=torch.int64)).tolist()
         return places
+
+
+def names_in(data: IndexData) -> SampleNames | None:
+    """Return what the samples of a set are called, also of a part of one that has names."""
+    whole, places = data.origin(range(len(data)))
+    if (names := whole.sample_names) is None:
+        return None
+    return SampleNames(names.column, [names.values[place] for place in places])
 
 
 def vector(values: Any, length: int) -> NDArray[Any] | None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-from ddpexp.errors import DdpexpError
-from ddpexp.system.secrets import masked_tree, masker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +23,13 @@ class Logger:
     def text(self, name: str, text: str) -> None:
         """Record a text (Markdown) once."""
 
-    def image(self, name: str, pixels: Tensor, step: int) -> None:
-        """Record an image. Shapes: (height, width, 3) uint8."""
+    def image(self, name: str, pixels: Any, step: int) -> None:
+        """Record an image. Shapes: (height, width, 3) uint8.
+
+        The logger that a run hands to a task or a callback takes pictures of PIL, arrays and tensors, of bytes or of
+        floats from 0 to 1, in grey, RGB or RGBA, with their channels first or last. Each destination gets the shape
+        above.
+        """
 
     def histogram(self, name: str, values: Tensor, step: int) -> None:
         """Record the distribution of values at a step. Shapes: any."""
@@ -64,74 +66,3 @@ class Truncatable(Protocol):
         beginning, possibly in the directory of an attempt that left no checkpoint.
         """
         ...
-
-
-class LoggerCollection(Logger):
-    """Record everything with several loggers, which get all names and texts with their secrets masked."""
-
-    def __init__(self, loggers: Sequence[Logger]) -> None:
-        """Forward to the loggers, in this order."""
-        self._loggers = tuple(loggers)
-
-    def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Forward to each."""
-        mask = masker()
-        values = {mask(name): value for name, value in values.items()}
-        for logger in self._loggers:
-            logger.scalars(step, epoch, values)
-
-    def text(self, name: str, text: str) -> None:
-        """Forward to each."""
-        mask = masker()
-        name, text = mask(name), mask(text)
-        for logger in self._loggers:
-            logger.text(name, text)
-
-    def image(self, name: str, pixels: Tensor, step: int) -> None:
-        """Forward to each."""
-        name = masker()(name)
-        for logger in self._loggers:
-            logger.image(name, pixels, step)
-
-    def histogram(self, name: str, values: Tensor, step: int) -> None:
-        """Forward to each."""
-        name = masker()(name)
-        for logger in self._loggers:
-            logger.histogram(name, values, step)
-
-    def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
-        """Forward to each."""
-        values = masked_tree(values)
-        for logger in self._loggers:
-            logger.hyperparameters(values)
-
-    def done(self) -> None:
-        """Forward to each."""
-        for logger in self._loggers:
-            logger.done()
-
-    def position(self) -> Mapping[str, Any]:
-        """Flush each that can be truncated; return the positions of all."""
-        positions: dict[str, Any] = {}
-        for logger in self._loggers:
-            if isinstance(logger, Truncatable):
-                position: object = logger.position()
-                if not isinstance(position, Mapping):
-                    raise DdpexpError(
-                        f"returned {type(position).__name__}, where a mapping belongs, such as "
-                        "{self.file.path.name: self.file.num_bytes}",
-                        place=f"{type(logger).__name__}.position()",
-                    )
-                positions |= position
-        return positions
-
-    def truncate(self, position: Mapping[str, Any] | None, step: int) -> None:
-        """Truncate each that can be."""
-        for logger in self._loggers:
-            if isinstance(logger, Truncatable):
-                logger.truncate(position, step)
-
-    def close(self) -> None:
-        """Close each."""
-        for logger in self._loggers:
-            logger.close()

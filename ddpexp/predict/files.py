@@ -6,17 +6,17 @@ import csv
 import io
 import json
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddpexp.errors import DdpexpError
+from ddpexp.predict.names import Predictions
 from ddpexp.system.secrets import masked_tree
 
-_FILE = "file"  # the column of names
 METADATA = "ddpexp"  # the entry of a .npz, and the key in a parquet file
 
 
@@ -40,62 +40,69 @@ def check_holds(out: Path, shapes: Mapping[str, Sequence[int]]) -> None:
         raise DdpexpError(f"is a table, and a row of {deep} has the shape {shape}", place=out, suggestion="Use .npz.")
 
 
-def contents(out: Path, arrays: Mapping[str, NDArray[Any]], provenance: Mapping[str, Any]) -> dict[Path, bytes]:
+def contents(out: Path, predictions: Predictions, provenance: Mapping[str, Any]) -> dict[Path, bytes]:
     """Return the files to write, and what is in them; `provenance` says with what they were made.
 
-    A format without metadata has it in a JSON file beside it, which comes first. A table of what was predicted for
-    files begins with a column of their names. Secrets in names are masked.
+    A format without metadata has it in a JSON file beside it, which comes first. Each row of a table begins with its
+    name. Secrets in names are masked.
     """
-    provenance, arrays = masked_tree(provenance), {masked_tree(name): array for name, array in arrays.items()}
-    text = json.dumps(provenance, indent=2)
-    files = provenance.get("files") if _FILE not in arrays else None
+    predictions, text = predictions.masked(), json.dumps(masked_tree(provenance), indent=2)
     if out.suffix == ".npz":
-        return {out: _npz(arrays, text)}
+        return {out: _npz(predictions, text)}
     if out.suffix == ".parquet":
-        return {out: _parquet(arrays, files, text)}
-    whole = _csv(arrays, files) if out.suffix == ".csv" else _npy(arrays)
+        return {out: _parquet(predictions, text)}
+    if out.suffix == ".csv":
+        whole = _csv(predictions)
+    else:
+        whole, names = _npy(predictions), predictions.samples
+        if names is not None:
+            text = json.dumps({**json.loads(text), f"{names.column}s": list(names.values)}, indent=2)
     return {out.with_name(f"{out.name}.json"): f"{text}\n".encode(), out: whole}
 
 
-def _npz(arrays: Mapping[str, NDArray[Any]], text: str) -> bytes:
+def _npz(predictions: Predictions, text: str) -> bytes:
+    names = predictions.samples
+    rows = {} if names is None else {names.column: np.asarray(names.values)}
     file = io.BytesIO()
-    np.savez(file, **arrays, **{METADATA: np.array(text)})  # type: ignore[arg-type]
+    with zipfile.ZipFile(file, "w") as archive:  # numpy.savez takes no array named `file`
+        for name, array in {**rows, **predictions.named(), METADATA: np.array(text)}.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
     return file.getvalue()
 
 
-def _npy(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+def _npy(predictions: Predictions) -> bytes:
     file = io.BytesIO()
-    np.save(file, next(iter(arrays.values())))
+    np.save(file, next(iter(predictions.arrays.values())))
     return file.getvalue()
 
 
-def _csv(arrays: Mapping[str, NDArray[Any]], files: Sequence[str] | None) -> bytes:
+def _csv(predictions: Predictions) -> bytes:
     """Return a line for each sample; an array with several numbers a sample has a column for each."""
-    names: list[str] = [] if files is None else [_FILE]
-    columns: list[Sequence[Any]] = [] if files is None else [files]
-    for name, array in arrays.items():
+    columns: dict[str, Sequence[Any]] = {}
+    for name, array in predictions.named().items():
         if array.ndim == 1:
-            names.append(name)
-            columns.append(array.tolist())
+            columns[name] = array.tolist()
         else:
-            names += [f"{name}_{column}" for column in range(array.shape[1])]
-            columns += array.T.tolist()
+            suffixes = predictions.columns_of(name) or range(array.shape[1])
+            columns |= {f"{name}_{suffix}": column for suffix, column in zip(suffixes, array.T.tolist(), strict=True)}
+    rows = predictions.rows
+    columns = columns if rows.column in columns else {rows.column: rows.values, **columns}
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(names)
-    writer.writerows(zip(*columns, strict=True))
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
     return file.getvalue().encode("utf-8", "surrogateescape")  # the names of files as they are on the disk
 
 
-def _parquet(arrays: Mapping[str, NDArray[Any]], files: Sequence[str] | None, text: str) -> bytes:
+def _parquet(predictions: Predictions, text: str) -> bytes:
     """Return a row for each sample; an array with several numbers a sample is a column of lists."""
     import pyarrow  # type: ignore[import-untyped,import-not-found,unused-ignore]
     import pyarrow.parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
-    columns = (
-        {} if files is None else {_FILE: pyarrow.array([os.fsencode(file).decode(errors="replace") for file in files])}
-    )
-    for name, array in arrays.items():
+    rows = predictions.rows
+    columns = {rows.column: pyarrow.array([_text(value) for value in rows.values])}
+    for name, array in predictions.named().items():
         flat = pyarrow.array(array.reshape(-1))
         columns[name] = flat if array.ndim == 1 else pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1])
     table = pyarrow.table(columns).replace_schema_metadata({METADATA: text})
@@ -103,3 +110,8 @@ def _parquet(arrays: Mapping[str, NDArray[Any]], files: Sequence[str] | None, te
     pyarrow.parquet.write_table(table, sink)
     content: bytes = sink.getvalue().to_pybytes()
     return content
+
+
+def _text(value: str | int) -> str | int:
+    """Return a name that UTF-8 can hold; a number as it is."""
+    return os.fsencode(value).decode(errors="replace") if isinstance(value, str) else value

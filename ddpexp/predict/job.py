@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ SINGLE_SET = "eval"  # the name of a set that has no training set beside it
 FORMATS = (".npz", ".npy", ".parquet", ".csv")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Prediction(Lifecycle):
-    """Predict for each sample of a data set; rank zero writes one file."""
+    """Predict for each sample of a data set, or for raw inputs; rank zero writes one file, or answers."""
 
     weights: StoredWeights
-    out: Path
+    out: Path | None = None  # None: rank zero hands the predictions to this command
     split: str | None = None  # the name of a set; None: the evaluation set, if there is one
+    given: Path | None = None  # a raw input, or a folder of such, in place of a data set
+    _answer: int | None = field(default=None, init=False)  # a file in memory
 
     @property
     def job(self) -> Job:
@@ -41,12 +43,22 @@ class Prediction(Lifecycle):
 
     def begin(self, layout: Layout, participants: Participants) -> Work:
         """Check that the file can be written, announce the weights, and prepare the data."""
-        check_out(self.out)
+        if self.out is not None:
+            check_out(self.out)
+        else:
+            self._answer = os.memfd_create("ddpexp-predict")
         self.weights.announce()
         return self.enter({}, layout)
 
+    def answer(self) -> dict[str, Any] | None:
+        """Return what rank zero has predicted, `weights_sha256` and `predictions`; None in other commands."""
+        if self._answer is None:
+            return None
+        answer: dict[str, Any] = json.loads(os.pread(self._answer, os.fstat(self._answer).st_size, 0))
+        return answer
+
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> Work:
-        """Prepare the data.
+        """Prepare the data, if it is needed.
 
         Raises:
             RefusedError: this host cannot see the weights.
@@ -56,7 +68,9 @@ class Prediction(Lifecycle):
             raise RefusedError(f"There is no such file on {directory.host()}", place=f"predict {path}")
         trained_on = trained_data(run.manifest)
         experiment = run.experiment
-        data = prepare_to_predict(experiment.data, experiment.trust, trained_on, run.home is not None)
+        data = None
+        if self.given is None:
+            data = prepare_to_predict(experiment.data, experiment.trust, trained_on, run.home is not None)
         if data and data.get("is_single_set") and self.split not in (None, SINGLE_SET):
             raise RefusedError(f"The data has only the set `{SINGLE_SET}`", place=f"--split {self.split}")
         prediction = {
@@ -65,8 +79,12 @@ class Prediction(Lifecycle):
             "data": data,
             "weights": str(path.resolve()),
             "split": self.split,
-            "out": str(self.out.absolute()),
+            "given": str(self.given) if self.given is not None else None,
+            "trained_on": dict(trained_on) if self.given is not None else {},
+            "out": str(self.out.absolute()) if self.out is not None else None,
+            "answer": f"/proc/{os.getpid()}/fd/{self._answer}" if self._answer is not None else None,
             "batch_size": batch_size_of(experiment),
+            "targets": data_facts(run.manifest).get("target_columns"),
             "provenance": provenance_of(self.weights, data, layout.threads),
         }
         return Work("ddpexp.predict.worker:main", [json.dumps(prediction)])
@@ -133,6 +151,5 @@ def provenance_of(weights: StoredWeights, data: Mapping[str, Any] | None, thread
         "weights": weights.path.name,
         "data": {key: data[key] for key in ("name", "sha256", "hash") if key in data},
         "threads": threads,
-        **({"files": data["files"]} if "files" in data else {}),
         **({"classes": facts["classes"]} if isinstance(facts.get("classes"), list) else {}),
     }

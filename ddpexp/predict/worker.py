@@ -17,6 +17,7 @@ from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment
+from ddpexp.data.base import SampleNames, names_in
 from ddpexp.data.batches import EvalBatches
 from ddpexp.data.datasets import Splits
 from ddpexp.data.streams import Stream
@@ -25,6 +26,8 @@ from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.predict.files import check_holds, contents
+from ddpexp.predict.inputs import INPUT_SET, read_inputs
+from ddpexp.predict.names import Predictions, plain
 from ddpexp.settings.metrics import TEST_SET
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.system import files
@@ -60,9 +63,42 @@ def _predict(prediction: Mapping[str, Any], control: Control) -> None:
 
 
 def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: World, control: Control) -> None:
-    """Predict for one set, and write the file. Ranks: all; communicates."""
+    """Predict for one set, and write the file, or answer. Ranks: all; communicates."""
     log = open_log(world, control, None)
     control.status.set_phase("build")
+    task = task_of(experiment)
+    name, splits, names = _set_of(prediction, experiment, task, world)
+    rank = DataRank(world.rank, world.world_size)
+    batches = build_evals(experiment, splits, rank, world.device, prediction["batch_size"])[name]
+    batches = replace(batches, limit=None)
+    model, models = build_trained(experiment, Path(prediction["weights"]), "predict", world.device)
+    out = Path(prediction["out"]) if prediction["out"] is not None else None
+    control.status.set_phase("evaluate")
+    with Precision(experiment.trainer.precision, world.device, False).autocast(), torch.no_grad():
+        own = list(_own(task, model, batches, out, control))
+    if world.sum(torch.tensor(float(control.stop_requested), device=world.device)):
+        raise Interrupted(0)  # there is nothing to save
+    digest = weights_sha256(models)
+    provenance = {**prediction["provenance"], "weights_sha256": digest, "split": name, "batch_size": batches.batch_size}
+    arrays = {
+        key: _gathered([batch[key] for batch in own], np.dtype(dtype), shape, batches, world, control)
+        for key, (dtype, shape) in _agreed_row_types(own, world).items()
+    }
+    if world.is_rank_zero:
+        predictions = Predictions(arrays, names, provenance.get("classes"), prediction["targets"])
+        if out is not None:
+            _write(out, predictions, provenance)
+            shapes = ", ".join(f"{key} {' x '.join(map(str, array.shape))}" for key, array in arrays.items())
+            log.info(f"{batches.num_samples:,} predictions for `{name}` in {files.relative(out)}: {shapes}")
+        elif prediction["answer"] is not None:
+            records = [plain(record) for record in predictions.masked().records()]
+            facts = {"weights": prediction["weights"], "weights_sha256": digest, "predictions": records}
+            files.answer(Path(prediction["answer"]), facts)
+    world.barrier()
+
+
+def task_of(experiment: Experiment) -> HasPredict:
+    """Return the task, once it can predict. Raises: RefusedError."""
     task = instantiate(experiment.task, experiment.trust, "task")
     if not isinstance(task, HasPredict):
         raise RefusedError(
@@ -71,34 +107,21 @@ def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: W
             value=experiment.task.target,
             suggestion=f"Add one, for example:\n{_EXAMPLE}",
         )
+    return task
+
+
+def _set_of(
+    prediction: Mapping[str, Any], experiment: Experiment, task: HasPredict, world: World
+) -> tuple[str, Splits, SampleNames | None]:
+    """Return the name of the set to predict for, splits with it alone, and the names of its samples. Ranks: all."""
+    if prediction["given"] is not None:
+        given = Path(prediction["given"])
+        inputs = read_inputs(experiment, task, prediction["trained_on"], given, prediction["split"])
+        return INPUT_SET, Splits(inputs.samples, {INPUT_SET: inputs.samples}), inputs.names
     if (prediction["data"] or {}).get("is_single_set"):
         experiment = _undivided(experiment)
     name, splits = chosen_set(open_data(experiment, prediction["data"], world), prediction["split"])
-    rank = DataRank(world.rank, world.world_size)
-    batches = build_evals(experiment, splits, rank, world.device, prediction["batch_size"])[name]
-    batches = replace(batches, limit=None)
-    model, models = build_trained(experiment, Path(prediction["weights"]), "predict", world.device)
-    out = Path(prediction["out"])
-    control.status.set_phase("evaluate")
-    with Precision(experiment.trainer.precision, world.device, False).autocast(), torch.no_grad():
-        own = list(_own(task, model, batches, out, control))
-    if world.sum(torch.tensor(float(control.stop_requested), device=world.device)):
-        raise Interrupted(0)  # there is nothing to save
-    provenance = {
-        **prediction["provenance"],
-        "weights_sha256": weights_sha256(models),
-        "split": name,
-        "batch_size": batches.batch_size,
-    }
-    arrays = {
-        key: _gathered([batch[key] for batch in own], np.dtype(dtype), shape, batches, world, control)
-        for key, (dtype, shape) in _agreed_row_types(own, world).items()
-    }
-    if world.is_rank_zero:
-        _write(out, arrays, provenance)
-        shapes = ", ".join(f"{key} {' x '.join(map(str, array.shape))}" for key, array in arrays.items())
-        log.info(f"{batches.num_samples:,} predictions for `{name}` in {files.relative(out)}: {shapes}")
-    world.barrier()
+    return name, splits, names_in(splits.evals[name])
 
 
 def _undivided(experiment: Experiment) -> Experiment:
@@ -131,7 +154,7 @@ def chosen_set(splits: Splits, split: str | None) -> tuple[str, Splits]:
     return split, replace(splits, evals={split: data})
 
 
-def _own(task: HasPredict, model: Any, batches: EvalBatches, out: Path, control: Control) -> Iterator[Arrays]:
+def _own(task: HasPredict, model: Any, batches: EvalBatches, out: Path | None, control: Control) -> Iterator[Arrays]:
     """Yield the predictions for this rank's batches, until a stop is requested."""
     begin = batches.rank * batches.batch_size
     first: dict[str, Any] | None = None
@@ -143,7 +166,8 @@ def _own(task: HasPredict, model: Any, batches: EvalBatches, out: Path, control:
         arrays = as_arrays(task.predict(model, batch), count, f"samples {begin} to {begin + count - 1}")
         row_types = _row_types(arrays)
         if first is None:
-            check_holds(out, {name: shape for name, (_, shape) in row_types.items()})
+            if out is not None:
+                check_holds(out, {name: shape for name, (_, shape) in row_types.items()})
             first = row_types
         if row_types != first:
             raise DdpexpError(
@@ -248,14 +272,14 @@ def _gathered(
     return rows
 
 
-def _write(out: Path, arrays: Arrays, provenance: Mapping[str, Any]) -> None:
+def _write(out: Path, predictions: Predictions, provenance: Mapping[str, Any]) -> None:
     """Write the file, complete or not at all.
 
     Raises:
         DdpexpError: it cannot be written.
     """
     try:
-        for path, content in contents(out, arrays, provenance).items():
+        for path, content in contents(out, predictions, provenance).items():
             files.write_data(path, content)
     except OSError as error:
         raise DdpexpError(f"cannot be written: {reason_with_limit(error, out.parent)}", place=out) from None

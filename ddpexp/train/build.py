@@ -26,7 +26,8 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
-from ddpexp.loggers.base import Logger, LoggerCollection
+from ddpexp.loggers.base import Logger
+from ddpexp.loggers.collection import LoggerCollection
 from ddpexp.loggers.jsonl import JsonLines
 from ddpexp.loggers.progress import ProgressLogger
 from ddpexp.loggers.remote.follower import Followers

@@ -70,29 +70,32 @@ def transformed(splits: Splits, experiment: Experiment) -> Splits:
     Raises:
         RefusedError: a set does not give single samples.
     """
-    data, trust = experiment.data, experiment.trust
+    data = experiment.data
     if not data.transform and not data.eval_transform and data.collate is None:
         return splits
-    collate = _function(data.collate, trust, "data.collate") if data.collate is not None else default_collate
-
-    def wrapped(part: Any, name: str, key: str, nodes: Sequence[Node]) -> Any:
-        if not nodes and data.collate is None:
-            return part
-        _check_items(part, name, key if nodes else "data.collate")
-        _check_images(part, name, key, nodes)
-        transforms = tuple(_function(node, trust, place) for place, node in _places(key, nodes))
-        return Transformed(part, transforms, data.transform_of == "input", collate)
-
     train = splits.train
     return replace(
         splits,
-        train=wrapped(train, "train", "data.transform", data.transforms),
-        evals={
-            name: wrapped(part, name, "data.eval_transform", data.eval_transforms)
-            for name, part in splits.evals.items()
-        },
+        train=_wrapped(train, "train", "data.transform", data.transforms, experiment),
+        evals={name: to_evaluate(part, name, experiment) for name, part in splits.evals.items()},
         order=train if splits.order is None and not isinstance(train, Stream) and train.brings_order else splits.order,
     )
+
+
+def to_evaluate(part: Any, name: str, experiment: Experiment) -> Any:
+    """Return an evaluation set with the transforms and the `collate` of the configuration. Raises: RefusedError."""
+    return _wrapped(part, name, "data.eval_transform", experiment.data.eval_transforms, experiment)
+
+
+def _wrapped(part: Any, name: str, key: str, nodes: Sequence[Node], experiment: Experiment) -> Any:
+    data, trust = experiment.data, experiment.trust
+    if not nodes and data.collate is None:
+        return part
+    _check_items(part, name, key if nodes else "data.collate")
+    _check_images(part, name, key, nodes)
+    transforms = tuple(_function(node, trust, place) for place, node in _places(key, nodes))
+    collate = _function(data.collate, trust, "data.collate") if data.collate is not None else default_collate
+    return Transformed(part, transforms, data.transform_of == "input", collate)
 
 
 def _check_items(part: IndexData | Stream, name: str, key: str) -> None:

@@ -15,10 +15,12 @@ import torch
 
 import ddpexp as package
 from ddpexp.cli.predict import predict
+from ddpexp.data.base import SampleNames
 from ddpexp.errors import DdpexpError
 from ddpexp.launch import Layout
 from ddpexp.predict.files import check_holds, contents
 from ddpexp.predict.job import Prediction, batch_size_of, provenance_of, request_of
+from ddpexp.predict.names import Predictions, plain, printed
 from ddpexp.predict.worker import _write, as_arrays
 from ddpexp.run.stored_run import StoredRun, StoredWeights
 from tests.conftest import Ddpexp, Done, python_path
@@ -97,7 +99,10 @@ def test_a_task_without_predict_is_shown_what_to_write(ddpexp: Ddpexp, trained: 
     ("arguments", "expected"),
     [
         ([], "predict with what"),
-        (["RUN"], "predict RUN: --out"),
+        (["RUN"], "predict RUN: --input FILE"),
+        (["RUN", "--input"], "predict --input: one value"),
+        (["RUN", "--input", "none.png"], "--input none.png: no such"),
+        (["RUN", "--input", "RUN", "--out", "x.npz", "--json"], "predict --json: leave one"),
         (["RUN", "--out"], "predict --out: one value"),
         (["RUN", "--out=x.npz", "--out=y.npz"], "predict --out: once"),
         (["RUN", "--out", "x.txt"], "--out x.txt: .parquet or .csv"),
@@ -187,38 +192,75 @@ def test_what_a_format_cannot_hold_is_named(name: str, shapes: dict[str, list[in
 
 def test_a_table_has_a_line_for_each_sample_and_says_beside_how_it_was_made() -> None:
     arrays = {"label": np.array([1, 0]), "score": np.array([[0.25, 0.5], [1, 2]])}
-    found = contents(Path("x.csv"), arrays, {"run": "r"})
-    assert found[Path("x.csv")].decode() == "label,score_0,score_1\n1,0.25,0.5\n0,1.0,2.0\n"
+    found = contents(Path("x.csv"), Predictions(arrays, None), {"run": "r"})
+    assert found[Path("x.csv")].decode() == "index,label,score_0,score_1\n0,1,0.25,0.5\n1,0,1.0,2.0\n"
     assert json.loads(found[Path("x.csv.json")]) == {"run": "r"}
     assert list(found) == [Path("x.csv.json"), Path("x.csv")]
 
 
+FILES = SampleNames("file", ["b/a, b.jpg", "c\udcff.jpg"])
+
+
 def test_a_table_of_pictures_begins_with_their_names() -> None:
-    made = {"files": ["b/a, b.jpg", "c\udcff.jpg"]}
-    found = contents(Path("x.csv"), {"label": np.array([1, 0])}, made)[Path("x.csv")]
+    found = contents(Path("x.csv"), Predictions({"label": np.array([1, 0])}, FILES), {})[Path("x.csv")]
     assert found == b'file,label\n"b/a, b.jpg",1\nc\xff.jpg,0\n'
-    own = contents(Path("x.csv"), {"file": np.array([1, 0])}, made)[Path("x.csv")]  # what predict returns comes first
-    assert own == b"file\n1\n0\n"
+    own = contents(Path("x.csv"), Predictions({"file": np.array([1, 0])}, FILES), {})[Path("x.csv")]
+    assert own == b"file\n1\n0\n", "an array that predict returns has its name"
+
+
+def test_classes_and_targets_are_called_by_their_names() -> None:
+    arrays = {"label": np.array([1, 0]), "probability": np.array([[0.25, 0.75], [1.0, 0.0]]), "other": np.eye(2)}
+    named = Predictions(arrays, FILES, ["cat", "dog"])
+    table = contents(Path("x.csv"), named, {})[Path("x.csv")].splitlines()
+    assert table[0] == b"file,label,class,probability_cat,probability_dog,other_0,other_1"
+    assert table[1] == b'"b/a, b.jpg",1,dog,0.25,0.75,1.0,0.0'
+    archive = np.load(io.BytesIO(contents(Path("x.npz"), named, {})[Path("x.npz")]))
+    assert (archive["class"].tolist(), archive["file"].tolist()) == (["dog", "cat"], list(FILES.values))
+    beside = json.loads(
+        contents(Path("x.npy"), Predictions({"label": np.array([1, 0])}, FILES), {})[Path("x.npy.json")]
+    )
+    assert beside["files"] == list(FILES.values)
+    record = named.records()[0]
+    assert {**record, "other": record["other"].tolist()} == {
+        "file": "b/a, b.jpg", "label": 1, "class": "dog", "probability": {"cat": 0.25, "dog": 0.75}, "other": [1, 0],
+    }  # fmt: skip
+    assert plain(Predictions({"value": np.array([[np.nan, 2.0]])}, None, None, ["size", "price"]).records()[0]) == {
+        "index": 0, "value": {"size": None, "price": 2.0},
+    }  # fmt: skip
+    for array in (np.array([1, 2]), np.array([0.0, 1.0]), np.eye(2, dtype=int)):
+        assert list(Predictions({"label": array}, None, ["cat", "dog"]).named()) == ["label"], "not of these classes"
+    assert list(Predictions({"class": np.array([1])}, None, ["cat", "dog"]).named()) == ["class", "class_name"]
+
+
+def test_predictions_are_printed_below_one_another() -> None:
+    arrays = {"label": np.array([1, 0]), "probability": np.array([[0.25, 0.75], [1.0, 0.0]]), "mask": np.zeros((2, 9))}
+    records = [plain(one) for one in Predictions(arrays, SampleNames("id", [7, 12]), ["cat", "dog"]).records()]
+    assert printed(records).splitlines() == [
+        "id  label  class  probability         mask",
+        "7   1      dog    dog 0.75, cat 0.25  9 numbers: --out FILE.npz",
+        "12  0      cat    cat 1, dog 0        9 numbers: --out FILE.npz",
+    ]
 
 
 def test_a_parquet_file_has_a_row_for_each_sample_and_says_how_it_was_made(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     arrays = {"label": np.array([1, 0]), "score": np.array([[0.25, 0.5], [1, 2]])}
-    [(path, content)] = contents(tmp_path / "y.parquet", arrays, {"files": ["a.jpg", "b.jpg"]}).items()
+    names = SampleNames("file", ["a.jpg", "b.jpg"])
+    [(path, content)] = contents(tmp_path / "y.parquet", Predictions(arrays, names, ["cat", "dog"]), {}).items()
     path.write_bytes(content)
-    assert parquet.read_table(path).column_names == ["file", "label", "score"]
+    assert parquet.read_table(path).column_names == ["file", "label", "class", "score"]
     assert parquet.read_table(path)["file"].to_pylist() == ["a.jpg", "b.jpg"]
-    [(path, content)] = contents(tmp_path / "x.parquet", arrays, {"run": "r"}).items()
+    [(path, content)] = contents(tmp_path / "x.parquet", Predictions(arrays, None), {"run": "r"}).items()
     path.write_bytes(content)
     table = parquet.read_table(path)
-    assert table.to_pydict() == {"label": [1, 0], "score": [[0.25, 0.5], [1.0, 2.0]]}
+    assert table.to_pydict() == {"index": [0, 1], "label": [1, 0], "score": [[0.25, 0.5], [1.0, 2.0]]}
     assert json.loads(table.schema.metadata[b"ddpexp"]) == {"run": "r"}
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     with refused("x.npz: cannot be written", DdpexpError):
-        _write(gone / "x.npz", {"a": np.zeros(2)}, {})
+        _write(gone / "x.npz", Predictions({"a": np.zeros(2)}, None), {})
     assert not gone.exists()
 
 
@@ -233,9 +275,10 @@ def test_the_file_says_which_data_it_is_of() -> None:
 
 def test_no_secret_is_in_a_file_of_predictions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MY_TOKEN", "q5zk-planted")
-    made = {"weights": "/runs/q5zk-planted/w", "files": ["a/q5zk-planted.png", "b.png"]}
-    written = contents(tmp_path / "x.csv", {"q5zk-planted": np.array([1, 2])}, made)
-    written |= contents(tmp_path / "x.npz", {"q5zk-planted": np.array([1, 2])}, made)
+    made = {"weights": "/runs/q5zk-planted/w"}
+    named = Predictions({"q5zk-planted": np.array([1, 2])}, SampleNames("file", ["a/q5zk-planted.png", "b.png"]))
+    written = contents(tmp_path / "x.csv", named, made)
+    written |= contents(tmp_path / "x.npz", named, made)
     assert len(written) == 3
     assert written[tmp_path / "x.csv"] == b"file,${MY_TOKEN}\na/${MY_TOKEN}.png,1\nb.png,2\n"
     assert not [path for path, content in written.items() if b"planted" in content or b"p\0l\0\0\0a" in content]

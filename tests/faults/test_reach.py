@@ -68,7 +68,7 @@ COMMANDS = (
     ("sync", "RUN"), ("generate", "RUN", "--tokens", "3"), ("status", "RUN"), ("table", "RUN"),
 )  # fmt: skip
 FUNCTIONS = (
-    "open_run(RUN).model()", "open_run(RUN).evaluate()", "open_run(RUN).predict(OUT + '.npz')", "open_run(RUN).config",
+    "open_run(RUN).model()", "open_run(RUN).evaluate()", "open_run(RUN).predict(out=OUT + '.npz')", "open_run(RUN).config",
     "open_run(RUN).export(OUT)", "open_run(RUN).experiment()", "open_run(RUN).checkpoints, repr(open_run(RUN))",
 )  # fmt: skip
 

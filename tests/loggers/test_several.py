@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ddpexp
-from ddpexp.loggers.base import Logger, LoggerCollection, Truncatable
+from ddpexp.errors import DdpexpError
+from ddpexp.loggers.base import Logger, Truncatable
+from ddpexp.loggers.collection import LoggerCollection
+from ddpexp.loggers.remote.media import MediaFile
+from ddpexp.loggers.tensorboard import TensorBoard
 from tests.conftest import Ddpexp, Done
 from tests.points import Recipe
 from tests.refusals import command_refused, refused
@@ -233,9 +240,42 @@ def test_every_logger_gets_names_and_texts_with_their_secrets_masked(monkeypatch
     logger = LoggerCollection([heard])
     logger.scalars(1, 0.5, {"a/q5zk-planted": 1.0})
     logger.text("b q5zk-planted", "c q5zk-planted")
-    logger.image("d q5zk-planted", one, 1)
+    logger.image("d q5zk-planted", one[:, None], 1)
     logger.histogram("e q5zk-planted", one, 1)
     logger.hyperparameters({"f q5zk-planted": "g q5zk-planted", "h": 1.5})
     names = [f"{letter} ${{MY_TOKEN}}" for letter in "bcdefg"]
     assert heard.texts == ["a/${MY_TOKEN}", *names[:-1], "h", names[-1], 1.5]
     assert {type(text) for text in heard.texts} == {str, float}, "protocol buffers and YAML take plain strings"
+
+
+class Shown(Logger):
+    def __init__(self) -> None:
+        self.images: list[torch.Tensor] = []
+
+    def image(self, name: str, pixels: torch.Tensor, step: int) -> None:
+        self.images.append(pixels)
+
+
+def test_every_logger_gets_pictures_of_every_kind_in_one_form(tmp_path: Path) -> None:
+    shown = Shown()
+    with closing(LoggerCollection([shown, TensorBoard(tmp_path), MediaFile(tmp_path)])) as logger:
+        rgb = np.random.default_rng(0).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+        first = torch.from_numpy(rgb).permute(2, 0, 1)
+        for picture in (
+            rgb,
+            Image.fromarray(rgb),
+            first,
+            first / 255,
+            first.bfloat16() / 255,
+            rgb[:, :, :1],
+            rgb[:, :, 0],
+        ):
+            logger.image("a", picture, 1)
+        assert {(image.shape, image.dtype, image.is_contiguous()) for image in shown.images} == {
+            ((5, 6, 3), torch.uint8, True)
+        }
+        for image in shown.images[:5]:
+            assert (image.int() - torch.from_numpy(rgb).int()).abs().max() <= 1  # the digits of bfloat16
+        assert torch.equal(shown.images[5], shown.images[6])
+        with refused("logger.image('a'): float32 of shape (5, 6, 3) with values from -1", DdpexpError):
+            logger.image("a", first / 128 - 1, 1)

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Splits
 from ddpexp.errors import DdpexpError
-from ddpexp.loggers.base import Logger, LoggerCollection
+from ddpexp.loggers.base import Logger
+from ddpexp.loggers.collection import LoggerCollection
 from ddpexp.train.process import message_or_place
 from ddpexp.train.recipe_checks import (
     check_logger,

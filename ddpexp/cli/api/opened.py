@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ddpexp.checkpoint.format import Checkpoint, scan
 from ddpexp.checkpoint.weights import best_of, choose, parse_which
 from ddpexp.errors import RefusedError
+from ddpexp.predict.job import FORMATS
 from ddpexp.run import directory as directories
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import config_options, trust_arguments
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ddpexp.cli.api.child import Ended
     from ddpexp.config.restated import UnrestatedError
     from ddpexp.config.schema import Experiment
+    from ddpexp.run.stored_run import StoredRun
 
 Weights = Literal["raw", "ema"]
 CheckpointName = Literal["auto", "best", "last"] | str | int
@@ -257,31 +259,81 @@ class Run:
 
     def predict(
         self,
-        out: str | Path,
+        given: Any = None,
         overrides: Sequence[str] = (),
         *,
+        out: str | Path | None = None,
         checkpoint: CheckpointName = "auto",
         split: str | None = None,
         quiet: bool = True,
-    ) -> Path:
-        """Write what a checkpoint predicts for each sample, as `ddpexp predict` does in a process of its own.
+    ) -> Any:
+        """Return what a checkpoint predicts for inputs, or write what it predicts for a data set.
+
+            run.predict("photo.jpg")["class"], [row["price"] for row in run.predict(frame)]
+            run.predict(out="predictions.npz", split="test")
+
+        Inputs are predicted for in this process, on the CPU, and read as an evaluation of the run reads its data. With
+        `out` the command `ddpexp predict` runs in a process of its own.
 
         Args:
-            out: The file: .npz, .npy, .csv or .parquet.
+            given: A picture (a path, or one of PIL, numpy or torch), a text (a str, or the Path of a file), a row (a
+                mapping of columns to values, or a Series), an array, or a list of such; a DataFrame, and the path of
+                a table or of a folder, for several.
             overrides: Overrides of the command, such as `["data.root=OTHER"]`.
+            out: The file: .npz, .npy, .csv or .parquet.
             checkpoint: As for `model`.
-            split: The name of an evaluation set, or `"train"`; None for the evaluation set.
+            split: The name of an evaluation set, or `"train"`; None for the evaluation set. Of a mixture, with inputs,
+                the source as whose they are read.
             quiet: Show nothing of what the command prints.
 
         Returns:
-            The file.
+            A mapping for one input, with its name, what the task predicts, and the name of the class; a list of such
+            for several; the file if there is `out`.
 
         Raises:
-            RefusedError, RunFailedError, RunInterruptedError: As for `ddpexp.run`.
+            RefusedError: The inputs are of another kind, or as for `model`.
+            RunFailedError, RunInterruptedError: As for `ddpexp.run`.
         """
-        options = [f"--out={out}"] if split is None else [f"--out={out}", f"--split={split}"]
+        is_path = isinstance(given, str | Path)
+        if given is None and out is None:
+            reason = "run.predict needs inputs, or a file to write the predictions for a data set"
+            raise RefusedError(reason, suggestion="For example, run.predict('photo.jpg') or run.predict(out='p.csv').")
+        if out is None:
+            if is_path and Path(given).suffix in FORMATS and not Path(given).exists():
+                raise RefusedError(
+                    "There is no such file",
+                    place=given,
+                    suggestion=f"Predictions for a data set are written there by run.predict(out={str(given)!r}).",
+                )
+            from ddpexp.predict.local import predictions_for
+
+            run = self._stored(overrides)
+            return predictions_for(run.experiment, run.manifest, self.model(checkpoint), given, split)
+        if given is not None and not is_path:
+            reason = f"is {type(given).__name__}, and only what a path names is predicted for by the command"
+            raise RefusedError(reason, place="given", suggestion="Leave out= out.")
+        options = [f"--out={out}", *([f"--input={given}"] if is_path else []), *([f"--split={split}"] if split else [])]
         self._run_verb("predict", checkpoint, [*overrides, *options], quiet)
         return Path(out)
+
+    def transform(self, given: Any, overrides: Sequence[str] = (), *, split: str | None = None) -> Any:
+        """Return the model's input for pictures, texts or rows, as an evaluation of the run makes it of its data.
+
+            scores = run.model()(run.transform("photo.jpg"))
+
+        The arguments are those of `predict`.
+
+        Returns:
+            The first tensor of a batch of them, on the CPU; the whole batch, where that is a mapping.
+            Shapes: (inputs, ...), also for a single one.
+
+        Raises:
+            RefusedError: As for `predict`.
+        """
+        from ddpexp.predict.local import model_input
+
+        run = self._stored(overrides)
+        return model_input(run.experiment, run.manifest, given, split)
 
     def _run_verb(
         self,
@@ -306,9 +358,13 @@ class Run:
         Raises:
             RefusedError: It cannot be read, or names code that `config_dir` and `trust` do not cover.
         """
+        return self._stored().experiment
+
+    def _stored(self, overrides: Sequence[str] = ()) -> StoredRun:
         from ddpexp.run.stored_run import read_run
 
-        return read_run(self._files, self._trusted(), str(self.path), self._restate, is_own=False).experiment
+        words = [*self._trusted(), *overrides]
+        return read_run(self._files, words, str(self.path), self._restate, is_own=False)
 
     def _restate(self, run: RunDir, error: UnrestatedError | None = None) -> str | None:
         """Return what to call to trust the run's code and the settings of an error; None if no name can trust them."""

@@ -31,11 +31,7 @@ def load(prepared: Mapping[str, Any]) -> Splits:
         RefusedError: a file has changed since.
     """
     check_unchanged(prepared["sources"])
-    schema = Schema.read(prepared["schema"])
-    scale = _vector(schema.mean), _vector(schema.std)
-    if divisor := prepared.get("divisor"):
-        scale = torch.zeros(()), torch.tensor(divisor)
-    form = Form(getattr(torch, schema.dtype), *scale, _vector(schema.in_place_of_missing()))
+    form = form_of(Schema.read(prepared["schema"]), prepared.get("divisor"))
     parts = {name: _part(Path(prepared["folder"]), part, form) for name, part in prepared["parts"].items()}
     if "train" not in parts:  # to predict for
         whole = parts["eval"]
@@ -70,6 +66,14 @@ class Form:
         """Return the same on the device."""
         tensors = {name: getattr(self, name) for name in ("mean", "std", "fill")}
         return replace(self, **{name: one.to(device) for name, one in tensors.items() if one is not None})
+
+
+def form_of(schema: Schema, divisor: float | None) -> Form:
+    """Return how the inputs of a data set become those of a batch; `divisor` is that of pixels."""
+    scale = _vector(schema.mean), _vector(schema.std)
+    if divisor:
+        scale = torch.zeros(()), torch.tensor(divisor)
+    return Form(getattr(torch, schema.dtype), *scale, _vector(schema.in_place_of_missing()))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.system.files import sha256_of_file
 from ddpexp.system.text import first_few
 
-_MAPPED = ("|u1", "|i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8", "|b1")  # what torch maps as it is
+MAPPED = ("|u1", "|i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8", "|b1")  # what torch maps as it is
 _BLOCK = 1 << 24  # bytes that are looked at together
 
 
@@ -148,7 +148,7 @@ class Reading:
         targets = self.targets(columns, f"{part.key}targets")
         self.decide(inputs.shape[1:], [Field(None, "number")], targets)
         path = inputs_path
-        if inputs.dtype.str not in _MAPPED or not inputs.flags.c_contiguous:
+        if inputs.dtype.str not in MAPPED or not inputs.flags.c_contiguous:
             wide = "float64" if inputs.dtype.kind == "f" and inputs.itemsize >= 8 else self.options.dtype
             path = self.folder / self.save(f"{part.name}-inputs.npy", inputs.astype(wide))
         name = path.name if path.parent == self.folder else str(path)

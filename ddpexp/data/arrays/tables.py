@@ -6,11 +6,11 @@ import csv
 import importlib.util
 import io
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,17 +28,40 @@ _LONGEST_FIELD = 1 << 24
 _BLOCK = 1 << 18  # values that are read at a time
 
 
+class TableReader(Protocol):
+    """The columns of a table."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of the columns, in their order."""
+        ...
+
+    @property
+    def dates(self) -> frozenset[str]:
+        """Return the names of those that are stored as dates."""
+        ...
+
+    @property
+    def guesses(self) -> Sequence[str]:
+        """Return a line for each guess that a person could doubt."""
+        ...
+
+    def blocks(self, names: Sequence[str]) -> Iterable[Sequence[Values]]:
+        """Return the values of some columns, rows after rows. Raises: RefusedError."""
+        ...
+
+
 @dataclass(frozen=True)
 class Table:
     """The chosen columns of a file."""
 
-    reader: _Csv | _Parquet
+    reader: TableReader
     inputs: Names
     targets: Names
     group_by: str | None
 
-    def blocks(self) -> Iterator[Sequence[Values]]:
-        """Yield the values of inputs, targets and groups, rows after rows. Raises: RefusedError."""
+    def blocks(self) -> Iterable[Sequence[Values]]:
+        """Return the values of inputs, targets and groups, rows after rows. Raises: RefusedError."""
         groups = (self.group_by,) if self.group_by is not None else ()
         return self.reader.blocks([*self.inputs, *self.targets, *groups])
 

@@ -187,18 +187,11 @@ class _Conversion:
     def _texts(self, file: str, data: Any, name: str) -> _Inputs:
         length, tokenizer = self.request["max_length"], tokenizers.configured(self.request["tokenizer"])
         assert tokenizer is not None, "checked before"
-        size = tokenizers.token_bytes(tokenizer.vocab_size)
         padding = tokenizer.vocab_size
         with _Writer(self.folder / file, (len(data), length), "<i4") as writer:
             for begin in range(0, len(data), _BATCH):
                 texts = _checked(data[begin : begin + _BATCH][name], name, begin)
-                rows = np.full((len(texts), length), padding, np.int32)
-                if tokenizer.encoding != "utf-8":  # the tokenizer of bytes
-                    texts = [text.encode().decode(tokenizer.encoding) for text in texts]
-                for row, packed in zip(rows, tokenizer.pack(texts), strict=True):
-                    tokens = np.frombuffer(packed, f"<u{size}")[:length]
-                    row[: len(tokens)] = tokens
-                writer.write(rows)
+                writer.write(token_rows(texts, tokenizer, length))
         more = {"vocab_size": padding + 1, "pad_token": padding, "dtype": "int64"}
         return _Inputs([length], [Field(name, "text")], more)
 
@@ -233,14 +226,35 @@ class _Conversion:
             if row is None:
                 raise BrokenImageError("it is missing")
             source = row["bytes"] if row["bytes"] is not None else row["path"]
-            image = decode(source, StoredSize(size or _LARGEST, size or _LARGEST), channels)
+            return fitted(decode(source, stored_size(size), channels), size, channels)
         except (BrokenImageError, OSError) as error:
             raise RefusedError(
                 f"The image of row {number + 1:,} cannot be read: {error}", key="data.inputs", value=name
             ) from None
-        if size is not None:
-            image = ImageOps.fit(image, (size, size), Pillow.Resampling.BICUBIC)
-        return np.asarray(image).reshape(image.height, image.width, channels)
+
+
+def stored_size(image_size: int | None) -> StoredSize:
+    """Return how large an image is decoded."""
+    return StoredSize(image_size or _LARGEST, image_size or _LARGEST)
+
+
+def fitted(image: Pillow.Image, size: int | None, channels: int) -> NDArray[np.uint8]:
+    """Return the pixels of a decoded image, cut from the middle to `size`. Shapes: (height, width, channels)."""
+    if size is not None:
+        image = ImageOps.fit(image, (size, size), Pillow.Resampling.BICUBIC)
+    return np.asarray(image).reshape(image.height, image.width, channels)
+
+
+def token_rows(texts: Sequence[str], tokenizer: tokenizers.Tokenizer, length: int) -> NDArray[np.int32]:
+    """Return the tokens of texts, cut off or padded to a length. Shapes: (texts, length)."""
+    padding, size = tokenizer.vocab_size, tokenizers.token_bytes(tokenizer.vocab_size)
+    rows = np.full((len(texts), length), padding, np.int32)
+    if tokenizer.encoding != "utf-8":  # the tokenizer of bytes
+        texts = [text.encode().decode(tokenizer.encoding) for text in texts]
+    for row, packed in zip(rows, tokenizer.pack(texts), strict=True):
+        tokens = np.frombuffer(packed, f"<u{size}")[:length]
+        row[: len(tokens)] = tokens
+    return rows
 
 
 class _Writer:

@@ -34,13 +34,15 @@ class BrokenImageError(Exception):
     """A file that is no image, or that ends too early; the text says why."""
 
 
-def size_of(path: str, stored: StoredSize) -> tuple[int, int]:
-    """Return height and width as decoded, from the header of a file; quick.
+def size_of(source: str | Image.Image, stored: StoredSize) -> tuple[int, int]:
+    """Return height and width as decoded, of an opened image or from the header of a file; quick.
 
     Raises:
         BrokenImageError: it has none. OSError: it cannot be read.
     """
-    with open_regular(path) as file, _opened(file) as image:
+    if isinstance(source, Image.Image):
+        return _target(source, _orientation(source), stored)
+    with open_regular(source) as file, _opened(file) as image:
         return _target(image, _orientation(image), stored)
 
 
@@ -56,17 +58,22 @@ def decode(source: str | bytes, stored: StoredSize, channels: int) -> Image.Imag
         with open_regular(source) as stream:
             source = stream.read()
     with _opened(BytesIO(source)) as image:
-        orientation = _orientation(image)
-        height, width = _target(image, orientation, stored)
-        drawn = (height, width) if orientation in _TURNED else (width, height)
-        try:
-            if image.format == "JPEG":
-                image.draft(image.mode, drawn)  # decodes at 1/2, 1/4 or 1/8 where that is large enough
-            pixels = _plain(image, _MODES[channels])
-        except Exception as error:  # decoders raise errors of many kinds
-            raise BrokenImageError(_reason(error)) from None
-        if pixels.size != drawn:
-            pixels = pixels.resize(drawn, Image.Resampling.BILINEAR)
+        return decoded(image, stored, channels)
+
+
+def decoded(image: Image.Image, stored: StoredSize, channels: int) -> Image.Image:
+    """Return an opened image as `decode` does. Raises: BrokenImageError."""
+    orientation = _orientation(image)
+    height, width = _target(image, orientation, stored)
+    drawn = (height, width) if orientation in _TURNED else (width, height)
+    try:
+        if image.format == "JPEG":
+            image.draft(image.mode, drawn)  # decodes at 1/2, 1/4 or 1/8 where that is large enough
+        pixels = _plain(image, _MODES[channels])
+    except Exception as error:  # decoders raise errors of many kinds
+        raise BrokenImageError(_reason(error)) from None
+    if pixels.size != drawn:
+        pixels = pixels.resize(drawn, Image.Resampling.BILINEAR)
     turn = _UPRIGHT.get(orientation)
     return pixels if turn is None else pixels.transpose(turn)
 

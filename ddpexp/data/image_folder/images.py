@@ -14,11 +14,11 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from ddpexp.data.base import IndexData
+from ddpexp.data.base import IndexData, SampleNames
 from ddpexp.data.image_folder import colors, draws
 from ddpexp.data.image_folder.host_colors import changed, to_pillow
 from ddpexp.data.image_folder.options import TransformOptions
-from ddpexp.data.image_folder.stores import Pixels, Store
+from ddpexp.data.image_folder.stores import Images, Pixels
 from ddpexp.data.images.dataset import Scales, normalize, scales_of
 from ddpexp.distributed.transfers import is_host, moved
 
@@ -55,7 +55,7 @@ class Fetched:
 class ImageFolder(IndexData):
     """The images of a part, resized and cut from the middle, as in evaluation."""
 
-    store: Store
+    store: Images
     labels: NDArray[np.int64]
     options: TransformOptions
     num_classes: int
@@ -71,6 +71,11 @@ class ImageFolder(IndexData):
         """Return an image as it is stored, for transforms of the user, and its label."""
         pixels = self.store.image(index)
         return to_pillow(pixels), int(self.labels[index])
+
+    @property
+    def sample_names(self) -> SampleNames:
+        """Return the path of each image below data.root."""
+        return SampleNames("file", [self.store.name(index) for index in range(len(self))])
 
     def fetch(self, indices: Tensor, pinned: bool = False) -> Fetched:
         """Make a batch as in evaluation on the host; may run in any thread."""

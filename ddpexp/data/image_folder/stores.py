@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,22 @@ from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.errors import LoaderError
 
 Pixels = NDArray[np.uint8]
+
+
+class Images(Protocol):
+    """Images by their indices."""
+
+    def shapes(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return height and width of images. Shapes: (n,) to (n, 2)."""
+        ...
+
+    def name(self, sample: int) -> str:
+        """Return what an image is called."""
+        ...
+
+    def image(self, sample: int) -> Pixels:
+        """Return an image. Shapes: (height, width, channels). Raises: LoaderError."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,13 @@ Standard library only, and fast to import: the launching command imports this mo
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import ddpexp.data.image_folder.prepare as labelled
 from ddpexp.data.image_folder.options import TransformOptions
 from ddpexp.data.image_folder.scan import scan_unlabelled
-from ddpexp.data.npy import read_npy_header
 from ddpexp.data.schema import Schema
 from ddpexp.system.terminal import print_message
 
@@ -23,7 +20,7 @@ def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     """Prepare images as `ddpexp.data.image_folder.prepare.prepare` does, with or without classes.
 
     Classes are numbered as in training. Images without classes are one set, in the order of their paths
-    (`is_single_set`, `files`). Raises: RefusedError.
+    (`is_single_set`). Raises: RefusedError.
     """
     folder = scan_unlabelled(options.get("root"), Schema.read(schema).classes or ())
     if folder is None:
@@ -34,15 +31,4 @@ def prepare(schema: Mapping[str, Any], /, **options: Any) -> dict[str, Any]:
     chosen = TransformOptions(**{key: value for key, value in options.items() if key in names}).resolved()
     stored = chosen.stored_size(options.get("cache_size", "auto"))
     described = labelled.prepared(folder, stored, options.get("cache", "auto"), options.get("broken", "stop"), chosen)
-    return {**described, "is_single_set": True, "files": _names(Path(described["folder"]))}
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the path of each image that is read, below data.root, from the index in the cache."""
-    content, ends = (folder / "eval-names.bin").read_bytes(), array("q")
-    with open(folder / "eval-name-ends.npy", "rb") as file:
-        _, (count,), _ = read_npy_header(file)
-        ends.fromfile(file, count)
-    return [
-        content[begin:end].decode("utf-8", "surrogateescape") for begin, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
+    return {**described, "is_single_set": True}

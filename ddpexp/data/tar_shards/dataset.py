@@ -118,7 +118,7 @@ def decode(data: bytes, extension: str, image_size: int | None = None) -> Any:
     """
     if extension in ("jpg", "jpeg", "png", "webp"):
         with open_image(io.BytesIO(data)) as image:
-            return _pixels(image.convert("RGB"), image_size)
+            return pixels_as_float(image.convert("RGB"), image_size)
     if extension == "json":
         return json.loads(data)
     if extension == "npy":
@@ -130,7 +130,8 @@ def decode(data: bytes, extension: str, image_size: int | None = None) -> Any:
     return int(text) if extension == "cls" else text
 
 
-def _pixels(image: Image.Image, size: int | None) -> torch.Tensor:
+def pixels_as_float(image: Image.Image, size: int | None) -> torch.Tensor:
+    """Return an image as `decode` does. Shapes: (3, height, width)."""
     if size is not None:
         scale = size / min(image.size)
         width, height = (max(size, round(side * scale)) for side in image.size)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
+from ddpexp.config.instantiate import Trust, instantiate
 from ddpexp.data.arrays.dataset import load
 from ddpexp.data.hf.convert import convert
 from ddpexp.data.hf.prepare import prepare
+from ddpexp.settings.node import Node
 from tests.refusals import refused
 
 datasets = pytest.importorskip("datasets")
@@ -203,3 +205,31 @@ def test_a_name_of_the_hub_without_network_is_refused(capfd: pytest.CaptureFixtu
     with refused("data.path=some/where"):
         prepare("some/where", inputs="a", targets="b")
     assert capfd.readouterr() == ("", "")
+
+
+def test_pictures_texts_and_rows_are_read_as_in_evaluation() -> None:
+    set_of = {
+        "images": pictures([(40, 30), (33, 20)]),
+        "texts": datasets.Dataset.from_dict({"text": ["abc", "a long text"], "label": [0, 1]}),
+        "rows": datasets.Dataset.from_dict({"a": [1.5, 2.0], "kind": ["x", "y"], "label": [0, 1]}),
+        "lists": datasets.Dataset.from_dict({"vector": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]}),
+    }
+    for name, data in set_of.items():
+        data.save_to_disk(name)
+    Path("text.txt").write_text("a long text")
+    for number, row in enumerate(set_of["images"]):
+        row["image"].save(f"{number}.png")
+    cases: dict[str, tuple[dict[str, Any], Any]] = {
+        "images": ({"inputs": "image", "image_size": 16}, ["0.png", "1.png"]),
+        "texts": ({"inputs": "text", "max_length": 8}, ["abc", Path("text.txt")]),
+        "rows": (
+            {"inputs": ("a", "kind"), "columns": {"kind": "category"}, "standardize": False},
+            [{"a": 1.5, "kind": "x"}, {"kind": "y", "a": 2}],
+        ),
+        "lists": ({"inputs": "vector"}, [[1.0, 2.0], [3.0, 4.0]]),
+    }
+    for name, (options, given) in cases.items():
+        known = prepare(name, targets="label", target_type="class", **options)
+        expected = load(known).train.gather(torch.arange(2), CPU)[0]
+        inputs = instantiate(Node("hf", options), Trust(), "data.read", given, json.loads(json.dumps(known)))
+        assert torch.equal(inputs.samples.gather(torch.arange(2), CPU)[0], expected), name

@@ -15,6 +15,8 @@ from unicodedata import normalize
 
 import pytest
 
+from ddpexp.data.base import SampleNames, names_in
+from ddpexp.data.image_folder.dataset import load
 from ddpexp.data.image_folder.scan import scan, scan_unlabelled
 from ddpexp.data.image_folder.to_predict import prepare as to_predict
 from ddpexp.data.image_folder.walk import SUFFIXES
@@ -227,6 +229,7 @@ def test_other_folders_are_numbered_as_in_training(
     assert "none of cat, fox to train on" in prepared["note"]
     pictures = touched(tmp_path / "pictures", "a.heic", "test/b.txt")
     photo(8, 8, 0).save(pictures / "test/c.bmp")
-    assert to_predict(schema_of("cat", "dog"), root=str(pictures))["files"] == ["test/c.bmp"]
+    data = load(to_predict(schema_of("cat", "dog"), root=str(pictures))).evals["eval"]
+    assert names_in(data) == SampleNames("file", ["test/c.bmp"])
     assert f"data.root={pictures}: files left out: 1 .heic, 1 .txt" in capsys.readouterr().err
     assert scan_unlabelled(str(photos), ("cat", "dog")) is None

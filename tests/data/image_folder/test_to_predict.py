@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import ddpexp as package
+from ddpexp.data.base import SampleNames, names_in
 from ddpexp.data.image_folder.dataset import load
 from ddpexp.data.image_folder.prepare import prepare
 from ddpexp.data.image_folder.to_predict import prepare as to_predict
 from ddpexp.data.schema import Field, Schema
+from ddpexp.predict.names import plain
 from examples.photos.draw import main as draw
 from tests.conftest import ROOT, Ddpexp
 from tests.refusals import refused
@@ -40,9 +44,11 @@ def pictures(photos: Path, tmp_path: Path) -> Path:
 
 def test_all_images_below_a_folder_are_one_set_in_the_order_of_their_paths(photos: Path, pictures: Path) -> None:
     found = to_predict(TRAINED, root=str(pictures), size=16)
-    assert (found["is_single_set"], found["files"]) == (True, ["a.jpg", "b.jpg", "holidays/a.jpg"])
+    assert found["is_single_set"]
     indices, cpu = torch.arange(3), torch.device("cpu")
-    images, labels = load(found).evals["eval"].gather(indices, cpu)
+    data = load(found).evals["eval"]
+    assert names_in(data) == SampleNames("file", ["a.jpg", "b.jpg", "holidays/a.jpg"])
+    images, labels = data.gather(indices, cpu)
     trained = load(prepare(str(photos), size=16)).evals["eval"]
     expected, _ = trained.gather(torch.tensor([0, 2, 3]), cpu)
     assert torch.equal(images, expected)
@@ -72,4 +78,19 @@ def test_three_commands_from_photographs_to_predictions(ddpexp: Ddpexp) -> None:
     assert done.code == 0, done.err
     lines = (ddpexp.folder / "p.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["file", *(f"{number}.jpg" for number in range(5))]
-    assert json.loads((ddpexp.folder / "p.csv.json").read_text())["files"] == [f"{number}.jpg" for number in range(5)]
+    with open(ddpexp.folder / "p.csv") as file:
+        rows = list(csv.DictReader(file))
+    given = ddpexp("predict", "run", *code, f"--input={pictures}", "--json")
+    assert given.code == 0, given.err
+    printed = json.loads(given.out)["predictions"]
+    run = package.open_run(ddpexp.folder / "run", config_dir=ROOT / "examples/photos/conf")
+    here = run.predict(pictures)
+    for row, of_command, of_python in zip(rows, printed, here, strict=True):
+        assert of_command == plain(of_python)
+        assert (row["file"], row["class"]) == (of_python["file"], of_python["class"])
+        assert [float(row[f"probability_{name}"]) for name in of_python["probability"]] == list(
+            of_python["probability"].values()
+        )
+    paths = [pictures / f"{number}.jpg" for number in range(5)]
+    assert torch.equal(run.transform(paths), run.transform(pictures))
+    assert run.model()(run.transform(paths[0])).argmax().item() == run.predict(paths[0])["label"]
