@@ -34,6 +34,12 @@ _NO_SUCH_KEY = {  # advice for keys that only look right
     "logger._target_": "Each logger has a name, as in +logger.mine._target_=mine.Logger: see docs/loggers.md.",
     "callbacks._target_": "Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/callbacks.md.",
     "scheduler.warmup": "The rise of scheduler=onecycle is scheduler.peak_at, or scheduler.warmup_steps.",
+    "launcher.nodes": "Did you mean trainer.nodes?",
+    "launcher.gpus": "Did you mean launcher.gpus_per_node (Slurm's) or trainer.gpus (the workers of each node)?",
+    "launcher.ntasks_per_node": "A node has one task, which starts its workers: did you mean trainer.gpus?",
+    "launcher.ntasks": "A node has one task, which starts its workers: did you mean trainer.nodes and trainer.gpus?",
+    "launcher.mail": "Did you mean launcher.mail_user?",
+    "launcher.email": "Did you mean launcher.mail_user?",
     "hydra.sweeper.n_trials": "It is Optuna's: choose its sweeper with hydra/sweeper=optuna.",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import unicodedata
@@ -213,6 +214,12 @@ def unread(override: str, is_read: Callable[[str], bool]) -> RefusedError:  # no
                 suggestion=f"A value with spaces is quoted for the shell: {shlex.quote(f'{key}=[...]')}.",
                 place=override,
             )
+    if (items := _quoted_items(key, value)) is not None and is_read(shlex.split(items)[0]):
+        return RefusedError(
+            "is not read: an item has characters that mean something to Hydra",
+            suggestion=f"Quote it twice: {items}.",
+            place=override,
+        )
     quoted = _quoted(key, value)
     if is_read(shlex.split(quoted)[0]):
         return RefusedError(
@@ -226,6 +233,18 @@ def unread(override: str, is_read: Callable[[str], bool]) -> RefusedError:  # no
 def _quoted(key: str, value: str) -> str:
     """Return an override whose value is a text for Hydra's grammar and for the shell."""
     return shlex.quote('{}="{}"'.format(key, value.replace("\\", "\\\\").replace('"', '\\"')))
+
+
+def _quoted_items(key: str, value: str) -> str | None:
+    """Return an override whose value is a list of texts for Hydra's grammar and for the shell; None if it is no list.
+
+    A comma inside an option, such as `--mail-type=BEGIN,END`, does not end it.
+    """
+    if value[:1] + value[-1:] != "[]" or re.search("[\\[\\]{}\"']", value[1:-1]):
+        return None
+    inner = value[1:-1]
+    items = re.split(r",\s*(?=-)" if inner.startswith("-") else ",", inner)
+    return shlex.quote(f"{key}=[{','.join(json.dumps(item.strip()) for item in items)}]")
 
 
 def _no_function(override: str, key: str, value: str, is_read: Callable[[str], bool]) -> RefusedError | None:

@@ -106,6 +106,8 @@ trainer.max_steps=10,000 gives several values. Add -m for a run with each, or tr
 run.trust=a,b gives several values. Add -m for a run with each, or write a list as run.trust=[a,b].
 > run.dir=a,b
 run.dir=a,b gives several values. Add -m for a run with each.
+> launcher=slurm launcher.nodes=2
+launcher.nodes is not a known key. Did you mean trainer.nodes?
 > sweep.dir=sw
 sweep.dir is not a known key. Did you mean hydra.sweep.dir=sw (with -m) or, for one run, run.dir=sw?
 > -m sweep.dir=sw trainer.seed=1,2
@@ -150,6 +152,8 @@ optimizer.betas=(0.9,0.99) is not read. A list is written in brackets, 'optimize
 model.width=[16,32 has a bracket without its other half.
 > run.dir=a=b
 run.dir=a=b is not read: its value has characters that mean something to Hydra. Quote it twice: 'run.dir="a=b"'.
+> launcher=slurm launcher.sbatch_args=[--mail-type=END]
+launcher.sbatch_args=[--mail-type=END] is not read: an item has characters that mean something to Hydra. Quote it twice:
 > launcher=elastic launcher.rdzv_conf=last_call_timeout=5
 launcher.rdzv_conf=last_call_timeout=5 is not read: its value has characters that mean something to Hydra. Quote it tw
 > -m trainer.seed=range(1,)

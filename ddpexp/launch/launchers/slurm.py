@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -28,14 +28,16 @@ from ddpexp.launch.launchers.slurm_context import (
     unused_components,
     where,
 )
+from ddpexp.launch.launchers.slurm_demand import Demand, check, gpus_by_type, known_nodes
 from ddpexp.launch.launchers.slurm_follow import of_unstarted, refusal, status
 from ddpexp.launch.launchers.slurm_submit import submit_job
 from ddpexp.launch.launchers.slurm_text import (
+    check_mail_types,
     check_time,
     checked_script,
+    container_warnings,
     forwarding_sigint,
     gpus_of_all_tasks,
-    limit_seconds,
     output_pattern,
     quoted,
 )
@@ -47,7 +49,7 @@ from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
 from ddpexp.settings.key import Key
 from ddpexp.system import start
-from ddpexp.system.job_schedulers.slurm import SLURM
+from ddpexp.system.job_schedulers.slurm import SLURM, seconds_of
 from ddpexp.system.process import end_with_parent
 from ddpexp.system.programs import COMMAND
 from ddpexp.system.terminal import print_message
@@ -65,6 +67,7 @@ class Slurm(Launcher):
         "container_image",
         "container_mounts",
         "python",
+        "mail_user",
         "sbatch_args",
         "srun_args",
     )
@@ -82,6 +85,8 @@ class Slurm(Launcher):
     exclude: str | None = None
     reservation: str | None = None
     job_name: str | None = None
+    mail_user: str | None = None
+    mail_type: str | tuple[str, ...] | None = None
     setup: tuple[str, ...] = ()
     container_image: str | None = None
     container_mounts: str | None = None
@@ -95,8 +100,9 @@ class Slurm(Launcher):
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a limit of time that sbatch would not read."""
+        """Refuse a limit of time and occasions for mail that sbatch would not read."""
         check_time(self.time)
+        check_mail_types(self._mail_types)
 
     @property
     def ranks_started_externally(self) -> bool:
@@ -133,6 +139,7 @@ class Slurm(Launcher):
             check_programs(("srun",) if here == "allocation" else ("sbatch", "srun"), self._to_wait("scontrol"))
         nodes = self._nodes(job, here)
         self._check(job, nodes)
+        self._warn(job)
         return self._submit(job, nodes) if here == "login" else self._step(job, nodes)
 
     @property
@@ -148,6 +155,10 @@ class Slurm(Launcher):
         for launcher, job in jobs:
             assert isinstance(launcher, Slurm)
             kinds.append(launcher.kind(job, launcher._nodes(job, "login"), folder.resolve()))
+        for launcher, job in jobs:
+            assert isinstance(launcher, Slurm)
+            launcher._check_cluster(launcher.demand(job, launcher._nodes(job, "login")))
+            launcher._warn(job)
         jobs_of = slurm_array.by_kind(kinds, [job for _, job in jobs])
         if self.dry_run:
             slurm_array.show(jobs_of, folder.resolve())
@@ -205,6 +216,7 @@ class Slurm(Launcher):
         # Refuses values that a script cannot hold, before anything is written.
         text = self.script(job, nodes, job.folder / "RUN_DIR")
         checked_script(text, "job.sbatch")
+        self._check_cluster(self.demand(job, nodes))
         if self.dry_run:
             print(text, end="")
             return EXIT_DONE
@@ -272,6 +284,8 @@ class Slurm(Launcher):
             "ntasks-per-node": 1,
             "cpus-per-task": self._cpus(job),
             **{name.replace("_", "-"): getattr(self, name) for name in _PASSED_THROUGH},
+            "mail-user": self.mail_user,
+            "mail-type": ",".join(self._mail_types) or None,
             "signal": f"USR2@{self._signal_seconds(job)}" if self.requeue else None,
         }
         lines = [f"#SBATCH --{name}={quoted(str(value), name)}" for name, value in options.items() if value is not None]
@@ -301,6 +315,48 @@ class Slurm(Launcher):
         summary = "  ".join(line.removeprefix("#SBATCH ") for line in lines)
         return ResourceRequest(SLURM, tuple(lines), summary, self.layout(job, nodes), self._cpus(job))
 
+    def demand(self, job: Job, nodes: int) -> Demand:
+        """Return what a job asks of the nodes of a cluster."""
+        key, request = self._gpu_request()
+        return Demand(
+            nodes=nodes,
+            workers=self.workers(job),
+            device=job.request.device,
+            gpus=gpus_by_type(request) if self._gpus() else {},
+            gpus_key=f"{key}={request}",
+            cores=self._cpus(job),
+            memory=None if self.mem is None else str(self.mem),
+            seconds=seconds_of(self.time),
+            time=None if self.time is None else str(self.time),
+            has_limits_of_its_own=self.qos is not None,
+        )
+
+    def _check_cluster(self, demand: Demand) -> None:
+        """Check that the cluster has nodes that can run a job, as far as it says; a dry run says what is asked for.
+
+        Raises:
+            RefusedError: the job would wait forever.
+        """
+        known = known_nodes(self.partition, self.sbatch_args)
+        if not isinstance(known, str):
+            check(demand, known)
+        if self.dry_run:
+            print_once(str(demand))
+            if isinstance(known, str):
+                print_once(f"whether the cluster has such nodes is not checked: {known}")
+
+    def _warn(self, job: Job) -> None:
+        """Print what a container may lack."""
+        for text in container_warnings(self.container_image, self.container_mounts, self.python, job.folder):
+            print_once(f"warning: {text}")
+
+    @property
+    def _mail_types(self) -> tuple[str, ...]:
+        """Return on which occasions Slurm writes a mail."""
+        if self.mail_type is None:
+            return ("END", "FAIL") if self.mail_user is not None else ()
+        return tuple(self.mail_type.split(",")) if isinstance(self.mail_type, str) else self.mail_type
+
     def _signal_seconds(self, job: Job) -> int:
         """Return how long before its time limit the job gets a signal; Slurm may send it a minute earlier."""
         return math.ceil(job.request.grace_seconds) + 60 if self.signal_seconds is None else self.signal_seconds
@@ -314,12 +370,15 @@ class Slurm(Launcher):
 
         `4`, `a100:4`, and in a gres `gpu:4`, `gpu:a100:2,gpu:v100:2`.
         """
+        _, request = self._gpu_request()
+        return sum(gpus_by_type(request).values())
+
+    def _gpu_request(self) -> tuple[str, str]:
+        """Return the key that requests GPUs of each node, and the request; empty if there is none."""
         if self.gpus_per_node is not None:
-            requests = str(self.gpus_per_node).split(",")
-        else:
-            requests = [part for part in (self.gres or "").split(",") if part.partition(":")[0] == "gpu"]
-        counts = [part.rpartition(":")[2] for part in requests]
-        return sum(int(count) if count.isdecimal() else 1 for count in counts)
+            return "launcher.gpus_per_node", str(self.gpus_per_node)
+        requests = [part for part in (self.gres or "").split(",") if part.partition(":")[0] == "gpu"]
+        return "launcher.gres", ",".join(requests)
 
     def _cpus(self, job: Job) -> int | None:
         """Return the cores of the task of a node: those of all its workers."""
@@ -348,7 +407,7 @@ class Slurm(Launcher):
         """Check the options without looking at the devices, which the nodes do."""
         if not 0 <= self._signal_seconds(job) < 1 << 16:
             raise RefusedError("Slurm takes 0 to 65535", key="launcher.signal_seconds", value=self._signal_seconds(job))
-        limit = limit_seconds(self.time)
+        limit = seconds_of(self.time)
         if self.requeue and limit is not None and limit <= self._signal_seconds(job):
             raise RefusedError(
                 f"is {limit} s, but Slurm would signal the job {self._signal_seconds(job)} s before its end to save "
@@ -378,7 +437,13 @@ _PASSED_THROUGH = (
     "reservation",
 )  # fmt: skip
 
-_NO_RESOURCES = tuple(f"#SBATCH --{name}" for name in ("output", "open-mode", "chdir", "job-name"))
+_NO_RESOURCES = tuple(f"#SBATCH --{name}" for name in ("output", "open-mode", "chdir", "job-name", "mail-"))
+
+
+@cache  # once for all jobs of a sweep
+def print_once(text: str) -> None:
+    """Print a line of ddpexp that this command has not printed yet."""
+    print_message(f"ddpexp: {text}")
 
 
 def _explain_no_requeue() -> str:

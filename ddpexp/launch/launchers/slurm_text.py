@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddpexp.errors import RefusedError
@@ -12,6 +13,9 @@ from ddpexp.launch.rendezvous.environment import tasks_per_node
 from ddpexp.system.secrets import held_in, masked
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.IGNORECASE)  # sbatch's --time
+_MAIL_TYPES = ("NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "INVALID_DEPEND", "STAGE_OUT", "TIME_LIMIT",
+               "TIME_LIMIT_90", "TIME_LIMIT_80", "TIME_LIMIT_50", "ARRAY_TASKS")  # fmt: skip
+"""Source: sbatch(1), --mail-type."""
 _NAMES = {"output": "run.dir", "chdir": "the path of the current folder"}
 
 
@@ -32,22 +36,6 @@ def gpus_of_all_tasks(environ: Mapping[str, str], nodes: int) -> list[str]:
     return [f"--gpus={kind}{':' if kind else ''}{count}"] if count else []
 
 
-def limit_seconds(text: str | int | None) -> int | None:
-    """Return a time limit in seconds; None where there is none, or where the text is invalid and Slurm reports it.
-
-    Source: sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and so
-    on.
-    """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", "" if text is None else str(text))
-    if match is None:
-        return None
-    days, *numbers = (None if number is None else int(number) for number in match.groups())
-    given = [number for number in numbers if number is not None]
-    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
-    seconds = (days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
-    return seconds or None  # 0 means no limit
-
-
 def check_time(text: str | int | None) -> None:
     """Check that sbatch can read a time limit.
 
@@ -61,6 +49,49 @@ def check_time(text: str | int | None) -> None:
             value=text,
             suggestion=f"Write minutes, hours:minutes:seconds, or days-hours.{_time_suggestion(text)}",
         )
+
+
+def check_mail_types(names: Sequence[str]) -> None:
+    """Check that sbatch knows the occasions for a mail.
+
+    Raises:
+        RefusedError: it does not know one.
+    """
+    for name in names:
+        if name.upper() not in _MAIL_TYPES:
+            raise RefusedError(
+                f"{name} is no occasion on which Slurm writes a mail",
+                key="launcher.mail_type",
+                suggestion=f"Available: {', '.join(_MAIL_TYPES)}; several are written launcher.mail_type=[END,FAIL].",
+            )
+
+
+def container_warnings(image: str | None, mounts: str | None, python: str | None, folder: Path) -> list[str]:
+    """Return what the container of a job may lack: the interpreter, and the folder of run directories.
+
+    Those of this machine are there where they are mounted, or where the cluster mounts them by itself.
+    """
+    outside = [Path(mount.partition(":")[0]) for mount in (mounts or "").split(",") if mount]
+
+    def is_mounted(path: Path) -> bool:
+        return any(path.is_relative_to(mounted) for mounted in outside)
+
+    if image is None:
+        return []
+    interpreter = Path(sys.executable)
+    warnings = []
+    if python is None and not is_mounted(interpreter):
+        warnings.append(
+            f"launcher.container_image={image} is to hold {interpreter}, the interpreter of this machine: "
+            "launcher.python=python names that of the image"
+        )
+    if not is_mounted(folder.absolute()):
+        given = f"launcher.container_mounts={mounts}" if mounts else "launcher.container_mounts, which is not set,"
+        warnings.append(
+            f"{given} does not mount {folder.absolute()}, where the run directory is: unless the cluster does, the job "
+            f"needs 'launcher.container_mounts=\"{folder.absolute()}:{folder.absolute()}\"', and its data likewise"
+        )
+    return warnings
 
 
 def _time_suggestion(text: str) -> str:

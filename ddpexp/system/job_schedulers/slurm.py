@@ -19,7 +19,8 @@ from ddpexp.system.text import first_few
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
 _OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
          "TIMEOUT", FORGOTTEN)  # fmt: skip
-_ANSWER_SECONDS = 15.0
+_ANSWER_SECONDS, _SINFO_SECONDS = 15.0, 5.0
+_SINFO_BARS = 6  # between the columns that are asked for
 _NAMED, _ARRAY_INDEX = 8, "SBATCH_ARRAY_INX"
 _OF_A_JOB = ("SLURM_JOB", "SLURM_STEP", "SLURM_TASK", "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_NODELIST",
              "SLURM_NNODES", "SLURM_SUBMIT_", "SLURMD_NODENAME")  # fmt: skip
@@ -31,6 +32,19 @@ _OF_TASKS = (
 )  # fmt: skip
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "SLURM_DEBUG")
 _ARRAY_SIZE = 1001  # Slurm's default. Source: slurm.conf(5), MaxArraySize
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Equal nodes of a partition, and its limits for a job; None where it has none. Units: memory in MB."""
+
+    partition: str
+    count: int
+    cores: int
+    memory: int
+    gpus: Mapping[str, int]  # by type; "" without one
+    seconds: int | None = None
+    most_nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -186,6 +200,62 @@ def show_job(job_id: str, seconds: float | None = None) -> str | None:
     """Return what `scontrol show job` prints; None: Slurm is not installed, does not answer, or does not know it."""
     done = _ask(["scontrol", "show", "job", job_id], seconds)
     return None if done.returncode else done.stdout
+
+
+@cache  # once for all jobs of a sweep
+def nodes_of(partitions: str | None) -> tuple[Nodes, ...] | str:
+    """Return the nodes of some partitions, with commas between them, or of the default one; or why they are unknown."""
+    done = _ask(["sinfo", "--all", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G|%l|%s"], _SINFO_SECONDS)
+    if done.returncode:
+        return " ".join(f"sinfo: {done.stderr or done.stdout}".split())
+    return nodes_in(done.stdout, partitions)
+
+
+def nodes_in(text: str, partitions: str | None) -> tuple[Nodes, ...] | str:
+    """Return the nodes of partitions that sinfo writes; or why they are not known."""
+    names = set(partitions.split(",")) if partitions else None
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == _SINFO_BARS]
+    chosen = [row for row in rows if (row[0].rstrip("*") in names if names else row[0].endswith("*"))]
+    if not chosen:
+        others = ", ".join(dict.fromkeys(row[0].rstrip("*") for row in rows)) or "none"
+        return f"sinfo names no nodes of {partitions or 'a default partition'}; partitions are {others}"
+    try:
+        return tuple(_nodes(*row) for row in chosen)
+    except ValueError:
+        return "sinfo writes what is not understood"
+
+
+def _nodes(partition: str, count: str, cores: str, memory: str, gres: str, limit: str, size: str) -> Nodes:
+    """Return the nodes of a line of sinfo. Source: sinfo(1), --format. Raises: ValueError."""
+    gpus: dict[str, int] = {}
+    for kind, number in re.findall(r"\bgpu:(?:([^:,()]+):)?(\d+)(?=[,(]|$)", gres):
+        gpus[kind] = gpus.get(kind, 0) + int(number)
+    most = size.rpartition("-")[2]
+    return Nodes(
+        partition=partition.rstrip("*"),
+        count=int(count),
+        cores=int(cores.rstrip("+")),
+        memory=int(memory.rstrip("+")),
+        gpus=gpus,
+        seconds=seconds_of(limit),
+        most_nodes=int(most) if most.isdecimal() else None,
+    )
+
+
+def seconds_of(text: str | int | None) -> int | None:
+    """Return a time limit in seconds; None where there is none, or where the text is invalid and Slurm reports it.
+
+    Source: sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and so
+    on.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", "" if text is None else str(text))
+    if match is None:
+        return None
+    days, *numbers = (None if number is None else int(number) for number in match.groups())
+    given = [number for number in numbers if number is not None]
+    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
+    seconds = (days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
+    return seconds or None  # 0 means no limit
 
 
 def array_size() -> int:

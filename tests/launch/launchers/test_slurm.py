@@ -27,6 +27,7 @@ from ddpexp.launch.launchers.slurm_text import log_name
 from ddpexp.system.job_schedulers.slurm import SLURM
 from tests.conftest import OWN_SERVER, PATIENCE, ZYGOTES, Ddpexp, Done, calling, ddpexp_processes, finish
 from tests.points import Recipe, wait_for
+from tests.refusals import command_refused
 
 pytestmark = pytest.mark.slurm
 
@@ -403,7 +404,6 @@ def test_every_option_reaches_slurm(recipe: Recipe) -> None:
     [
         ("constraint=nosuch", "Invalid feature specification"),
         ("reservation=nosuch", "Requested reservation is invalid"),
-        ("gpus_per_node=9", "Requested node configuration is not available"),
         ("exclude='node[0-1]'", "Requested node configuration is not available"),
         ("partition=nosuch", "invalid partition specified: nosuch"),
     ],
@@ -419,14 +419,25 @@ def test_what_sbatch_refuses_is_2_with_its_message(recipe: Recipe, option: str, 
 
 def test_a_dry_run_prints_the_script_and_writes_nothing(recipe: Recipe) -> None:
     done = recipe("launcher=slurm", "launcher.dry_run=true", *TWO_BY_TWO)
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0
+    assert done.err.startswith("ddpexp: asks for 2 nodes, each with no GPUs (launcher.gpus_per_node=2 asks for them)")
+    assert "not checked" not in done.err
     lines = done.out.splitlines()
     assert lines[0] == "#!/bin/bash"
     assert "#SBATCH --nodes=2" in lines
     assert lines[-1].startswith("exec srun --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
     assert not done.run.exists()
     # On a machine without Slurm too.
-    assert recipe("launcher=slurm", "launcher.dry_run=true", environ={"PATH": ""}).code == 0
+    elsewhere = recipe("launcher=slurm", "launcher.dry_run=true", environ={"PATH": ""})
+    assert elsewhere.code == 0
+    assert elsewhere.err.endswith("is not checked: sinfo: it is not on this machine\n")
+
+
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_what_no_node_can_run_is_refused_before_anything_is_written(recipe: Recipe, is_dry: bool) -> None:
+    done = recipe("launcher=slurm", "launcher.gpus_per_node=12", f"launcher.dry_run={is_dry}")
+    command_refused(done, "launcher.gpus_per_node=12: launcher.gpus_per_node=8")
+    assert not done.run.exists()
 
 
 HOSTILE = [

@@ -20,7 +20,6 @@ from ddpexp.launch.launchers.slurm_follow import Silence
 from ddpexp.launch.launchers.slurm_text import (
     checked_script,
     gpus_of_all_tasks,
-    limit_seconds,
     log_name,
     output_pattern,
     quoted,
@@ -28,6 +27,7 @@ from ddpexp.launch.launchers.slurm_text import (
 from ddpexp.launch.rendezvous.environment import _has_terminal, tasks_per_node
 from ddpexp.system.job_schedulers import slurm
 from ddpexp.system.job_schedulers.base import UNKNOWN, JobState
+from ddpexp.system.job_schedulers.slurm import seconds_of
 from tests.conftest import PATIENCE, Ddpexp, calling
 from tests.points import Recipe
 from tests.refusals import is_about, refused
@@ -228,7 +228,7 @@ def test_a_job_is_signalled_before_its_end_so_that_it_can_resume_later() -> None
     ],
 )  # fmt: skip
 def test_a_time_limit_is_read_as_slurm_reads_it(text: Any, seconds: int | None) -> None:
-    assert limit_seconds(text) == seconds
+    assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize(
