@@ -21,6 +21,7 @@ TYPE_CHECKING = False  # what type checkers take for true, without an import of 
 if TYPE_CHECKING:
     from ddpexp.cli.api.composed import Composed as Composed
     from ddpexp.cli.api.composed import compose as compose
+    from ddpexp.cli.api.diff import diff as diff
     from ddpexp.cli.api.errors import RunFailedError as RunFailedError
     from ddpexp.cli.api.errors import RunInterruptedError as RunInterruptedError
     from ddpexp.cli.api.opened import Run as Run
@@ -41,6 +42,7 @@ _PUBLIC = {
     "run": "ddpexp.cli.api.start",
     "sweep": "ddpexp.cli.api.start",
     "compose": "ddpexp.cli.api.composed",
+    "diff": "ddpexp.cli.api.diff",
     "open_run": "ddpexp.cli.api.opened",
     "open_sweep": "ddpexp.cli.api.opened_sweep",
     "Run": "ddpexp.cli.api.opened",

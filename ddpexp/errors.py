@@ -128,6 +128,10 @@ class RefusedError(DdpexpError):
     exit_code = EXIT_REFUSED
 
 
+class SweptError(RefusedError):
+    """Several values in a command for one run, or a key of sweeps."""
+
+
 class AbsentError(RefusedError):
     """Another command of the job did not arrive, or left before the job began."""
 

@@ -25,6 +25,7 @@ from ddpexp.cli.help import answer
 from ddpexp.cli.new import DEFAULT, kinds
 from ddpexp.cli.plan import arguments_of
 from ddpexp.cli.predict import prediction_of
+from ddpexp.cli.rerun import run_of
 from ddpexp.cli.resume import resumed_run
 from ddpexp.cli.schema import schema_of
 from ddpexp.cli.verb import Call
@@ -37,7 +38,7 @@ from ddpexp.config.restated import is_setting
 from ddpexp.config.sweeps import JobComposer, Swept
 from ddpexp.export.request import check as check_export
 from ddpexp.plan.layout import assume
-from ddpexp.run.stored_run import find_run, read_run
+from ddpexp.run.stored_run import find_run, read_run, read_to_rerun
 from ddpexp.run.training import Training
 from ddpexp.settings.run import SweepSettings
 from ddpexp.sweep.arguments import TableArguments
@@ -54,7 +55,9 @@ SAMPLES = ROOT / "tests/samples"
 PLACEHOLDERS = {
     "HOST0": "127.0.0.1",
     "ETCD": "127.0.0.1",
+    "RUN_DIR...": "mnist",
     "RUN_DIR": "mnist",
+    "outputs/second": "mnist",
     "outputs/first": "mnist",
     "/runs/first": "mnist",
     "FOLDER...": "sweep",
@@ -85,6 +88,8 @@ NOT_TYPED = {
     "+callbacks.mine._target_=mine.Mine": "a user's own class",
     "model=deep": "a user's own model",
     "ddpexp resume RUN_DIR [key=value ...]": "a heading",
+    "ddpexp rerun RUN_DIR [key=value ...]": "a heading",
+    "ddpexp diff RUN_DIR RUN_DIR...": "a heading",
     "python -m ddpexp -m ...": "any sweep",
     "ddpexp member ...": "for launchers",
     "ddpexp member": "for launchers",
@@ -257,6 +262,8 @@ def accept(words: Sequence[str]) -> None:
         return
     accepts: dict[str, Callable[[Call], object]] = {
         "resume": resumed_run,
+        "rerun": rerun_of,
+        "diff": lambda call: [find_run(operand, "diff") for operand in call.operands],
         "evaluate": evaluation_of,
         "generate": lambda call: call.typed(GenerateArguments()),
         "predict": prediction_of,
@@ -273,6 +280,14 @@ def accept(words: Sequence[str]) -> None:
         assert all(re.fullmatch(r"[\w.]+", word) or is_setting(word) for word in call.operands)
     else:
         accepts[verb.name](call)
+
+
+def rerun_of(call: Call) -> None:
+    """Compose what is trained again: a run that is not finished is no example of --exact."""
+    source, arguments = call.source()
+    run = find_run(run_of(source, "--best" in call.options), "rerun")
+    if "--best" not in call.options:  # the sweep has code of its own
+        read_to_rerun(run, arguments, "rerun", call.restate, is_exact=False)
 
 
 def accept_run(words: Sequence[str]) -> None:

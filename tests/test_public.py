@@ -21,14 +21,15 @@ PUBLIC = {
     "run": ["arguments", "cwd", "quiet"],
     "sweep": ["arguments", "cwd", "quiet"],
     "compose": ["arguments"],
+    "diff": ["runs"],
     "open_run": ["directory", "config_dir", "trust"],
     "open_sweep": ["directory", "config_dir", "trust"],
     "Run": [
         "checkpoints", "config", "config_dir", "error", "evaluate", "experiment", "export", "load_into", "metrics",
-        "model", "path", "predict", "result", "status", "transform", "trust",
+        "model", "path", "predict", "rerun", "result", "status", "transform", "trust",
     ],
     "SavedCheckpoint": ["is_best", "is_complete", "metrics", "path", "step"],
-    "Sweep": ["best", "config_dir", "path", "rows", "runs", "trust"],
+    "Sweep": ["best", "config_dir", "groups", "path", "rows", "runs", "trust"],
     "Composed": ["config", "data", "experiment", "model", "overrides", "task"],
     "RunFailedError": [
         "as_dict", "exit_code", "failure", "from_dict", "key", "place", "quiet", "rank", "reason", "run", "suggestion",

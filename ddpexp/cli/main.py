@@ -15,7 +15,7 @@ from ddpexp.cli import verbs
 from ddpexp.cli.forks import will_fork
 from ddpexp.cli.verb import HELP, Verb
 from ddpexp.compat.python import calling_frame
-from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
+from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError, SweptError
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
 from ddpexp.system import caller, secrets
@@ -88,7 +88,11 @@ def _call(verb: Verb, argv: list[str], server: Server | None) -> int:
     function = verb.load()
     if verb.is_interruptible:
         outcome.stop_on_signals()
-    return function(call)
+    try:
+        return function(call)
+    except SweptError as error:
+        error.suggestion = "Leave it out, and give each key one value: the command takes one run."
+        raise
 
 
 def _explain(argv: list[str]) -> int:

@@ -13,6 +13,7 @@ from ddpexp.cli.verb import Option, Verb
 from ddpexp.errors import RefusedError
 
 _WORD = re.compile(r"[A-Za-z][\w-]*")  # neither key=value nor an option
+_ALIKE = 0.76  # of a mistyped verb; `run`, with which other programs train, is not rerun
 _EXAMPLE = "python -m ddpexp recipe=mnist trainer.gpus=2"
 _JSON = Option("--json", "for programs")
 _FOLDER = "paths"
@@ -41,6 +42,30 @@ trainer.epochs=4 or optimizer.lr=0.01. A run with code of your own needs
         missing_prompt="resume what?",
         forks="stored launcher",
         also=("continue", "restart", "restore"),
+    ),
+    Verb(
+        "rerun",
+        "RUN_DIR [key=value ...] [--exact]",
+        "train the experiment of a run again, with changes",
+        about="""\
+Train the experiment of a run again in a new directory (run.dir=...), with the
+overrides that are typed: keys and options, such as optimizer=adamw. What is
+not typed is as in the run. Before it trains, the command says what differs
+from the run in configuration, code, versions, data and machine. A run with
+code of your own needs --config-dir DIR or run.trust=[...] again.""",
+        operands="run",
+        options=(
+            Option(
+                "--exact",
+                "refuse what can change the numbers, and compare the\nweights and metrics at the end: the exit code is "
+                "1 if\nthey are not equal",
+            ),
+            Option("--best", "of a sweep's directory: its best job"),
+        ),
+        notes="docs/resume.md.",
+        missing_prompt="rerun what?",
+        forks="stored launcher",
+        also=("repeat", "reproduce", "retrain", "again", "fork", "clone"),
     ),
     Verb(
         "evaluate",
@@ -206,6 +231,22 @@ into its directory, of anything into the FOLDER behind --out.""",
             Option("--json", "everything for programs, with the means over seeds"),
         ),
         also=("compare", "list", "ls", "runs", "results"),
+    ),
+    Verb(
+        "diff",
+        "RUN_DIR RUN_DIR... [--json]",
+        "what runs differ in: values, code, versions, data, machine",
+        about="""\
+Show what runs differ in, in groups: the values of the configuration, code,
+versions, data, machine and starts, with their results below. A value that has
+changed when a run was resumed is shown with its steps, such as
+0.1 -> 0.01 at 300. Runs may be running, failed or killed.""",
+        is_interruptible=True,
+        operands="directories",
+        missing_prompt="diff of what? Name two runs or more.",
+        options=(_JSON,),
+        notes="docs/resume.md.",
+        also=("difference", "differences", "cmp"),
     ),
     Verb(
         "plan",
@@ -432,7 +473,7 @@ def check_is_no_verb(argument: str) -> None:
 def _near(word: str) -> str | None:
     """Return the verb that another program calls so, or that is written nearly so."""
     counterpart = next((verb.name for verb in VERBS if word in verb.also), None)
-    return counterpart or next(iter(difflib.get_close_matches(word, NAMES, n=1, cutoff=0.7)), None)
+    return counterpart or next(iter(difflib.get_close_matches(word, NAMES, n=1, cutoff=_ALIKE)), None)
 
 
 def check_stands_first(argv: Sequence[str]) -> None:

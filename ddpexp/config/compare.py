@@ -67,7 +67,7 @@ def compare(
     `run.allow_changes=[data]` in the new tree makes the keys of `data` overridable.
     """
     chosen = _keys(typed, before, old, new)
-    declared = _declared(new)
+    declared = rules_of(new)
     may_change = ("data",) if "data" in (new["run"].get("allow_changes") or ()) else ()
     callbacks = _callbacks(new, typed), _callbacks(old, before)
     changes = []
@@ -114,7 +114,7 @@ def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) ->
         if change.kind == "fixed":
             raise RefusedError(
                 f"was started with {_assigned(key, old)}, and {_here(change, edited)}: {change.because}",
-                suggestion=f"{_keep(key, old)}, {_or_allow(change)}or start a new run with another run.dir.",
+                suggestion=f"{_keep(key, old)}, {_or_allow(change)}or train a new run with it (ddpexp rerun).",
                 place=run,
             )
     for change in changes:
@@ -192,7 +192,7 @@ def _of_a_newer_version(key: str, new: Mapping[str, Any]) -> bool:
     return key_of(section, target) is not None or str(target).startswith(("ddpexp.", "torch."))
 
 
-def _declared(new: Mapping[str, Any]) -> Mapping[str, Key]:
+def rules_of(new: Mapping[str, Any]) -> Mapping[str, Key]:
     """Return what is declared of the keys of a tree, by the key."""
     options_class = strategies.options_of(str(new["strategy"].get("kind")))
     sections = [("trainer", Trainer), ("data", CommonData), *([("strategy", options_class)] if options_class else [])]

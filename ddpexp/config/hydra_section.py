@@ -11,7 +11,7 @@ from ddpexp.config.folders import conf_folder
 from ddpexp.config.instantiate import Trust, targets
 from ddpexp.config.keys import override_key
 from ddpexp.config.replaced_targets import in_package
-from ddpexp.errors import RefusedError, shown
+from ddpexp.errors import RefusedError, SweptError, shown
 from ddpexp.system.yaml_text import load_yaml
 
 # Settings with an effect, wherever they are written. Of the others what Hydra fills in itself differs from command to
@@ -61,7 +61,7 @@ def check_of_one_run(overrides: Sequence[str]) -> None:
     """
     for override in overrides:
         if _OF_SWEEPS.match(_key(override)) or _key(override).startswith("sweep."):
-            raise RefusedError("is for sweeps", suggestion="Add -m, or leave it out.", place=override)
+            raise SweptError("is for sweeps", suggestion="Add -m, or leave it out.", place=override)
 
 
 def _key(override: str) -> str:

@@ -19,7 +19,7 @@ from ddpexp.config.folders import LISTED, conf_folder, options, our_options
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.hydra_section import no_effect
 from ddpexp.config.plugins import hidden, plugin_folders
-from ddpexp.errors import RefusedError, subject
+from ddpexp.errors import RefusedError, SweptError, subject
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # the variable with which Hydra shows whole errors
 _RESOLVERS = (
@@ -147,7 +147,7 @@ def composition(message: str, cause: BaseException | None) -> RefusedError:  # n
         return _several_values(several[1])
     sweeps = re.match(r"Sweep parameters '(.+)' requires --multirun", message)
     if sweeps:
-        return RefusedError("gives several values", key=sweeps[1], suggestion="Add -m for a run with each.")
+        return SweptError("gives several values", key=sweeps[1], suggestion="Add -m for a run with each.")
     unchosen = re.match(r"Could not override '([^']+)'\. No match in the defaults list", message)
     if unchosen:
         added = re.search(r"use (\+\S+)", message)
@@ -211,7 +211,7 @@ def _several_values(override: str) -> RefusedError:
         or_list = f", or {key}={value.replace(',', '')}"
     elif takes_number(key) and re.fullmatch(r"\d+,\d+", value):  # a decimal comma
         or_list = f", or {key}={value.replace(',', '.')}" if takes_fraction(key) else or_list
-    return RefusedError("gives several values", suggestion=f"Add -m for a run with each{or_list}.", place=override)
+    return SweptError("gives several values", suggestion=f"Add -m for a run with each{or_list}.", place=override)
 
 
 def _of_two_kinds(override: str) -> RefusedError:

@@ -37,6 +37,16 @@ _IN_LIST = re.compile(r"(?<=[\[,])\s*([^\[\],'\"{}\s]*\$\{oc\.env:[\w.-]+\}[^\[\
 def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> tuple[Mapping[str, Any], str]:
     """Read a run directory's config.yaml and apply overrides to it; also return the result as text.
 
+    The arguments and errors are those of `override_tree`.
+    """
+    return override_tree(_loaded(path), path, argv, keeps)
+
+
+def override_tree(
+    tree: dict[str, Any], path: Path, argv: list[str], keeps: Collection[str] = ()
+) -> tuple[Mapping[str, Any], str]:
+    """Apply overrides to the configuration of the run directory in which `path` lies; also return the result as text.
+
     run.trust and the code folder of the file are ignored and must be restated in `argv`, and run.allow_changes was
     for an earlier start only. `keeps` are those of the sections `launcher` and `logger` that the command uses; in place
     of the others it has launcher=spawn and logger=none. With one of them, other options of all groups can be chosen.
@@ -46,7 +56,6 @@ def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> t
         RefusedError: the file is damaged, or an override does not apply to it.
     """
     arguments = Arguments.of(argv)
-    tree = _loaded(path)
     config_dir = config_dir_of(arguments.config_dir)
     check_syntax(arguments.overrides)
     chosen = _chosen(arguments.overrides, keeps, config_dir)
@@ -63,6 +72,15 @@ def override_file(path: Path, argv: list[str], keeps: Collection[str] = ()) -> t
     nodes = _remove_inherited(tree, typed_targets(others))
     for override in others:
         _override(tree, override, is_in(override, nodes) or counts_unlisted(override) or _is_field(override))
+    return restated(tree, grants, path)
+
+
+def restated(tree: dict[str, Any], grants: Grants, path: Path) -> tuple[Mapping[str, Any], str]:
+    """Resolve the configuration of the run directory in which `path` lies; also return it as text.
+
+    Raises:
+        UnrestatedError: it has settings that `grants` does not cover. RefusedError: it cannot be resolved.
+    """
     values, read = _resolved(tree, grants, path)
     if settings := unrestated(values, tree, read, grants):
         raise UnrestatedError(shortest(path.parent), settings)

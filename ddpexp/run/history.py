@@ -90,7 +90,7 @@ def resolved_values(run: RunDir, manifest: Mapping[str, Any] | None) -> dict[str
         RefusedError: config.yaml, or manifest.json, cannot be read.
     """
     stored = read_stored(run, manifest)
-    return {} if stored is None else _values(stored.tree, manifest)
+    return {} if stored is None else values_of(stored.tree, manifest)
 
 
 def periods_of(run: RunDir, manifest: Mapping[str, Any] | None) -> list[Period]:
@@ -110,12 +110,13 @@ def periods_of(run: RunDir, manifest: Mapping[str, Any] | None) -> list[Period]:
     for start in starts:
         tree = trees.get(start.config_sha256)
         if tree is not None or (start is starts[-1] and now):
-            values = now if tree is None else _values(tree, manifest)
+            values = now if tree is None else values_of(tree, manifest)
             periods.append(Period(start.after or 0, values, start.is_exact))
     return [one for one, following in pairwise(periods) if one.after < following.after] + periods[-1:]
 
 
-def _values(tree: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any]:
+def values_of(tree: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the values of a configuration by key; the manifest has facts of the data, and what was chosen for auto."""
     values = flat(resolve(tree, recorded_facts(manifest)))
     chosen = manifest.get("resolved") if manifest else None
     return {
@@ -126,12 +127,12 @@ def _values(tree: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _facts_of_starts(manifest: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Return what the manifest records of each start, the oldest first: `earlier` has what differs from the next."""
-    if manifest is None or "started" not in manifest:
+    if manifest is None or not isinstance(manifest.get("started"), str):
         return []
     earlier = manifest.get("earlier")
     facts = [{key: value for key, value in manifest.items() if key != "earlier"}]
     for start in reversed(earlier if isinstance(earlier, list) else []):
-        if isinstance(start, Mapping):
+        if isinstance(start, Mapping) and isinstance(start.get("started"), str):
             facts.insert(0, {**facts[0], **start})
     return facts
 

@@ -29,6 +29,7 @@ _OF_THE_RUN = (
     "resolved",
     "config",
     "init_from",
+    "rerun_of",
     "earlier",
 )  # keys of the whole run, not of a start
 
@@ -62,8 +63,7 @@ def describe(
         "command": list(start.argv),
         "git": start.code.git,
         "code_diff": diff,
-        "python": platform.python_version(),
-        "packages": packages(sys.path),
+        **versions(),
         "hosts": list(dict.fromkeys(start.participants.hosts)),
         "owners": sorted(set(start.participants.owners)),
         "platform": platform.platform(),
@@ -72,7 +72,9 @@ def describe(
         "changes": list(start.changes),
         "restart": restart_count(),
     }
-    of_the_run = {key: before[key] for key in ("init_from", "facts", "resolved") if key in before} if before else {}
+    of_the_run = (
+        {key: before[key] for key in ("init_from", "facts", "resolved", "rerun_of") if key in before} if before else {}
+    )
     if start.facts:
         of_the_run["facts"] = {**of_the_run.get("facts", {}), **start.facts}
     if start.resolved:
@@ -113,6 +115,11 @@ def diff_of(run: RunDir, code: Snapshot, before: Mapping[str, Any] | None) -> tu
         return recorded, None
     path = first_free_name(run.diff) if os.path.lexists(run.diff) else run.diff
     return {"file": path.name, "sha256": digest, "is_cut": code.is_cut}, path
+
+
+def versions() -> dict[str, Any]:
+    """Return the versions of Python and of all packages of this command."""
+    return {"python": platform.python_version(), "packages": packages(sys.path)}
 
 
 def packages(path: Sequence[str]) -> dict[str, str]:

@@ -167,21 +167,29 @@ def resolve_layout(previous: PreviousRun, layout: Layout, threads_key: str | int
     world = previous.manifest.get("world") if previous.manifest else None
     if isinstance(world, Mapping):
         size = world.get("world_size")
-        threads = world.get("threads")
         device = world.get("device")
         if size != layout.world_size:
             notes.append(f"{counted(layout.world_size, 'worker')} instead of {size}")
         if device != layout.device:
             notes.append(f"device: {device} -> {layout.device}")
-        if threads_key == "auto" and isinstance(threads, int) and threads > 0:
-            check_threads(threads)
-            if threads != layout.threads:
-                notes.append(
-                    f"threads: {threads} each as before, because another number changes the last bits of the result; "
-                    f"this start would have chosen {layout.threads} (trainer.threads={layout.threads})"
-                )
-            layout = replace(layout, threads=threads)
+        chosen = layout.threads
+        layout = with_threads_of(layout, previous.manifest, threads_key)
+        if layout.threads != chosen:
+            notes.append(
+                f"threads: {layout.threads} each as before, because another number changes the last bits of the "
+                f"result; this start would have chosen {chosen} (trainer.threads={chosen})"
+            )
     return layout, notes + list_changes(previous.changes)
+
+
+def with_threads_of(layout: Layout, manifest: Mapping[str, Any] | None, threads_key: str | int) -> Layout:
+    """Return a layout with the threads of another run, if trainer.threads is auto: see `resolve_layout`."""
+    world = manifest.get("world") if manifest else None
+    threads = world.get("threads") if isinstance(world, Mapping) else None
+    if threads_key != "auto" or not isinstance(threads, int) or threads <= 0:
+        return layout
+    check_threads(threads)
+    return replace(layout, threads=threads)
 
 
 def _is_longer(changes: Sequence[Change], trainer: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
@@ -209,7 +217,7 @@ def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -
     if other is not None:
         raise RefusedError(
             f"{state}: {other} has no effect",
-            suggestion="Start a new run with another run.dir, or make this run longer with trainer.epochs or "
+            suggestion="Train a new run with it (ddpexp rerun), or make this run longer with trainer.epochs or "
             f"trainer.max_steps{' or trainer.max_seconds' if early else ''}.",
         )
     if isinstance(stopped, str) and (callback := re.match(r"callbacks\.[\w-]+", stopped)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,15 +15,17 @@ from ddpexp.config.instantiate import Trust
 from ddpexp.config.names import named
 from ddpexp.config.parse import parse
 from ddpexp.config.plugins import hidden
+from ddpexp.config.recomposed import Recomposed, StoredExperiment, recompose
 from ddpexp.config.restated import UnrestatedError
 from ddpexp.config.schema import Experiment
 from ddpexp.config.stored import override_file
 from ddpexp.errors import RefusedError
 from ddpexp.run import directory, links
 from ddpexp.run.directory import RunDir
-from ddpexp.run.resume_arguments import trust_arguments
-from ddpexp.run.stored_config import check_config, check_config_exists
+from ddpexp.run.resume_arguments import config_folder, trust_arguments
+from ddpexp.run.stored_config import check_config, check_config_exists, read_stored, recorded_facts
 from ddpexp.system import files
+from ddpexp.system.secrets import with_references
 from ddpexp.system.terminal import print_message
 
 _RECORDS = (".yaml", ".json", ".jsonl", ".log", ".txt")  # files of a run directory that hold no weights
@@ -105,6 +107,36 @@ def read_run(
         raise RefusedError(error.reason, suggestion=error.advice(again), place=error.place) from None
     _check_code(run, values, restate, is_own)
     return StoredRun(parse(values), text, run, run.read_if_present(run.manifest) or {})
+
+
+def read_to_rerun(
+    run: RunDir, arguments: Sequence[str], description: str, restate: Restate, is_exact: bool
+) -> tuple[Experiment, Recomposed]:
+    """Read a run directory with the arguments of a command that trains its experiment again, in a directory of its own.
+
+    Raises:
+        RefusedError: as `read_run`, or the run was stopped before it had a configuration.
+    """
+    check_config(run, description)
+    manifest = run.read_if_present(run.manifest)
+    stored = read_stored(run, manifest)
+    if stored is None:
+        raise RefusedError("was stopped before it had a configuration", place=description)
+    accepted = StoredExperiment(
+        run.config, with_references(stored.tree), run.read_overrides(), recorded_facts(manifest), is_exact
+    )
+    try:
+        recomposed = recompose(accepted, arguments)
+    except UnrestatedError as error:
+        raise RefusedError(
+            error.reason, suggestion=error.advice(restate(run, error) or ""), place=error.place
+        ) from None
+    _check_code(run, recomposed.values, restate, is_own=True)
+    edits = (
+        f"config.yaml was edited since its last start, which does not count here: {', '.join(map(str, stored.edits))}"
+    )
+    notes = [*recomposed.notes, *([edits] if stored.edits else [])]
+    return parse(recomposed.values), replace(recomposed, notes=notes)
 
 
 def find_weights(
@@ -190,9 +222,19 @@ def _check_code(run: RunDir, values: Mapping[str, Any], restate: Restate, is_own
     section = values["run"]
     trust = Trust(tuple(section["trust"] or ()), Path(section["code"]) if section["code"] else None)
     for key, target in foreign.items():
-        if not trust.allows(target, key.removesuffix("._target_")) and trust_arguments(run):
-            if advice := hidden(target):
-                raise RefusedError(f"{run.path} names code that is not there ({key}={target})", suggestion=advice)
+        if trust.allows(target, key.removesuffix("._target_")):
+            continue
+        recorded = trust_arguments(run)
+        if recorded and (advice := hidden(target)):
+            raise RefusedError(f"{run.path} names code that is not there ({key}={target})", suggestion=advice)
+        if (
+            trust.code is not None
+            and recorded == config_folder(run)
+            and Path(recorded[-1]).resolve().parent == trust.code
+        ):
+            reason = f"There is no module {target.partition('.')[0]} in {trust.code} any more"
+            raise RefusedError(reason, key=key, value=target, suggestion="Put it back.")
+        if recorded:
             raise RefusedError(
                 f"{run.path} names code of its own ({key}={target}), which runs only when it is restated. If it is "
                 f"yours: {restate(run)}{trusted.advice(target)}"

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,9 +24,11 @@ from ddpexp.config.validate import check_layouts
 from ddpexp.errors import Failure, RefusedError, subject
 from ddpexp.launch import Done, Failed, Interrupted, Job, Layout, Lifecycle, Outcome, Participants, Work
 from ddpexp.launch.rendezvous import started_by
-from ddpexp.run import alerts, directory, links, lock, manifest, pretrained, repository, resume, sync
+from ddpexp.run import alerts, directory, links, lock, manifest, pretrained, repeated, repository, resume, sync
 from ddpexp.run.directory import RunDir
+from ddpexp.run.history import values_of
 from ddpexp.run.prepare import prepare, prepare_to_resume, used_facts
+from ddpexp.run.provenance import provenance
 from ddpexp.run.resume_arguments import config_folder, config_options, config_path, restated_arguments
 from ddpexp.run.same_inputs import check_same_data, code_folder, code_of
 from ddpexp.run.start_files import StartFiles
@@ -174,6 +177,9 @@ class Training(Lifecycle):
         if previous is not None:
             layout, notes = resume.resolve_layout(previous, layout, self.job.request.threads)
             notes += check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
+        elif (origin := self._origin) is not None and self.experiment.run.rerun_exact:
+            repeats = origin.read_if_present(origin.manifest)
+            layout = resume.with_threads_of(layout, repeats, self.job.request.threads)
         is_old = self.resume_from is not None or resume.has_checkpoint(run)  # what a run directory names is not fetched
         fetched = pretrained.before_workers(self.experiment, self._files.text, is_old)
         initial_weights = initial.as_safetensors(self.experiment.run, initial_weights, run.path, notes)
@@ -194,8 +200,10 @@ class Training(Lifecycle):
             facts=self._files.facts,
             resolved=resolved,
         )
+        contents = manifest.describe(start, data, before, diff)
+        if previous is None:
+            notes += self._repeat(contents)
         with self._refuse_if_unwritable(run):
-            contents = manifest.describe(start, data, before, diff)
             self.run, self._began = run, True
             self._files.write(run, previous, contents, {path: snapshot.diff} if path else {})
         worker_args = {
@@ -204,6 +212,26 @@ class Training(Lifecycle):
         # The hashes prove that another host sees the same run directory.
         shared = {"run": str(run.path.resolve()), "manifest": files.digest(run.manifest), "worker_args": worker_args}
         return replace(self._work(run, data, worker_args), shared=shared)
+
+    @property
+    def _origin(self) -> RunDir | None:
+        """The run that this one repeats."""
+        path = self.experiment.run.rerun_of
+        return RunDir(Path(path)) if path is not None else None
+
+    def _repeat(self, contents: dict[str, Any]) -> list[str]:
+        """Record in the manifest of a new run what it repeats; return lines on what differs from that.
+
+        Raises:
+            RefusedError: with run.rerun_exact, because something does that can change numbers.
+        """
+        if (origin := self._origin) is None:
+            return []
+        tree = parse_config(self._files.text)
+        groups = provenance(values_of(tree, contents), contents)
+        record, lines = repeated.compared(origin, groups, self.experiment.run.rerun_exact, tree)
+        contents["rerun_of"] = record
+        return lines
 
     def _initial_weights(self, owners: Sequence[str]) -> Mapping[str, str]:
         """Return the resolved path of run.init_from for the first start, the same for all workers."""
@@ -241,6 +269,7 @@ class Training(Lifecycle):
             match outcome:
                 case Done():
                     self._alert_if_done()
+                    self._compare_with_repeated()
                 case Failed(failure):
                     self._fail(failure)
                 case Interrupted(step, saved):
@@ -289,6 +318,18 @@ class Training(Lifecycle):
     def _alert_if_done(self) -> None:
         if self._trained_here and self.run is not None and self.run.status() == "done":
             self._alert(alerts.text_of(self.run.read(self.run.result)))
+
+    def _compare_with_repeated(self) -> None:
+        """Print whether the run has ended as the one that it repeats.
+
+        Raises:
+            UnequalError: with run.rerun_exact, because it has not.
+        """
+        if not self._trained_here or self.run is None or self.run.status() != "done":
+            return
+        text = repeated.verdict(self.run, self.experiment.run.rerun_exact)
+        if text is not None:
+            print_message(f"ddpexp: {text}", sys.stdout)
 
     @property
     def _trained_here(self) -> bool:

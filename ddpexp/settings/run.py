@@ -49,6 +49,8 @@ class RunSettings:
     init_weights: Literal["raw", "ema"]
     init_rename: Mapping[str, str] | None
     init_skip: tuple[str, ...]
+    rerun_of: str | None
+    rerun_exact: bool
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
+from ddpexp.errors import RefusedError
 from ddpexp.sweep.record import Goal
-from ddpexp.sweep.rows import Row
+from ddpexp.sweep.rows import Row, goal_of, rows_of
 
 SEED, FOLD = "trainer.seed", "data.fold"
 
@@ -115,6 +117,25 @@ def best_of(rows: Sequence[Row], goal: Goal) -> Row | None:
         if best is not None:
             return best
     return None
+
+
+def best_job(path: Path) -> Row:
+    """Return the job of a sweep's directory with the best value of its objective.
+
+    Raises:
+        RefusedError: the sweep has no objective, or no job has a value of it.
+    """
+    rows, goal = by_best(rows_of(path), goal_of(path))
+    if goal.metric is None:
+        raise RefusedError(
+            "has no objective, by which a job would be the best",
+            place=path,
+            suggestion="Start the sweep with sweep.objective=eval/loss, or name one of its jobs.",
+        )
+    best = best_of(rows, goal)
+    if best is None:
+        raise RefusedError(f"has no job that has recorded {goal.metric} yet", place=path)
+    return best
 
 
 def repeats(rows: Sequence[Row]) -> list[str]:

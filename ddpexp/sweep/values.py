@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpexp.config.keys import MISSING
 from ddpexp.errors import shown
+from ddpexp.run.difference_texts import spans
 from ddpexp.run.differences import Value, differing
 from ddpexp.sweep.files import HOW_IT_RUNS
 
@@ -25,7 +25,7 @@ class Settings:
     def text(self, key: str) -> str:
         """Return the value of a key as text; of a section which option was chosen. Empty: there is none."""
         if key in self.changed:
-            return " -> ".join(map(_since, self.changed[key]))
+            return spans(self.changed[key])
         if key in self.resolved:
             return shown(self.resolved[key])
         if key in self.overrides:
@@ -55,9 +55,3 @@ def texts(runs: Sequence[Settings], named: Sequence[str] = ()) -> list[dict[str,
     return [
         {key: same.get(key, run.text(key)) for key in keys} if run.resolved else dict(run.overrides) for run in runs
     ]
-
-
-def _since(value: Value) -> str:
-    text = "unset" if value.value is MISSING else shown(value.value)
-    about = "" if value.is_exact else "about "
-    return f"{text} at {about}{value.after:,}" if value.after else text

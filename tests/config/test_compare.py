@@ -104,7 +104,7 @@ def test_what_the_steps_so_far_were_made_of_stays_even_when_overridden(
     old = stored[section][last]
     assert said.startswith(f"run.dir=x was started with {key}={old}, and this is {key}={value}: {reason}")
     data = f"type {key}={value} run.allow_changes=[data] to continue with other samples, " if section == "data" else ""
-    assert said.endswith(f". Keep {key}={old}, {data}or start a new run with another run.dir.")
+    assert said.endswith(f". Keep {key}={old}, {data}or train a new run with it (ddpexp rerun).")
 
 
 def test_another_recipe_is_named_before_the_keys_that_follow_from_it(stored: dict[str, Any]) -> None:

@@ -402,7 +402,7 @@ def test_a_value_that_changed_on_a_resume_is_shown_with_its_steps(trained: Path)
     [first, *_] = rows_of(trained)
     changed = {"optimizer.lr": (Value(0, 0.1), Value(1200, 0.01), Value(1300, MISSING, is_exact=False))}
     [row] = with_values([replace(first, changed=changed)])
-    assert row.values["optimizer.lr"] == "0.1 -> 0.01 at 1,200 -> unset at about 1,300"
+    assert row.values["optimizer.lr"] == "0.1 -> 0.01 at 1,200 -> not set at about 1,300"
     assert varying([row]) == ["optimizer.lr"]
 
 

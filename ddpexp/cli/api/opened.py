@@ -335,6 +335,32 @@ class Run:
         run = self._stored(overrides)
         return model_input(run.experiment, run.manifest, given, split)
 
+    def rerun(
+        self,
+        overrides: Sequence[str] = (),
+        *,
+        exact: bool = False,
+        cwd: str | Path | None = None,
+        quiet: bool = False,
+    ) -> Run:
+        """Train the experiment of this run again in a new directory, as `ddpexp rerun` does, and return the new run.
+
+            other = run.rerun(["optimizer.lr=0.01", "run.dir=other"])
+
+        Args:
+            overrides: What is to change, such as `["optimizer=adamw"]`, and where the new run lies.
+            exact: Refuse what can change the numbers, and fail if the weights or metrics are not equal at the end.
+            cwd: The current folder of the command, as for `ddpexp.run`.
+            quiet: As for `ddpexp.run`.
+
+        Raises:
+            RefusedError, RunFailedError, RunInterruptedError: As for `ddpexp.run`.
+        """
+        from ddpexp.cli.api.start import run
+
+        options = ["--exact"] if exact else []
+        return run(["rerun", str(self.path), *self._trusted(), *overrides, *options], cwd=cwd, quiet=quiet)
+
     def _run_verb(
         self,
         verb: str,

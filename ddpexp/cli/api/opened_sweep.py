@@ -11,7 +11,7 @@ from ddpexp.cli.api.opened import Run, trusted
 from ddpexp.errors import RefusedError
 from ddpexp.run import directory as directories
 from ddpexp.sweep.as_json import group_records, row_as_dict
-from ddpexp.sweep.comparison import best_of, by_best
+from ddpexp.sweep.comparison import best_job, by_best
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row, goal_of, rows_of
@@ -74,15 +74,7 @@ class Sweep:
         Raises:
             RefusedError: The sweep has no objective, or no job has a value of it.
         """
-        rows, goal = self._compared()
-        if goal.metric is None:
-            raise RefusedError(
-                "has no objective", place=self.path, suggestion="Start the sweep with sweep.objective=eval/loss."
-            )
-        best = best_of(rows, goal)
-        if best is None:
-            raise RefusedError(f"has no job that has recorded {goal.metric} yet", place=self.path)
-        return self._run(best.path)
+        return self._run(best_job(self.path).path)
 
     def _compared(self) -> tuple[list[Row], Goal]:
         return by_best(rows_of(self.path), goal_of(self.path))

@@ -43,7 +43,7 @@ def run(arguments: Sequence[str], *, cwd: str | Path | None = None, quiet: bool 
         RunInterruptedError: A signal ended it; a KeyboardInterrupt, with the command to resume and `run`.
     """
     words = checked(arguments, "run")
-    if (first := words[0] if words else "") != "resume" and first in verbs.NAMES:
+    if (first := words[0] if words else "") not in ("resume", "rerun") and first in verbs.NAMES:
         raise RefusedError(f"ddpexp.run trains or resumes, and {first} does neither", suggestion=_instead(first))
     if any(word in MULTIRUN for word in words):
         raise RefusedError("ddpexp.run starts one run, and -m makes a sweep", suggestion="Use ddpexp.sweep.")
@@ -181,6 +181,7 @@ def _instead(name: str) -> str:
     found = {
         "evaluate": "Use ddpexp.open_run(DIR).evaluate().",
         "status": "Use ddpexp.open_run(DIR).status or ddpexp.open_sweep(DIR).rows().",
+        "diff": "Use ddpexp.diff([DIR, DIR]).",
         "table": "Use ddpexp.open_sweep(DIR).rows().",
     }
     return found.get(name, f"Use the command line, ddpexp {name}, with --json where it has that.")

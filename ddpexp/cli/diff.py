@@ -1,0 +1,100 @@
+"""The command `ddpexp diff`: what runs differ in; it starts nothing."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpexp.cli.verb import Call
+from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.run.provenance import without_inner
+from ddpexp.run.stored_run import find_run
+from ddpexp.sweep.diff import RunsDiff, cell, compare_runs
+from ddpexp.sweep.folder import SweepDir
+from ddpexp.sweep.grid import show
+from ddpexp.system import files
+from ddpexp.system.terminal import print_json, print_message
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def diff(call: Call) -> int:
+    """Print what runs differ in.
+
+    Raises:
+        RefusedError: fewer than two directories, or one that holds no run.
+    """
+    compared = compare_runs(runs_of(call.operands, call.name))
+    if call.as_json:
+        print_json(compared.as_dict())
+        return EXIT_DONE
+    show(_table(compared))
+    for text in _sentences(compared):
+        print_message(text, sys.stdout)
+    return EXIT_DONE
+
+
+def runs_of(sources: Sequence[str], name: str) -> list[Path]:
+    """Return the directories of runs.
+
+    Raises:
+        RefusedError: fewer than two, one twice, or one that is none.
+    """
+    for source in sources:
+        if "=" in source and not Path(source).exists():
+            raise RefusedError("takes directories of runs alone", place=name, suggestion=f"Leave {source} out.")
+        if SweepDir(Path(source)).is_sweep():
+            raise RefusedError(
+                "is a sweep, whose jobs are compared in a table",
+                place=f"{name} {source}",
+                suggestion=f"Type python -m ddpexp table {shlex.quote(source)}, or name the jobs.",
+            )
+    paths = [find_run(source, name).path for source in sources]
+    if len({path.resolve() for path in paths}) < max(2, len(paths)):
+        raise RefusedError(
+            "compares two runs or more, each named once",
+            place=shlex.join([name, *sources]),
+            suggestion="How far one run is, and where: python -m ddpexp status RUN_DIR.",
+        )
+    return paths
+
+
+def _table(compared: RunsDiff) -> Table:
+    """Return the table: a line for each key that differs and each result, a column for each run."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    table.add_column("", overflow="fold")
+    for run in compared.runs:
+        table.add_column(Text(files.relative(run.row.path)), overflow="fold")
+    for group, keys in compared.groups().items():
+        table.add_row(Text(group, "bold"))
+        for key, values in without_inner({key: tuple(values) for key, values in keys.items()}).items():
+            cells = iter(values)
+            texts = ["cannot be read" if run.problem else cell(key, next(cells)) for run in compared.runs]
+            table.add_row(*map(Text, (f"  {key}", *texts)))
+    table.add_row(Text("results", "bold"))
+    for key, results in compared.results().items():
+        table.add_row(*map(Text, (f"  {key}", *(cell(key, value) for value in results))))
+    return table
+
+
+def _sentences(compared: RunsDiff) -> list[str]:
+    """Return what is said below the table."""
+    sentences = [f"{files.typed(run.row.path)}: {run.problem}" for run in compared.runs if run.problem is not None]
+    sentences += [
+        f"{files.typed(run.row.path)} has no record of its {', '.join(run.unrecorded)}"
+        for run in compared.readable
+        if run.unrecorded
+    ]
+    if not compared.groups() and len(compared.readable) > 1:
+        sentences.append("nothing differs in configuration, code, versions, data, machine and starts")
+    if compared.has_equal_weights:
+        sentences.append("the weights of all are equal, to the bit")
+    return sentences
