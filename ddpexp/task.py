@@ -107,7 +107,7 @@ class HasFinish(Protocol):
         `sums` holds an entry for each name that `step` returned in evaluation, and `loss`, over the whole set and on
         the host: `(total, count)` for the loss and for every pair, an int64 tensor for integers, and for a metric of
         torchmetrics its computed value. Of several losses each is there as `loss/NAME`, and `loss` is their sum over a
-        count of 1. A returned `loss` takes the place of the mean. Called after each evaluation of each set, not for the
+        count of 1. A returned `loss` takes the place of the mean. Called before `on_eval`, for each set, and not for the
         records of training.
 
             def finish(self, sums):
@@ -345,12 +345,14 @@ class HasOnEval(Protocol):
     """A task that logs something about an evaluation, such as images with predictions."""
 
     def on_eval(self, model: nn.Module, batch: Any, logger: Logger, step: int) -> None:
-        """Log something about an evaluation, given its first batch; without gradients, and without autocast.
+        """Log something about an evaluation, given the first batch of its first set; without gradients and autocast.
 
+        Called when all sets are evaluated and `finish` has been called for each, after their metrics are recorded.
         `model` is as in `step`, in evaluation mode, not wrapped, with the average of the weights where there is one.
         `logger` goes to all loggers of the run: see `ddpexp.loggers.base.Logger`. Random numbers are not seeded: draw
         them from a generator of your own, so that pictures of different steps can be compared.
-        Shapes: an image is (height, width, 3) uint8. Units: steps, the number done.
+        Shapes: an image is (height, width, 3) or (3, height, width), of bytes or of floats from 0 to 1, as a tensor, an
+        array or a picture of PIL. Units: steps, the number done.
         Ranks: rank zero; must not communicate. Where a forward pass communicates (`strategy=fsdp` or
         `pipeline` with `strategy.gather_in_evaluation=false`), all, with a logger that records nothing on the others.
         """

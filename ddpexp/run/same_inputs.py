@@ -54,8 +54,9 @@ def check_same_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mappin
         return [f"{change} (run.allow_changes=[code])"]
     if isinstance(accepted, Mapping) and not sources.differences(accepted, now):
         return [f"{change}, which the last start was allowed to use"]
+    detailed = f"since step {step} {', '.join(sources.differences(before, now, with_parts=True))}"
     raise RefusedError(
-        f"{name}: {change}, so the steps to come would be computed by other code than the steps so far",
+        f"{name}: {detailed}, so the steps to come would be computed by other code than the steps so far",
         suggestion="Type run.allow_changes=[code] to resume with the new code, or start a new run with another "
         "run.dir.",
     )

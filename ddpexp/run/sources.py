@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import os
 import sys
 import warnings
@@ -18,11 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import ddpexp
+from ddpexp.system.text import first_few
 
 _MODULES = 500  # at most, in a run: a recipe has a few files
 _PARSED_BYTES = 1 << 20  # larger files are data, and are hashed without parsing
 _HASHED_BYTES = 64 << 20
 _RECIPES = "ddpexp.recipes"
+_ONLY_SHOW = ("on_eval",)  # methods that log something of an evaluation, and compute nothing of the steps
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_REST = "statements outside of functions and classes"
+_DIGITS = 16  # of the hash of a part
+_LISTED = 4  # parts in a message
 _STDLIB = os.path.dirname(os.__file__)
 _OF_PYTHON = (BuiltinImporter, FrozenImporter, PathFinder)  # what they find is found here, in the folders of `find`
 
@@ -52,11 +59,13 @@ def find(targets: Sequence[str], code: Path | None, path: Sequence[str]) -> Code
     return Code({"python": "{}.{}".format(*sys.version_info), "targets": wanted, "modules": modules}, walk.files)
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], with_parts: bool = False) -> list[str]:
     """Return the changes between two fingerprints, a phrase for each module, those of targets first.
 
+    `with_parts` names the functions and classes of a file that have changed, where they are recorded.
+
     Two files are equal if their bytes are, or if the same version of Python parses them to the same code: comments,
-    blank lines and docstrings do not count.
+    blank lines, docstrings and the methods `on_eval` of classes do not count.
     """
     old, new = _modules(before), _modules(now)
     same_python = before.get("python") == now.get("python")
@@ -72,11 +81,26 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             changes.append(f"{_called(name, is_now)} is new")
         elif was.get("version") != is_now.get("version"):
             changes.append(f"{name} is {_version(is_now)} instead of {_version(was)}")
-        elif was.get("sha256") != is_now.get("sha256") and not (
-            same_python and was.get("syntax") == is_now.get("syntax", "none")
-        ):
-            changes.append(f"{_called(name, is_now)} has changed")
+        elif was.get("sha256") != is_now.get("sha256") and not (same_python and _is_same_code(was, is_now)):
+            parts = _changed_parts(was, is_now) if with_parts and same_python else ""
+            changes.append(f"{_called(name, is_now)} has changed{parts}")
     return changes
+
+
+def _is_same_code(was: Mapping[str, Any], is_now: Mapping[str, Any]) -> bool:
+    """Return whether a file does the same by the records of its syntax, in which `on_eval` does not count."""
+    if was.get("syntax") == is_now.get("syntax", "none"):
+        return True
+    return "parts" in was and json.dumps(was["parts"]) == json.dumps(is_now.get("parts"))  # in the same order, too
+
+
+def _changed_parts(was: Mapping[str, Any], is_now: Mapping[str, Any]) -> str:
+    """Return which functions and classes of a file have changed, in parentheses; empty if nothing is known of them."""
+    before, now = was.get("parts"), is_now.get("parts")
+    if not isinstance(before, Mapping) or not isinstance(now, Mapping):
+        return ""
+    names = [str(name) for name in {**now, **before} if before.get(name) != now.get(name)]
+    return f" ({first_few(names, _LISTED)})" if names else ""
 
 
 def _recipe_targets(fingerprint: Mapping[str, Any]) -> list[str]:
@@ -208,7 +232,9 @@ class _Walk:
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
         try:
-            entry["syntax"] = hashlib.sha256(_without_docstrings(tree).encode("utf-8", "surrogatepass")).hexdigest()
+            _remove_docstrings(tree)
+            entry["syntax"] = _digest(ast.dump(tree))
+            entry["parts"] = _parts(tree)
         except RecursionError:  # nested too deeply to be dumped
             pass
         return tree
@@ -301,8 +327,36 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
                 waiting += inner
 
 
-def _without_docstrings(tree: ast.Module) -> str:
-    """Dump a syntax tree without docstrings. Changes the tree."""
+def _parts(tree: ast.Module) -> dict[str, str]:
+    """Return a hash of each function, method, rest of a class and rest of the file, by name, in their order.
+
+    Methods that compute nothing of a run, by `_ONLY_SHOW`, are left out.
+    """
+    found: dict[str, str] = {}
+
+    def add(name: str, node: ast.AST) -> None:
+        found[name] = found.get(name, "") + ast.dump(node)
+
+    for statement in tree.body:
+        if isinstance(statement, _FUNCTIONS):
+            add(statement.name, statement)
+        elif isinstance(statement, ast.ClassDef):
+            for inner in statement.body:
+                if isinstance(inner, _FUNCTIONS) and inner.name not in _ONLY_SHOW:
+                    add(f"{statement.name}.{inner.name}", inner)
+            statement.body = [inner for inner in statement.body if not isinstance(inner, _FUNCTIONS)]
+            add(statement.name, statement)
+        else:
+            add(_REST, statement)
+    return {name: _digest(dump)[:_DIGITS] for name, dump in found.items()}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _remove_docstrings(tree: ast.Module) -> None:
+    """Remove the docstrings of a syntax tree."""
     for node in _statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             first = node.body[0]
@@ -312,7 +366,6 @@ def _without_docstrings(tree: ast.Module) -> str:
                 and isinstance(first.value.value, str)
             ):
                 del node.body[0]
-    return ast.dump(tree)
 
 
 def _shown(place: _Module) -> str:

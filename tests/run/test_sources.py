@@ -125,6 +125,48 @@ def test_what_has_changed_is_named_with_the_targets_own_first(folder: Path) -> N
     assert sources.differences(after, before) == ["mine.py has changed", "helpers.py has changed", "unused.py is gone"]
 
 
+TASK = """
+COLOR = 'red'
+
+
+class Task:
+    size = 3
+
+    def step(self, model, batch):
+        return model(batch)
+
+    def on_eval(self, model, batch, logger, step):
+        logger.image('a', paint('red'), step)
+
+
+def paint(color):
+    return color
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("paint('red')", "paint('blue')", []),
+        ("    def on_eval(self, model, batch, logger, step):\n        logger.image('a', paint('red'), step)\n", "", []),
+        ("return model(batch)", "return model(2 * batch)", ["(Task.step)"]),
+        ("size = 3", "size = 4", ["(Task)"]),
+        ("return color", "return [color]", ["(paint)"]),
+        ("COLOR = 'red'", "COLOR = 'blue'", ["(statements outside of functions and classes)"]),
+        ("def step", "def later", ["(Task.later, Task.step)"]),
+    ],
+)
+def test_what_logs_an_evaluation_may_change_and_other_parts_are_named(
+    folder: Path, old: str, new: str, expected: list[str]
+) -> None:
+    (folder / "mine.py").write_text(NET + TASK)
+    before = read(folder)
+    assert old in TASK
+    (folder / "mine.py").write_text(NET + TASK.replace(old, new))
+    found = sources.differences(before, read(folder), with_parts=True)
+    assert found == [f"mine.py has changed {one}" for one in expected]
+
+
 def test_a_trusted_package_is_found_along_the_path_and_only_it_counts(folder: Path, tmp_path: Path) -> None:
     found = sources.find(["parts.blocks.Block"], None, [str(tmp_path / "nowhere"), str(folder)]).fingerprint
     assert set(found["modules"]) == {"parts", "parts.blocks", "parts.deep.core", "parts.late"}
@@ -164,7 +206,7 @@ def test_of_an_installed_package_the_version_counts() -> None:
     found = sources.find(["yaml.load", "hydra.main", "pytest.main"], None, sys.path).fingerprint
     assert found["modules"]["pytest"] == {"version": pytest.__version__}
     assert set(found["modules"]) == {"hydra", "pytest", "yaml"}  # two have distributions of other names
-    assert set(found["modules"]["yaml"]) == {"file", "sha256", "syntax"}
+    assert set(found["modules"]["yaml"]) == {"file", "sha256", "syntax", "parts"}
     older = {**found, "modules": {**found["modules"], "pytest": {"version": "1.0"}}}
     assert sources.differences(older, found) == [f"pytest is {pytest.__version__} instead of 1.0"]
 

@@ -108,7 +108,7 @@ class _Given:
 
 def _opened(given: Any, delimiter: str | None) -> tuple[SplitFiles, TableReader, bool]:
     """Return what messages call the rows, and the rows. Raises: RefusedError."""
-    in_memory = SplitFiles("eval", Source(INPUT, "rows", 0, 0), None, None, None)
+    in_memory = SplitFiles("eval", Source("input", "rows", 0, 0), None, None, None)
     if _is_frame(given):
         columns = {str(name): _values(given[name].tolist()) for name in given.columns}
         if not _counts(given.index.tolist()):
@@ -117,7 +117,7 @@ def _opened(given: Any, delimiter: str | None) -> tuple[SplitFiles, TableReader,
     if (path := as_path(given)) is not None:
         if path.suffix.lower() not in TABLES:
             raise wrong_kind(given, _ROWS)
-        source = source_of(INPUT, str(path))
+        source = source_of("input", str(path))
         return SplitFiles("eval", source, None, None, None), reader_of(source, delimiter), False
     values, is_one = listed(given)
     rows = [_mapping(value) for value in values]
