@@ -107,8 +107,8 @@ class HasFinish(Protocol):
         `sums` holds an entry for each name that `step` returned in evaluation, and `loss`, over the whole set and on
         the host: `(total, count)` for the loss and for every pair, an int64 tensor for integers, and for a metric of
         torchmetrics its computed value. Of several losses each is there as `loss/NAME`, and `loss` is their sum over a
-        count of 1. A returned `loss` takes the place of the mean. Called before `on_eval`, for each set, and not for the
-        records of training.
+        count of 1. A returned `loss` takes the place of the mean. Called for each set, before `on_eval`, and not for
+        the records of training.
 
             def finish(self, sums):
                 total, count = sums["loss"]
