@@ -138,6 +138,39 @@ class HasCounts(Protocol):
 
 
 @runtime_checkable
+class HasEmbed(Protocol):
+    """A task whose loss needs all samples of the global batch at once, as a contrastive loss: in place of `step`."""
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        """Return what the loss needs of a batch: a tensor, or a tuple or a mapping of tensors.
+
+        Called twice where a rank has several micro-batches, with the same random numbers; buffers change once.
+        Shapes: a row for each sample. It may have a third argument, `progress`.
+        """
+        ...
+
+    def loss(self, model: Any, embeddings: Any) -> Any:
+        """Return what `step` returns, of the embeddings of the whole global batch.
+
+            def embed(self, model, batch):
+                first, second = batch
+                return model(first), model(second)
+
+            def loss(self, model, embeddings):
+                first, second = embeddings
+                scores = first @ second.T * model.scale.exp()
+                labels = torch.arange(len(scores), device=scores.device)
+                return cross_entropy(scores, labels, reduction="sum"), len(scores), {}
+
+        `embeddings` has the form that `embed` returns, with the rows of all micro-batches in the order of the global
+        batch. Parameters that it reads, such as a temperature, get their gradient once. It must not call the model. In
+        an evaluation, the loss is that of each batch, and their mean is recorded.
+        Ranks: all, with the same result; must not communicate. It may have a third argument, `progress`.
+        """
+        ...
+
+
+@runtime_checkable
 class HasPredict(Protocol):
     """A task whose weights `ddpexp predict` can use."""
 

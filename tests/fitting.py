@@ -191,10 +191,11 @@ def manual(
     leave_out: tuple[int, ...] = (),
     loss: Any = None,
     kind: torch.dtype = torch.float32,
+    factory: Any = None,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Train as a tutorial would; return the weights, and each step's loss and gradient norm."""
     torch.manual_seed(0)
-    model = points.Net().to(kind)
+    model = (factory or points.Net)().to(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     data, losses, norms = points.points(96, 0), [], []
     for step in range(num_steps):

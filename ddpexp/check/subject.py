@@ -17,7 +17,7 @@ from ddpexp.errors import DdpexpError
 from ddpexp.strategy.replica import Models, modules_of
 from ddpexp.task import HasTrainStep, Task
 from ddpexp.train.precision import Precision
-from ddpexp.train.task_step import CurrentProgress, step_of
+from ddpexp.train.task_step import CurrentProgress, function_of, global_loss_of, step_of
 
 SEED = 1
 """Of every trial."""
@@ -39,7 +39,7 @@ class Subject:
     @property
     def function(self) -> Callable[..., Any]:
         """Return the function of the task that trains."""
-        return self.task.train_step if isinstance(self.task, HasTrainStep) else self.task.step
+        return self.task.train_step if isinstance(self.task, HasTrainStep) else function_of(self.task)
 
     @property
     def is_manual(self) -> bool:
@@ -49,7 +49,7 @@ class Subject:
     @property
     def has_step(self) -> bool:
         """Return whether the task can be evaluated."""
-        return callable(getattr(self.task, "step", None))
+        return callable(getattr(self.task, "step", None)) or global_loss_of(self.task) is not None
 
     def copied(self, trains: bool) -> Subject:
         """Return a copy in training or evaluation mode; the subject itself where it cannot be copied."""

@@ -16,9 +16,11 @@ from ddpexp.data.base import IndexData
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.samples import tensors_of
 from ddpexp.data.streams import Batches, Stream
+from ddpexp.errors import DdpexpError
 from ddpexp.system.text import first_few
 from ddpexp.train.losses import are_named, combined, losses_of, tensor_counts
 from ddpexp.train.task_checks import line_of, mean_for_a_sum, named, split_batch
+from ddpexp.train.task_step import function_of, global_loss_of
 
 
 def different_samples(train: Batches, evals: Mapping[str, EvalBatches]) -> str | None:
@@ -81,6 +83,8 @@ def wrong_sums(subject: Subject, batch: Any) -> list[str]:
     """Return the problems of a loss or a metric that is not additive over the samples of a batch, in evaluation."""
     if not subject.has_step:
         return []
+    if global_loss_of(subject.task) is not None:
+        raise DdpexpError("the loss is that of a whole batch, and no sum over samples")
     problem = mean_for_a_sum(
         subject.task, subject.model, subject.modules, batch, subject.precision, subject.device, subject.current
     )
@@ -91,7 +95,7 @@ def wrong_sums(subject: Subject, batch: Any) -> list[str]:
     with torch.no_grad():
         whole, *others = ([*_sums(subject.copied(trains=False).step(one))] for one in (batch, *parts))
     by_name = [{name: (total, count) for name, total, count in sums} for sums in (whole, *others)]
-    step = subject.task.step
+    step = function_of(subject.task)
     for name, (total, count) in by_name[0].items():
         if not all(name in sums for sums in by_name[1:]) or (name == "loss" and problems):
             continue
@@ -118,9 +122,9 @@ def changing_names(subject: Subject, batches: Sequence[Any], where: str) -> str 
     if other is None:
         return None
     return (
-        f"{named(subject.task.step)} returns the metrics {first_few(found[0]) or 'none'} for one batch of `{where}` "
-        f"and {first_few(other) or 'none'} for another: return the same names for every batch, with a count of 0 where "
-        "there is nothing to count."
+        f"{named(function_of(subject.task))} returns the metrics {first_few(found[0]) or 'none'} for one batch of "
+        f"`{where}` and {first_few(other) or 'none'} for another: return the same names for every batch, with a count "
+        "of 0 where there is nothing to count."
     )
 
 
@@ -176,7 +180,7 @@ def _uneven_counts(subject: Subject, batches: Sequence[Any]) -> str | None:
         counts = [others[name][1] for others in losses if name in others]
         other = next((other for other in counts if other != count), None)
         if other is not None and not isinstance(count, Tensor):
-            return f"{named(subject.task.step)} returns the counts {count} and {other}"
+            return f"{named(function_of(subject.task))} returns the counts {count} and {other}"
     return None
 
 

@@ -33,6 +33,7 @@ from ddpexp.train.build import RunContext
 from ddpexp.train.join import join_world
 from ddpexp.train.process import open_log, run_rank
 from ddpexp.train.task_checks import named
+from ddpexp.train.task_step import function_of
 
 _NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory): you tried to allocate (\d+)")
 
@@ -107,7 +108,7 @@ class _Examined:
             **answer,
             "changed": before.changed(self._attributes()),
             "step": named(subject.function),
-            "eval_step": named(subject.task.step) if subject.has_step else "",
+            "eval_step": named(function_of(subject.task)) if subject.has_step else "",
             "is_manual": subject.is_manual,
             "draws_on_host": draws == [True],
         }

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddpexp.compat.process_groups import clone_of_store, is_forked_from_cuda
@@ -130,6 +131,36 @@ class World:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def max(self, tensor: Tensor) -> Tensor:
+        """Take the largest values over all ranks, in place. Ranks: all; communicates."""
+        self._check_device("max", tensor)
+        if self.world_size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks, in the order of the ranks.
+
+        Ranks may have differently many rows. Gradients pass through it: in backward, each rank's rows get the sum of
+        the gradients of all ranks' losses, which is right where the losses of the ranks are added up, as `backward` of
+        a micro-batch adds them up.
+
+        Shapes: (rows of this rank, ...) to (rows of all ranks, ...). Ranks: all; communicates, also in backward.
+        """
+        self._check_device("gather", tensor)
+        if not tensor.dim():
+            raise DdpexpError("World.gather was given a single number", suggestion="Give it rows: tensor.reshape(1).")
+        if self.world_size == 1:
+            return tensor
+        return _Gather.apply(tensor, self, self.rows_of_ranks(len(tensor)))  # type: ignore[no-any-return, no-untyped-call]
+
+    def rows_of_ranks(self, own: int) -> list[int]:
+        """Return how many rows each rank has, given this rank's. Ranks: all; communicates."""
+        rows = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        rows[self.rank] = own
+        numbers: list[int] = self.sum(rows).tolist()
+        return numbers
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Give every rank the values of `source`, in place. Ranks: all; communicates."""
         self._check_device("broadcast", tensor)
@@ -212,6 +243,29 @@ class World:
         """Wait until all ranks are here. Ranks: all; communicates."""
         if self.world_size > 1:
             dist.barrier(group=self.group)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of all ranks; in backward each rank gets the sum of all ranks' gradients of its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, world: World, rows: list[int]) -> Tensor:
+        """Receive the rows of each rank, of which there may be differently many. Ranks: all; communicates."""
+        ctx.world, ctx.rows = world, rows
+        sent = tensor.new_zeros(max(rows), *tensor.shape[1:])
+        sent[: len(tensor)] = tensor
+        received = [torch.empty_like(sent) for _ in rows]
+        # As bytes, since backends do not carry every dtype.
+        world.all_gather([one.reshape(-1).view(torch.uint8) for one in received], sent.reshape(-1).view(torch.uint8))
+        return torch.cat([one[:number] for one, number in zip(received, rows, strict=True)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Add up what the ranks' losses give. Ranks: all; communicates."""
+        total = ctx.world.sum(gradient.contiguous().clone())
+        first = sum(ctx.rows[: ctx.world.rank])
+        return total[first : first + ctx.rows[ctx.world.rank]], None, None
 
 
 def _own_gpu(rank: int, number: int) -> torch.device:

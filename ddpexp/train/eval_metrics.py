@@ -22,6 +22,7 @@ from ddpexp.train.batch_states import BatchStates, States
 from ddpexp.train.losses import PREFIX, are_named, pairs_of, weights_of
 from ddpexp.train.metrics import MetricError, mean
 from ddpexp.train.task_checks import is_number, named, shown
+from ddpexp.train.task_step import function_of
 from ddpexp.train.torchmetrics_states import MetricStates, values_of
 
 Totals = Mapping[str, tuple[float, float]]
@@ -73,7 +74,7 @@ class SetMetrics:
                 f"returned losses with the weights {_weights_text(weights)} after {_weights_text(self._weights)} in an "
                 "evaluation, but the means of all batches have one weight",
                 suggestion="Return the same losses with the same weights for every batch if not model.training.",
-                place=named(self._task.step),
+                place=named(function_of(self._task)),
             )
         self._weights = dict(weights)
 
@@ -92,7 +93,7 @@ class SetMetrics:
                 f"in the batch before ({', '.join(self._names or []) or 'none'}), but the metrics of all batches are "
                 "added up",
                 suggestion="Return the same every time.",
-                place=named(self._task.step),
+                place=named(function_of(self._task)),
             )
 
     def values(self, totals: Totals) -> dict[str, float]:
@@ -141,7 +142,7 @@ class SetMetrics:
                 f"returns {', '.join(unrecorded)}, which no logger can record",
                 suggestion="Give the task a method finish(self, sums) that returns {name: number}: see "
                 "ddpexp.task.HasFinish.",
-                place=named(self._task.step),
+                place=named(function_of(self._task)),
             )
         return values
 

@@ -23,7 +23,7 @@ from ddpexp.train.eval_metrics import SetMetrics
 from ddpexp.train.metrics import MetricAccumulator, detached
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import check_sums, holds_plain_values, is_torchmetrics, unnoticed
-from ddpexp.train.task_step import CurrentProgress, step_of
+from ddpexp.train.task_step import CurrentProgress, function_of, step_of
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Evaluator:
             metrics.states.fold(stopped=True)  # this tells the other ranks
             return None
         slots = range(data.rank, data.rank + len(sums) * data.size, data.size)
-        accumulator = MetricAccumulator(world, data, slots, max(batches.num_batches, data.size), task.step)
+        accumulator = MetricAccumulator(world, data, slots, max(batches.num_batches, data.size), function_of(task))
         accumulator.add(sums)
         totals = accumulator.totals(stopped, metrics.states.digest)
         return None if totals is None else metrics.values(totals)
@@ -136,7 +136,7 @@ def _any_rank(flag: bool, world: World) -> bool:
 def _sums(task: Task, sums: Any, metrics: SetMetrics, check: bool, counts: bool = True) -> Sums:
     """Add what the task has returned for a batch to the metrics; return its pairs of scalars."""
     if check:
-        check_sums(sums, task.step, trains=False, evaluates=True)
+        check_sums(sums, function_of(task), trains=False, evaluates=True)
     return detached(metrics.split(sums, counts))
 
 

@@ -46,6 +46,7 @@ from ddpexp.train.states import (
     StreamPositions,
 )
 from ddpexp.train.task_checks import warn_of_a_mean
+from ddpexp.train.task_step import function_of
 
 
 class Loop:
@@ -169,7 +170,9 @@ class Loop:
         first = data.rank * num_micro_batches
         slots = range(first, first + num_micro_batches)
         numbers = self._step.loss_counts.numbers
-        return MetricAccumulator(run.world, data, slots, num_micro_batches * data.size, run.task.step, copies, numbers)
+        return MetricAccumulator(
+            run.world, data, slots, num_micro_batches * data.size, function_of(run.task), copies, numbers
+        )
 
     def _evaluate_before_steps(self) -> Asked:
         """Evaluate at step 0 if configured, or redo an interrupted evaluation."""

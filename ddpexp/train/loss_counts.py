@@ -17,6 +17,7 @@ from ddpexp.train.counts import factors_by_name
 from ddpexp.train.losses import tensor_counts
 from ddpexp.train.run import TrainingRun
 from ddpexp.train.task_checks import is_number, named, shown
+from ddpexp.train.task_step import function_of
 from ddpexp.train.undo import on_copies
 
 
@@ -28,7 +29,7 @@ class LossCounts:
 
     Attributes:
         micro_batches: Those of this rank in the step in progress.
-        is_early: Whether `from_batches` is called when a step begins, since not all ranks see what `step` returns.
+        is_early: Whether `add_up` is called when a step begins, since not all ranks see what `step` returns.
         numbers: The losses whose counts are numbers, by the names of their records.
     """
 
@@ -72,6 +73,10 @@ class LossCounts:
         self._is_reported = True
         return self._added_up([counts, *self._counts_ahead()])
 
+    def add_up(self, micro_batches: list[Any]) -> None:
+        """Add up the counts of a step before it. Ranks: all; communicates."""
+        self.from_batches()
+
     def from_batches(self) -> dict[str, Tensor]:
         """Return the factors by what the task's `counts` returns. Ranks: all; communicates once a step."""
         assert self._counts is not None
@@ -89,7 +94,7 @@ class LossCounts:
         missing = [name for name in counts if name not in factors]
         if not missing:
             return
-        source = self._run.task.step if self._counts is None else self._counts
+        source = function_of(self._run.task) if self._counts is None else self._counts
         raise DdpexpError(
             f"returned a tensor as the count of {_listed(factors) or 'no loss'}, and the step has the losses "
             f"{_listed(counts)}, whose counts must be known over the global batch before the first backward pass",

@@ -19,12 +19,13 @@ from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasTrainStep, NamedSums, Sums
 from ddpexp.train.counts import GlobalCounts
 from ddpexp.train.freezing import LateStarts
+from ddpexp.train.global_loss import GlobalLoss
 from ddpexp.train.loss_counts import LossCounts
 from ddpexp.train.losses import PREFIX, combined, pairs_of, tensor_counts
 from ddpexp.train.round import Round
 from ddpexp.train.run import TrainingRun
 from ddpexp.train.task_checks import check_loss, check_names, check_sums, check_unchanged, gradients_of, own_backward
-from ddpexp.train.task_step import wants_progress
+from ddpexp.train.task_step import function_of, wants_progress
 from ddpexp.train.undo import Undo
 
 
@@ -68,9 +69,19 @@ class Step:
         self._undo = Undo(run.strategy.modules) if run.precision.skips else None
         self._caller = "the task's step" if self.manual is None else "the task's train_step"  # for errors
         self._global_counts = GlobalCounts(self._caller)
-        self._notes_progress = self.manual is None and wants_progress(run.task)
         self.loss_counts = LossCounts(run, self.seed)
-        self._counts_early = self.loss_counts.is_early
+        task: Any = run.task
+        has_step = hasattr(task, "step")
+        self.task_step: Any = run.task_step if has_step else None
+        self._preparations: list[Callable[[list[Any]], None]] = []  # before the strategy's part of a step
+        if self.manual is None and wants_progress(run.task):
+            self._preparations.append(lambda _: run.current.set(self.step))
+        if self.loss_counts.is_early:
+            self._preparations.append(self.loss_counts.add_up)
+        if self.manual is None and not has_step:
+            global_loss = GlobalLoss(task, run, self.seed)
+            self.task_step = global_loss.step
+            self._preparations.append(global_loss.begin)
         self._names = tuple(run.optimizers)
         self._optimizers = list(run.optimizers.values())
         # Whether an optimizer may draw random numbers; torch's own do not.
@@ -113,11 +124,9 @@ class Step:
         self._with_norm = with_norm
         self._num_micro_batches = 0
         self._late_starts.report(step)
-        if self._notes_progress:
-            self.run.current.set(step)
         self.loss_counts.micro_batches = micro_batches
-        if self._counts_early:
-            self.loss_counts.from_batches()
+        for prepare in self._preparations:
+            prepare(micro_batches)
         if self._records_graphs:
             # Once a step: torch would let each micro-batch overwrite the gradients that the ones before have left in
             # the memory of its graphs. Source: https://github.com/pytorch/pytorch/issues/169545
@@ -354,12 +363,12 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         step = self._step
         run = step.run
         if not step.checks:
-            sums = run.task_step(run.strategy.train_model, batch)
+            sums = step.task_step(run.strategy.train_model, batch)
             return sums if len(sums) == 3 else self._combined(sums)
         before = gradients_of(run.strategy.parameters())
-        sums = run.task_step(run.strategy.train_model, batch)
-        check_unchanged(before, run.strategy.parameters(), run.task.step)
-        check_sums(sums, run.task.step, trains=True)
+        sums = step.task_step(run.strategy.train_model, batch)
+        check_unchanged(before, run.strategy.parameters(), function_of(run.task))
+        check_sums(sums, function_of(run.task), trains=True)
         return sums if len(sums) == 3 else self._combined(sums)
 
     def _combined(self, sums: NamedSums) -> Sums:

@@ -21,10 +21,9 @@ from ddpexp.data.streams import Stream
 from ddpexp.errors import RefusedError, subject
 from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.strategy.options import Options
-from ddpexp.task import HasTrainStep
+from ddpexp.task import HasEmbed, HasTrainStep
 from ddpexp.train.callbacks.base import Callback
 from ddpexp.train.task_checks import SUMS, named, shown
-from ddpexp.train.task_step import wants_progress
 
 _LOGGER_METHODS: Mapping[str, Sequence[str]] = {  # of ddpexp.loggers.base.Logger, with their arguments
     "scalars": ("step", "epoch", "values"),
@@ -214,7 +213,10 @@ def check_task(task: Any, target: str, evaluates: bool) -> None:
     if isinstance(task, HasTrainStep):
         check_signature(task.train_step, "train_step", ("update", "batches"))
     if isinstance(task, _HasStep):
-        check_signature(task.step, "step", ("model", "batch", *(["progress"] if wants_progress(task) else [])))
+        check_signature(task.step, "step", ("model", "batch"))
+    elif isinstance(task, HasEmbed):
+        check_signature(task.embed, "embed", ("model", "batch"))
+        check_signature(task.loss, "loss", ("model", "embeddings"))
     elif not isinstance(task, HasTrainStep):
         made = "None" if task is None else f"a {_located(type(task))}"
         raise RefusedError(
@@ -234,17 +236,27 @@ def check_task(task: Any, target: str, evaluates: bool) -> None:
 
 
 def check_train_step(task: Any, strategy: Options) -> None:
-    """Check that the strategy supports a task that does a step itself.
+    """Check that the strategy supports a task that does a step itself, or whose loss is over the global batch.
 
     Raises:
         RefusedError: it does not.
     """
-    if isinstance(task, HasTrainStep) and not strategy.supports_train_step:
+    if strategy.supports_train_step:
+        return
+    if isinstance(task, HasTrainStep):
         raise RefusedError(
             "does not support a task with a train_step, which decides by itself when gradients are computed and used",
             key="strategy",
             value=strategy.kind,
             suggestion="Use strategy=ddp, or a task that has only the method step.",
+        )
+    if not isinstance(task, _HasStep):
+        raise RefusedError(
+            "does not support a task with embed and loss in place of step, whose loss is over the global batch: no "
+            "worker sees all of it",
+            key="strategy",
+            value=strategy.kind,
+            suggestion="Use strategy=ddp or strategy=fsdp.",
         )
 
 
@@ -255,7 +267,8 @@ def check_signature(method: Callable[..., Any], name: str, arguments: Sequence[s
         RefusedError: it cannot; with the definition that can.
     """
     try:
-        inspect.signature(method).bind(*arguments)
+        signature = inspect.signature(method)
+        signature.bind(*arguments, **({"progress": None} if "progress" in signature.parameters else {}))
     except TypeError:
         raise RefusedError(
             f"cannot be called with ({', '.join(arguments)})",

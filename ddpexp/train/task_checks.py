@@ -23,7 +23,7 @@ from ddpexp.task import MetricUpdate, Task
 from ddpexp.train.losses import PREFIX, are_named, losses_of
 from ddpexp.train.precision import Precision
 from ddpexp.train.run import TrainingRun
-from ddpexp.train.task_step import CurrentProgress, step_of
+from ddpexp.train.task_step import CurrentProgress, function_of, global_loss_of, step_of
 from ddpexp.train.undo import Undo
 
 SUMS = "(loss_sum, count, {name: (sum, count)})"
@@ -200,7 +200,7 @@ def mean_for_a_sum(
     The model must not communicate: the step may fail on one rank alone.
     """
     halves = split_batch(batch, 2)
-    if halves is None or not holds_plain_values(task):
+    if halves is None or not holds_plain_values(task) or global_loss_of(task) is not None:
         return None
     try:
         with unnoticed(modules, device), torch.no_grad(), precision.autocast():
@@ -209,7 +209,7 @@ def mean_for_a_sum(
             numbers = {name: [(float(losses[name][0]), float(losses[name][1])) for losses in seen] for name in seen[0]}
     except Exception:  # whatever it is, training continues without it
         return None
-    problems = (_mean_problem(named(task.step), name, pairs, precision) for name, pairs in numbers.items())
+    problems = (_mean_problem(named(function_of(task)), name, pairs, precision) for name, pairs in numbers.items())
     return next(filter(None, problems), None)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddpexp.task import Progress, Task
+from ddpexp.task import HasEmbed, Progress
 
 
 class CurrentProgress:
@@ -34,14 +34,38 @@ class CurrentProgress:
         self.value = Progress(**values)
 
 
-def wants_progress(task: Task) -> bool:
-    """Return whether the task's `step` has an argument `progress`."""
-    return "progress" in inspect.signature(task.step).parameters
+def global_loss_of(task: Any) -> HasEmbed | None:
+    """Return the task if its loss is over the global batch: if it has `embed` and `loss` in place of `step`."""
+    return task if isinstance(task, HasEmbed) and not hasattr(task, "step") else None
 
 
-def step_of(task: Task, current: CurrentProgress) -> Callable[[Any, Any], Any]:
-    """Return the task's `step` as a function of model and batch."""
-    step: Callable[..., Any] = task.step
-    if not wants_progress(task):
-        return step
-    return lambda model, batch: step(model, batch, progress=current.value)
+def functions_of(task: Any) -> list[Callable[..., Any]]:
+    """Return the functions of a task that compute a loss; the last one returns it."""
+    global_loss = global_loss_of(task)
+    return [task.step] if global_loss is None else [global_loss.embed, global_loss.loss]
+
+
+def function_of(task: Any) -> Callable[..., Any]:
+    """Return the function of a task that returns the loss, for errors."""
+    return functions_of(task)[-1]
+
+
+def wants_progress(task: Any) -> bool:
+    """Return whether a function of the task has an argument `progress`."""
+    return any("progress" in inspect.signature(function).parameters for function in functions_of(task))
+
+
+def with_progress(function: Callable[..., Any], current: CurrentProgress) -> Callable[..., Any]:
+    """Return the function without its argument `progress`, if it has one."""
+    if "progress" not in inspect.signature(function).parameters:
+        return function
+    return lambda *arguments: function(*arguments, progress=current.value)
+
+
+def step_of(task: Any, current: CurrentProgress) -> Callable[[Any, Any], Any]:
+    """Return the task's `step` as a function of model and batch; of a loss over the global batch, that of the batch."""
+    global_loss = global_loss_of(task)
+    if global_loss is None:
+        return with_progress(task.step, current)
+    embed, loss = (with_progress(function, current) for function in functions_of(task))
+    return lambda model, batch: loss(model, embed(model, batch))
