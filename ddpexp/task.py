@@ -164,7 +164,7 @@ class HasEmbed(Protocol):
 
         `embeddings` has the form that `embed` returns, with the rows of all micro-batches in the order of the global
         batch. Parameters that it reads, such as a temperature, get their gradient once. It must not call the model. In
-        an evaluation, the loss is that of each batch, and their mean is recorded.
+        an evaluation, the loss is that of batches of `trainer.global_batch_size` samples.
         Ranks: all, with the same result; must not communicate. It may have a third argument, `progress`.
         """
         ...

@@ -48,6 +48,7 @@ from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.checkpointer import Checkpointer
 from ddpexp.train.choose_samples import arrange
+from ddpexp.train.evaluate import batches_for
 from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.load_data import load_sets
@@ -363,6 +364,7 @@ def build_loop(
     evaluates = bool(evals) and (trainer.eval_every != 0 or trainer.eval_at_start)
     check_task(task, experiment.task.target, evaluates)
     check_train_step(task, experiment.strategy)
+    evals = batches_for(task, evals, trainer.global_batch_size)
 
     def make_all(_model: Any) -> Mapping[str, torch.optim.Optimizer]:
         parts = strategy.modules, strategy.single, strategy.parameters

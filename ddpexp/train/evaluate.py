@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ddpexp.train.eval_metrics import SetMetrics
 from ddpexp.train.metrics import MetricAccumulator, detached
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import check_sums, holds_plain_values, is_torchmetrics, unnoticed
-from ddpexp.train.task_step import CurrentProgress, function_of, step_of
+from ddpexp.train.task_step import CurrentProgress, function_of, global_loss_of, step_of
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,13 @@ class Evaluator:
         accumulator.add(sums)
         totals = accumulator.totals(stopped, metrics.states.digest)
         return None if totals is None else metrics.values(totals)
+
+
+def batches_for(task: Task, evals: Mapping[str, EvalBatches], global_batch_size: int) -> dict[str, EvalBatches]:
+    """Return the sets in the batches that the task's loss is of: global ones for a loss over the global batch."""
+    if global_loss_of(task) is None:
+        return dict(evals)
+    return {name: replace(batches, batch_size=global_batch_size) for name, batches in evals.items()}
 
 
 def chosen_sets(sets: Mapping[str, Any], split: Sequence[str]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ from ddpexp.train.choose_checkpoint import choose
 from ddpexp.train.choose_samples import arrange, check_held_out
 from ddpexp.train.compilations import Compilations, limit_processes
 from ddpexp.train.disk_space import check_disk_space
-from ddpexp.train.evaluate import Evaluator, chosen_sets
+from ddpexp.train.evaluate import Evaluator, batches_for, chosen_sets
 from ddpexp.train.freezing import LateStarts
 from ddpexp.train.initial_weights import InitialWeights
 from ddpexp.train.join import join_world
@@ -342,6 +342,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     control.status.set_phase("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
     check_task(task, experiment.task.target, evaluates=True)
+    evals = batches_for(task, evals, experiment.trainer.global_batch_size)
     precision = Precision(experiment.trainer.precision, world.device, False)
     current = CurrentProgress()
     if wants_progress(task):

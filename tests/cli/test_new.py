@@ -72,7 +72,7 @@ def test_a_project_is_checked_swept_predicted_with_and_exported(
         draw_photos(tmp_path / "photos")
         words += [f"data.root={tmp_path}/photos", "data.size=32"]
     if kind == "contrastive":
-        words += ["data.group_size=4", "data.num_workers=0"]
+        words += ["data.num_workers=0"]
     if kind == "fine-tuning":
         words += ["run.init_skip=[]"]
     if kind == "text":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -114,6 +115,8 @@ def test_every_number_of_workers_trains_as_one_process(
     assert done.code == 0, done.err
     alone = fit(points.Pairs(), log_every=1)
     assert near(weights(done), alone.weights, 1e-5)
+    metrics = json.loads((done.run / "result.json").read_text())["metrics"]  # of batches as large as global ones
+    assert metrics == pytest.approx(alone.loop.progress.metrics, rel=1e-4)
 
 
 def test_dropout_is_the_same_in_both_passes_and_buffers_change_once(points: Any, fit: Callable[..., Once]) -> None:

@@ -1,7 +1,7 @@
 """Representations of pictures without labels, as SimCLR learns them: the data, the model and the task of the recipe.
 
-A sample is a group of pictures, each in two views. A view is to be told by its picture's other view, among all views of
-its group: the loss of a group depends on no other one, so groups may be on any worker and in any micro-batch.
+A sample is a picture in two views. A view is to be found by its picture's other view, among all views of the global
+batch, whatever the number of workers and micro-batches.
 
 Source: Chen et al., "A simple framework for contrastive learning of visual representations", 2020.
 """
@@ -29,53 +29,42 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the colors in Ima
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
-def load(root: str | None, group_size: int, size: int) -> Splits:
+def load(root: str | None, size: int) -> Splits:
     """Return the data: all pictures in the folder `root` and below it; every tenth is held out."""
     if root is None or not Path(root).is_dir():
         raise RefusedError(
             "is not a folder", key="data.root", value=root, suggestion="Name one with pictures: data.root=PICTURES."
         )
     files = sorted(path for path in Path(root).rglob("*") if path.suffix.lower() in SUFFIXES)
-    held_out = files[::10]
-    if len(held_out) < group_size:
-        raise RefusedError(
-            f"holds out {len(held_out)} of {len(files)} pictures, and a group has {group_size}",
-            key="data.root",
-            value=root,
-            suggestion="Add pictures, or lower data.group_size.",
-        )
+    if len(files) < 2:
+        raise RefusedError("holds no pictures", key="data.root", value=root, suggestion=f"Add some, as {SUFFIXES[0]}.")
     train = [path for number, path in enumerate(files) if number % 10]
-    return Splits(train=Groups(train, group_size, size), evals={"eval": Groups(held_out, group_size, size)})
+    return Splits(train=Views(train, size), evals={"eval": Views(files[::10], size)})
 
 
 @dataclass(frozen=True)
-class Groups(IndexData):
-    """Groups of pictures in two views each, all drawn from `draw`: the same at every number of workers."""
+class Views(IndexData):
+    """Pictures in two views each, all drawn from `draw`: the same at every number of workers."""
 
     files: Sequence[Path]
-    group_size: int
     size: int  # of a view, in pixels
     draw: str = "eval"
 
     def __len__(self) -> int:
-        """Return the number of groups."""
-        return len(self.files) // self.group_size
+        """Return the number of pictures."""
+        return len(self.files)
 
-    def of_epoch(self, seed: int, epoch: int) -> Groups:
-        """Return other groups, in other views."""
-        draw = f"{seed} {epoch}"
-        return replace(self, files=random.Random(draw).sample(self.files, len(self.files)), draw=draw)
+    def of_epoch(self, seed: int, epoch: int) -> Views:
+        """Return the same pictures in other views."""
+        return replace(self, draw=f"{seed} {epoch}")
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return a group. Shapes: (2, group_size, 3, size, size), uint8."""
+        """Return both views of a picture. Shapes: (2, 3, size, size), uint8."""
         dice = random.Random(f"{self.draw} {index}")
-        views: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for file in self.files[index * self.group_size : (index + 1) * self.group_size]:
-            with open_image(file) as picture:
-                whole = ImageOps.exif_transpose(picture).convert("RGB")
-            for side in views:
-                side.append(torch.from_numpy(np.array(view(whole, self.size, dice))).permute(2, 0, 1))
-        return torch.stack([torch.stack(side) for side in views])
+        with open_image(self.files[index]) as picture:
+            whole = ImageOps.exif_transpose(picture).convert("RGB")
+        views = [np.array(view(whole, self.size, dice)) for _ in range(2)]
+        return torch.from_numpy(np.stack(views)).permute(0, 3, 1, 2)
 
 
 def view(picture: Image.Image, size: int, dice: random.Random) -> Image.Image:
@@ -123,17 +112,18 @@ def _stage(before: int, after: int) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Which view of its group is the other view of the same picture: cross entropy and accuracy."""
+    """Which view of the global batch is the other view of the same picture: cross entropy and accuracy."""
 
     temperature: float
 
-    def step(self, model: nn.Module, groups: Tensor) -> Sums:
-        """Return sums over the batch. Shapes: `groups` is (batch, 2, group_size, 3, size, size)."""
-        members = groups.shape[2]
-        projections = model(groups).float().flatten(1, 2)  # (batch, 2 group_size, 64)
-        scores = projections @ projections.transpose(1, 2) / self.temperature  # (batch, 2 group_size, 2 group_size)
-        itself = torch.eye(2 * members, dtype=torch.bool, device=scores.device)
-        scores = scores.masked_fill(itself, -torch.inf).flatten(0, 1)
-        partners = torch.arange(2 * members, device=scores.device).roll(members).repeat(len(groups))
+    def embed(self, model: nn.Module, views: Tensor) -> Tensor:
+        """Return the projections of both views. Shapes: (batch, 2, 3, size, size) -> (batch, 2, 64)."""
+        return model(views).float()  # type: ignore[no-any-return]
+
+    def loss(self, model: nn.Module, projections: Tensor) -> Sums:
+        """Return sums over all views of the global batch. Shapes: (global batch, 2, 64)."""
+        views = projections.flatten(0, 1)  # the other view of view i is i + 1 if i is even, and i - 1 if it is odd
+        partners = torch.arange(len(views), device=views.device) ^ 1
+        scores = (views @ views.T / self.temperature).fill_diagonal_(-torch.inf)
         loss = functional.cross_entropy(scores, partners, reduction="sum")
         return loss, len(partners), {"accuracy": ((scores.argmax(1) == partners).sum(), len(partners))}
