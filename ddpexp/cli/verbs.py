@@ -459,7 +459,8 @@ def check_is_no_verb(argument: str) -> None:
         raise RefusedError(
             "is a directory",
             place=argument,
-            suggestion=f"Say first what to do with it, such as ddpexp status {typed} or ddpexp resume {typed}.",
+            suggestion=f"Say first what to do with it, such as ddpexp status {typed}, ddpexp resume {typed} or ddpexp "
+            f"rerun {typed}.",
         )
     if is_word:
         lines = "\n".join(listed())

@@ -16,6 +16,7 @@ from ddpexp.errors import RefusedError
 
 ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
 _MULTIRUN = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
+_RERUN = "The experiment of a run is trained again with python -m ddpexp rerun RUN_DIR."
 _TORCHRUN = ("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts")
 _OPTIONS = (
     "--help",
@@ -54,7 +55,7 @@ class Arguments:
             return cls(version=True)
         abbreviated = next((argument for argument in argv if re.match("--config(=|$)", argument)), None)
         if abbreviated is not None:
-            raise RefusedError("is not an option", suggestion="Did you mean --config-dir?", place=abbreviated)
+            raise RefusedError("is not an option", suggestion=f"Did you mean --config-dir? {_RERUN}", place=abbreviated)
         parser = _Parser(add_help=False)  # some options only get a better error than Hydra's
         parser.add_argument("overrides", nargs="*")
         parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
@@ -122,7 +123,7 @@ def _check(argv: Sequence[str], typed: Namespace) -> None:
     if typed.config_path or typed.config_name or typed.experimental_rerun:
         raise RefusedError(
             "--config-path, --config-name and --experimental-rerun do not apply",
-            suggestion="Use --config-dir DIR recipe=NAME.",
+            suggestion=f"Use --config-dir DIR recipe=NAME. {_RERUN}",
         )
     if typed.shell_completion:
         raise RefusedError(

@@ -190,12 +190,10 @@ def _lines(
     found: Mapping[str, Mapping[str, tuple[Any, ...]]],
 ) -> list[str]:
     """Return the lines on what differs from the run that is repeated."""
-    status, metrics = result.get("status"), result.get("metrics")
-    numbers = (
-        [f"{name} {metric_text(name, value)}" for name, value in metrics.items()]
-        if isinstance(metrics, Mapping)
-        else []
-    )
+    if not origin.config.exists():
+        return [f"rerun of {origin.path}, which is not there any more, so nothing is compared"]
+    status, recorded = result.get("status"), _mapping(result.get("metrics"))
+    numbers = [f"{name} {metric_text(name, value)}" for name, value in recorded.items() if isinstance(value, float)]
     ended = f", {status} at step {result.get('step')}" if isinstance(status, str) else ", which has not ended"
     shown_metrics = f" ({', '.join(numbers)})" if numbers else ""
     title = f"rerun of {typed(origin.path)}{ended}{shown_metrics}"
@@ -215,9 +213,8 @@ def _advice(group: str, keys: Mapping[str, tuple[Any, ...]], origin: RunDir, man
     if group == "code":
         git, patch = _mapping(manifest.get("git")), manifest.get("code_diff")
         commit = f"commit {git['commit']}" if git.get("commit") else "the code of then"
-        changes = (
-            f" with the changes in {typed(origin.path / str(patch['file']))}" if isinstance(patch, Mapping) else ""
-        )
+        file = patch.get("file") if isinstance(patch, Mapping) else None
+        changes = f" with the changes in {typed(origin.path / file)}" if isinstance(file, str) else ""
         return f"Put back {commit}{changes}."
     if group == "versions":
         packages = [f"{name}=={old}" for name, (old, _) in keys.items() if name != "python"]

@@ -238,8 +238,8 @@ def test_help_of_a_command_is_what_it_says_itself(name: str, capsys: pytest.Capt
         ("continue", "ddpexp resume?"),
         ("ls", "ddpexp table?"),
         ("train", "python -m ddpexp recipe=mnist trainer.gpus=2."),
-        ("./a b", "ddpexp status './a b' or ddpexp resume './a b'."),
-        ("run", "ddpexp status run or ddpexp resume run."),
+        ("./a b", "ddpexp status './a b', ddpexp resume './a b' or ddpexp rerun './a b'."),
+        ("run", "ddpexp status run, ddpexp resume run or ddpexp rerun run."),
     ],
 )
 def test_for_an_unknown_command_the_nearest_is_suggested(

@@ -457,7 +457,8 @@ MODELS = ", ".join(options("model"))
         ("hydra/launcher=joblib", "hydra/launcher=joblib: Hydra's own settings have no effect here."),
         (
             "--config-name=x",
-            "--config-path, --config-name and --experimental-rerun do not apply. Use --config-dir DIR recipe=NAME.",
+            "--config-path, --config-name and --experimental-rerun do not apply. Use --config-dir DIR recipe=NAME. "
+            "The experiment of a run is trained again with python -m ddpexp rerun RUN_DIR.",
         ),
         ("--config-dir=/not/there", "--config-dir /not/there is not a directory."),
         ("--config-dir", "argument --config-dir/-cd: expected one argument."),

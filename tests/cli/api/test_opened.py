@@ -252,3 +252,14 @@ def test_a_sweep_without_an_objective_or_a_value_has_no_best(tmp_path: Path) -> 
         _ = ddpexp.open_sweep(Made(tmp_path / "new").path).best
     with refused("finished: ddpexp.open_run"):
         ddpexp.open_sweep(SAMPLES / "finished")
+
+
+@pytest.mark.usefixtures("surroundings")
+def test_a_run_is_trained_again_with_what_it_trusts(trained: ddpexp.Run, tmp_path: Path) -> None:
+    before = listing(trained.path)
+    other = trained.rerun(["run.dir=other"], exact=True, cwd=tmp_path, quiet=True)
+    assert (other.path, other.status, other.config_dir) == (tmp_path / "other", "done", trained.config_dir)
+    assert other.result["weights_sha256"] == trained.result["weights_sha256"]
+    with refused("--exact: trainer.seed 3 -> 4"):
+        trained.rerun(["trainer.seed=4", "run.dir=third"], exact=True, cwd=tmp_path, quiet=True)
+    assert listing(trained.path) == before
