@@ -269,7 +269,16 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def clean(folder: Path) -> None:
-    """Remove incomplete writes and removals. Ranks: rank zero, while no rank writes."""
+    """Remove incomplete writes and removals, and put back what was to be replaced.
+
+    Ranks: rank zero, while no rank writes.
+    """
+    for path in folder.glob(".step-*.replaced"):
+        final = path.with_name(path.name.removeprefix(".").removesuffix(".replaced"))
+        if final.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.rename(path, final)
     for path in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.removed")]:
         shutil.rmtree(path, ignore_errors=True)
 

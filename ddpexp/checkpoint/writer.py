@@ -108,6 +108,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._problem: DdpexpError | None = None
         self._number = 0
+        self._completed: int | None = None  # the step of the last complete one
 
     def save(self, step: int, content: Content) -> None:
         """Copy this rank's share and start writing it; rank zero also writes plain values and the manifest.
@@ -293,10 +294,16 @@ class Writer:
             write_data(folder / MANIFEST, seal({**job.manifest, "files": files}))
             fault_point("checkpoint.manifest")
             flush(folder)
-            if final.exists():  # the run has not resumed from it
+            replaced = final.with_name(f".{final.name}.replaced")
+            if final.exists() and job.step == self._completed:  # with what followed at the end of the run
+                os.rename(final, replaced)
+                fault_point("checkpoint.replaced")
+            elif final.exists():  # the run has not resumed from it
                 set_folder_aside(final)
             os.rename(folder, final)
+            shutil.rmtree(replaced, ignore_errors=True)
             fault_point("checkpoint.renamed")
+        self._completed = job.step
         flush(self._folder)
         self._prune()
 

@@ -73,6 +73,13 @@ def _check_keep_best(trainer: Trainer) -> None:
                 value=trainer.keep_best_k,
                 suggestion="Type it as well, for example trainer.keep_best=max:eval/accuracy.",
             )
+        if trainer.test_weights == "best":
+            raise RefusedError(
+                "needs a metric to keep the best weights by",
+                key="trainer.test_weights",
+                value="best",
+                suggestion="Type it as well, for example trainer.keep_best=max:eval/accuracy.",
+            )
         return
     check_not_test("trainer.keep_best", trainer.keep_best, trainer.keep_best.partition(":")[2])
     check_is_evaluated("trainer.keep_best", trainer.keep_best, trainer.eval_every)

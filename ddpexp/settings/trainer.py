@@ -222,6 +222,7 @@ class Trainer:
     clip_grad_value: Annotated[float | None, Key(above=0, also="clip_value clip_grad_by_value max_grad_value")]
     eval_at_start: Annotated[bool, Key(on_resume="free", short_run=False, also="eval_on_start")]
     keep_best_k: Annotated[int, Key(at_least=1, on_resume="free", also="save_top_k")]
+    test_weights: Annotated[Auto | Literal["best", "last"], Key(on_resume="free")]
     keep_every: Annotated[int | None, Key(at_least=1, on_resume="free", short_run=None)]
     compare_replicas: Annotated[int | None, Key(at_least=1, on_resume="free")]
     param_groups: tuple[ParamGroup, ...] | None
@@ -235,6 +236,11 @@ class Trainer:
     def computes_in(self) -> Literal["fp32", "bf16", "fp16"]:
         """Return the numbers in which a forward pass computes what can be computed in fewer bits."""
         return self.precision if self.param_dtype == "fp32" else self.param_dtype
+
+    @property
+    def tests_best(self) -> bool:
+        """Return whether the evaluation set `test` is evaluated with the best weights."""
+        return self.test_weights == "best" or (self.test_weights == "auto" and self.keep_best is not None)
 
     @property
     def averages(self) -> bool:

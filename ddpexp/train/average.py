@@ -87,13 +87,13 @@ class WeightAverage:
         """Start again from the current parameters and buffers."""
         self.count, self.is_stale = 0, True
         self._follow()
-        for layer, kept in zip(self.layers, self.statistics, strict=True):
-            for buffer, value in zip(layer.buffers(), kept, strict=True):
-                value.copy_(buffer)
 
     def _follow(self) -> None:
         for parameter, average in zip(self._parameters, self._averages, strict=True):
             average.copy_(parameter.detach())
+        for layer, kept in zip(self.layers, self.statistics, strict=True):
+            for buffer, value in zip(layer.buffers(), kept, strict=True):
+                value.copy_(buffer)
 
     def update(self, step: int, moved: bool = True) -> None:
         """Take in the parameters after a step; `moved` is whether it has changed them. Units: steps done.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,9 @@ from ddpexp.run.directory import RunDir
 from ddpexp.run.lost_files import removed_records
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
+from ddpexp.train.choose_checkpoint import choose_best
 from ddpexp.train.progress import TrainingProgress
-from ddpexp.train.states import OWN, RankStates, States
+from ddpexp.train.states import OWN, ModelStates, RankStates, States
 from ddpexp.train.weights_hash import hash_weights
 
 
@@ -41,6 +44,7 @@ class Checkpointer:
     positions: Mapping[str, Any]
     config: bytes  # config.yaml as this start read it
     resumed_from: int | None = None
+    _saved: Mapping[str, Any] | None = None  # the progress of the last save
 
     def save(self, states: States, progress: TrainingProgress, epoch: float, end: bool) -> str | None:
         """Save the states after a step; at the `end` of the run return the hash of the weights on rank zero.
@@ -53,8 +57,9 @@ class Checkpointer:
         own = {name: state for name, state in _collected(states, OWN) if state}
         with self.strategy.synced_buffers():
             digest = hash_weights(self.strategy, self.world) if end else None
-            if progress.step == self.resumed_from:
+            if progress.step == self.resumed_from or progress.state() == self._saved:
                 return digest
+            self._saved = progress.state()
             parts: dict[str, Any] = {}
             for name, state in _collected(states):
                 part, _, key = name.partition("/")
@@ -113,6 +118,35 @@ class Checkpointer:
                 "and Python, buffers that are not shared) starts afresh",
                 size,
             )
+
+    @contextmanager
+    def best_weights(self, states: States, step: int) -> Iterator[int]:
+        """Give the models the weights of the best checkpoint inside the block; yield its step.
+
+        They are what was evaluated then, with an average where there is one. Without an intact one, or if it is that of
+        `step`, which is the last one, nothing changes. Ranks: all; communicates.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be written.
+        """
+        self.finish()
+        self.world.barrier()
+        best = choose_best(self.run, self.world)
+        if best is None or best.step == step:
+            yield step
+            return
+        models, modules, count = states["models"], states["modules"], states["progress/averaged"]
+        assert isinstance(models, ModelStates)
+        before = deepcopy(modules.state()), count.state()
+        with models.kept():
+            try:
+                models.restore(best)
+                modules.restore(open_part(best, "modules"))
+                count.restore(open_part(best, "progress")["averaged"])
+                yield best.step
+            finally:
+                modules.restore(before[0])
+                count.restore(before[1])
 
     def check(self) -> None:
         """Re-raise an error of a write in the background, if there was one. Ranks: any."""

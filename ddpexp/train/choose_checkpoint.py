@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from ddpexp.checkpoint import format as on_disk
 from ddpexp.checkpoint.format import Checkpoint, Damaged
+from ddpexp.checkpoint.weights import best_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
@@ -54,6 +56,29 @@ def choose(run: RunDir, world: World, required: bool) -> tuple[Checkpoint | None
     if required:
         _check_required(run, world, chosen, newer)
     return chosen, newer
+
+
+def choose_best(run: RunDir, world: World) -> Checkpoint | None:
+    """Return the best checkpoint by trainer.keep_best whose weights are intact on every host, or None.
+
+    Ranks: all, each verifies a share of the bytes; communicates.
+    """
+    complete = on_disk.scan(run.checkpoints).complete if world.is_rank_zero else []
+    while True:
+        best = best_of(complete)
+        step = _agreed(world, -1 if best is None else best.step)
+        if step < 0:
+            return None
+        checkpoint = best if world.is_rank_zero else _checkpoint_at(run, step)
+        problem = "this host lacks it"
+        if checkpoint is not None:
+            problem = checkpoint.problem(world.rank, world.world_size, checkpoint.weights) or ""
+        if not int(world.sum(torch.tensor(int(bool(problem)), device=world.device))):
+            return checkpoint
+        if best is not None:
+            why = problem or "another host reads other bytes"
+            logging.getLogger("ddpexp").warning("%s, the best one, is not used: %s", relative(best.folder), why)
+            complete = [other for other in complete if other is not best]
 
 
 def _check_required(run: RunDir, world: World, chosen: Checkpoint | None, newer: Sequence[Damaged]) -> None:

@@ -54,10 +54,11 @@ class Evaluation:
         is_done = any(name.startswith(f"{TEST_SET}/") for name in progress.metrics)
         return not (is_done and progress.evaluated_at == progress.step)
 
-    def evaluate(self, step: int, test: bool = False) -> dict[str, float] | None:
+    def evaluate(self, step: int, test: bool = False, restored: int | None = None) -> dict[str, float] | None:
         """Evaluate and log; return the metrics as `set/metric`, or None if a stop request ended the evaluation early.
 
-        The set `test` alone is evaluated, or all others.
+        The set `test` alone is evaluated, or all others. `restored` is the step of the checkpoint that the weights are
+        from, and their average, which is used as it is.
 
         Units: steps done. Ranks: all, with the same result; communicates.
 
@@ -68,8 +69,9 @@ class Evaluation:
         run = self.run
         sets = {TEST_SET: self.evals[TEST_SET]} if test else self.periodic
         run.control.status.set_phase("evaluate")
-        run.current.set(max(step - 1, 0))
-        self.refresh_average()
+        run.current.set(max((step if restored is None else restored) - 1, 0))
+        if restored is None:
+            self.refresh_average()
         weights = nullcontext() if self.average is None else self.average.in_place_of_weights()
         together = run.strategy.evaluates_together
         evaluator = Evaluator(run.task, run.precision, run.world, run.strategy.data, run.control, run.current, together)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -300,7 +300,8 @@ class Loop:
         Ranks: all, with the same result; communicates.
         """
         callbacks = self.callbacks
-        metrics = self._run_evaluation(test=False)
+        with self._saved_on_error(test=False), self._clock.paused():
+            metrics = self._evaluation.evaluate(self.progress.step)
         self.progress.evaluated = metrics is not None
         if metrics is None:
             return INTERRUPTED
@@ -323,16 +324,32 @@ class Loop:
         progress = self.progress
         if not self._evaluation.is_test_due(progress):
             return False
-        metrics = self._run_evaluation(test=True)
+        weights: AbstractContextManager[int] = nullcontext(progress.step)
+        if self.run.options.tests_best and self.checkpointer is not None:
+            self._save(end=True)  # the best weights may be these; and other ones are about to take their place
+            weights = self.checkpointer.best_weights(self.states, progress.step)
+        with self._saved_on_error(test=True), self._clock.paused(), weights as tested:
+            self._tell_tested(tested)
+            restored = None if tested == progress.step else tested
+            metrics = self._evaluation.evaluate(progress.step, test=True, restored=restored)
         if metrics is not None:
             others = progress.metrics if progress.evaluated_at == progress.step else {}
-            progress.metrics, progress.evaluated_at = {**others, **metrics}, progress.step
+            progress.metrics, progress.evaluated_at, progress.tested = {**others, **metrics}, progress.step, tested
         return metrics is None
 
-    def _run_evaluation(self, test: bool) -> dict[str, float] | None:
+    def _tell_tested(self, step: int) -> None:
+        """Say which weights the set `test` is evaluated with."""
+        options = self.run.options
+        is_best = options.tests_best and self.progress.best
+        named = f", the best by trainer.keep_best={options.keep_best}" if is_best else ", the last ones"
+        if self.run.world.is_rank_zero:
+            logging.getLogger("ddpexp").info("testing the weights of step %s%s", step, named)
+        self.logger.text("test/weights", f"the weights of step {step}{named}")
+
+    @contextmanager
+    def _saved_on_error(self, test: bool) -> Iterator[None]:
         try:
-            with self._clock.paused():
-                return self._evaluation.evaluate(self.progress.step, test)
+            yield
         except MetricError:
             self.progress.evaluated = test and self.progress.evaluated
             self._save(end=False)  # no step so far is lost, and a resume evaluates again
@@ -382,6 +399,7 @@ class Loop:
             first_step_at=self._first_step_at,
             interrupted=interrupted,
             digest=digest,
+            tested=progress.tested,
             stopped=None if interrupted else stopped,
         )
 

@@ -21,6 +21,7 @@ class Outcome:
     first_step_at: float  # Unix time when this start's first step was done
     interrupted: bool = False  # asked to stop before the last step
     digest: str | None = None  # weights_sha256 of the end. Ranks: rank zero
+    tested: int | None = None  # the step whose weights the set `test` was evaluated with
     stopped: str | None = None  # why the run ended before the last step, as configured: a sentence without full stop
 
 
@@ -34,6 +35,7 @@ class TrainingProgress:
     evaluated_at: int | None = None  # the step of the last evaluation
     best: list[float] = field(default_factory=list)  # best values so far of trainer.keep_best, the best first
     best_of: str | None = None  # the trainer.keep_best that they are of
+    tested: int | None = None  # the step whose weights the set `test` was evaluated with
 
     def state(self) -> dict[str, Any]:
         """Return the fields, without secrets in texts."""
@@ -42,4 +44,4 @@ class TrainingProgress:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Set the fields to what `state` returned."""
         for name in self.__dataclass_fields__:
-            setattr(self, name, saved[name])
+            setattr(self, name, saved.get(name) if name == "tested" else saved[name])

@@ -136,6 +136,7 @@ class Report:
             "world_size": self.context.layout.world_size,
             "metrics": dict(outcome.metrics),
             "best": None if best is None else asdict(best),
+            "tested_step": outcome.tested,
             "weights_sha256": outcome.digest,
             "first_step_at": outcome.first_step_at,
             "ended_at": time.time(),
@@ -147,6 +148,8 @@ class Report:
         if outcome.interrupted:
             return f"stopped after step {outcome.step} of {self.num_steps}, which is saved"
         shown = "  ".join(f"{one_line(name)} {metric_text(name, value)}" for name, value in outcome.metrics.items())
+        if outcome.tested is not None:
+            shown += f"  tested with the weights of step {outcome.tested}"
         if best is not None:
             shown += f"  best {one_line(best.metric)} {metric_text(best.metric, best.value)} at step {best.step}"
         why = "" if outcome.stopped is None else f"ended early: {one_line(outcome.stopped)}\n"

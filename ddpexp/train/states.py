@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from ddpexp.distributed.rng import HostRandom
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.strategy.base import Shard, Strategy
-from ddpexp.train.average import WeightAverage
+from ddpexp.train.average import WeightAverage, assign
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.progress import TrainingProgress
 
@@ -65,6 +66,10 @@ class Saves(Protocol):
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete. Ranks: all."""
+        ...
+
+    def best_weights(self, states: States, step: int) -> AbstractContextManager[int]:
+        """Give the models the weights of the best checkpoint inside the block; yield its step. Ranks: all."""
         ...
 
 
@@ -120,6 +125,22 @@ class ModelStates:
                 continue
             held = _shards(self.strategy, name, self.average.tensors(name))
             copy_into(held, averaged, f"{name}.ema.safetensors")
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put the weights, and their average, back at the end of the block. Units: their bytes, on the CPU."""
+        tensors = [shard.tensor for shard in self._held()]
+        before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        try:
+            yield
+        finally:
+            assign(tensors, before)
+
+    def _held(self) -> Iterator[Shard]:
+        for name, module in self.strategy.modules.items():
+            yield from _shards(self.strategy, name, module.state_dict()).values()
+            if self.average is not None:
+                yield from _shards(self.strategy, name, self.average.tensors(name)).values()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from ddpexp.checkpoint.codec import decode, encode
-from ddpexp.checkpoint.format import FORMAT, MANIFEST, scan
+from ddpexp.checkpoint.format import FORMAT, MANIFEST, clean, scan
 from ddpexp.checkpoint.layout import lay_out, share
 from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.reader import weights_sha256
@@ -196,6 +196,25 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     writer.wait(end=True)
     assert [one.step for one in scan(tmp_path).complete] == [60, 50, 20]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000050", "step-00000060"]
+
+
+def test_a_step_that_is_saved_again_is_replaced_and_survives_a_kill_in_between(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, ALONE)
+    for loss in (0.5, 0.25):
+        writer.save(
+            7,
+            Content({"model": nn.Linear(2, 2).state_dict()}, facts={"metrics": {"test/loss": loss}, "evaluated_at": 7}),
+        )
+    writer.wait(end=True)
+    [path] = tmp_path.iterdir()
+    [found] = scan(tmp_path).complete
+    assert found.metrics == {"test/loss": 0.25}
+    path.rename(tmp_path / ".step-00000007.replaced")  # the new one was not in its place yet
+    clean(tmp_path)
+    assert [one.step for one in scan(tmp_path).complete] == [7]
+    (tmp_path / ".step-00000007.replaced").mkdir()  # it was
+    clean(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_is_copied_is_what_was_there_when_it_was_saved(tmp_path: Path) -> None:

@@ -118,6 +118,10 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__keep_best_k": 2}, (
             "trainer.keep_best_k=2 needs a metric. Type it as well, for example trainer.keep_best=max:eval/accuracy."
         )),
+        ({"trainer__test_weights": "best"}, (
+            "trainer.test_weights=best needs a metric to keep the best weights by. Type it as well, for example "
+            "trainer.keep_best=max:eval/accuracy."
+        )),
         ({"trainer__limit_train_samples": 64, "trainer__global_batch_size": 128}, (
             "trainer.limit_train_samples=64 is fewer than trainer.global_batch_size=128, the samples of a step. Use "
             "trainer.limit_train_samples=128, or trainer.global_batch_size=64."

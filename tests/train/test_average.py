@@ -229,6 +229,9 @@ def test_statistics_of_a_layer_are_the_same_under_all_its_names() -> None:
     net.one.running_mean.fill_(7.0)
     average.reset()
     assert average.tensors("model")["other.running_mean"].tolist() == [7.0, 7.0]
+    later = WeightAverage({"model": net}, start=4, batch_norm=True)
+    net.one.running_mean.fill_(8.0)  # before it begins, what is evaluated has the statistics of training
+    assert later.tensors("model")["one.running_mean"].tolist() == [8.0, 8.0]
     assert WeightAverage({"model": net}, decay=0.5).layers == []
 
 

@@ -26,6 +26,22 @@ from tests.fitting import Kept, loop_alone, restore
 from tests.points import Recipe
 from tests.refusals import refused
 
+CODE = """
+def load_tested(train=96, test=33):
+    return Splits(points(train, 0), {"eval": points(test, 1), "test": points(test, 2)})
+
+
+class Normed(nn.Sequential):
+    def __init__(self, hidden=8, dropout=0.0):
+        super().__init__(nn.Linear(4, hidden), nn.BatchNorm1d(hidden), nn.Linear(hidden, 2))
+"""
+
+
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is evaluated is tested, not how fork servers start."""
+    return warm_environ
+
 
 @pytest.fixture(scope="module")
 def points(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Any:
@@ -113,12 +129,15 @@ def test_a_run_that_ends_early_has_its_test_set_evaluated(points: Any, tmp_path:
     assert records(tmp_path, "test/") == [0]
 
 
+@pytest.mark.parametrize("keep_best", [None, "min:eval/loss"])
 @pytest.mark.parametrize("during", [1, 2])
-def test_an_interruption_leaves_what_it_interrupted_to_the_resume(points: Any, tmp_path: Path, during: int) -> None:
+def test_an_interruption_leaves_what_it_interrupted_to_the_resume(
+    points: Any, tmp_path: Path, during: int, keep_best: str | None
+) -> None:
     control = Stops(during)  # a batch of eval, then one of test
-    loop = build(points, tmp_path, control=control, eval_every=8)
+    loop = build(points, tmp_path, control=control, eval_every=8, keep_best=keep_best)
     assert loop.fit().interrupted
-    again = build(points, tmp_path, eval_every=8)
+    again = build(points, tmp_path, eval_every=8, keep_best=keep_best)
     assert isinstance(loop.checkpointer, Kept)
     restore(again, loop.checkpointer.saved[-1])
     outcome = again.fit()
@@ -185,3 +204,52 @@ def test_without_a_split_all_sets_but_test_are_evaluated() -> None:
 def test_a_split_that_is_not_there_is_refused(sets: list[str], split: list[str], message: str) -> None:
     with refused(message):
         chosen_sets(dict.fromkeys(sets), split)
+
+
+def test_what_is_tested_can_be_chosen_and_is_said(
+    points: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = []
+    for keys in ({}, {"keep_best": "min:eval/loss"}, {"keep_best": "min:eval/loss", "test_weights": "last"}):
+        caplog.clear()
+        caplog.set_level("INFO", "ddpexp")
+        assert build(points, tmp_path, **keys).fit().tested == 8
+        said.append(next(text for text in caplog.messages if text.startswith("testing")))
+    assert said == [
+        "testing the weights of step 8, the last ones",
+        "testing the weights of step 8, the best by trainer.keep_best=min:eval/loss",
+        "testing the weights of step 8, the last ones",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (
+            ("model._target_=points.Normed", "trainer.ema_decay=0.9", "trainer.average_batch_norm=1"),
+            "evaluate:kill:0:9",
+        ),
+        (("strategy=fsdp", "model.hidden=16"), "checkpoint.replaced:kill:0:1"),
+    ],
+)
+def test_the_best_weights_are_tested_whatever_happens_meanwhile(
+    ddpexp: Ddpexp, overrides: tuple[str, ...], fault: str
+) -> None:
+    recipe = Recipe(ddpexp, CODE)
+    typed = (
+        "data._target_=points.load_tested", "trainer.eval_every=2", "trainer.keep_best=max:eval/loss",
+        "trainer.micro_batch_size=12", "trainer.gpus=2", *overrides,
+    )  # fmt: skip
+    killed = recipe(*typed, environ={"DDPEXP_FAULT": fault})
+    assert killed.code == 1, killed.err
+    done = recipe(*typed, run=killed.run)
+    assert done.code == 0, done.err
+    assert "resumed after step 8 of 8" in done.out
+    assert "testing the weights of step 2, the best by trainer.keep_best=max:eval/loss" in done.out
+    result = json.loads((done.run / "result.json").read_text())
+    assert (result["tested_step"], result["best"]["step"], result["step"]) == (2, 2, 8)
+    config = ["--config-dir", str(recipe.folder / "conf")]
+    again = ddpexp("evaluate", str(done.run), *config, "--checkpoint", "best", "--split", "test", "--json")
+    tested = {name: value for name, value in result["metrics"].items() if name.startswith("test/")}
+    assert tested == json.loads(again.out)["metrics"]
+    assert records(done.run, "test/") == [8]
