@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddpexp.cli.start import compose_experiment
 from ddpexp.cli.verb import Call
 from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError
 from ddpexp.plan.arguments import PlanArguments
-from ddpexp.plan.fits import check_fits
+from ddpexp.plan.fits import does_not_fit, is_mostly_activations, remedies, smaller_too, verdict, with_remedy
 from ddpexp.plan.gather import Curves
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.plans import Foreseen, foresee, plan_all, with_costs
+from ddpexp.plan.strategies import Comparison, candidates, compare, runs_of, show_comparison
 from ddpexp.system.terminal import print_message
+from ddpexp.system.text import size_text
 
 
 def plan(call: Call) -> int:
@@ -37,8 +40,8 @@ def plan(call: Call) -> int:
         from ddpexp.plan.show import show
 
         show(outcome)
-    if arguments.memory_gb is not None:
-        check_fits(outcome, arguments.memory_gb)
+    if arguments.memory_gb is not None and verdict(outcome, arguments.memory_gb) == "too large":
+        raise does_not_fit(outcome, arguments.memory_gb, _tried(outcome, arguments, arguments.memory_gb))
     if arguments.plot_schedule is not None:
         _plot(outcome.curves, arguments)
     return EXIT_DONE
@@ -54,15 +57,46 @@ def arguments_of(call: Call) -> PlanArguments:
 
 
 def _compare(arguments: PlanArguments) -> int:
-    from ddpexp.plan.strategies import candidates, compare, runs_of, show_comparison
-
     choices = candidates(arguments.run)
-    comparison = compare(arguments, choices, _plans(runs_of(arguments, choices), arguments))
+    runs = runs_of(arguments, choices)
+    comparison = compare(arguments, choices, _plans(runs, arguments))
+    comparison = replace(comparison, notes=[*comparison.notes, *_smaller_fits(comparison, runs, arguments)])
     if arguments.json:
         print(json.dumps(comparison.as_dict(), indent=2))
     else:
         show_comparison(comparison)
     return EXIT_DONE
+
+
+def _smaller_fits(comparison: Comparison, runs: Sequence[Sequence[str]], arguments: PlanArguments) -> list[str]:
+    """Return a note that a smaller micro-batch fits, where the first strategy does not for its activations."""
+    first, memory_gb = comparison.rows[0], comparison.memory_gb
+    if memory_gb is None or first.outcome is None or first.verdict == "fits":
+        return []
+    if not is_mostly_activations(first.outcome):
+        return []
+    smaller = smaller_too((), first.outcome, memory_gb)
+    for choice, planned in _planned(smaller, replace(arguments, run=runs[0])):
+        if verdict(planned, memory_gb) == "fits":
+            size = size_text(planned.most_bytes())
+            return [f"activations take most: {first.overrides} {' '.join(choice)} fits ({size})"]
+    return []
+
+
+def _tried(outcome: Outcome, arguments: PlanArguments, memory_gb: float) -> list[tuple[Sequence[str], Outcome]]:
+    """Return remedies with their plans, up to those that fit; where none does, with smaller micro-batches too."""
+    tried: list[tuple[Sequence[str], Outcome]] = []
+    for group in remedies(outcome, memory_gb):
+        tried += _planned(group, arguments)
+        if any(verdict(planned, memory_gb) == "fits" for _, planned in tried):
+            return tried
+    smaller = [both for remedy, planned in tried for both in smaller_too(remedy, planned, memory_gb)]
+    return [*tried, *_planned(smaller, arguments)]
+
+
+def _planned(choices: Sequence[Sequence[str]], arguments: PlanArguments) -> list[tuple[Sequence[str], Outcome]]:
+    plans = _plans([with_remedy(arguments.run, choice) for choice in choices], arguments) if choices else []
+    return [(choice, plan) for choice, plan in zip(choices, plans, strict=True) if isinstance(plan, Outcome)]
 
 
 def _plans(runs: Sequence[Sequence[str]], arguments: PlanArguments) -> list[Outcome | DdpexpError]:

@@ -170,6 +170,12 @@ def _costs(arguments: PlanArguments, outcome: Outcome) -> Costs | None:
     return Costs(pass_ms, alpha_us=arguments.alpha_us, bandwidth_gbps=arguments.bandwidth_gbps)
 
 
+def _shown(row: Row) -> str:
+    """Return the verdict, which says less where what a micro-batch takes is not known."""
+    is_partial = row.verdict is not None and row.outcome is not None and row.outcome.facts.activations_bytes is None
+    return f"{row.verdict} without activations" if is_partial else row.verdict or ""
+
+
 def show_comparison(comparison: Comparison) -> None:
     """Print it as a table."""
     from rich.console import Group as Lines
@@ -195,7 +201,7 @@ def show_comparison(comparison: Comparison) -> None:
             row.overrides,
             size_text(row.outcome.most_bytes()),
             "" if isinstance(step, str) else f"{step.total_ms:.3g} ms",
-            "; ".join(text for text in (row.verdict or "", where) if text),
+            "; ".join(text for text in (_shown(row), where) if text),
         )
     first = next(row.outcome for row in comparison.rows if row.outcome is not None)
     notes = list(comparison.notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.plan.activations import _Kept
 from ddpexp.plan.arguments import PlanArguments
-from ddpexp.plan.fits import check_fits, verdict
+from ddpexp.plan.fits import does_not_fit, remedies, smaller_too, verdict, with_remedy
 from ddpexp.plan.layout import Assumed
 from ddpexp.plan.memory import AVERAGE
 from ddpexp.plan.outcome import Outcome
@@ -28,7 +29,7 @@ from ddpexp.strategy.fsdp.estimator import FSDPEstimator
 from ddpexp.train.activation_checkpointing import outermost
 from tests.conftest import SMALL, Ddpexp
 from tests.fitting import TRAINER
-from tests.refusals import is_about, refused
+from tests.refusals import refused
 from tests.strategy.fsdp.ranks import OPTIONS, Net
 
 MB = 1_000_000
@@ -179,13 +180,68 @@ def test_what_fits_leaves_room_for_what_is_not_counted() -> None:
     assert verdict(found, 1.1 * most + 0.31) == "fits"
 
 
-def test_what_does_not_fit_is_refused_with_what_takes_less() -> None:
-    check_fits(outcome("strategy=ddp"), 1.0)
-    with pytest.raises(RefusedError) as caught:
-        check_fits(outcome("strategy=ddp"), 0.1)
-    assert is_about(caught.value, "shard")
-    with refused("replay"):
-        check_fits(outcome("strategy=fsdp", facts=replace(FACTS, activations_bytes=0, optimizer_bytes=0)), 0.04)
+LARGE = replace(FACTS, activations_bytes=800 * MB, temporary_bytes=80 * MB)
+
+
+@pytest.mark.parametrize(
+    ("words", "facts", "memory_gb", "first"),
+    [
+        ([], LARGE, 0.8, "trainer.micro_batch_size=4"),
+        (["strategy=fsdp"], LARGE, 0.8, "trainer.micro_batch_size=4"),
+        (["strategy=fsdp", "strategy.blocks=[Block]"], LARGE, 0.31, "trainer.micro_batch_size=1"),
+        ([], FACTS, 0.15, "strategy=ddp strategy.shard_optimizer=true"),
+        (["strategy=fsdp"], replace(FACTS, activations_bytes=0), 0.05, "strategy.init=replay"),
+    ],
+)
+def test_what_takes_most_is_changed_first(words: Sequence[str], facts: Facts, memory_gb: float, first: str) -> None:
+    found = [" ".join(one) for group in remedies(outcome(*words, facts=facts), memory_gb) for one in group]
+    assert found[0].startswith(first)
+    assert ("trainer.activation_checkpointing=[Block]" in found) == ("strategy.blocks=[Block]" in words)
+
+
+def test_sizes_of_micro_batches_split_the_batch_and_grow_with_the_memory() -> None:
+    planned, sizes = outcome(facts=LARGE), []
+    for memory_gb in (0.5, 0.7, 0.8, 1.0, 10):
+        size = remedies(planned, memory_gb)[0][0][0]
+        sizes.append(int(size.rpartition("=")[2]))
+    assert sizes == sorted(sizes)
+    assert (all(32 % size == 0 for size in sizes), sizes[0], sizes[-1]) == (True, 1, 8)
+    assert smaller_too(["strategy=fsdp"], planned, 10)[0] == ("strategy=fsdp", "trainer.micro_batch_size=8")
+    assert smaller_too(["trainer.micro_batch_size=4"], planned, 10) == []
+    assert remedies(outcome(facts=LARGE, layout=Layout(1, 1, "cpu", "gloo", 1)), 0.8)[1] == []
+
+
+def test_a_remedy_takes_the_place_of_what_was_typed() -> None:
+    run = ["recipe=mnist", "strategy=fsdp", "strategy.blocks=[A]", "trainer.micro_batch_size=16"]
+    assert with_remedy(run, ["strategy=ddp", "strategy.shard_optimizer=true"]) == [
+        "recipe=mnist", "trainer.micro_batch_size=16", "strategy=ddp", "strategy.shard_optimizer=true"
+    ]  # fmt: skip
+    assert with_remedy(run, ["trainer.micro_batch_size=4"]) == [*run[:3], "trainer.micro_batch_size=4"]
+
+
+def test_only_what_fits_by_its_own_plan_is_named() -> None:
+    planned = outcome(facts=LARGE)
+    small = outcome(facts=FACTS)
+    micro = [(f"trainer.micro_batch_size={size}",) for size in (8, 4)]
+    error = does_not_fit(planned, 0.8, [(micro[0], planned), (micro[1], small), (("strategy=fsdp",), planned)])
+    assert error.suggestion.startswith("What fits: trainer.micro_batch_size=4 (")
+    assert "strategy=fsdp" not in error.suggestion
+    assert "trainer.activation_checkpointing=[CLASS]" in error.suggestion
+    both = does_not_fit(planned, 0.8, [(micro[0], small), (micro[1], small), (("strategy=fsdp",), small)])
+    assert "trainer.micro_batch_size=4" not in both.suggestion
+    assert "or strategy=fsdp (" in both.suggestion
+    tight = does_not_fit(planned, 1.05 * small.most_bytes() / 1e9, [(micro[1], small)])
+    assert tight.suggestion.startswith("What is tight: trainer.micro_batch_size=4")
+    none = does_not_fit(planned, 0.1, [(micro[0], planned), (micro[1], small)])
+    assert "trainer.micro_batch_size=4 takes least" in none.suggestion
+
+
+@pytest.mark.slow
+def test_what_is_named_is_what_the_plan_of_a_smaller_batch_says(ddpexp: Ddpexp) -> None:
+    large = ("model=lenet", "model.width=[256,256]", "trainer.global_batch_size=640", "trainer.device=cpu")
+    done = ddpexp("plan", *SMALL, *large, "trainer.gpus=2", "--memory_gb", "0.35")
+    assert done.code == 2, done.out
+    assert re.search(r" What fits: trainer\.micro_batch_size=\d+ \([\d.]+ MB\)\. ", done.err), done.err
 
 
 def test_a_strategy_that_is_refused_stays_in_the_comparison_with_its_reason() -> None:
