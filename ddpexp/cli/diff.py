@@ -12,7 +12,7 @@ from ddpexp.cli.verb import Call
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run.provenance import without_inner
 from ddpexp.run.stored_run import find_run
-from ddpexp.sweep.diff import RunsDiff, cell, compare_runs
+from ddpexp.sweep.diff import RunsDiff, cell, compare_runs, result_cell
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.grid import show
 from ddpexp.system import files
@@ -77,11 +77,11 @@ def _table(compared: RunsDiff) -> Table:
         table.add_row(Text(group, "bold"))
         for key, values in without_inner({key: tuple(values) for key, values in keys.items()}).items():
             cells = iter(values)
-            texts = ["cannot be read" if run.problem else cell(key, next(cells)) for run in compared.runs]
+            texts = ["cannot be read" if run.problem else cell(next(cells)) for run in compared.runs]
             table.add_row(*map(Text, (f"  {key}", *texts)))
     table.add_row(Text("results", "bold"))
     for key, results in compared.results().items():
-        table.add_row(*map(Text, (f"  {key}", *(cell(key, value) for value in results))))
+        table.add_row(*map(Text, (f"  {key}", *(result_cell(key, value) for value in results))))
     return table
 
 

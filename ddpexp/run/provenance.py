@@ -19,6 +19,8 @@ Groups = Mapping[str, Mapping[str, Any]]
 """The values of a run by key, in each of the groups."""
 
 _OF_A_START = ("dir", "resume", "allow_changes", "trust", "code", "rerun_of", "rerun_exact")  # keys of `run`
+SAMPLES = " samples"
+"""How the keys end that have the size of a set of the data."""
 COMMIT, PATCH = "commit", "uncommitted changes"
 _PLACES = ("folder", "note", "source")  # keys of a description of data that do not say what the data is
 _HASH = 12  # characters of a hash that are shown
@@ -55,7 +57,7 @@ def provenance_of(run: RunDir, manifest: Mapping[str, Any] | None) -> dict[str, 
     """
     checkpoint = newest(run.checkpoints)
     inputs = _mapping(checkpoint.manifest.get("inputs")) if checkpoint is not None else {}
-    sets = {f"{name} samples": _mapping(facts).get("samples") for name, facts in _mapping(inputs.get("data")).items()}
+    sets = {f"{name}{SAMPLES}": _mapping(facts).get("samples") for name, facts in _mapping(inputs.get("data")).items()}
     groups = provenance(resolved_values(run, manifest), manifest or {})
     groups["data"] |= {name: samples for name, samples in sets.items() if samples is not None}
     return groups

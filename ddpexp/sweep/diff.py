@@ -17,7 +17,7 @@ from ddpexp.run.difference_texts import spans, texts, value_text
 from ddpexp.run.differences import Value, over_steps
 from ddpexp.run.directory import RunDir
 from ddpexp.run.history import RunStart, periods_of, starts_of
-from ddpexp.run.provenance import GROUPS, Groups, differences, provenance, provenance_of
+from ddpexp.run.provenance import GROUPS, SAMPLES, Groups, differences, provenance, provenance_of
 from ddpexp.sweep.as_json import finite, row_as_dict
 from ddpexp.sweep.grid import without_middle
 from ddpexp.sweep.rows import Row, rows_of
@@ -95,7 +95,9 @@ class RunsDiff:
         found: dict[str, dict[str, list[Any]]] = {}
         for group in GROUPS:
             recorded = [{group: run.groups[group]} for run in runs if run.groups[group]]
-            keys = dict.fromkeys(differences(recorded).get(group, {}))
+            differing = differences(recorded).get(group, {})
+            # A run records the sizes of its sets with its first checkpoint.
+            keys = dict.fromkeys(key for key in differing if not (key.endswith(SAMPLES) and MISSING in differing[key]))
             if group == "configuration":
                 keys |= dict.fromkeys(key for run in runs for key in run.over_steps if key in run.groups[group])
             if keys:
@@ -212,8 +214,13 @@ def _run_as_dict(run: ComparedRun) -> dict[str, Any]:
     }
 
 
-def cell(name: str, value: Any) -> str:
-    """Return a value as a cell of a table: a metric by its name."""
+def cell(value: Any) -> str:
+    """Return a value that differs as a cell of a table."""
+    return "-" if value is MISSING else without_middle(value_text(value), _CELL)
+
+
+def result_cell(name: str, value: Any) -> str:
+    """Return a result as a cell of a table."""
     if isinstance(value, float) and "/" in name:
         return metric_text(name, finite(value))
-    return "-" if value is None or value is MISSING else without_middle(value_text(value), _CELL)
+    return "-" if value is None else str(value)
