@@ -177,14 +177,14 @@ class Training(Lifecycle):
         if previous is not None:
             layout, notes = resume.resolve_layout(previous, layout, self.job.request.threads)
             notes += check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
-        elif (origin := self._origin) is not None and self.experiment.run.rerun_exact:
-            repeats = origin.read_if_present(origin.manifest)
-            layout = resume.with_threads_of(layout, repeats, self.job.request.threads)
+        before = previous.manifest if previous else None
+        origin = self._origin if before is None else None  # what is resumed has been compared with it
+        if origin is not None and self.experiment.run.rerun_exact:
+            layout = resume.with_threads_of(layout, origin.read_if_present(origin.manifest), self.job.request.threads)
         is_old = self.resume_from is not None or resume.has_checkpoint(run)  # what a run directory names is not fetched
         fetched = pretrained.before_workers(self.experiment, self._files.text, is_old)
         initial_weights = initial.as_safetensors(self.experiment.run, initial_weights, run.path, notes)
         self._layout = layout
-        before = previous.manifest if previous else None
         code = code_of(self.job.identity)
         inputs = {"config_sha256": files.sha256(self._files.config_text(run, previous)), "code": code.fingerprint}
         snapshot = repository.snapshot(code_folder(self.job.identity), code.files)
@@ -201,8 +201,8 @@ class Training(Lifecycle):
             resolved=resolved,
         )
         contents = manifest.describe(start, data, before, diff)
-        if previous is None:
-            notes += self._repeat(contents)
+        if origin is not None:
+            notes += self._repeat(origin, contents)
         with self._refuse_if_unwritable(run):
             self.run, self._began = run, True
             self._files.write(run, previous, contents, {path: snapshot.diff} if path else {})
@@ -219,14 +219,12 @@ class Training(Lifecycle):
         path = self.experiment.run.rerun_of
         return RunDir(Path(path)) if path is not None else None
 
-    def _repeat(self, contents: dict[str, Any]) -> list[str]:
+    def _repeat(self, origin: RunDir, contents: dict[str, Any]) -> list[str]:
         """Record in the manifest of a new run what it repeats; return lines on what differs from that.
 
         Raises:
             RefusedError: with run.rerun_exact, because something does that can change numbers.
         """
-        if (origin := self._origin) is None:
-            return []
         tree = parse_config(self._files.text)
         groups = provenance(values_of(tree, contents), contents)
         record, lines = repeated.compared(origin, groups, self.experiment.run.rerun_exact, tree)

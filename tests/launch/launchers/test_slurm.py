@@ -226,6 +226,13 @@ def test_the_login_node_submits_says_how_to_follow_and_exits(recipe: Recipe, spa
     assert "is finished at step" in text
     assert {name: (done.run / name).read_bytes() for name in before} == before
     assert not (done.run / "error.json").exists()
+    # Trained again, the job compares itself with it.
+    trust = ["--config-dir", str(recipe.folder / "conf")]
+    repeated = recipe.ddpexp("rerun", done.run.name, *trust, "--exact", "run.dir=repeated")
+    job_id = job_of(repeated)
+    assert state_of(job_id) == ("COMPLETED", "0:0")
+    log = recipe.ddpexp.folder / f"repeated/slurm-{job_id}.log"
+    assert f"the weights and the metrics are those of {done.run}, to the bit" in log.read_text()
 
 
 @pytest.mark.slow
