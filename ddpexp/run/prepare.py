@@ -7,13 +7,15 @@ import hashlib
 import json
 import os
 import re
+import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ddpexp.config import facts
-from ddpexp.config.instantiate import Trust, instantiate
+from ddpexp.config.data_functions import check_description, check_takes_keys
+from ddpexp.config.instantiate import Trust, instantiate, locate
 from ddpexp.config.registry import key_of
 from ddpexp.config.resolve import text_with_facts
 from ddpexp.data.cache import only_own_caches
@@ -24,6 +26,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.settings.data import Data
 from ddpexp.settings.node import Node
 from ddpexp.system import separate_process
+from ddpexp.system.user_code import place_in_code
 from ddpexp.system.yaml_text import load_yaml
 
 _TABLES = ("arrays", "hf")
@@ -58,16 +61,6 @@ def _prepare(data: Data, trust: Trust, stored: bool) -> dict[str, Any] | None:
         description = instantiate(Node(data.prepare, _arguments(data)), trust, "data.prepare")
     else:
         description = _call_in_subprocess(data, trust, stored)
-    if not isinstance(description, Mapping) or not isinstance(description.get("name"), str):
-        raise RefusedError(
-            f"must return a mapping with at least a `name`, not {description!r}", key="data.prepare", value=data.prepare
-        )
-    if not isinstance(description.get("facts", {}), Mapping):
-        raise RefusedError(
-            f"must return its `facts` as a mapping, such as {{'num_classes': 10}}, not {description['facts']!r}",
-            key="data.prepare",
-            value=data.prepare,
-        )
     _check_values(data, description.get("num_train") if "unit" not in description else None)
     return _with_statistics(data, description) if _needs_statistics(data, description) else dict(description)
 
@@ -254,8 +247,23 @@ def call_prepare(request: Mapping[str, Any]) -> Any:
     """Call a user's function, in a process of its own."""
     trust = Trust(tuple(request["trust"]), Path(request["code"]) if request["code"] else None)
     trust.make_importable()
+    target, options = request["target"], request["options"]
+    check_takes_keys(locate(target, trust, "data.prepare"), options, "data.prepare", target)
     with only_own_caches(request["stored"]):
-        return instantiate(Node(request["target"], request["options"]), trust, "data.prepare")
+        try:
+            returned = instantiate(Node(target, options), trust, "data.prepare")
+        except RefusedError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            raise RefusedError(
+                f"failed: {type(error).__name__}: {error}",
+                key="data.prepare",
+                value=target,
+                place=place_in_code(error),
+                suggestion="The traceback is above.",
+            ) from None
+    return check_description(returned, target)
 
 
 def _call_in_subprocess(data: Data, trust: Trust, stored: bool) -> Any:

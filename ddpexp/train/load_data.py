@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from ddpexp.checkpoint.codec import encode
-from ddpexp.config.instantiate import Trust, instantiate
+from ddpexp.config.data_functions import Description, check_takes_description, check_takes_keys
+from ddpexp.config.instantiate import Trust, instantiate, locate
+from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Experiment
 from ddpexp.data.adapters import MapStyle
 from ddpexp.data.base import IndexData
@@ -47,8 +49,15 @@ def load_sets(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Spl
 
 def _load(data: Data, prepared: Mapping[str, Any] | None, trust: Trust, where: str) -> Splits:
     """Call the data function of a section."""
+    function, is_own = locate(data.target, trust, where), key_of(where, data.target) is None
     if data.prepare is None:
-        returned = instantiate(Node(data.target, {**data.options, **own_arguments(data, trust)}), trust, where)
+        options = {**data.options, **own_arguments(data, trust)}
+        if is_own and not any(name.startswith("_") for name in options):
+            check_takes_keys(function, options, f"{where}._target_", data.target)
+        returned = instantiate(Node(data.target, options), trust, where)
+    elif is_own:
+        check_takes_description(function, data.options, data.prepare, data.target)
+        returned = function(Description(prepared or {}))
     else:
         returned = instantiate(Node(data.target), trust, where, prepared)
     return check_splits(returned, data.target)

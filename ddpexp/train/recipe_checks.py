@@ -58,7 +58,11 @@ def check_splits(splits: Any, target: str) -> Splits:
         RefusedError: it is no `Splits`, or one of its sets is not a map-style data set with samples.
     """
     if not isinstance(splits, Splits):
-        raise _refused_data(target, f"must return ddpexp.data.datasets.Splits, not {type(splits).__name__}")
+        raise _refused_data(
+            target,
+            f"must return ddpexp.data.datasets.Splits, not {type(splits).__name__}",
+            'Return Splits(train=..., evals={"eval": ...}), or evals={} without an evaluation set.',
+        )
     if not isinstance(splits.evals, Mapping):
         raise _refused_data(
             target,
