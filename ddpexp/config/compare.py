@@ -51,6 +51,11 @@ class Change:
     overrides: tuple[str, str] | None = None  # what to type for the new value and for the old; None: key=value
     because: str = ""  # why a fixed key stays
 
+    @property
+    def is_length(self) -> bool:
+        """Return whether the length of the run was typed, which counts from its beginning."""
+        return self.kind == "typed" and self.key in LENGTH and self.new is not None
+
     def __str__(self) -> str:
         """Return the key with both values, and what there is to say of it."""
         old, new = ("chosen" if self.overrides and isinstance(v, Mapping) else _shown(v) for v in (self.old, self.new))

@@ -69,7 +69,8 @@ def inspect(run: RunDir, start: Start) -> PreviousRun:
     lost = _lost(run, result, start.verifies) if status == "done" else None
     continues = _is_longer(changes, new["trainer"], result) or _has_other_callbacks(changes, result)
     if status == "done" and lost is None and not continues:
-        finished = _finished(start.name, result, changes)
+        is_same_command = start.name.startswith("run.dir=") and not changes
+        finished = _finished(start.name, result, changes, () if is_same_command else start.overrides)
         raise FinishedError(finished + check_nothing_lost(run, result, _ended(start.name, result)))
     if start.resume == "never" and not start.is_restart:
         raise RefusedError(
@@ -208,8 +209,11 @@ def _has_other_callbacks(changes: Sequence[Change], result: Mapping[str, Any]) -
     return callbacks and isinstance(result.get("stopped"), str)
 
 
-def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -> str:
-    """Return the message for a finished run; raises if there are overrides that a finished run cannot apply."""
+def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change], typed: Sequence[str] = ()) -> str:
+    """Return the message for a finished run; raises if there are overrides that a finished run cannot apply.
+
+    `typed` are the overrides of this command.
+    """
     other = next((change for change in changes if change.kind == "typed" and change.key not in LENGTH), None)
     stopped = result.get("stopped")
     early = isinstance(stopped, str)
@@ -222,7 +226,20 @@ def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -
         )
     if isinstance(stopped, str) and (callback := re.match(r"callbacks\.[\w-]+", stopped)) is not None:
         return f"{state}. To continue, change {callback[0]}, or leave it out with callbacks=none."
-    return f"{state}{'; there is' if early else ':'} nothing to do."
+    return f"{state}{'; there is' if early else ':'} nothing to do.{_of_totals(result, typed)}"
+
+
+def _of_totals(result: Mapping[str, Any], typed: Sequence[str]) -> str:
+    """Return how to train further, where the length was typed that the run has, or a shorter one."""
+    for key, fact, unit in (("trainer.epochs", "epoch", "epochs"), ("trainer.max_steps", "step", "steps")):
+        values = [override.partition("=")[2] for override in typed if override.partition("=")[0] == key]
+        done = result.get(fact)
+        if values and values[-1].isdecimal() and isinstance(done, int | float) and int(values[-1]) <= done:
+            more = int(values[-1])
+            return (
+                f" {key}={more} counts from the beginning of the run: {more} more {unit} are {key}={int(done) + more}."
+            )
+    return ""
 
 
 def _ended(name: str, result: Mapping[str, Any]) -> str:

@@ -69,7 +69,9 @@ class StartFiles:
             }
             directory.reopen(run)
             if has_manifest:
-                print_message(f"ddpexp: resuming {files.relative(run.path)}")
+                lengths = [f"{one.key}={one.new}" for one in previous.changes if one.is_length]
+                up_to = f", up to {' '.join(lengths)} in all" if lengths else ""
+                print_message(f"ddpexp: resuming {files.relative(run.path)}{up_to}")
         text, before = self.config_text(run, previous), self._before.get(run.config)
         text_before = before.decode() if before is not None else None
         config = checked_text(text)

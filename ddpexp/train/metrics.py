@@ -33,7 +33,8 @@ def nonfinite_error(name: str, value: float, step: int) -> NonFiniteError:
     """Return the error for a metric that is not finite. Units: steps, from 1."""
     return NonFiniteError(
         f"{name} is {value} at step {step}: the training has diverged or a sample is bad",
-        suggestion="Lower optimizer.lr, set trainer.clip_grad_norm, or skip such steps with trainer.nonfinite=skip.",
+        suggestion="callbacks=find_nonfinite names the module that it comes from. Lower optimizer.lr, set "
+        "trainer.clip_grad_norm, or skip such steps with trainer.nonfinite=skip.",
     )
 
 

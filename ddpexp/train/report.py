@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from ddpexp.checkpoint.weights import best_step
 from ddpexp.config.schema import Experiment
@@ -152,8 +156,28 @@ class Report:
             shown += f"  tested with the weights of step {outcome.tested}"
         if best is not None:
             shown += f"  best {one_line(best.metric)} {metric_text(best.metric, best.value)} at step {best.step}"
+        elif (seen := best_seen(self.context.run.metrics, experiment.callbacks, outcome.stopped)) is not None:
+            shown += f"  best {seen}, whose weights are not kept (trainer.keep_best)"
         why = "" if outcome.stopped is None else f"ended early: {one_line(outcome.stopped)}\n"
         return f"{why}done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.context.run.path)}"
+
+
+def best_seen(metrics: Path, callbacks: Mapping[str, Node], stopped: str | None) -> str | None:
+    """Return the best value, in the records of a run, of the metric by which a callback has ended it.
+
+    None where none has.
+    """
+    named = re.match(r"callbacks\.([\w-]+)", stopped or "")
+    node = None if named is None else callbacks.get(named[1])
+    monitor, mode = (None, None) if node is None else (node.kwargs.get("monitor"), node.kwargs.get("mode"))
+    if not isinstance(monitor, str) or mode not in ("min", "max"):
+        return None
+    lines = [json.loads(line) for line in metrics.read_bytes().splitlines()]
+    values = [(line[monitor], line["step"]) for line in lines if isinstance(line.get(monitor), int | float)]
+    if not values:
+        return None
+    value, step = (min if mode == "min" else max)(values, key=lambda one: one[0])
+    return f"{one_line(monitor)} {metric_text(monitor, value)} at step {step}"
 
 
 def _numbers(trainer: Trainer) -> str:

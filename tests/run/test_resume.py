@@ -196,6 +196,23 @@ def test_a_run_out_of_time_is_finished_until_it_gets_more(trainer: dict[str, Any
     )
 
 
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        (["trainer.epochs=3"], "3 more epochs are trainer.epochs=6."),
+        (["trainer.epochs=9", "trainer.epochs=2"], "2 more epochs are trainer.epochs=5."),
+        (["trainer.max_steps=10"], "10 more steps are trainer.max_steps=25."),
+        (["trainer.epochs=null", "trainer.seed=3"], ""),
+        ([], ""),
+    ],
+)
+def test_a_length_that_a_finished_run_has_is_said_to_count_from_its_beginning(typed: list[str], advice: str) -> None:
+    said = _finished("run", {"step": 15, "epoch": 3.0}, [], typed)
+    assert said.startswith("run is finished at step 15: nothing to do.")
+    assert said.endswith(advice or "nothing to do.")
+    assert [Change("trainer.epochs", 3, new, "typed").is_length for new in (5, None)] == [True, False]
+
+
 def test_a_run_that_a_callback_has_ended_says_how_it_continues() -> None:
     result = {"step": 10, "stopped": "callbacks.early_stopping: eval/loss has not improved"}
     assert _finished("run", result, []) == (
