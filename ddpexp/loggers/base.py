@@ -37,6 +37,9 @@ class Logger:
     def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
         """Record the hyperparameters, once, at the start."""
 
+    def best(self, step: int, metric: str, value: float) -> None:
+        """Record the best step of a run by its trainer.keep_best, once, when it is finished."""
+
     def done(self) -> None:
         """Record that the run is finished."""
 

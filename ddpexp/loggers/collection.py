@@ -58,6 +58,12 @@ class LoggerCollection(Logger):
         for logger in self._loggers:
             logger.hyperparameters(values)
 
+    def best(self, step: int, metric: str, value: float) -> None:
+        """Forward to each."""
+        metric = masker()(metric)
+        for logger in self._loggers:
+            logger.best(step, metric, value)
+
     def done(self) -> None:
         """Forward to each."""
         for logger in self._loggers:

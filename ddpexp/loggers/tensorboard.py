@@ -79,6 +79,11 @@ class TensorBoard(Logger):
                 session.hparams[name].string_value = value
         self._add_session(SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=session))
 
+    def best(self, step: int, metric: str, value: float) -> None:
+        """Write the value and the step as metrics for the HParams tab."""
+        values = {f"best/{metric}": value, "best/step": step}
+        self._add(Summary(value=[Summary.Value(tag=tag, simple_value=number) for tag, number in values.items()]), step)
+
     def done(self) -> None:
         """Write that the session succeeded."""
         end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())

@@ -21,6 +21,8 @@ from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job_result import Ended
 
+FAILURE_RATE = "hydra.sweeper.max_failure_rate"
+"""The key of sweepers that end when more of the jobs that they ask for at a time fail."""
 _MOST = 10_000  # jobs of a grid: each is composed and checked before the first starts
 
 
@@ -50,8 +52,11 @@ class _Launcher:
         return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=ended.objective)
 
 
-def run_sweeper(swept: Swept, folder: SweepDir, run_batch: RunBatch) -> None:
+def run_sweeper(swept: Swept, folder: SweepDir, run_batch: RunBatch, continues: bool) -> str:
     """Run the jobs of the chosen sweeper; each batch is the overrides of several jobs.
+
+    `continues`: whatever fails, unless hydra.sweeper.max_failure_rate is typed. Returns a sentence on why the sweeper
+    has ended early, or nothing.
 
     Raises:
         RefusedError: the sweeper takes its settings not as they were typed. And what `run_batch` raises.
@@ -61,6 +66,9 @@ def run_sweeper(swept: Swept, folder: SweepDir, run_batch: RunBatch) -> None:
     plugins = Plugins.instance()
     with open_dict(cfg):
         cfg.hydra.sweep.dir = str(folder.path)
+        typed = any(override_key(override) == FAILURE_RATE for override in swept.overrides)
+        if continues and not typed and cfg.hydra.sweeper.get("max_failure_rate") == 0:  # what Optuna's plugin has
+            cfg.hydra.sweeper.max_failure_rate = 1.0
     launcher = _Launcher(run_batch, not is_grid(swept), folder)  # a grid continues whatever fails, batch by batch
     # Sweepers look up a launcher by name in a namespace package of Hydra; they get this one.
     plugins.instantiate_launcher = lambda **_: launcher  # type: ignore[method-assign,assignment]
@@ -78,18 +86,22 @@ def run_sweeper(swept: Swept, folder: SweepDir, run_batch: RunBatch) -> None:
                 raise
             raise folder.not_writable(error) from None
         except JobFailed:
-            return  # more have failed than the sweeper takes, which the sweep itself says
+            if not continues:
+                return ""
+            rate = cfg.hydra.sweeper.get("max_failure_rate")
+            return f"The sweeper has ended, since more failed than {FAILURE_RATE}={rate:g} allows."
         except (AssertionError, ValueError) as error:
             if (
                 launcher.has_run
             ):  # Optuna, whose best trial of none that went well this is: the sweep itself says what failed
-                return
+                return ""
             if launcher.began:
                 raise
             raise RefusedError(_refusal(swept, error)) from None
         finally:
             with suppress(OSError):
                 folder.mask_records()
+    return ""
 
 
 def _refusal(swept: Swept, error: Exception) -> str:

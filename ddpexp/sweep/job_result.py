@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.run import directory
+from ddpexp.run.directory import RunDir
 from ddpexp.sweep.files import RunFiles
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.job import Planned
@@ -23,6 +24,7 @@ class Ended:
     status: str  # done, failed, interrupted, stopped or submitted
     objective: float | None = None
     message: str = ""
+    diverged: bool = False  # it failed because a loss or a gradient is not finite
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class ResultReader:
             return Ended("done", self.objective(job))
         if status == "interrupted" and code != EXIT_REFUSED:
             return Ended("interrupted", self.objective(job), "it was stopped by a signal, and saved")
-        return Ended("failed", self.objective(job), self._reason(job, code))
+        return Ended("failed", self.objective(job), self._reason(job, code), code != EXIT_REFUSED and diverged(job.run))
 
     def objective(self, job: Planned) -> float | None:
         """Return the objective: the best value where the run keeps it, else the newest; NaN if it was not finite."""
@@ -67,3 +69,10 @@ class ResultReader:
         except OSError as error:  # what keeps it from being written ends the job
             return f"exit code {code}, and its log {files.relative(log)} cannot be read: {error.strerror}"
         return next((line.removeprefix("ddpexp: ") for line in reversed(lines) if line), f"exit code {code}")
+
+
+def diverged(run: RunDir) -> bool:
+    """Return whether a run has failed because a loss or a gradient is not finite."""
+    with suppress(RefusedError):
+        return run.status() == "failed" and run.read(run.error).get("kind") == "NonFiniteError"
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddpexp.config.build import build
@@ -15,7 +16,7 @@ from ddpexp.run import lock
 from ddpexp.run.directory import check_name
 from ddpexp.settings.run import SweepSettings
 from ddpexp.sweep.folder import SweepDir
-from ddpexp.sweep.hydra_sweeper import check_grid_size, is_grid, run_sweeper
+from ddpexp.sweep.hydra_sweeper import FAILURE_RATE, check_grid_size, is_grid, run_sweeper
 from ddpexp.sweep.job_status import FINAL
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.runner import SweepFailed, SweepRunner
@@ -48,7 +49,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
         view = View(folder, Goal(settings.objective, settings.mode), settings.picture)
         sweep = SweepRunner(swept, SweepLog(folder, settings, view), server)
         try:
-            run_sweeper(swept, folder, sweep.run)
+            note = run_sweeper(swept, folder, sweep.run, continues=settings.on_failure == "continue")
             if sweep.log.began:  # false if the sweep has only printed its plan
                 view.finish()
         except StoppedError as error:
@@ -60,7 +61,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
             raise
         finally:
             view.close()
-        return _exit_code(sweep)
+        return _exit_code(sweep, note)
     finally:
         if sweep is not None:
             sweep.close()
@@ -123,14 +124,26 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
     return folder, is_new
 
 
-def _exit_code(sweep: SweepRunner) -> int:
-    """Report how the sweep ended, and return the exit code. Raises SweepFailed if jobs failed."""
+def _exit_code(sweep: SweepRunner, note: str) -> int:
+    """Report how the sweep ended, and return the exit code; `note` is of its sweeper.
+
+    Raises:
+        SweepFailed: jobs failed.
+    """
     log = sweep.log
     failed = log.ended_as("failed", "interrupted")
     if failed:
         lines = [f"{len(failed)} of {len(log.planned)} jobs failed:"]
         lines += [f"  {log.planned[number].name}: {log.ended[number].message}" for number in failed]
-        raise SweepFailed("\n".join([*lines, _how_to_resume(sweep)]))
+        diverged = [number for number in failed if log.ended[number].diverged]
+        advice = (
+            []
+            if len(diverged) == len(failed) and not note
+            else [_how_to_resume(sweep, [f"{FAILURE_RATE}=1"] if note else [])]
+        )
+        if diverged:
+            advice.insert(0, _of_diverged(log.planned[diverged[0]].name))
+        raise SweepFailed("\n".join([*lines, *([note] if note else []), *advice]))
     if (lost := log.lost_objective()) is not None:
         raise SweepFailed(lost)
     if submitted := log.ended_as("submitted"):
@@ -144,9 +157,16 @@ def _exit_code(sweep: SweepRunner) -> int:
     return EXIT_DONE
 
 
-def _how_to_resume(sweep: SweepRunner) -> str:
+def _of_diverged(name: str) -> str:
+    return (
+        f"A resume leaves a job that has diverged as it is, for it would diverge again: change it, for example with "
+        f"trainer.nonfinite=skip, or remove its directory ({name}) to repeat it."
+    )
+
+
+def _how_to_resume(sweep: SweepRunner, further: Sequence[str] = ()) -> str:
     done = sweep.log.ended_as(*FINAL)
     return (
         f"{len(done)} of {len(sweep.log.planned)} jobs are done; resume the sweep with:\npython -m ddpexp "
-        f"{shlex.join(sweep.resume_arguments())}"
+        f"{shlex.join([*sweep.resume_arguments(), *further])}"
     )

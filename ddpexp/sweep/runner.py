@@ -14,7 +14,7 @@ from ddpexp.sweep.folder import restated_overrides
 from ddpexp.sweep.hydra_sweeper import is_grid
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_planner import JobPlanner
-from ddpexp.sweep.job_result import Ended, ResultReader
+from ddpexp.sweep.job_result import Ended, ResultReader, diverged
 from ddpexp.sweep.job_status import FINAL
 from ddpexp.sweep.local_jobs import LocalJobs, WarmServer
 from ddpexp.sweep.record import SweepRecord
@@ -160,6 +160,10 @@ class SweepRunner:
                 else f"ddpexp: warning: {error}"  # it has lost files
             )
             return Ended("done", self._results.objective(job))
+        if diverged(job.run) and not resume.changes_of(job.run, new_start):
+            before = self._earlier.get(job.number)
+            message = (before.message if before is not None else None) or "it has diverged"
+            return Ended("failed", self._results.objective(job), message, diverged=True)
         return None
 
     def _prepare(self, jobs: Sequence[Planned]) -> None:

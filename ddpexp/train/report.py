@@ -124,11 +124,13 @@ class Report:
         experiment = self.context.experiment
         prepared = self.context.prepared
         status = "interrupted" if outcome.interrupted else "done"
-        if not outcome.interrupted:
-            logger.done()
         samples = self.train.num_samples(outcome.step)
         seconds = outcome.train_seconds
         best = None if experiment.trainer.keep_best is None else best_step(self.context.run.checkpoints)
+        if not outcome.interrupted:
+            if best is not None:
+                logger.best(best.step, best.metric, best.value)
+            logger.done()
         result = {
             "status": status,
             "stopped": one_line(outcome.stopped) if outcome.stopped is not None else None,

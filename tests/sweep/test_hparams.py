@@ -83,9 +83,10 @@ def test_the_columns_are_of_all_runs_and_know_which_differ(tab: tuple[dict[str, 
 
 def test_a_run_that_is_made_longer_is_still_one_session(tmp_path: Path, environ: dict[str, str]) -> None:
     recipe = Recipe(Ddpexp(tmp_path, environ))
-    done = recipe("trainer.epochs=1", "logger=tensorboard")
+    kept = ("logger=tensorboard", "trainer.keep_best=max:eval/loss")
+    done = recipe("trainer.epochs=1", *kept)
     assert done.code == 0, done.err
-    again = recipe("trainer.epochs=2", "logger=tensorboard", run=done.run)
+    again = recipe("trainer.epochs=2", *kept, run=done.run)
     assert again.code == 0, again.err
     tags = [
         value.tag.rpartition("/")[2]
@@ -98,4 +99,6 @@ def test_a_run_that_is_made_longer_is_still_one_session(tmp_path: Path, environ:
     [group] = hparams_session(done.run)[1]
     values = {metric["name"]["tag"]: metric["value"] for metric in group["sessions"][0]["metricValues"]}
     result = json.loads((done.run / "result.json").read_text())
+    assert values["best/eval/loss"] == pytest.approx(result["best"]["value"], rel=1e-6)
+    assert values["best/step"] == result["best"]["step"] < result["step"]
     assert values["eval/loss"] == pytest.approx(result["metrics"]["eval/loss"], rel=1e-6)

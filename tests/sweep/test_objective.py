@@ -49,13 +49,31 @@ def test_the_same_command_with_a_seed_suggests_the_same_trials_which_are_done(sw
 def test_a_trial_that_fails_is_reported_to_optuna_and_listed(sweeps: Sweeps) -> None:
     overrides = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2",
         "hydra.sweeper.sampler.seed=1",
-             "hydra.sweeper.max_failure_rate=1.0", "sweep.objective=eval/loss", "model._target_=points.Wide",
+             "sweep.objective=eval/loss", "model._target_=points.Wide",
              "model.hidden=choice(8,13)")  # fmt: skip
     sweep = sweeps(*overrides)
     assert sweep.code == 1
     assert sorted({event["status"] for event in sweep.events("ended")}) == ["done", "failed"]
     assert "1 of 2 jobs failed:" in sweep.err  # a trial that was had before is not run again
     assert "13 units bring bad luck" in sweep.err
+
+
+def test_a_trial_that_diverges_neither_ends_a_study_nor_is_repeated(sweeps: Sweeps) -> None:
+    overrides = (
+        "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=1",
+        "sweep.objective=eval/loss", "optimizer.lr=choice(1e38,0.1)", "trainer.max_steps=4",
+    )  # fmt: skip
+    sweep = sweeps(*overrides)
+    assert sweep.code == 1
+    assert sorted(event["status"] for event in sweep.events("ended")) == ["done", "failed"]
+    assert "NonFiniteError" in sweep.err
+    again = sweeps.again(sweep.path)
+    assert (again.code, len(again.events("started"))) == (1, 2)
+    assert "trainer.nonfinite=skip" in again.err
+    assert "resume the sweep with" not in again.err
+    strict = sweeps.again(sweep.path, "hydra.sweeper.max_failure_rate=0")
+    assert "hydra.sweeper.max_failure_rate=0 allows" in strict.err
+    assert strict.err.rstrip().endswith(" hydra.sweeper.max_failure_rate=1")
 
 
 @pytest.mark.slow
