@@ -54,6 +54,7 @@ class Task:
 
     failing: int = 0
     shown: list[int] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
 
     def step(self, model: Any, batch: Any) -> Any:
         scores = model(batch[1])
@@ -61,11 +62,13 @@ class Task:
 
     def finish(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
         self.failing -= 1
+        self.calls.append("finish")
         total, count = sums["loss"]
         return {"perplexity": math.exp(total / count)} if self.failing < 0 else {"perplexity": sums["nothing"]}
 
     def on_eval(self, model: Any, batch: Any, logger: Any, step: int) -> None:
         self.shown.append(len(batch[0]))
+        self.calls.append("on_eval")
 
 
 class Stops(Control):
@@ -102,6 +105,7 @@ def test_the_test_set_is_evaluated_once_with_the_weights_of_the_end(points: Any,
     assert set(outcome.metrics) == {"eval/loss", "eval/perplexity", "test/loss", "test/perplexity"}
     assert outcome.metrics["test/perplexity"] == math.exp(outcome.metrics["test/loss"])
     assert task.shown == [33] * 4
+    assert task.calls == [*["finish", "on_eval"] * 4, "finish"], "what is shown may be what `finish` has computed"
     with torch.no_grad():
         loss, count, _ = task.step(loop.run.strategy.eval_model, points.points(20, 1).tensors)
     assert outcome.metrics["test/loss"] == pytest.approx(float(loss) / count, rel=1e-5)
