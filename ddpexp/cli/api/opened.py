@@ -305,10 +305,12 @@ class Run:
                     place=given,
                     suggestion=f"Predictions for a data set are written there by run.predict(out={str(given)!r}).",
                 )
+            from ddpexp.export.trained import unchanged_random_state
             from ddpexp.predict.local import predictions_for
 
-            run = self._stored(overrides)
-            return predictions_for(run.experiment, run.manifest, self.model(checkpoint), given, split)
+            run, model = self._stored(overrides), self.model(checkpoint)
+            with unchanged_random_state():
+                return predictions_for(run.experiment, run.manifest, model, given, split)
         if given is not None and not is_path:
             reason = f"is {type(given).__name__}, and only what a path names is predicted for by the command"
             raise RefusedError(reason, place="given", suggestion="Leave out= out.")
@@ -330,10 +332,12 @@ class Run:
         Raises:
             RefusedError: As for `predict`.
         """
+        from ddpexp.export.trained import unchanged_random_state
         from ddpexp.predict.local import model_input
 
         run = self._stored(overrides)
-        return model_input(run.experiment, run.manifest, given, split)
+        with unchanged_random_state():
+            return model_input(run.experiment, run.manifest, given, split)
 
     def rerun(
         self,

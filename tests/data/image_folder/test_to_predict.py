@@ -84,7 +84,9 @@ def test_three_commands_from_photographs_to_predictions(ddpexp: Ddpexp) -> None:
     assert given.code == 0, given.err
     printed = json.loads(given.out)["predictions"]
     run = package.open_run(ddpexp.folder / "run", config_dir=ROOT / "examples/photos/conf")
+    state = torch.get_rng_state()
     here = run.predict(pictures)
+    assert torch.equal(torch.get_rng_state(), state)
     for row, of_command, of_python in zip(rows, printed, here, strict=True):
         assert of_command == plain(of_python)
         assert (row["file"], row["class"]) == (of_python["file"], of_python["class"])
