@@ -71,8 +71,8 @@ _SENTENCES = {
     "ep_size expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree": _NO_EXPERTS,
 }
 NO_LBFGS = (
-    "L-BFGS evaluates the loss several times in a step, and a step here has one gradient, that of its global batch. "
-    "Use another optimizer."
+    "It evaluates the loss several times in a step, and a step here has one gradient, that of its global batch. "
+    "optimizer=lbfgs is L-BFGS without a line search."
 )
 _NONE = {  # of groups of which a run may have no option
     "logger": ("false", "no", "disabled"),
@@ -80,7 +80,6 @@ _NONE = {  # of groups of which a run may have no option
 }
 _ADVICE_ON_OPTIONS = {  # patterns of options of a group for which no single option stands
     "optimizer": {
-        "lbfgs|l_bfgs": NO_LBFGS,
         "lion|lamb|lars|sophia|prodigy|soap|schedule_?free|adamw?_?8bit|adamw_bnb_8bit|paged_adamw(_8bit|_32bit)?": (
             "A package brings it, and it is named by its class: docs/optimizers.md."
         ),

@@ -53,6 +53,7 @@ _ENTRIES: Mapping[str, Mapping[str, Entry]] = {
         "wsd": Entry("ddpexp.train.schedule.WSD", "warmup_stable_decay trapezoidal"),
     },
     "optimizer": {
+        "lbfgs": Entry("ddpexp.train.lbfgs.LBFGS", "l_bfgs"),
         "muon": Entry("ddpexp.train.combined_optimizer.muon"),
         "sparse_adam": Entry("ddpexp.train.combined_optimizer.sparse_adam"),
     },

@@ -10,6 +10,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
+from ddpexp.strategy.optimizers import ALL_PARAMETERS, check_optimizer
 from ddpexp.strategy.options import Options, check_reduce_through
 
 
@@ -46,6 +47,9 @@ class DDPOptions(Options):
     def check(self, experiment: ExperimentSettings) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
         trainer = experiment.trainer
+        if self.shard_optimizer:
+            some = ", and with strategy.shard_optimizer=true each worker updates some parameters"
+            check_optimizer(experiment.optimizer.target, ALL_PARAMETERS, some, "strategy.shard_optimizer=false")
         if self.reduce_through == "shared_memory" and self.comm_hook != "none":
             raise RefusedError(
                 f"leaves nothing to compress, so it is incompatible with strategy.comm_hook={self.comm_hook}",

@@ -9,8 +9,10 @@ from ddpexp.errors import RefusedError
 WHOLE_MATRICES = {  # optimizers that need whole matrices
     "muon": "makes the update of a whole matrix orthogonal",
     "torch.optim.Muon": "makes the update of a whole matrix orthogonal",
-    "torch.optim.LBFGS": "multiplies the gradients of all parameters",
+    "lbfgs": "multiplies the gradients of all parameters",
 }
+ALL_PARAMETERS = {"lbfgs": WHOLE_MATRICES["lbfgs"]}
+"""Optimizers that need all parameters at once."""
 WHOLE_ROWS = {  # optimizers that parameters without rows break
     "torch.optim.Adafactor": "looks at the rows of a whole gradient",
     "torch.optim.SparseAdam": "is for a sparse gradient",
@@ -18,6 +20,7 @@ WHOLE_ROWS = {  # optimizers that parameters without rows break
 }
 _SOME_ROWS = "and strategy=fsdp gives each worker some rows of it"
 NOT_SHARDED = {  # optimizers that fsdp cannot give what they need
+    "lbfgs": "multiplies the gradients of all parameters, and strategy=fsdp gives each worker some rows of them",
     "torch.optim.Adafactor": f"looks at the columns of a whole gradient, {_SOME_ROWS}",
     "torch.optim.Rprop": "sets single elements of gradients, which torch cannot do with those of strategy=fsdp",
     "torch.optim.SparseAdam": f"is for a sparse gradient, {_SOME_ROWS}",

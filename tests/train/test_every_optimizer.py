@@ -208,7 +208,7 @@ def test_what_sharded_gradients_cannot_serve_is_refused(experiments: Mapping[str
     experiments[name].strategy.check(experiments[name])
 
 
-ELEMENTWISE = set(OPTIMIZERS) - {"muon", "sparse_adam", "adafactor"}
+ELEMENTWISE = set(OPTIMIZERS) - {"lbfgs", "muon", "sparse_adam", "adafactor"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -9,6 +9,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.key import Key
 from ddpexp.settings.trainer import Trainer
+from ddpexp.strategy.optimizers import ALL_PARAMETERS, check_optimizer
 from ddpexp.strategy.options import Options
 
 
@@ -28,6 +29,8 @@ class LocalOptions(Options):
         """Check the options by themselves and with the trainer section; see `Options.check`."""
         super().check(experiment)
         trainer = experiment.trainer
+        own = ", and its history differs between workers that train by themselves"
+        check_optimizer(experiment.optimizer.target, ALL_PARAMETERS, own, "strategy=ddp")
         for clashes, other, why, instead in (
             (
                 trainer.precision == "fp16",
