@@ -440,6 +440,7 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(recipe: Recipe) -> None:
     assert elsewhere.err.endswith("is not checked: sinfo: it is not on this machine\n")
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("is_dry", [False, True])
 def test_what_no_node_can_run_is_refused_before_anything_is_written(recipe: Recipe, is_dry: bool) -> None:
     done = recipe("launcher=slurm", "launcher.gpus_per_node=12", f"launcher.dry_run={is_dry}")
@@ -730,6 +731,7 @@ def test_more_nodes_than_the_allocation_has_are_refused(recipe: Recipe) -> None:
     assert not done.run.exists()
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("program", [TWO_HOSTS, ("srun", "-Q", "-N2", "-n2")], ids=["allocation", "step"])
 def test_what_the_ranks_refuse_leaves_no_folder(recipe: Recipe, program: tuple[str, ...]) -> None:
     refused = ("trainer.freeze=[nothing]", "run.dir=made/here/run")
