@@ -9,11 +9,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+from ddpexp.config.declared import declared
+from ddpexp.config.folders import our_options
+from ddpexp.config.foreign import advice_on_key, advice_on_value
 from tests.conftest import PATIENCE, ROOT, Ddpexp
 from tests.examples import EXAMPLES
 
@@ -76,6 +80,27 @@ def test_every_option_of_torchrun_has_ours_or_why_not() -> None:
     options = [action.option_strings for action in get_args_parser()._actions]
     spelled = {text.lstrip("-").replace("_", "-") for texts in options for text in texts if text.startswith("--")}
     assert named == spelled - {"help"}
+
+
+def rows(heading: str) -> Iterator[tuple[str, str]]:
+    """Yield what the first column of the last table under a heading names, `key` or `key=value`, with the second."""
+    table = DOCUMENT.rpartition(f"| {heading} | now |\n|---|---|\n")[2].partition("\n\n")[0]
+    for _, theirs, ours, _ in (row.split("|") for row in table.splitlines()):
+        yield from ((word, ours) for word in re.findall(r"`(?:configs/)?([a-z]\w*(?:=\w+)?)`", theirs))
+
+
+KEYS = re.compile(r"[a-z_]+(?:[./][a-z_]+)*(?=[=?.,])")
+
+
+@pytest.mark.parametrize(("typed", "ours"), [*rows("`Trainer(...)`"), *rows("`Accelerator(...)`"), *rows("before")])
+def test_a_habit_is_answered_with_the_words_of_the_page(typed: str, ours: str) -> None:
+    key, _, value = typed.partition("=")
+    if not value and (key in our_options() or f"trainer.{key}" in declared()):
+        return  # the same word
+    said = advice_on_value(key, value) or advice_on_key(key)
+    assert said
+    named = set(re.findall(r"[a-z_]+(?:[./][a-z_]+)*(?==)", ours))
+    assert not named or named & set(KEYS.findall(said)), said
 
 
 @pytest.mark.parametrize(

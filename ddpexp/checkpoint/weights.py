@@ -14,7 +14,7 @@ import yaml
 from ddpexp.checkpoint.format import Checkpoint, best_first, is_checkpoint, newest_intact, open_checkpoint, scan
 from ddpexp.checkpoint.headers import is_foreign_folder
 from ddpexp.errors import RefusedError, subject
-from ddpexp.system.files import relative
+from ddpexp.system.files import relative, shortest
 from ddpexp.system.text import first_few
 from ddpexp.system.yaml_text import load_yaml
 
@@ -58,6 +58,20 @@ def parse_which(typed: str | int, description: str) -> Which:
     return int(step[1])
 
 
+def meant(path: Path) -> tuple[Path, str] | None:
+    """Return the run, and the checkpoint, that a path means that is not there, such as RUN/checkpoints/best.ckpt.
+
+    The checkpoint is best, last or a step, and last where the name says none of these. None where no folder above is a
+    run directory.
+    """
+    run = next((folder for folder in path.absolute().parents if is_run(folder)), None)
+    if run is None:
+        return None
+    found = re.match(r"best|step[-=]?0*(\d+)", path.name)
+    which = "last" if found is None else f"step-{found[1]}" if found[1] else "best"
+    return Path(shortest(run)), which
+
+
 def check_usable(path: Path, description: str, converts: bool = False) -> None:
     """Check a path without reading the weights; `description` is how the user named it.
 
@@ -65,8 +79,10 @@ def check_usable(path: Path, description: str, converts: bool = False) -> None:
         RefusedError: it does not exist or, unless the caller `converts` it, is a pickled file of other programs.
     """
     if not path.exists():
-        download = "Download it first: ddpexp reads only local files." if "://" in description else ""
-        raise RefusedError("There is no such file", suggestion=download, **subject(description))
+        advice = "Download it first: ddpexp reads only local files." if "://" in description else ""
+        if (found := meant(path)) is not None and description.startswith("run.init_from="):
+            advice = f"Did you mean {shlex.quote(f'run.init_from={found[0]}')} run.init_checkpoint={found[1]}?"
+        raise RefusedError("There is no such file", suggestion=advice, **subject(description))
     _check_no_peft(path, description)
     if not converts and is_pickled(path):
         name = f"{path.stem}-converted" if path.suffix == ".safetensors" else path.stem

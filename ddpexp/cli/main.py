@@ -58,9 +58,10 @@ def _dispatch(argv: list[str], leaving: ExitStack) -> int:
     if (wrong := secrets.unusable()) is not None:
         raise RefusedError(wrong)
     raise_files()
+    verbs.check_lines_end_plainly(argv)
     verb = verbs.BY_NAME.get(argv[0]) if argv else None
     if argv and verb is None:
-        verbs.check_is_no_verb(argv[0])
+        verbs.check_is_no_verb(argv[0], argv[1:])
     # The fork server imports torch while Hydra composes here: it is the longer of the two, so it starts first.
     server = Server() if will_fork(verb, argv) and holds_command() else None
     if server is not None:

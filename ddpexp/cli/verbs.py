@@ -373,6 +373,7 @@ every command knows recipe=NAME, without --config-dir and run.trust.""",
         operands="names",
         missing_prompt="new what? Name the folder, as in ddpexp new mine.",
         options=(Option("--like", "what it begins with:", "PROJECT", "table", values="ddpexp.cli.new:kinds"),),
+        foreign_options=dict.fromkeys(("template", "kind", "type", "from"), "Type --like PROJECT behind the name."),
         list_more="ddpexp.cli.new:explained",
         also=("init", "create", "startproject", "scaffold", "template"),
     ),
@@ -441,19 +442,37 @@ def listed() -> list[str]:
     return [f"  {verb.name:<{width}}  {verb.summary}" for verb in VERBS]
 
 
-def check_is_no_verb(argument: str) -> None:
-    """Check the first word of a training.
+def check_lines_end_plainly(argv: Sequence[str]) -> None:
+    """Check for what the lines of a script with the line ends of Windows leave in their last argument.
+
+    Raises:
+        RefusedError: an argument ends with a carriage return.
+    """
+    ended = next((argument for argument in argv if argument.endswith("\r")), None)
+    if ended is not None:
+        raise RefusedError(
+            "ends with a carriage return, as lines of Windows do",
+            place=ended.rstrip("\r"),
+            suggestion="Remove them from the script: sed -i 's/\\r$//' FILE.",
+        )
+
+
+def check_is_no_verb(argument: str, rest: Sequence[str] = ()) -> None:
+    """Check the first word of a training, which others follow.
 
     Raises:
         RefusedError: it is a directory, or written like a verb.
     """
     is_word = _WORD.fullmatch(argument) is not None
     near = _near(argument.lower()) if is_word else None
-    if argument.lower() == "train":
+    if argument.lower() in ("train", "fit") or (argument.lower() == "run" and all("=" in word for word in rest)):
         reason = "is not a command, for ddpexp trains when it gets none"
-        raise RefusedError(reason, place=argument, suggestion=f"Leave it out, as in {_EXAMPLE}.")
+        typed = f"python -m ddpexp {shlex.join(rest)}" if rest else _EXAMPLE
+        raise RefusedError(reason, place=argument, suggestion=f"Leave it out: {typed}.")
     if near is not None:
-        raise RefusedError("is not a command", place=argument, suggestion=f"Did you mean ddpexp {near}?")
+        options = ["--split", "test"] if argument.lower() == "test" else []
+        typed = shlex.join([near, *rest, *options]) if not any(word.startswith("-") for word in rest) else near
+        raise RefusedError("is not a command", place=argument, suggestion=f"Did you mean ddpexp {typed}?")
     if (is_word or "/" in argument) and os.path.isdir(argument):
         typed = shlex.quote(argument)
         raise RefusedError(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from ddpexp.config.build import nearest
 from ddpexp.config.declared import section_with
 from ddpexp.config.foreign import advice_on_key
+from ddpexp.config.habits import answer
 from ddpexp.errors import RefusedError
 
 ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
@@ -73,7 +74,7 @@ class Arguments:
             parser.add_argument(*names, action="store_true")
         typed, unknown = parser.parse_known_intermixed_args(argv)  # options may stand anywhere
         if unknown:
-            raise _no_option(unknown[0])
+            raise _no_option(unknown[0], argv)
         _check(argv, typed)
         only_prints = bool(typed.hydra_help or typed.cfg or typed.info)
         return cls(
@@ -133,7 +134,7 @@ def _check(argv: Sequence[str], typed: Namespace) -> None:
         )
 
 
-def _no_option(argument: str) -> RefusedError:
+def _no_option(argument: str, argv: Sequence[str]) -> RefusedError:
     """Return the error for an unknown option: the nearest option, or the key that it may stand for."""
     name, _, value = argument.lstrip("-").partition("=")
     option = nearest(f"--{name}", _OPTIONS, 0.8) if argument.startswith("--") else None
@@ -143,8 +144,8 @@ def _no_option(argument: str) -> RefusedError:
     if key.startswith(("checkpoint", "ckpt")):
         return RefusedError(
             "is not an option",
-            suggestion="A checkpoint is named by its folder, as in ddpexp evaluate RUN_DIR/checkpoints/step-00000100, "
-            "and weights to start from as run.init_from=... .",
+            suggestion="Of a run a checkpoint is chosen behind its folder, as in ddpexp evaluate RUN_DIR --checkpoint "
+            "best, and weights to start from as run.init_from=RUN_DIR run.init_checkpoint=best.",
             place=argument,
         )
     if key == "resume":
@@ -160,10 +161,21 @@ def _no_option(argument: str) -> RefusedError:
             "torchrun, trainer.gpus=2 starts the workers.",
             place=argument,
         )
-    advice = advice_on_key(key)
+    typed = [override for word, override in _as_overrides(argv) if word == argument]
+    advice = answer([*typed, *(override for _, override in _as_overrides(argv))]) if answer(typed) else ""
+    advice = advice or advice_on_key(key)
     section = section_with(key)
     if not advice and section is not None:
+        value = value or typed[0].partition("=")[2] if typed else value
         advice = f"Did you mean {section}.{key}={value or '...'}?"
     return RefusedError(
         "is not an option", suggestion=f"Write key=value, for example trainer.gpus=2. {advice}", place=argument
     )
+
+
+def _as_overrides(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each option with the override that it may stand for, as `--lr 0.1` for `lr=0.1`."""
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+        if match := re.fullmatch(r"--?([A-Za-z][\w-]*)(?:=(.*))?", word):
+            value = match[2] or ("" if after.startswith("-") or "=" in after else after)
+            yield word, f"{match[1].replace('-', '_')}={value}"

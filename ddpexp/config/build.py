@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from ddpexp.config.declared import SECTIONS, default_of
+from ddpexp.config.declared import SECTIONS, declared, default_of
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.keys import MISSING
 from ddpexp.config.plugins import full_name
@@ -156,16 +156,15 @@ def unknown_key(
         )
     head, _, rest = key.partition(".")
     last = key.rpartition(".")[2]
-    advice = _NO_SUCH_KEY.get(typed, "") or advice_on_key(last)
+    advice = _NO_SUCH_KEY.get(typed, "") or advice_on_key(typed)
     if not advice and where in SECTIONS and SECTIONS[where].is_group and key in ("name", "type"):
         advice = f"An option is chosen as {where}=NAME, with the names that ddpexp help {where} lists."
     if not advice:
-        alike = (nearest(head, known, _SURE) if not rest else None) or nearest(typed.replace("/", "."), keys, _SURE)
         named = [one for one in keys if one.rpartition(".")[2] == last]
+        alike = nearest(head, known, _SURE) if not rest else None
+        alike = alike or (named[0] if len(named) == 1 else nearest(typed.replace("/", "."), keys, _SURE))
         if alike is not None:
             advice = f"Did you mean {alike if '.' in alike or not where else f'{where}.{alike}'}?"
-        elif len(named) == 1:
-            advice = f"Did you mean {named[0]}?"
         else:
             advice = did_you_mean(head, known, f"{where}." if where else "", f".{rest}" if rest else "")
     return RefusedError(f"is not a known {kind}", key=typed, suggestion=advice)
@@ -242,14 +241,19 @@ def _wrong(value: Any, hint: Any, key: str) -> RefusedError:
             f"is a text, and the key takes {spoken(hint)}",
             key=key,
             value=f"'{value}'",
-            suggestion="Leave out the quotes.",
+            suggestion=f"Leave out the quotes: {key}={value}.",
         )
     if advice := advice_on_value(key, shown(value).lower()):
         return RefusedError(f"is not {spoken(hint)}", key=key, value=value, suggestion=advice)
     near = _meant(value, hint, parts, key)
     meant = f"Did you mean {key}={near}?" if near else ""
-    if key == "trainer.gpus" and not near:
-        meant = "It is a number of GPUs; CUDA_VISIBLE_DEVICES=0,1 chooses which."
+    if key == "trainer.gpus" and isinstance(value, list | tuple):
+        meant = (
+            f"It is a number of GPUs: CUDA_VISIBLE_DEVICES={','.join(map(str, value))} before the command chooses "
+            f"them, with trainer.gpus={len(value)}."
+        )
+    elif not near and str in parts and key in declared() and (use := declared()[key][0].use):
+        meant = f"Use {use}."
     return RefusedError(f"is not {spoken(hint)}", key=key, value=value, suggestion=meant)
 
 

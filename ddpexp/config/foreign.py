@@ -1,7 +1,7 @@
 """What is typed here in place of the words of Lightning, Hugging Face, Accelerate, torchrun and Hydra's templates.
 
 A key's own declaration has those for the key (`ddpexp.settings`), and the registry those for an option; here is the
-rest.
+rest. docs/migrate.md has the same words in its tables, which `tests/test_migrate.py` compares.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _UNTYPED = {  # keys of sections with a `_target_`, and groups
     "optimizer.eps": "epsilon adam_epsilon",
     "scheduler": "lr_scheduler lr_scheduler_type lr_schedule",
     "data.root": "data_dir data_path dataset_path dataset_dir",
+    "recipe": "experiment",
 }
 _ZERO = (
     "strategy.shard_optimizer=true divides the optimizer's state among the workers (ZeRO stage 1), and strategy=fsdp "
@@ -39,15 +40,52 @@ _NO_CONTEXT = (
 )
 _NO_EXPERTS = "There is no expert parallelism: strategy=fsdp shards the parameters of all experts."
 _RESUME = "A run is resumed with python -m ddpexp resume RUN_DIR, and run.init_from=FILE starts a new one from weights."
+_CHECK = "python -m ddpexp check recipe=mnist tries two steps and an evaluation of a recipe, and looks for mistakes."
+_KEEP_BEST = "The best checkpoints are kept by trainer.keep_best=min:eval/loss trainer.keep_best_k=3."
+_EMA = "The average is a key of the trainer: trainer.ema_decay=0.999."
+_SWA = "The average is a key of the trainer: trainer.swa_start=500, a step."
+_PROGRESS = "Progress is shown on terminals by itself, and the model is counted in the first lines: leave it out."
+_SEARCH = "A search is a sweep: -m recipe=mnist hydra/sweeper=optuna sweep.objective=eval/loss (docs/sweeps.md)."
+_NAMED = "A run has a name and a folder: recipe.name=first, run.dir=outputs/first."
+_UNUSED = "DDP looks for unused parameters with strategy=ddp strategy.find_unused_parameters=true."
+_SEVERAL_LOGGERS = "Several loggers are a list: 'logger=[tensorboard,wandb]'."
+_NOTHING = "There is nothing to set: "
 _SENTENCES = {
     "ckpt_path resume_from_checkpoint resume_from": _RESUME,
+    "checkpoint ckpt": "Of a run a checkpoint is chosen by --checkpoint best, last or a step behind it.",
+    "debug fast_dev_run num_sanity_val_steps": _CHECK,
+    "hparams_search": _SEARCH,
+    "tags extras paths": _NAMED,
+    "profiler": "launcher=inline runs below any profiler (docs/debugging.md).",
+    "find_unused_parameters": _UNUSED,
     "max_time": "trainer.max_seconds=43200 ends a run after 12 hours, saved.",
-    "num_sanity_val_steps": "ddpexp check with the same overrides tries training and evaluation.",
-    "limit_train_batches": "There is nothing like it: trainer.max_steps=N ends a run after N steps.",
-    "fast_dev_run": "ddpexp check with the same overrides tries two steps and an evaluation.",
-    "overfit_batches": "trainer.limit_train_samples=64 trains on this many samples only.",
+    "min_epochs min_steps": f"{_NOTHING}only callbacks end a run early, and it is resumed without them.",
+    "limit_train_batches": "There is nothing like it: trainer.max_steps=100 ends a run earlier.",
+    "overfit_batches": "trainer.limit_train_samples=64 trainer.global_batch_size=64 trains on this many samples only.",
+    "gradient_clip_algorithm": "Gradients are clipped by trainer.clip_grad_norm=1 or trainer.clip_grad_value=0.5.",
+    "detect_anomaly": "callbacks=find_nonfinite names the module where a number is not finite.",
+    "sync_batchnorm": "It is a key of the strategy: strategy.sync_batchnorm=true.",
+    "enable_progress_bar enable_model_summary barebones": _PROGRESS,
+    "inference_mode": f"{_NOTHING}evaluations have no gradients.",
+    "use_distributed_sampler": f"{_NOTHING}each worker gets its part of the order of samples.",
+    "reload_dataloaders_every_n_epochs": "A data set with of_epoch differs from epoch to epoch (docs/data.md).",
+    "enable_autolog_hparams": f"{_NOTHING}the whole configuration is recorded.",
+    "model_registry": "logger.mlflow.checkpoint=best sends a checkpoint.",
+    "log_with": _SEVERAL_LOGGERS,
+    "project_dir project_config": _NAMED,
+    "dynamo_backend dynamo_plugin": "A model is compiled by trainer.compile=true.",
+    "cpu": "The device is a key: trainer.device=cpu.",
+    "gradient_accumulation_plugin": "The number of accumulated passes follows from trainer.micro_batch_size=32.",
+    "step_scheduler_with_optimizer": "A schedule follows epochs with scheduler=torch scheduler.interval=epoch.",
+    "device_placement split_batches rng_types dataloader_config kwargs_handlers": (
+        f"{_NOTHING}batches arrive on the device, and every random number follows from trainer.seed."
+    ),
+    "plugins": f"{_NOTHING}launchers and precision are keys.",
+    "model_checkpoint": _KEEP_BEST,
+    "offline": "logger=wandb records without a network by logger.wandb.mode=offline.",
     "early_stopping patience": (
-        "callbacks=early_stopping ends a run early; callbacks.early_stopping.patience counts evaluations."
+        "callbacks=early_stopping ends a run early; callbacks.early_stopping.patience counts evaluations, and "
+        "callbacks.early_stopping.monitor names their metric, such as eval/loss."
     ),
     "shuffle": "Training data is always shuffled, by trainer.seed, and evaluations keep the order of their set.",
     "drop_last": (
@@ -59,9 +97,10 @@ _SENTENCES = {
     "warmup_steps warmup_ratio num_warmup_steps": (
         "Schedules have one: scheduler=cosine scheduler.warmup=0.05 (of all steps), or scheduler.warmup_steps=500."
     ),
-    "zero zero_stage zero_optimization deepspeed deepspeed_config": _ZERO,
-    "fsdp fsdp_config": "Sharded parameters are a strategy: strategy=fsdp.",
-    "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree": _TENSORS,
+    "zero zero_stage zero_optimization deepspeed deepspeed_config deepspeed_plugin deepspeed_plugins": _ZERO,
+    "fsdp fsdp_config fsdp_plugin": "Sharded parameters are a strategy: strategy=fsdp.",
+    "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree torch_tp_plugin "
+    "megatron_lm_plugin parallelism_config": _TENSORS,
     "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree": (
         _PIPELINE
     ),
@@ -81,10 +120,36 @@ _NONE = {  # of groups of which a run may have no option
 _ADVICE_ON_OPTIONS = {  # patterns of options of a group for which no single option stands
     "optimizer": {
         "lion|lamb|lars|sophia|prodigy|soap|schedule_?free|adamw?_?8bit|adamw_bnb_8bit|paged_adamw(_8bit|_32bit)?": (
-            "A package brings it, and it is named by its class: docs/optimizers.md."
+            "torch has no such optimizer. A package brings it, and it is named by its class: run.trust=[PACKAGE] "
+            "optimizer._target_=PACKAGE.CLASS (docs/optimizers.md)."
+        ),
+    },
+    "trainer": {
+        "gpu|cuda": "The device is a key: trainer.device=cuda.",
+        "cpu": "The device is a key: trainer.device=cpu.",
+        "mps": "There is no device mps: trainer.device=cpu.",
+        "ddp(_sim)?": "The workers are a key: trainer.gpus=2, on CPUs with trainer.device=cpu.",
+    },
+    "callbacks": {
+        "(model_?)?checkpoint(s|_callback)?": _KEEP_BEST,
+        "(rich_|tqdm_)?(progress_?bar|model_?summary)|default": _PROGRESS,
+        "(ema_?)?weight_?averaging|ema": _EMA,
+        "stochastic_?weight_?averaging|swa": _SWA,
+        "timer": _SENTENCES["max_time"],
+    },
+    "logger": {
+        "many_loggers|all|multiple": _SEVERAL_LOGGERS,
+        "comet|neptune|aim|clearml|trackio|swanlab": "A class of yours or of a package records there: docs/loggers.md.",
+    },
+    "hydra/sweeper": {
+        "optuna": "Its package is not installed: pip install 'ddpexp[optuna]'.",
+        "ax|nevergrad|bayes(ian)?|random": (
+            "hydra/sweeper=optuna searches so, with pip install 'ddpexp[optuna]' (docs/sweeps.md)."
         ),
     },
     "strategy": {
+        "ddp_find_unused_parameters_true(_.*)?": _UNUSED,
+        "ddp_(spawn|fork|notebook)(_.*)?|dp": "strategy=ddp is the default, and launcher=spawn starts its workers.",
         "zero_?[12]?|deepspeed(_stage_[12])?|ddp_sharded|fairscale": _ZERO,
         "shard_grad_op": "strategy=fsdp strategy.reshard_after_forward=false keeps parameters gathered until backward.",
         "hsdp|hybrid(_shard)?": _HYBRID,
@@ -102,16 +167,25 @@ _ADVICE_ON_OPTIONS = {  # patterns of options of a group for which no single opt
 _SENTENCE_OF = {name: sentence for names, sentence in _SENTENCES.items() for name in names.split()}
 
 
-def advice_on_key(name: str) -> str:
-    """Return a sentence that names the key here for another framework's key; empty if unknown."""
-    for typed, (key, _) in declared().items():
-        if name in key.also.split():
-            remark = f", {key.remark}" if key.remark else ""
-            return f"Did you mean {typed}{remark}?"
-    untyped = next((key for key, names in _UNTYPED.items() if name in names.split()), None)
-    if untyped is not None:
-        return f"Did you mean {untyped}?"
-    return _SENTENCE_OF.get(name, "")
+def advice_on_key(key: str) -> str:
+    """Return a sentence that names the key here for another framework's key; empty if unknown.
+
+    The last part of a dotted key decides, or else the first one that is known.
+    """
+    *sections, last = key.split(".")
+    for name in (last, *sections):
+        if (ours := counterpart(name)) is not None:
+            remark = declared()[ours][0].remark if ours in declared() else ""
+            return f"Did you mean {ours}{f', {remark}' if remark else ''}?"
+        if name in _SENTENCE_OF:
+            return _SENTENCE_OF[name]
+    return ""
+
+
+def counterpart(name: str) -> str | None:
+    """Return the key, or the group, that another framework calls so; None if there is not one."""
+    typed = next((typed for typed, (key, _) in declared().items() if name in key.also.split()), None)
+    return typed or next((key for key, names in _UNTYPED.items() if name in names.split()), None)
 
 
 def value_here(key: str, value: str) -> str | None:

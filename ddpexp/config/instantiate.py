@@ -16,7 +16,7 @@ from typing import Any
 import ddpexp
 from ddpexp.config import trusted
 from ddpexp.config.build import did_you_mean
-from ddpexp.config.foreign import NO_LBFGS
+from ddpexp.config.foreign import NO_LBFGS, advice_on_value
 from ddpexp.config.plugins import GROUPS, full_name, hidden, installed
 from ddpexp.config.registry import key_of, keys_of, path_of, section_of
 from ddpexp.errors import RefusedError
@@ -165,17 +165,7 @@ def _advice(target: str, trust: Trust, key: str) -> str:
     if re.search(r"[:/]|\.py\b", target):
         return f"Did you mean {re.sub(r'[.]py(?=[.:]|$)', '', target).replace(':', '.').replace('/', '.').strip('.')}?"
     if not head or root in ("torch", "nn", "optim"):
-        kind = f"{head}." if head.startswith("torch.") else ""
-        if where == "optimizer":
-            kind = "torch.optim."
-        classes = {
-            known.rpartition(".")[2].lower(): known
-            for known in sorted(TORCH)
-            if known.startswith(kind) and (not kind or "." not in known.removeprefix(kind))
-        }
-        near = difflib.get_close_matches(name.lower(), classes, n=1, cutoff=0.7)
-        advice = "" if head else "A name stands behind its module, as in mine.Net."
-        return f"Did you mean {classes[near[0]]}?" if near else advice
+        return _in_torch(head, name, where)
     if (inside := _inside_config_folder(root, trust)) is not None:
         return f"{inside} lies inside --config-dir: move it beside it."
     if "-" in head:
@@ -188,6 +178,26 @@ def _advice(target: str, trust: Trust, key: str) -> str:
     if root in sys.stdlib_module_names or not root.isidentifier():
         return ""
     return f"If this code is yours, add run.trust=[{root}].{trusted.advice(target)}"
+
+
+def _in_torch(head: str, name: str, where: str) -> str:
+    """Return the class of torch that may be meant, or why there is none."""
+    kind = f"{head}." if head.startswith("torch.") else ""
+    if where == "optimizer":
+        kind = "torch.optim."
+    classes = {
+        known.rpartition(".")[2].lower(): known
+        for known in sorted(TORCH)
+        if known.startswith(kind) and (not kind or "." not in known.removeprefix(kind))
+    }
+    near = difflib.get_close_matches(name.lower(), classes, n=1, cutoff=0.7)
+    if near:
+        return f"Did you mean {classes[near[0]]}?"
+    if advice := advice_on_value(where, name.lower()):
+        return advice
+    if where == "optimizer" and head:
+        return f"Available: {', '.join(classes.values())}."
+    return "" if head else "A name stands behind its module, as in mine.Net."
 
 
 def _inside_config_folder(module: str, trust: Trust) -> Path | None:

@@ -174,7 +174,8 @@ def unread(override: str, is_read: Callable[[str], bool]) -> RefusedError:  # no
             suggestion=f"Write {key}={plain}.",
             place=override,
         )
-    if (more := re.search(r"[;,&]\+?[a-z_]+([./][\w.]+)?=", value)) is not None:
+    is_path = takes_text(key) and "/" in value  # such as one in a sweep's directory
+    if not is_path and (more := re.search(r"[;,&]\+?[a-z_]+([./][\w.]+)?=", value)) is not None:
         return RefusedError(
             "is not read", suggestion=f"Overrides are separated by spaces, not by {more[0][0]}.", place=override
         )
@@ -231,8 +232,10 @@ def unread(override: str, is_read: Callable[[str], bool]) -> RefusedError:  # no
 
 
 def _quoted(key: str, value: str) -> str:
-    """Return an override whose value is a text for Hydra's grammar and for the shell."""
-    return shlex.quote('{}="{}"'.format(key, value.replace("\\", "\\\\").replace('"', '\\"')))
+    """Return an override whose value, or each item of a list, is a text for Hydra's grammar and for the shell."""
+    items = value[1:-1].split(",") if value[:1] + value[-1:] == "[]" else [value]
+    texts = ",".join('"{}"'.format(item.strip().replace("\\", "\\\\").replace('"', '\\"')) for item in items)
+    return shlex.quote(f"{key}=[{texts}]" if value[:1] + value[-1:] == "[]" else f"{key}={texts}")
 
 
 def _quoted_items(key: str, value: str) -> str | None:

@@ -74,8 +74,7 @@ _ENTRIES: Mapping[str, Mapping[str, Entry]] = {
     "strategy": {
         "ddp": Entry(
             "ddpexp.strategy.ddp_options.DDPOptions",
-            "dp dataparallel data_parallel distributeddataparallel ddp_find_unused_parameters_true ddp_notebook "
-            "no_shard",
+            "dp dataparallel data_parallel distributeddataparallel no_shard",
         ),
         "fsdp": Entry(
             "ddpexp.strategy.fsdp.options.FSDPOptions",

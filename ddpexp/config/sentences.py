@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -245,10 +246,20 @@ def unknown_key_in(tree: Mapping[str, Any], typed: str) -> RefusedError:
         return RefusedError(
             f"No {key} is chosen, by the recipe or by {key}=...", key=typed, suggestion=f"Available: {listed}."
         )
-    others = _options_with(where, key) if not advice_on_key(key) else []
+    others = _options_with(where, key) if not advice_on_key(typed) else []
     if others and nearest(key, known) is None:
-        return RefusedError(f"is not a known key: it is a key of {', '.join(others)}", key=typed)
+        return RefusedError(
+            f"is not a known key: it is a key of {', '.join(others)}",
+            key=typed,
+            suggestion=f"Add {_chosen_too(where, others[0], known)}." if len(others) == 1 else "",
+        )
     return unknown_key(".".join(rest), known, where, _keys(tree))
+
+
+def _chosen_too(group: str, choice: str, known: Sequence[str]) -> str:
+    """Return how an option is chosen, beside those that are, where a group is a list."""
+    chosen = [name for name in known if name in our_options()[group]] if group in LISTED else []
+    return shlex.quote(f"{group}=[{','.join([*chosen, choice.partition('=')[2]])}]") if chosen else choice
 
 
 def _options_with(group: str, key: str) -> list[str]:

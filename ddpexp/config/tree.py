@@ -26,6 +26,7 @@ from ddpexp.config import sentences
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import unknown_key
 from ddpexp.config.folders import LISTED, conf_folder, config_dir_of, options
+from ddpexp.config.habits import answer
 from ddpexp.config.hydra_section import check_files
 from ddpexp.config.instantiate import targets
 from ddpexp.config.interpolations import bounded_interpolations
@@ -107,9 +108,13 @@ def compose_sweep_tree(overrides: Sequence[str], config_dir: Path | None) -> Swe
         parser = OverridesParser.create(files.loader)
         typed = parser.parse_overrides(list(overrides))
         composed = [*files.search, *with_plus_plus(overrides, typed_targets(overrides))]
-        cfg = files.loader.load_configuration(
-            "config", composed, RunMode.MULTIRUN, False, validate_sweep_overrides=False
-        )
+        try:
+            cfg = files.loader.load_configuration(
+                "config", composed, RunMode.MULTIRUN, False, validate_sweep_overrides=False
+            )
+        except ConfigCompositionException as error:
+            _answer_habit(error, overrides)
+            raise
         cfg.hydra.overrides.task = list(overrides)  # what sweepers read
         values: Any = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
         section = values.pop("hydra")
@@ -324,8 +329,17 @@ def _explain(error: ConfigCompositionException, files: _Files, overrides: Sequen
         typed = with_plus_plus(overrides, typed_targets(overrides))
         if files.compose(typed, RunMode.MULTIRUN)["hydra"]["mode"] == RunMode.MULTIRUN.name:
             raise _sweep_in_file() from None
+    _answer_habit(error, overrides)
     if absent := re.match(r"Could not delete from config\. '([^']+)' does not exist", str(error)):
         raise _nothing_to_delete(files, absent[1], overrides) from None
+
+
+def _answer_habit(error: ConfigCompositionException, overrides: Sequence[str]) -> None:
+    """Raise a better error than Hydra's for a key of another framework."""
+    unknown = re.match(r"Could not override '([^']+)'(?!\. No match in the defaults list)", str(error))
+    typed = [override for override in overrides if unknown and override.lstrip("+").partition("=")[0] == unknown[1]]
+    if unknown is not None and answer(typed):
+        raise RefusedError("is not a known key", key=unknown[1], suggestion=answer([*typed, *overrides])) from None
 
 
 def _nothing_to_delete(files: _Files, key: str, overrides: Sequence[str]) -> RefusedError:

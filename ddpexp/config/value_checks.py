@@ -14,6 +14,7 @@ from ddpexp.config.registry import key_of
 from ddpexp.config.replaced_targets import typed_targets
 from ddpexp.errors import RefusedError, shown
 from ddpexp.settings.data import DATA_KEYS
+from ddpexp.system.text import is_number
 from ddpexp.system.yaml_text import load_yaml
 
 if TYPE_CHECKING:  # a stored configuration is resolved without Hydra
@@ -146,8 +147,15 @@ def _compare(default: Any, value: Any, key: str) -> None:
             for index, item in enumerate(value):
                 _compare(default[0], item, f"{key}[{index}]")
         return
+    _compare_scalars(default, value, key)
+
+
+def _compare_scalars(default: Any, value: Any, key: str) -> None:
     if isinstance(default, bool):
         kind = None if isinstance(value, bool) else "true or false"
+    elif isinstance(value, str) and is_number(value):
+        suggestion = f"Leave out the quotes: {key}={value}."
+        raise RefusedError("is a text, and the key takes a number", key=key, value=f"'{value}'", suggestion=suggestion)
     elif isinstance(value, bool) or not isinstance(value, int | float):
         kind = "a number"
     else:

@@ -71,7 +71,9 @@ def find_run(source: str, name: str) -> RunDir:
     """
     run = RunDir(Path(source))
     if not run.path.exists():
-        raise RefusedError("There is no such directory", place=f"{name} {source}")
+        meant = weights.meant(run.path)
+        advice = f"Did you mean ddpexp {name} {files.typed(meant[0])}?" if meant is not None else ""
+        raise RefusedError("There is no such directory", place=f"{name} {source}", suggestion=advice)
     check_config_exists(run, f"{name} {source}")
     if not run.config.is_file() or not directory.is_ours(run.path):
         home = next((folder for folder in run.path.resolve().parents if weights.is_run(folder)), None)
@@ -172,6 +174,9 @@ def _home_of(path: Path, description: str, advice: str) -> Path | None:
     """
     if not path.exists():
         suggestion = advice if "=" in str(path) else ""
+        if (meant := weights.meant(path)) is not None:
+            name = description.partition(" ")[0]
+            suggestion = f"Did you mean ddpexp {name} {files.typed(meant[0])} --checkpoint {meant[1]}?"
         raise RefusedError("There is no such directory or file", place=description, suggestion=suggestion)
     if path.suffix == ".py":
         raise RefusedError(

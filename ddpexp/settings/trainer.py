@@ -106,10 +106,14 @@ class Trainer:
             also="mixed_precision amp",
             synonyms={
                 "fp32": "32 32-true float32 no full",
-                "bf16": "bf16-mixed bf16-true bfloat16",
-                "fp16": "16 16-mixed 16-true float16 half",
+                "bf16": "bf16-mixed bfloat16",
+                "fp16": "16 16-mixed float16 half",
             },
-            advice={"tf32|high|medium": "trainer.matmul_precision=high lets matrix products in fp32 use TF32."},
+            advice={
+                "bf16-true": "Parameters in bf16 are trainer.param_dtype=bf16.",
+                "16-true|64|64-true|float64|double": "Parameters are fp32, or with trainer.param_dtype=bf16 bf16.",
+                "tf32|high|medium": "trainer.matmul_precision=high lets matrix products in fp32 use TF32.",
+            },
         ),
     ]
     compile: Annotated[bool | CompileMode, Key(short_run=False, also="torch_compile")]

@@ -91,7 +91,11 @@ def test_a_whole_number_may_stand_for_a_float_but_not_the_other_way_round() -> N
         ("flag", 1, "part.flag=1 is not true or false. Did you mean part.flag=true?"),
         ("flag", "yes", "part.flag=yes is not true or false. Did you mean part.flag=true?"),
         ("flag", "maybe", "part.flag=maybe is not true or false."),
-        ("count", "3", "part.count='3' is a text, and the key takes a whole number. Leave out the quotes."),
+        (
+            "count",
+            "3",
+            "part.count='3' is a text, and the key takes a whole number. Leave out the quotes: part.count=3.",
+        ),
         ("word", 5, "part.word=5 is not a text."),
         ("choice", "gpu", "part.choice=gpu is not one of auto, cpu, cuda. Did you mean part.choice=cpu?"),
         ("choice", "CPU", "part.choice=CPU is not one of auto, cpu, cuda. Did you mean part.choice=cpu?"),
