@@ -71,6 +71,18 @@ PLACEHOLDERS = {
 NOT_TYPED = {
     "python -m ddpexp recipe=mine trainer.gpus=2": "run by cli/test_new.py",
     "ddpexp new mine --like ...": "any project",
+    **dict.fromkeys(
+        (
+            "trainer=ddp",
+            "trainer=gpu",
+            "trainer=cpu",
+            "callbacks=model_checkpoint",
+            "callbacks=rich_progress_bar",
+            "logger=many_loggers",
+            "trainer.devices=2 trainer.max_epochs=3",
+        ),
+        "of lightning-hydra-template: test_migrate.py",
+    ),
     "launcher=": "a part of a word",
     "launcher=...": "any launcher",
     "strategy=": "a part of a word",

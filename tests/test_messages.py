@@ -103,6 +103,15 @@ def test_an_error_is_about_a_key_only_where_nothing_stands_before_it() -> None:
         ("Use launcher.gpus_per_nod=3.", False),
         ("Use launcher={name}.", True),
         ("Did you mean run.trust=[['os]?", False),
+        ("Quote it twice: 'launcher.sbatch_args=[\"--mail-type=END\"]'.", True),
+        ("Quote it twice: 'launcher.sbatch_args=[--mail-type=END]'.", False),
+        ("Did you mean run.init_from=a,b=c?", False),
+        ("Write optimizer.lr=choice(0.1,0.2).", True),
+        ("Did you mean ddpexp evaluate RUN --checkpoint best?", True),
+        ("Did you mean ddpexp evaluate RUN --chekpoint best?", False),
+        ("Did you mean ddpexp evaluate RUN --checkpoint?", False),
+        ("Did you mean ddpexp evalute RUN?", False),
+        ("python -m ddpexp check recipe=mnist tries two steps.", True),
     ],
 )
 def test_a_suggestion_is_parsed(suggestion: str, is_accepted: bool) -> None:

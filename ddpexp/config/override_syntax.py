@@ -232,10 +232,8 @@ def unread(override: str, is_read: Callable[[str], bool]) -> RefusedError:  # no
 
 
 def _quoted(key: str, value: str) -> str:
-    """Return an override whose value, or each item of a list, is a text for Hydra's grammar and for the shell."""
-    items = value[1:-1].split(",") if value[:1] + value[-1:] == "[]" else [value]
-    texts = ",".join('"{}"'.format(item.strip().replace("\\", "\\\\").replace('"', '\\"')) for item in items)
-    return shlex.quote(f"{key}=[{texts}]" if value[:1] + value[-1:] == "[]" else f"{key}={texts}")
+    """Return an override whose value is a text for Hydra's grammar and for the shell."""
+    return shlex.quote('{}="{}"'.format(key, value.replace("\\", "\\\\").replace('"', '\\"')))
 
 
 def _quoted_items(key: str, value: str) -> str | None:

@@ -401,7 +401,7 @@ optimizer.lr='0.05' is a text, and the key takes a number. Leave out the quotes:
 > trainer.keep_best=true
 trainer.keep_best=true is not a text or null. Use max: or min: and a metric of the evaluation, such as max:eval/acc
 > launcher=slurm launcher.sbatch_args=[--mail-type=END]
-launcher.sbatch_args=[--mail-type=END] is not read: its value has characters that mean something to Hydra. Quote i
+launcher.sbatch_args=[--mail-type=END] is not read: an item has characters that mean something to Hydra. Quote it t
 > run.init_from=sw/optimizer.lr=0.1,model=linear
 run.init_from=sw/optimizer.lr=0.1,model=linear is not read: its value has characters that mean something to Hydra.
 > --epochs 3
@@ -505,7 +505,8 @@ FOREIGN = [
     )),
     ("trainer.limit_train_batches=3", "There is nothing like it: trainer.max_steps=100 ends a run earlier."),
     ("limit_val_batches=3", "Did you mean trainer.limit_eval_batches?"),
-    ("trainer.overfit_batches=3", "trainer.limit_train_samples=64 trainer.global_batch_size=64 trains on this many samples only."),
+    ("trainer.overfit_batches=3", "trainer.limit_train_samples=64 trainer.global_batch_size=64 trains on "
+     "this many samples only."),
     ("trainer.save_top_k=3", "Did you mean trainer.keep_best_k?"),
     ("trainer.fast_dev_run=true", "python -m ddpexp check recipe=mnist tries two steps"),
     ("trainer.patience=3", "callbacks=early_stopping ends a run early; callbacks.early_stopping.patience "
