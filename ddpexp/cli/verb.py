@@ -160,6 +160,7 @@ class Verb:
         from ddpexp.config.build import did_you_mean
         from ddpexp.config.declared import section_with
         from ddpexp.config.foreign import advice_on_key
+        from ddpexp.config.habits import answer
 
         place = f"{self.name} {word}"
         if word in MULTIRUN and self.takes_overrides:
@@ -169,7 +170,7 @@ class Verb:
         key = name.lstrip("-").replace("-", "_")
         suggestion = self.foreign_options.get(key, "")
         if not suggestion and self.takes_overrides:
-            suggestion = advice_on_key(key)
+            suggestion = answer([f"{key}={value}"]) or advice_on_key(key)
             if not suggestion and (section := section_with(key)) is not None:
                 suggestion = f"Did you mean {section}.{key}={value or '...'}?"
         suggestion = suggestion or did_you_mean(name, self.option_names)

@@ -65,6 +65,9 @@ code of your own needs --config-dir DIR or run.trust=[...] again.""",
         notes="docs/resume.md.",
         missing_prompt="rerun what?",
         forks="stored launcher",
+        foreign_options={
+            "checkpoint": "To start from its weights, add run.init_from=RUN_DIR run.init_checkpoint=best."
+        },
         also=("repeat", "reproduce", "retrain", "again", "fork", "clone"),
     ),
     Verb(
@@ -230,7 +233,7 @@ into its directory, of anything into the FOLDER behind --out.""",
             Option("--seeds", "the means over seeds or folds alone"),
             Option("--json", "everything for programs, with the means over seeds"),
         ),
-        also=("compare", "list", "ls", "runs", "results"),
+        also=("list", "ls", "runs", "results"),
     ),
     Verb(
         "diff",
@@ -246,7 +249,7 @@ changed when a run was resumed is shown with its steps, such as
         missing_prompt="diff of what? Name two runs or more.",
         options=(_JSON,),
         notes="docs/resume.md.",
-        also=("difference", "differences", "cmp"),
+        also=("compare", "difference", "differences", "cmp"),
     ),
     Verb(
         "plan",
@@ -464,8 +467,12 @@ def check_is_no_verb(argument: str, rest: Sequence[str] = ()) -> None:
         RefusedError: it is a directory, or written like a verb.
     """
     is_word = _WORD.fullmatch(argument) is not None
-    near = _near(argument.lower()) if is_word else None
-    if argument.lower() in ("train", "fit") or (argument.lower() == "run" and all("=" in word for word in rest)):
+    near = _near(argument.lower()) if is_word and not os.path.isdir(argument) else None
+    trains = argument in ("train", "fit", "run") and not os.path.isdir(argument)
+    if trains and rest and "=" not in rest[0] and os.path.isdir(rest[0]):
+        again = f"Did you mean ddpexp {shlex.join(['rerun', *rest])}?"
+        raise RefusedError("is not a command", place=argument, suggestion=again)
+    if trains and all("=" in word for word in rest):
         reason = "is not a command, for ddpexp trains when it gets none"
         typed = f"python -m ddpexp {shlex.join(rest)}" if rest else _EXAMPLE
         raise RefusedError(reason, place=argument, suggestion=f"Leave it out: {typed}.")

@@ -13,6 +13,7 @@ from ddpexp.config.build import nearest
 from ddpexp.config.declared import section_with
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.habits import answer
+from ddpexp.config.override_syntax import rerun
 from ddpexp.errors import RefusedError
 
 ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
@@ -56,7 +57,8 @@ class Arguments:
             return cls(version=True)
         abbreviated = next((argument for argument in argv if re.match("--config(=|$)", argument)), None)
         if abbreviated is not None:
-            raise RefusedError("is not an option", suggestion=f"Did you mean --config-dir? {_RERUN}", place=abbreviated)
+            again = rerun(argv) or f"Did you mean --config-dir? {_RERUN}"
+            raise RefusedError("is not an option", suggestion=again, place=abbreviated)
         parser = _Parser(add_help=False)  # some options only get a better error than Hydra's
         parser.add_argument("overrides", nargs="*")
         parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
@@ -124,7 +126,7 @@ def _check(argv: Sequence[str], typed: Namespace) -> None:
     if typed.config_path or typed.config_name or typed.experimental_rerun:
         raise RefusedError(
             "--config-path, --config-name and --experimental-rerun do not apply",
-            suggestion=f"Use --config-dir DIR recipe=NAME. {_RERUN}",
+            suggestion=rerun(argv) or f"Use --config-dir DIR recipe=NAME. {_RERUN}",
         )
     if typed.shell_completion:
         raise RefusedError(

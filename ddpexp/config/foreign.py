@@ -53,6 +53,9 @@ _NOTHING = "There is nothing to set: "
 _SENTENCES = {
     "ckpt_path resume_from_checkpoint resume_from": _RESUME,
     "checkpoint ckpt": "Of a run a checkpoint is chosen by --checkpoint best, last or a step behind it.",
+    "from base_run parent_run": (
+        "A run is trained again by python -m ddpexp rerun RUN_DIR, and run.init_from=RUN_DIR starts from its weights."
+    ),
     "debug fast_dev_run num_sanity_val_steps": _CHECK,
     "hparams_search": _SEARCH,
     "tags extras paths": _NAMED,

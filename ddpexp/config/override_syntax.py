@@ -124,13 +124,14 @@ def _no_override(override: str, before: str, after: Sequence[str]) -> RefusedErr
     if re.search(r"\.(py|ya?ml)$", override):
         return RefusedError(
             "is not an override: ddpexp takes no files",
-            suggestion="A recipe is chosen by name: --config-dir DIR recipe=NAME.",
+            suggestion=rerun([override, *after]) or "A recipe is chosen by name: --config-dir DIR recipe=NAME.",
             place=override,
         )
     if (Path(override) / "config.yaml").is_file():
         return RefusedError(
             "is not an override",
-            suggestion=f"A run is resumed with python -m ddpexp resume {shlex.quote(override)}.",
+            suggestion=f"A run is resumed with python -m ddpexp resume {shlex.quote(override)}, and trained again with "
+            f"changes by python -m ddpexp rerun {shlex.quote(override)}.",
             place=override,
         )
     if override in _TRAINS:
@@ -142,6 +143,20 @@ def _no_override(override: str, before: str, after: Sequence[str]) -> RefusedErr
     if not re.search(r"\w", override) or override.startswith("="):
         return RefusedError("is not an override", suggestion=_EXAMPLE, place=override)
     return RefusedError("is neither an override (key=value, for example trainer.gpus=2) nor a command", place=override)
+
+
+def rerun(words: Sequence[str]) -> str:
+    """Return a sentence on how a run is trained again whose directory, or config.yaml, is among the words; else empty.
+
+    It has the overrides among the words.
+    """
+    for word in words:
+        path = Path(word.partition("=")[2] or word)
+        run = path.parent if path.name == "config.yaml" else path
+        if (run / "config.yaml").is_file() and (run / "manifest.json").is_file():
+            overrides = [other for other in words if re.match(r"[a-z][\w./]*=", other)]
+            return f"Did you mean python -m ddpexp {shlex.join(['rerun', str(run), *overrides])}?"
+    return ""
 
 
 def unread(override: str, is_read: Callable[[str], bool]) -> RefusedError:  # noqa: C901, PLR0912  (a list of mistakes)
