@@ -77,6 +77,8 @@ def template(node: ast.expr) -> str:
         return template(node.left) + template(node.right)
     if isinstance(node, ast.IfExp):
         return f"[{template(node.body)} | {template(node.orelse)}]"
+    if isinstance(node, ast.BoolOp):
+        return f"[{' | '.join(map(template, node.values))}]"
     return f"{{{ast.unparse(node)}}}"
 
 
