@@ -78,7 +78,7 @@ def template(node: ast.expr) -> str:
     if isinstance(node, ast.IfExp):
         return f"[{template(node.body)} | {template(node.orelse)}]"
     if isinstance(node, ast.BoolOp):
-        return f"[{' | '.join(map(template, node.values))}]"
+        return " | ".join(map(template, node.values))
     return f"{{{ast.unparse(node)}}}"
 
 

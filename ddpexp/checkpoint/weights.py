@@ -67,9 +67,9 @@ def meant(path: Path) -> tuple[Path, str] | None:
     run = next((folder for folder in path.absolute().parents if is_run(folder)), None)
     if run is None:
         return None
-    found = re.match(r"best|step[-=]?0*(\d+)", path.name)
-    which = "last" if found is None else f"step-{found[1]}" if found[1] else "best"
-    return Path(shortest(run)), which
+    if (step := re.match(r"step[-=]?0*(\d+)", path.name)) is not None:
+        return Path(shortest(run)), f"step-{step[1]}"
+    return Path(shortest(run)), "best" if path.name.startswith("best") else "last"
 
 
 def check_usable(path: Path, description: str, converts: bool = False) -> None:

@@ -70,7 +70,7 @@ def check_started_once(launcher: Launcher, request: WorkerRequest, environ: Mapp
         raise RefusedError(
             f"{starter} has started {count} of these commands, and launcher={launcher_name(type(launcher))} would run "
             "each alone",
-            suggestion=f"Use launcher={right}, or leave {starter} out: trainer.gpus=2 starts two workers.",
+            suggestion=f"Use launcher={right}.",
         )
     if (warning := ignored_variables(environ)) is not None:
         print_message(f"ddpexp: warning: {warning}")
