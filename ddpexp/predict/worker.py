@@ -97,6 +97,9 @@ def _predict_set(prediction: Mapping[str, Any], experiment: Experiment, world: W
     world.barrier()
 
 
+_GENERATE = "ddpexp generate RUN_DIR --prompt TEXT prints what a language model writes. "
+
+
 def task_of(experiment: Experiment) -> HasPredict:
     """Return the task, once it can predict. Raises: RefusedError."""
     task = instantiate(experiment.task, experiment.trust, "task")
@@ -105,7 +108,7 @@ def task_of(experiment: Experiment) -> HasPredict:
             "has no method predict, which returns the predictions for a batch",
             key="task",
             value=experiment.task.target,
-            suggestion=f"Add one, for example:\n{_EXAMPLE}",
+            suggestion=f"{_GENERATE if experiment.data.target == 'text' else ''}Add one, for example:\n{_EXAMPLE}",
         )
     return task
 

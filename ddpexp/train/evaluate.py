@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from ddpexp.strategy.mesh import DataRank
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasFinish, Sums, Task
 from ddpexp.train.eval_metrics import SetMetrics
-from ddpexp.train.metrics import MetricAccumulator, detached
+from ddpexp.train.metrics import MetricAccumulator, MetricError, detached
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import check_sums, holds_plain_values, is_torchmetrics, unnoticed
 from ddpexp.train.task_step import CurrentProgress, function_of, global_loss_of, step_of
@@ -155,11 +156,12 @@ def metric_names(
     precision: Precision,
     device: torch.device,
     current: CurrentProgress,
+    warns: bool = False,
 ) -> list[str] | None:
     """Return the names of the metrics that an evaluation will have, from a batch of the set.
 
     Nothing is changed, as in `mean_for_a_sum`. None where the task holds more than plain values, or where its step or
-    its `finish` fails, which a single batch may explain.
+    its `finish` fails, which a single batch may explain; a rank that `warns` says so of a `finish` that fails.
     Ranks: all, for a model may communicate.
 
     Raises:
@@ -177,6 +179,11 @@ def metric_names(
     except DdpexpError as error:
         if error.__cause__ is None:
             raise
+        if warns and isinstance(error, MetricError):
+            logging.getLogger("ddpexp").warning(
+                f"{error} This was tried with the first batch of the evaluation set: unless the whole set changes it, "
+                "the run ends at its first evaluation"
+            )
         return None
     except Exception:  # the evaluation will report it
         return None

@@ -69,7 +69,7 @@ class Report:
             **({"gpus": no_gpu} if no_gpu else {}),
             **({"mesh": f"\n{'':8}".join(mesh)} if mesh else {}),
             "batch": f"{plan.global_batch_size} = {batch}",
-            "steps": f"{self.num_steps:,}" if is_stream else f"{self.num_steps:,} ({self._epochs()})",
+            "steps": (f"{self.num_steps:,}" if is_stream else f"{self.num_steps:,} ({self._epochs()})") + self._limit(),
             "folder": relative(self.context.run.path),
         }
         return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
@@ -82,6 +82,14 @@ class Report:
             return text
         dropped = train.samples_per_epoch % train.plan.global_batch_size
         return f"{text}; each leaves out {counted(dropped, 'sample')}" if dropped else text
+
+    def _limit(self) -> str:
+        """Return that the epochs end the run before the steps that are asked for."""
+        trainer = self.context.experiment.trainer
+        if trainer.epochs is None or trainer.max_steps is None or trainer.max_steps <= self.num_steps:
+            return ""
+        epochs, steps = f"trainer.epochs={trainer.epochs}", f"trainer.max_steps={trainer.max_steps}"
+        return f"; {epochs} ends the run before {steps}: trainer.epochs=null leaves it to the steps"
 
     def _limits(self) -> str:
         """Return what is held out of the data, and what the trainer leaves out."""

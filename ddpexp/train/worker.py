@@ -295,7 +295,8 @@ def fit(context: RunContext, built: Built) -> None:
     except MetricError as error:
         built.checkpointer.drain()
         control.status.set_phase("evaluate")
-        words = ["resume", shortest(context.run.path), *typed_arguments(context.run)]
+        # The correction is a change of code, which a resume does not accept by itself.
+        words = ["resume", shortest(context.run.path), *typed_arguments(context.run), "run.allow_changes=[code]"]
         raise DdpexpError(
             f"{error} Step {loop.progress.step} is saved",
             suggestion=f"Correct the error and resume: python -m ddpexp {shlex.join(words)}",
