@@ -149,7 +149,7 @@ class Evaluation:
         run = self.run
         return metric_names(
             run.task, run.strategy.eval_model, run.strategy.modules, batches.first(), run.precision, run.world.device,
-            run.current, run.world.is_rank_zero,
+            run.current, warns=run.world.is_rank_zero,
         )  # fmt: skip
 
     def _check_losses(self, metrics: Mapping[str, float], step: int) -> None:
