@@ -53,6 +53,7 @@ from ddpexp.system.job_schedulers.slurm import SLURM, seconds_of
 from ddpexp.system.process import end_with_parent
 from ddpexp.system.programs import COMMAND
 from ddpexp.system.terminal import print_message
+from ddpexp.system.text import counted
 
 
 @dataclass(frozen=True)
@@ -417,8 +418,17 @@ class Slurm(Launcher):
                 suggestion="Use a longer time, a smaller launcher.signal_seconds, or launcher.requeue=false.",
             )
         layout = self.layout(job, nodes)
-        if layout is not None:
-            job.check([layout])
+        if layout is None:
+            return
+        (key, request), gpus, workers = self._gpu_request(), self._gpus(), layout.world_size // layout.nodes
+        if layout.device == "cuda" and 0 < gpus < workers:
+            raise RefusedError(
+                f"asks for {counted(gpus, 'GPU')} of each node, and trainer.gpus={workers} workers there need one each",
+                key=key,
+                value=request,
+                suggestion=f"Use trainer.gpus={gpus} and more trainer.nodes, or ask for {workers}.",
+            )
+        job.check([layout])
 
     def layout(self, job: Job, nodes: int) -> Layout | None:
         """Return the layout that the options imply; None where it depends on the GPUs of the nodes."""

@@ -445,6 +445,8 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(recipe: Recipe) -> None:
 def test_what_no_node_can_run_is_refused_before_anything_is_written(recipe: Recipe, is_dry: bool) -> None:
     done = recipe("launcher=slurm", "launcher.gpus_per_node=12", f"launcher.dry_run={is_dry}")
     command_refused(done, "launcher.gpus_per_node=12: launcher.gpus_per_node=8")
+    done = recipe("launcher=slurm", "launcher.gpus_per_node=4", "trainer.gpus=8", f"launcher.dry_run={is_dry}")
+    command_refused(done, "launcher.gpus_per_node=4: trainer.gpus=4")
     assert not done.run.exists()
 
 
