@@ -59,7 +59,8 @@ def typed(suggestion: str) -> Iterator[str]:
 def _unread(override: str) -> Iterator[str]:
     """Yield that Hydra's grammar does not read an override; nothing if it does, or if it is none of ours."""
     section = re.split(r"[./=]", override.lstrip("+~"), maxsplit=1)[0]
-    if section not in (*SECTIONS, "hydra") or override.endswith("="):
+    cut = override.count("{") != override.count("}")  # at a space, as in data.missing={b: median} in a sentence
+    if section not in (*SECTIONS, "hydra") or override.endswith("=") or cut:
         return
     try:
         OverridesParser.create().parse_override(override)
