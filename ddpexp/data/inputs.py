@@ -18,6 +18,7 @@ import numpy as np
 from ddpexp.data.base import IndexData, SampleNames
 from ddpexp.data.schema import Schema
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import open_regular
 
 INPUT = "the input"  # in messages
 
@@ -62,10 +63,10 @@ def array_of(value: Any) -> np.ndarray[Any, Any] | None:
 def load_array(path: Path, member: str | None = None) -> np.ndarray[Any, Any]:
     """Return the array of a `.npy` file, or one of a `.npz` file. Raises: RefusedError."""
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if not isinstance(loaded, np.lib.npyio.NpzFile):
-            return np.asarray(loaded)
-        with loaded:
+        with open_regular(path) as opened:
+            loaded = np.load(opened, allow_pickle=False)
+            if not isinstance(loaded, np.lib.npyio.NpzFile):
+                return np.asarray(loaded)
             names = loaded.files
             if member in names or len(names) == 1:
                 return np.asarray(loaded[member if member in names else names[0]])
@@ -112,7 +113,8 @@ def texts_of(given: Any) -> tuple[list[str], SampleNames | None, bool]:
         is_one = is_one and not path.is_dir()
         for file in files:
             try:
-                texts.append(file.read_text("utf-8-sig"))
+                with open_regular(file) as opened:
+                    texts.append(opened.read().decode("utf-8-sig"))
             except (OSError, UnicodeDecodeError) as error:
                 raise RefusedError(f"is no text in UTF-8: {error}", place=str(file)) from None
             names.append(str(file.relative_to(path)) if path.is_dir() else str(value))

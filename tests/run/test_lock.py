@@ -257,7 +257,7 @@ def test_a_command_that_was_killed_is_started_again_at_once(ddpexp: Ddpexp) -> N
     again = recipe(*WAITS, "trainer.gpus=2", f"run.dir={run}", "task._target_=points.Sides", "trainer.epochs=25")
     assert process.wait(PATIENCE) == -signal.SIGKILL
     assert again.code == 0, again.err
-    assert f"ddpexp: resuming {run.name}\n" in again.err
+    assert f"ddpexp: resuming {run.name}, up to trainer.epochs=25 in all\n" in again.err
     first, second = starts_of(run)
     assert first["hosts"] == second["hosts"] == [os.uname().nodename]
     assert first["started"] < second["started"]

@@ -16,6 +16,7 @@ from ddpexp.data.pictures import Pictures, pictures_of
 from ddpexp.data.schema import Field
 from ddpexp.data.tar_shards.dataset import decode, pixels_as_float
 from ddpexp.errors import RefusedError
+from ddpexp.system.files import open_regular
 
 _PLACEHOLDERS = {"category": -1, "text": ""}  # in place of targets that nobody knows; else NaN
 
@@ -52,7 +53,8 @@ def _value(value: Any, field: Field) -> Any:
         extension = path.suffix.removeprefix(".")
         if path.is_file() and str(field.name).rpartition(".")[2] == extension:
             try:
-                return decode(path.read_bytes(), extension)
+                with open_regular(path) as opened:
+                    return decode(opened.read(), extension)
             except (OSError, ValueError, json.JSONDecodeError) as error:
                 raise RefusedError(f"cannot be decoded: {error}", place=str(value)) from None
     elif (array := array_of(value)) is not None:
@@ -72,7 +74,8 @@ class _Pictures(IndexData):
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         source = self.pictures.sources[index]
         if isinstance(source, str):
-            return decode(Path(source).read_bytes(), "jpg", self.image_size), *self.placeholders
+            with open_regular(source) as opened:
+                return decode(opened.read(), "jpg", self.image_size), *self.placeholders
         return pixels_as_float(source.convert("RGB"), self.image_size), *self.placeholders
 
 
