@@ -291,6 +291,11 @@ def _no_function(override: str, key: str, value: str, is_read: Callable[[str], b
     return None
 
 
+def unescaped(value: str) -> str:
+    """Return the value of an override without the backslashes of Hydra's grammar, with which a sweep writes colons."""
+    return re.sub(r"\\([\\()\[\]{}:=,\s])", r"\1", value)
+
+
 def several(value: object) -> str | None:
     """Return how a sweep's values are typed that somebody has written as one, such as `0.1:0.01` or `0..3`."""
     if isinstance(value, list | tuple):

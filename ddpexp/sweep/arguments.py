@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias, get_args
 
 from ddpexp.config.build import convert, did_you_mean
 from ddpexp.errors import RefusedError
+from ddpexp.settings.metrics import check_not_test
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row, directories, goal_of, rows_of, with_values
@@ -67,7 +68,7 @@ class TableArguments:
         """Read directories and keys; the options are added by `Call.typed`.
 
         Raises:
-            RefusedError: an unknown key, or a directory that holds neither a sweep nor a run.
+            RefusedError: an unknown key, an objective of the set `test`, or a directory without a sweep or a run.
         """
         folders, values = [], {}
         for operand in operands:
@@ -79,11 +80,13 @@ class TableArguments:
             else:
                 suggestion = did_you_mean(key, _KEYS)
                 raise RefusedError("is not a known key of table", key=key, value=value, suggestion=suggestion)
+        if (objective := values.get("sweep.objective")) is not None:
+            check_not_test("sweep.objective", objective, objective)
         mode = values.get("sweep.mode")
         if mode is not None:
             mode = convert(mode, Literal["min", "max"], "sweep.mode")
         paths = dict.fromkeys(path for folder in folders for path in sweeps_and_runs(folder))
-        return cls(list(paths), values.get("sweep.objective"), mode)
+        return cls(list(paths), objective, mode)
 
     @property
     def sweep(self) -> Path | None:

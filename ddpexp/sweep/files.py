@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from ddpexp.checkpoint.weights import Best, best_step
+from ddpexp.config.override_syntax import unescaped
 from ddpexp.errors import RefusedError
 from ddpexp.run import directory, lock
 from ddpexp.run.differences import Value, over_steps
@@ -122,7 +123,7 @@ def override_values(overrides: Sequence[str]) -> dict[str, str]:
     for override in overrides:
         key, equals, value = override.lstrip("+~").partition("=")
         if not key.startswith(HOW_IT_RUNS):
-            values[key] = value if equals and not override.startswith("~") else "removed"
+            values[key] = unescaped(value) if equals and not override.startswith("~") else "removed"
     return values
 
 

@@ -165,11 +165,15 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     return Grid(columns, best)
 
 
-def means_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
-    """Lay out the mean and the deviation of every metric over seeds or folds, for a text; None as in `seeds_grid`."""
+def means_grid(rows: Sequence[Row], goal: Goal, metrics: Sequence[str] | None = None) -> Grid | None:
+    """Lay out the mean and the deviation of every metric over seeds or folds, for a text; None as in `seeds_grid`.
+
+    Of `metrics` alone, if any is among them.
+    """
     groups = over_seeds(rows, goal)
     names = list(dict.fromkeys(name for group in groups for name in group.metrics))
     names = [name for name in names if not name.startswith("train/")] or names
+    names = [name for name in names if name in (metrics or ())] or names
     if not names:
         return None
     samples = {name: [group.metrics.get(name, Sample(())) for group in groups] for name in names}

@@ -40,9 +40,11 @@ def as_text(
     """Return what `ddpexp table --format` prints: the runs and the means over seeds; as CSV only one of them."""
     if kind == "csv":
         return seeds_as_csv(rows, goal) if seeds_only else as_csv(rows, goal)
+    metrics = columns
     if columns is None:  # those that a text has
         columns = [name for name in jobs_grid([], goal, rows).header if name not in ("", *FACTS)]
-    return (as_latex if kind == "latex" else as_markdown)(rows, goal, columns, seeds_only)
+    grids = _grids(rows, goal, columns, seeds_only, metrics)
+    return (_as_latex if kind == "latex" else _as_markdown)(rows, goal, grids)
 
 
 def as_csv(rows: Sequence[Row], goal: Goal) -> str:
@@ -83,25 +85,34 @@ def _csv(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-def as_markdown(rows: Sequence[Row], goal: Goal, columns: Sequence[str] | None = None, seeds_only: bool = False) -> str:
-    """Return the tables as GitHub-flavoured Markdown."""
+def as_markdown(rows: Sequence[Row], goal: Goal) -> str:
+    """Return the tables as GitHub-flavoured Markdown, with all columns."""
+    return _as_markdown(rows, goal, _grids(rows, goal))
+
+
+def _as_markdown(rows: Sequence[Row], goal: Goal, grids: Sequence[Grid]) -> str:
     basis = basis_text(rows, goal)
-    grids = _grids(rows, goal, columns, seeds_only)
     parts = [*([f"{_escaped(basis)}\n"] if basis else []), *map(_markdown, grids)]
     return "\n".join([*parts, f"{_escaped(count_text(rows))}.{_escaped(best_text(rows, goal))}\n"])
 
 
-def as_latex(rows: Sequence[Row], goal: Goal, columns: Sequence[str] | None = None, seeds_only: bool = False) -> str:
+def _as_latex(rows: Sequence[Row], goal: Goal, grids: Sequence[Grid]) -> str:
     """Return the tables as LaTeX, with the rules of the package booktabs."""
     count = f"{count_text(rows)}.{best_text(rows, goal)}"
     notes = ["\\usepackage{booktabs} in the preamble", basis_text(rows, goal), count]
-    grids = _grids(rows, goal, columns, seeds_only)
     return "\n".join(["".join(f"% {note}\n" for note in notes if note), *map(_latex, grids)])
 
 
-def _grids(rows: Sequence[Row], goal: Goal, columns: Sequence[str] | None, seeds_only: bool) -> list[Grid]:
+def _grids(
+    rows: Sequence[Row],
+    goal: Goal,
+    columns: Sequence[str] | None = None,
+    seeds_only: bool = False,
+    metrics: Sequence[str] | None = None,
+) -> list[Grid]:
+    """Return the table of jobs, and that of the means over seeds; of `metrics`, if any is among them."""
     jobs = [] if seeds_only else [jobs_grid(sorted_rows(rows, goal), goal, rows, full=True, columns=columns)]
-    means = means_grid(rows, goal)
+    means = means_grid(rows, goal, metrics)
     return [*jobs, *([means] if means is not None else [])]
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddpexp.checkpoint.weights import best_step
+from ddpexp.config.override_syntax import unescaped
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import epochs_text
 from ddpexp.data.batches import TrainBatches
@@ -124,7 +125,7 @@ class Report:
         for override in self.context.run.read_overrides():
             key, _, value = override.lstrip("+").partition("=")
             if not key.startswith(("~", "run.", "hydra.", "sweep.", "launcher.")):
-                overrides[key] = _value(value)
+                overrides[key] = _value(unescaped(value))
         return {**overrides, **_hyperparameters(self.context.experiment)}
 
     def finish(self, outcome: Outcome, logger: Logger) -> str:

@@ -16,6 +16,8 @@ from rich.console import Console
 
 from ddpexp.checkpoint.weights import Best
 from ddpexp.sweep import comparison, table, table_files
+from ddpexp.sweep.arguments import TableArguments
+from ddpexp.sweep.files import override_values
 from ddpexp.sweep.grid import Fitted, show
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row, rows_of
@@ -454,6 +456,20 @@ def test_a_paper_gets_means_with_their_deviation_in_sensible_digits() -> None:
     assert latex.count("\\toprule") == latex.count("\\bottomrule") == 2
     assert "0.540 $\\pm$ 0.010 & 1.040 $\\pm$ 0.010 & 90.40 $\\pm$ 0.10 \\% & 0.5152 to 0.5648 & 3 \\\\" in latex
     assert "status" not in latex
+    chosen = table_files.as_text(rows, goal, "markdown", ["optimizer.lr", "eval/accuracy"]).splitlines()
+    assert sum(line.count("| eval/accuracy |") for line in chosen) == 2  # of the runs, and over the seeds
+    assert not any("| eval/loss |" in line for line in chosen)
+
+
+def test_runs_are_not_compared_by_the_set_test() -> None:
+    with refused("sweep.objective=test/loss: validation"):
+        TableArguments.of(["outputs", "sweep.objective=test/loss"])
+
+
+def test_values_are_shown_without_the_backslashes_of_the_grammar() -> None:
+    assert override_values([r"trainer.keep_best=max\:eval/loss", r"data.root=a\ b"]) == {
+        "trainer.keep_best": "max:eval/loss", "data.root": "a b",
+    }  # fmt: skip
 
 
 def test_latex_is_escaped_whatever_the_values_hold() -> None:
