@@ -51,6 +51,8 @@ VERBS = {
     "status": ("DIGITS", r"done"),
     "sync": ("DIGITS", r"has no remote logger"),  # the trackers' packages are extras
     "table": ("DIGITS TEXT", r"digits"),
+    "diff": ("DIGITS TEXT", r"recipe"),
+    "rerun": ("DIGITS trainer.gpus=1 run.dir=again", r"trainer\.gpus"),
     "plan": ("recipe=mnist data.source=embedded trainer.gpus=2", r"GB|MB"),
     "doctor": ("recipe=mnist data.source=embedded", r"versions"),
     "check": ("recipe=mnist model=linear data.source=embedded", r"gradient"),
@@ -67,7 +69,7 @@ def test_every_verb_is_tried() -> None:
     assert sorted(VERBS) == sorted(NAMES)
 
 
-LONGER = ("plan", "export", "generate", "check", "doctor")
+LONGER = ("plan", "export", "generate", "check", "doctor", "rerun")
 """With real runs in tests of their own; with other Pythons they are tried here."""
 
 

@@ -66,7 +66,7 @@ def test_a_sweep_in_a_folder_that_its_jobs_cannot_record_is_refused() -> None:
 
 
 def test_a_run_in_such_a_folder_trains_resumes_and_is_evaluated(environ: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / NAME).mkdir()
+    (tmp_path / NAME / NAME).mkdir(parents=True)
     ddpexp = Ddpexp(tmp_path / NAME, environ)
     done = ddpexp(*SMALL, "run.dir=run", "data.root=${oc.env:FOO}", environ={"FOO": NAME, "XDG_CACHE_HOME": NAME})
     assert (done.code, "Traceback" in done.err) == (0, False), done.err

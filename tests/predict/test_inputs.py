@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,12 @@ def test_a_task_makes_the_samples_of_data_of_its_own() -> None:
     assert torch.equal(batch_of(of_python)[0], images)
 
 
-def test_data_of_ones_own_without_a_way_to_read_is_shown_what_to_write() -> None:
+def test_data_of_ones_own_without_a_way_to_read_is_shown_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test may have imported one of its own
     experiment, task = composed(f"--config-dir={EXAMPLES}/mine/conf", "recipe=mine")
     with refused("def read_input(self, value):"):
         read_inputs(experiment, task, {}, Path(), None)
+    del sys.modules["mine"]
 
 
 def test_inputs_of_a_mixture_are_read_as_one_of_its_sources() -> None:

@@ -118,7 +118,7 @@ class Trained:
         )
         self.built = {name: settings(one) for name, one in self.optimizers.items()}
         self.plan = plan_batches(20, 5, world.world_size)
-        data: Any = SimpleNamespace(plan=self.plan)
+        data: Any = SimpleNamespace(plan=self.plan, steps_per_epoch=STEPS)
         self.step = Step(TrainingRun(
             task=Squares(), strategy=strategy, optimizers=self.optimizers, schedule=Cosine(), world=world,
             precision=Precision("fp32", world.device, False, strategy.gradient_weight, strategy),
