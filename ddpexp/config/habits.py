@@ -19,7 +19,7 @@ def answer(overrides: Iterable[str]) -> str:
 
 
 def _typed(override: str) -> Iterator[str]:
-    """Yield what is typed here in place of an override, unless it is one of ours, or its value means something else."""
+    """Yield the overrides that replace one of another framework; none for a key of ours, or another meaning."""
     key, _, value = override.lstrip("+").partition("=")
     ours = _key(key)
     if ours is None or (ours in declared() and declared()[ours][0].remark):

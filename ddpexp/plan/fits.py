@@ -79,7 +79,7 @@ def does_not_fit(outcome: Outcome, memory_gb: float, tried: Sequence[tuple[Seque
     if samples := _of_samples(outcome.facts):
         reason += f", {size_text(samples)} of it for the samples of a micro-batch of {outcome.batch.micro_batch_size:,}"
     if outcome.facts.activations_bytes is None:
-        reason += ", without activations, which are not known"
+        reason += " beside activations of unknown size"
     by_verdict: dict[Verdict, dict[tuple[str, ...], str]] = {}
     for words, planned in tried:
         text = f"{' '.join(words)} ({size_text(planned.most_bytes())})"

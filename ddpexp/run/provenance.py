@@ -64,7 +64,7 @@ def provenance_of(run: RunDir, manifest: Mapping[str, Any] | None) -> dict[str, 
 
 
 def provenance(values: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the groups of a start: its resolved values by key, and what its manifest records, which is not trusted."""
+    """Return the groups of a start: its resolved values by key, and the untrusted records of its manifest."""
     own = {f"run.{name}" for name in _OF_A_START}
     return {
         "configuration": {key: value for key, value in values.items() if key not in own},

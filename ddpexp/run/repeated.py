@@ -191,7 +191,7 @@ def _lines(
 ) -> list[str]:
     """Return the lines on what differs from the run that is repeated."""
     if not origin.config.exists():
-        return [f"rerun of {origin.path}, which is not there any more, so nothing is compared"]
+        return [f"rerun of {origin.path}: that folder is gone, and nothing is compared"]
     status, recorded = result.get("status"), _mapping(result.get("metrics"))
     numbers = [f"{name} {metric_text(name, value)}" for name, value in recorded.items() if isinstance(value, float)]
     ended = f", {status} at step {result.get('step')}" if isinstance(status, str) else ", which has not ended"

@@ -35,7 +35,7 @@ def read(given: Any, known: Mapping[str, Any], /, **options: Any) -> Inputs:
     if schema.inputs[0].kind == "image":
         pictures = pictures_of(given, 3)
         for number in range(len(pictures)):
-            pictures.size(number)  # refuses what is no picture
+            pictures.size(number)  # an error for a file without a picture
         samples: IndexData = _Pictures(pictures, options.get("image_size"), placeholders)
         return Inputs(samples, pictures.names, pictures.is_one)
     values, is_one = listed(given)

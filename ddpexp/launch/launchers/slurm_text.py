@@ -85,11 +85,11 @@ def container_warnings(image: str | None, mounts: str | None, python: str | None
             f"launcher.container_image={image} is to hold {interpreter}, the interpreter of this machine: "
             "launcher.python=python names that of the image"
         )
-    if not is_mounted(folder.absolute()):
-        given = f"launcher.container_mounts={mounts}" if mounts else "launcher.container_mounts, which is not set,"
+    run = folder.absolute()
+    if not is_mounted(run):
         warnings.append(
-            f"{given} does not mount {folder.absolute()}, where the run directory is: unless the cluster does, the job "
-            f"needs 'launcher.container_mounts=\"{folder.absolute()}:{folder.absolute()}\"', and its data likewise"
+            f"launcher.container_mounts={mounts or 'null'} does not mount {run}, where the run directory is: unless "
+            f"the cluster does, the job needs 'launcher.container_mounts=\"{run}:{run}\"', and its data likewise"
         )
     return warnings
 

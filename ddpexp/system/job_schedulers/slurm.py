@@ -222,7 +222,7 @@ def nodes_in(text: str, partitions: str | None) -> tuple[Nodes, ...] | str:
     try:
         return tuple(_nodes(*row) for row in chosen)
     except ValueError:
-        return "sinfo writes what is not understood"
+        return "the output of sinfo has an unknown form"
 
 
 def _nodes(partition: str, count: str, cores: str, memory: str, gres: str, limit: str, size: str) -> Nodes:

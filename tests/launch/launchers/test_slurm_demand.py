@@ -40,7 +40,7 @@ def test_the_nodes_of_partitions_are_read() -> None:
     )
     assert nodes_in(SINFO, "new") == "sinfo names no nodes of new; partitions are cpu, gpu, old"
     assert nodes_in("", None) == "sinfo names no nodes of a default partition; partitions are none"
-    assert nodes_in("gpu*|two|32|128000|gpu:4|infinite|1-infinite\n", None) == "sinfo writes what is not understood"
+    assert nodes_in("gpu*|two|32|128000|gpu:4|infinite|1-infinite\n", None) == "the output of sinfo has an unknown form"
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_mail_is_asked_for_in_sbatchs_words() -> None:
 
 
 def test_a_container_without_what_the_job_needs_is_warned_of() -> None:
-    folder = Path("/work/outputs/mnist")
+    folder = Path("/home/me/outputs/mnist")
     assert container_warnings(None, None, None, folder) == []
-    assert container_warnings("i.sqsh", "/work:/work", "python", folder) == []
-    assert container_warnings("i.sqsh", f"/work:/w,{Path(sys.executable).parent}:/bin", None, folder) == []
+    assert container_warnings("i.sqsh", "/home:/home", "python", folder) == []
+    assert container_warnings("i.sqsh", f"/home:/h,{Path(sys.executable).parent}:/bin", None, folder) == []
     interpreter, mounts = container_warnings("i.sqsh", None, None, folder)
     assert (sys.executable in interpreter, "launcher.python=python" in interpreter) == (True, True)
-    assert "'launcher.container_mounts=\"/work/outputs/mnist:/work/outputs/mnist\"'" in mounts
+    assert "'launcher.container_mounts=\"/home/me/outputs/mnist:/home/me/outputs/mnist\"'" in mounts
     [other] = container_warnings("i.sqsh", "/data:/data", "python", folder)
-    assert other.startswith("launcher.container_mounts=/data:/data does not mount /work/outputs/mnist")
+    assert other.startswith("launcher.container_mounts=/data:/data does not mount /home/me/outputs/mnist")
