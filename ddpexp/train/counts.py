@@ -59,7 +59,7 @@ class GlobalCounts:
                 "counts are known only when all gradients are added up, and the sum cannot be divided by several "
                 "counts",
                 suggestion="Call it once with the sum of the losses, weighted as you mean it, or return the losses by "
-                "their names from the task's step: docs/tasks.md, Several losses.",
+                "their names from the task's step: docs/several_losses.md.",
             )
 
 

@@ -138,7 +138,7 @@ def _counts_wanted(counts: Mapping[str, Any], reason: str) -> DdpexpError:
         f"the losses {_listed(counts)} have tensors as counts, which must be known over the global batch before the "
         f"first backward pass, and {reason}",
         suggestion="Give the task a method counts(self, batch) that returns {name: count}, or return counts that are "
-        "numbers: docs/tasks.md.",
+        "numbers: docs/several_losses.md.",
     )
 
 
