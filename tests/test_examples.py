@@ -30,6 +30,7 @@ from examples.photos.draw import main as draw_photos
 from examples.table.table import write as write_table
 from tests.conftest import PATIENCE, ROOT, Ddpexp, Done
 from tests.examples import DOCUMENTS, EXAMPLES
+from tests.families.table import FAMILIES
 from tests.refusals import refused
 from tests.terminals import Session
 
@@ -110,7 +111,8 @@ def train(ddpexp: Ddpexp, name: str, *overrides: str) -> Done:
     return replace(done, run=run)
 
 
-LONGER = ("metrics",)  # importing torchmetrics takes longer than all else
+# Importing torchmetrics takes longer than all else; of families, other tests train as much and compare the weights.
+LONGER = ("metrics", *(family.name for family in FAMILIES))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONGER)) for name in RECIPES])
