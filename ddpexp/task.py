@@ -85,6 +85,9 @@ class Task(Protocol):
         - `(sum, count)` with tensors of any shape: added up in the order of the batches;
         - `ddpexp.metric_update(metric, predictions, labels)`: a metric of torchmetrics; its computed value is recorded.
 
+        Collectives make the loss depend on the number of workers: one other than a sum without gradients is refused
+        where a rank has several micro-batches, and in evaluations. See `HasEmbed`.
+
         Called under autocast if `trainer.precision` requires it. A step that depends on how far the run is has a third
         argument, `progress`:
 

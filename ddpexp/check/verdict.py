@@ -51,7 +51,8 @@ class _Evidence:
             return [resume, Finding("workers", None, "not checked: see calls")]
         two = self.answers["two"]
         if isinstance(two, Mapping):
-            workers = self._ranks(two) or self._steps(two)
+            dependent = Finding("workers", False, two["dependent"]) if two["dependent"] else None
+            workers = dependent or self._ranks(two) or self._steps(two)
         else:
             workers = Finding("two", False if two.startswith("rank ") else None, f"at two workers: {two}")
         if not resume.ok and workers.check == "workers":

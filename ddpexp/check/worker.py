@@ -28,7 +28,7 @@ from ddpexp.system import files
 from ddpexp.system.oom import bound_memory
 from ddpexp.system.text import first_few
 from ddpexp.system.user_code import place_in_code
-from ddpexp.train import gpu_memory, worker
+from ddpexp.train import collectives, gpu_memory, worker
 from ddpexp.train.build import RunContext
 from ddpexp.train.join import join_world
 from ddpexp.train.process import open_log, run_rank
@@ -158,7 +158,10 @@ class _Examined:
         loop, context = self._built.loop, self._context
         digest = None
         try:
-            with gpu_memory.explained(lambda: worker.situation(context.experiment, context.world, context.control)):
+            with (
+                collectives.explained(),
+                gpu_memory.explained(lambda: worker.situation(context.experiment, context.world, context.control)),
+            ):
                 outcome = loop.fit()
             self._built.checkpointer.finish()
             digest = outcome.digest
@@ -169,6 +172,7 @@ class _Examined:
         return {
             "device": context.world.device.type,
             "weights": digest,
+            "dependent": loop.dependent,
             "findings": [asdict(finding) for finding in self._findings],
         }
 

@@ -23,6 +23,7 @@ from ddpexp.task import Sums
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.base import RunView
 from ddpexp.train.callbacks.hooks import Callbacks
+from ddpexp.train.collectives import TaskCollectives
 from ddpexp.train.compare_replicas import ReplicaComparison
 from ddpexp.train.core_wait import core_wait_hint
 from ddpexp.train.due import INTERRUPTED, NOTHING, NOTHING_ASKED, Asked, Due, End, next_due
@@ -55,6 +56,7 @@ class Loop:
     Attributes:
         progress: How far the run is.
         states: What checkpoints hold, by name.
+        dependent: A sentence on a collective by which the task's step depends on the number of workers; or empty.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Loop:
         self.average = average
         self.callbacks = callbacks = callbacks or Callbacks()
         self.progress = TrainingProgress()
+        self.dependent = ""
         self._units_per_sample = units_per_sample(run.train.data)
         self._rates = LearningRates(run.optimizers, run.schedule, run.num_steps, run.train.steps_per_epoch)
         self._step = Step(run, callbacks.call_on_gradients if callbacks.on_gradients else None)
@@ -109,6 +112,10 @@ class Loop:
         Raises:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss that is not finite; on all ranks alike.
         """
+        with self._collectives_watched():
+            return self._fit()
+
+    def _fit(self) -> Outcome:
         asked = self._start()
         for step, micro_batches in self._remaining_steps(asked):
             due = self._due_after(step + 1)
@@ -127,6 +134,21 @@ class Loop:
                 self._save(end=False)
             self._wait_for_data()
         return self._finish(asked.end)
+
+    def _collectives_watched(self) -> AbstractContextManager[None]:
+        """Watch what the task's functions call; one worker alone has no collectives."""
+        run = self.run
+        if run.world.world_size == 1:
+            return nullcontext()
+        plan = run.train.plan
+        sizes = plan.micro_batch_size, plan.global_batch_size // plan.data_size
+        return TaskCollectives(run.task, run.strategy.modules, sizes, self._tell_dependent).watched()
+
+    def _tell_dependent(self, sentence: str) -> None:
+        self.dependent = sentence
+        if self.run.world.is_rank_zero:
+            logging.getLogger("ddpexp").warning(sentence)
+        self.logger.text("collectives", sentence)
 
     def _start(self) -> Asked:
         """Start the clock and the callbacks, and evaluate at step 0 if configured; return what follows."""

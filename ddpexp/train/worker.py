@@ -9,7 +9,9 @@ import logging
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ from ddpexp.system import files
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative, shortest
 from ddpexp.system.hardware import usable_cores
-from ddpexp.train import compile_cache, fuse, gpu_memory
+from ddpexp.train import collectives, compile_cache, fuse, gpu_memory
 from ddpexp.train.average import slow_average_warning
 from ddpexp.train.build import (
     RunContext,
@@ -67,6 +69,7 @@ from ddpexp.train.build import (
 from ddpexp.train.checkpointer import Checkpointer, truncate_records, writer_of
 from ddpexp.train.choose_checkpoint import choose
 from ddpexp.train.choose_samples import arrange, check_held_out
+from ddpexp.train.collectives import TaskCollectives
 from ddpexp.train.compilations import Compilations, limit_processes
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.evaluate import Evaluator, batches_for, chosen_sets
@@ -125,7 +128,7 @@ def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None
     Ranks: all.
     """
     context = join(run, worker_args, control)
-    with gpu_memory.explained(lambda: situation(context.experiment, context.world, control)):
+    with collectives.explained(), gpu_memory.explained(lambda: situation(context.experiment, context.world, control)):
         built = build(context)
         restore(context, built)
         fit(context, built)
@@ -323,7 +326,8 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     experiment, layout = load(evaluation["config"]), Layout(**evaluation["layout"])
     control.status.set_phase("join")
     world = join_world(experiment, layout, control)
-    with gpu_memory.explained(lambda: situation(experiment, world, control, evaluation["batch_size"])):
+    now = partial(situation, experiment, world, control, evaluation["batch_size"])
+    with collectives.explained(), gpu_memory.explained(now):
         _evaluate_weights(evaluation, experiment, world, control)
 
 
@@ -348,7 +352,8 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     current = CurrentProgress()
     if wants_progress(task):
         current = _progress_of(experiment, splits, Path(evaluation["weights"]), world.device)
-    metrics = Evaluator(task, precision, world, data, control, current).evaluate(model, evals)
+    with TaskCollectives(task, models).watched() if world.world_size > 1 else nullcontext():
+        metrics = Evaluator(task, precision, world, data, control, current).evaluate(model, evals)
     if metrics is None:
         raise Interrupted(0)  # there is nothing to save
     log.info("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))

@@ -2,13 +2,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ddpexp.compat.process_groups import clone_of_store, flight_records, is_forked_from_cuda
+from ddpexp.compat.process_groups import (
+    clone_of_store,
+    flight_records,
+    functional_collectives_told,
+    is_forked_from_cuda,
+)
 
 
 @pytest.fixture
@@ -33,3 +40,12 @@ def test_the_flight_recorder_returns_json(alone: None) -> None:
 
 def test_this_process_was_not_forked_from_one_with_cuda() -> None:
     assert is_forked_from_cuda() is False
+
+
+def test_functional_collectives_are_told_by_their_names(alone: None) -> None:
+    names: list[str] = []
+    group: Any = dist.group.WORLD
+    with functional_collectives_told(names.append):
+        functional.all_reduce(torch.ones(1), "sum", group)
+    functional.broadcast(torch.ones(1), 0, group)
+    assert names == ["all_reduce"]

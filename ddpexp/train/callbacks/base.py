@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ddpexp.errors import DdpexpError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from ddpexp.distributed.world import World
     from ddpexp.loggers.base import Logger
     from ddpexp.settings.experiment import ExperimentSettings
     from ddpexp.settings.trainer import Trainer
@@ -94,6 +97,7 @@ class RunView:
     _register: Callable[[str, str], None]
     _parameters: Mapping[str, Tensor]  # of all models, by name
     caller: str = ""  # the key of the callback that is called
+    communicates: bool = False  # whether its class may call collectives
     _stepping: Sequence[Optimizer] = ()  # in `on_gradients`, those that are about to use the gradients
 
     @property
@@ -140,6 +144,21 @@ class RunView:
     def device(self) -> torch.device:
         """Return this rank's device."""
         return self._run.world.device
+
+    @property
+    def world(self) -> World:
+        """Return rank, device and collectives, which work with any number of workers.
+
+        Raises:
+            DdpexpError: the class of the callback does not set `communicates`.
+        """
+        if not self.communicates:
+            raise DdpexpError(
+                "it asks for run.world, and its class does not say that it communicates",
+                suggestion="Set communicates = True in the class, and call collectives alike on every rank. "
+                "run.rank, run.world_size and run.device are there for every callback.",
+            )
+        return self._run.world
 
     @property
     def epoch(self) -> float:

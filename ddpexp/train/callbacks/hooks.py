@@ -16,7 +16,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, PeerError, RefusedError
 from ddpexp.system.text import message_of, one_line
 from ddpexp.train.callbacks.base import Callback, Requests, RunView
-from ddpexp.train.callbacks.collectives import CollectiveGuard
+from ddpexp.train.collectives import CollectiveGuard, refuse_in_callback
 from ddpexp.train.metrics import NonFiniteError
 from ddpexp.train.task_checks import named
 
@@ -170,15 +170,16 @@ class Callbacks:
             raise DdpexpError(f"{_described(name, hook, method, error)}.") from error
 
     def _call(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        communicates = self.members[name].communicates
         if self.view is not None:
-            self.view.caller = name
-        if self._guard is None or self.members[name].communicates:
+            self.view.caller, self.view.communicates = name, communicates
+        if self._guard is None or communicates:
             return method(*arguments)
-        self._guard.forbids = True
+        before, self._guard.on_call = self._guard.on_call, refuse_in_callback
         try:
             return method(*arguments)
         finally:
-            self._guard.forbids = False
+            self._guard.on_call = before
 
     def _leave_out(self, name: str) -> None:
         self.on_gradients = tuple(hook for hook in self.on_gradients if hook[0] != name)
