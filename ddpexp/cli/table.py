@@ -48,7 +48,8 @@ def table(call: Call) -> int:
         return EXIT_DONE
     columns, chosen = None, rows
     if arguments.columns is not None:
-        columns = [name for name in arguments.columns.split(",") if name]
+        typed = [name for name in arguments.columns.split(",") if name]
+        columns = [comparison.chosen_column(name, rows, goal) for name in typed]
         chosen = _with_columns(rows, goal, columns)
     elif arguments.all:
         columns = tables.all_columns(rows, goal)
@@ -85,7 +86,7 @@ def _with_columns(rows: Sequence[Row], goal: Goal, columns: Sequence[str]) -> li
         *(name for row in filled for name in (*row.resolved, *row.values, *comparison.columns_of(row, goal))),
     }
     for name in columns:
-        if name not in names:
+        if name.removeprefix(comparison.LAST) not in names:
             raise RefusedError(
                 "is not a key or metric of any of these",
                 place=f"--columns {name}",

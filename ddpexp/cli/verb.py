@@ -216,7 +216,10 @@ class Call:
         for name, text in self.options.items():
             field_name = name.removeprefix("--").replace("-", "_")
             hint = hints[field_name]
-            _, plain = declaration(hint)
+            key, plain = declaration(hint)
+            if text.lower() in key.advice:
+                raise RefusedError(place=f"{self.name} {name} {text}", suggestion=key.advice[text.lower()])
+            text = next((here for here, names in key.synonyms.items() if text.lower() in names.split()), text)
             value: Any = text
             if plain is bool:
                 value = True

@@ -6,16 +6,25 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from ddpexp.config.build import convert, did_you_mean
 from ddpexp.errors import RefusedError
+from ddpexp.settings.key import Key
 from ddpexp.settings.metrics import check_not_test
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row, directories, goal_of, rows_of, with_values
 
 Format: TypeAlias = Literal["csv", "latex", "markdown"]
+_FORMAT = Key(
+    synonyms={"latex": "tex booktabs tabular", "markdown": "md gfm github"},
+    advice={
+        "json": "Type --json in place of --format json.",
+        **dict.fromkeys(("excel", "xlsx", "tsv", "pandas"), "Type --format csv, which such programs read."),
+        **dict.fromkeys(("html", "png"), "Type --format markdown; --out FOLDER writes the plot, sweep.png, too."),
+    },
+)
 _KEYS = ("sweep.objective", "sweep.mode")
 
 
@@ -33,7 +42,7 @@ class TableArguments:
     out: str | None = None
     columns: str | None = None  # with commas between them
     all: bool = False  # columns, however wide the terminal is
-    format: Format | None = None
+    format: Annotated[Format | None, _FORMAT] = None
     seeds: bool = False  # the means over seeds alone
     json: bool = False
 

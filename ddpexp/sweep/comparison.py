@@ -16,6 +16,8 @@ from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row, goal_of, rows_of
 
 SEED, FOLD = "trainer.seed", "data.fold"
+LAST = "last "
+"""What the name of a metric's column begins with, where another has the best value."""
 
 # Student's t for an interval of 95 %, by the degrees of freedom from 1.
 _T95 = (
@@ -174,6 +176,13 @@ def columns_of(row: Row, goal: Goal) -> dict[str, float]:
     best = {} if row.best is None else {f"best {row.best.metric}": row.best.value}
     objective = {} if goal.name is None or row.objective is None else {goal.name: row.objective}
     return {**objective, **row.metrics, **best}  # the objective is the first, and may be known from the log alone
+
+
+def chosen_column(name: str, rows: Sequence[Row], goal: Goal) -> str:
+    """Return the column that a metric is shown in: the best value where every run keeps it, and the last one else."""
+    having = [row for row in rows if name in row.metrics]
+    is_kept = bool(having) and all(row.best is not None and row.best.metric == name for row in having)
+    return f"best {name}" if (goal.by_best if name == goal.metric else is_kept) else name
 
 
 def sorted_rows(rows: Sequence[Row], goal: Goal) -> list[Row]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ddpexp.sweep.comparison import (
     FOLD,
+    LAST,
     Group,
     Sample,
     best_of,
@@ -62,6 +63,7 @@ def jobs_grid(
     names = [*varying(every), *metrics, *([""] if best else []), *FACTS] if columns is None else columns
     values = {row.path: columns_of(row, goal) for row in every}
     known = {*metrics, *(name for of_row in values.values() for name in of_row)}
+    known |= {f"{LAST}{name}" for name in known}
     keys = [name for name in names if name not in ("", *FACTS, *known)]
     together = len({row.path.parent for row in every}) == 1  # then their own names tell them apart
     repeats = together and all(IS_JOB.fullmatch(row.name) for row in every)
@@ -73,7 +75,7 @@ def jobs_grid(
         if name == BEST_STEP:
             return "" if row.best is None else f"{row.best.step:,}"
         if name in known:
-            return shown(name, values[row.path].get(name))
+            return shown(name, values[row.path].get(name.removeprefix(LAST)))
         facts = {
             "status": row.status,
             "step": "" if row.step is None else f"{row.step:,}",
@@ -113,7 +115,13 @@ def metric_columns(rows: Sequence[Row], goal: Goal, every: bool = False) -> list
         chosen = list(dict.fromkeys(name for row in rows for name in row.metrics))
     first, *others = dict.fromkeys([*([goal.metric] if goal.metric is not None else []), *chosen]) or [""]
     best = dict.fromkeys(f"best {row.best.metric}" for row in rows if row.best is not None)
+    first, *others = [_beside(name, best) for name in (first, *others)]
     return [*([first] if first else []), *best, *([BEST_STEP] if best else []), *others]
+
+
+def _beside(name: str, columns: Collection[str]) -> str:
+    """Return the name of a metric's last value, among columns that may have its best one."""
+    return f"{LAST}{name}" if f"best {name}" in columns else name
 
 
 def all_columns(rows: Sequence[Row], goal: Goal) -> list[str]:
@@ -130,7 +138,8 @@ def _drops(
     jobs apart. The key that tells most apart, the metric that is compared and the status stay.
     """
     weak = list(_weakest_first(every, keys))
-    further = [name for name in metrics if name != (goal.name or metrics[0])]
+    compared = goal.name or metrics[0]
+    further = [name for name in metrics if name not in (compared, f"{LAST}{compared}")]
     order = [
         "time", "step", *([DIRECTORY] if repeats else []), *reversed(further[1:]), *weak[:-_STAY], *further[:1],
         *weak[-_STAY:-1], *([] if repeats else [DIRECTORY]),
@@ -173,15 +182,23 @@ def means_grid(rows: Sequence[Row], goal: Goal, metrics: Sequence[str] | None = 
     groups = over_seeds(rows, goal)
     names = list(dict.fromkeys(name for group in groups for name in group.metrics))
     names = [name for name in names if not name.startswith("train/")] or names
-    names = [name for name in names if name in (metrics or ())] or names
+    chosen = [name.removeprefix(LAST) for name in metrics or ()]
+    names = [name for name in names if name in chosen] or names
     if not names:
         return None
     samples = {name: [group.metrics.get(name, Sample(())) for group in groups] for name in names}
     first = goal.name if goal.name in samples else names[0]
     columns = [
         *_key_columns(groups),
-        *(Column(cell_text(name), [mean_text(name, sample) for sample in samples[name]], True) for name in names),
-        Column(cell_text(f"95 % interval of {first}"), [_interval(first, sample) for sample in samples[first]], True),
+        *(
+            Column(cell_text(_beside(name, samples)), [mean_text(name, sample) for sample in samples[name]], True)
+            for name in names
+        ),
+        Column(
+            cell_text(f"95 % interval of {_beside(first, samples)}"),
+            [_interval(first, sample) for sample in samples[first]],
+            True,
+        ),
         _count_column(rows, groups, samples[first]),
     ]
     return Grid(columns, 0 if is_finite(groups[0].sample(goal).mean) else None)

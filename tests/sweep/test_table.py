@@ -402,8 +402,10 @@ def test_runs_that_keep_the_best_of_the_objective_are_compared_by_it() -> None:
     assert [one.objective for one in rows] == [0.3, 0.34]
     assert comparison.best_of(rows, goal) is rows[0]
     grid = table.jobs_grid(comparison.sorted_rows(rows, goal), goal)
-    assert grid.header[:5] == ["optimizer.lr", "eval/loss", "best eval/loss", "best step", ""]
+    assert grid.header[:5] == ["optimizer.lr", "last eval/loss", "best eval/loss", "best step", ""]
     assert grid.lines[0][:5] == ["0.0", "0.4", "0.3", "1,200", "best"]
+    assert comparison.chosen_column("eval/loss", rows, goal) == "best eval/loss"
+    assert table.jobs_grid(rows, goal, columns=["last eval/loss"]).lines == [["0.4"], ["0.35"]]
     shown = text_of(table.render(rows, goal))
     assert shown.startswith("by the best eval/loss of each run (trainer.keep_best)")
     assert "Best (lowest eval/loss): 0.3 at step 1,200, 0000" in shown
@@ -424,7 +426,9 @@ def test_other_runs_are_compared_by_their_last_values(rows: list[Row], basis: st
     assert [one.objective for one in found] == [0.4, 0.35]
     assert table.basis_text(found, goal)[: len(basis)] == basis
     assert bool(table.basis_text(found, goal)) == bool(basis)
-    assert "best step" in table.jobs_grid(found, goal).header
+    assert {"last eval/loss", "eval/loss"} & set(header := table.jobs_grid(found, goal).header)
+    assert "best step" in header
+    assert comparison.chosen_column("eval/loss", found, goal) == "eval/loss"
 
 
 def test_a_sweep_and_its_jobs_cannot_mean_opposite_directions() -> None:
@@ -450,7 +454,7 @@ def of_seeds() -> tuple[list[Row], Goal]:
 def test_a_paper_gets_means_with_their_deviation_in_sensible_digits() -> None:
     rows, goal = of_seeds()
     markdown = table_files.as_text(rows, goal, "markdown", seeds_only=True).splitlines()
-    assert markdown[2].startswith("| optimizer.lr | best eval/loss | eval/loss | eval/accuracy |")
+    assert markdown[2].startswith("| optimizer.lr | best eval/loss | last eval/loss | eval/accuracy |")
     assert markdown[4].startswith("| **0.1** | **0.510 ± 0.010** | **1.010 ± 0.010** | **90.10 ± 0.10 %** |")
     latex = table_files.as_text(rows, goal, "latex")
     assert latex.count("\\toprule") == latex.count("\\bottomrule") == 2

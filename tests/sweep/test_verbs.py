@@ -98,6 +98,8 @@ def test_columns_can_be_named_and_csv_printed(
     first, second = csv.DictReader(capsys.readouterr().out.splitlines())
     assert (first["optimizer.lr"], second["eval/loss"]) == ("0.1", "0.25")
     assert not (made.path / "sweep.csv").exists()
+    assert table(call("table", "sweep", "--format", "md", "--columns", "last eval/loss")) == 0
+    assert "| last eval/loss |" in capsys.readouterr().out
     runs = map(str, sorted(Path("sweep").glob("000*")))
     assert (
         table(call("table", *runs, "--columns", "eval/loss,optimizer.nesterov,step")) == 0
@@ -132,7 +134,8 @@ def test_a_directory_that_cannot_be_written_is_reported_and_the_table_is_shown(t
         (["table", "SWEEP", "--columns=eval/los"], "--columns eval/los: --columns eval/loss?"),
         (["table", "SWEEP", "--columns", "time,trainer.sed"], "--columns trainer.sed"),
         (["table", "SWEEP", "--csv"], "table --csv: --format csv"),
-        (["table", "SWEEP", "--format", "tex"], "table --format=tex"),
+        (["table", "SWEEP", "--format", "txet"], "table --format=txet"),
+        (["table", "SWEEP", "--format", "json"], "table --format json: --json"),
         (["table", "SWEEP", "--format", "csv", "--all"], "table: incompatible"),
         (["table", "SWEEP", "--format", "latex", "--out", "x"], "table: one of them"),
         (["table", "SWEEP", "--seeds"], "table --seeds: trainer.seed"),
