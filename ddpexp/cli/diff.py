@@ -15,20 +15,30 @@ from ddpexp.run.stored_run import find_run
 from ddpexp.sweep.diff import RunsDiff, cell, compare_runs, result_cell
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.grid import show
+from ddpexp.sweep.rows import rows_of
 from ddpexp.system import files
 from ddpexp.system.terminal import print_json, print_message
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+_COLUMNS = 12  # runs beside one another in a terminal
+
 
 def diff(call: Call) -> int:
     """Print what runs differ in.
 
     Raises:
-        RefusedError: fewer than two directories, or one that holds no run.
+        RefusedError: fewer than two runs, more than a terminal has columns for, or a directory that holds none.
     """
-    compared = compare_runs(runs_of(call.operands, call.name))
+    paths = runs_of(call.operands, call.name)
+    if len(paths) > _COLUMNS and not call.as_json:
+        raise RefusedError(
+            f"compares up to {_COLUMNS} runs in columns, and these are {len(paths)}",
+            place=shlex.join([call.name, *call.operands]),
+            suggestion=f"Type python -m ddpexp table {shlex.join(call.operands)}, or name some of them; --json has all.",
+        )
+    compared = compare_runs(paths)
     if call.as_json:
         print_json(compared.as_dict())
         return EXIT_DONE
@@ -39,21 +49,21 @@ def diff(call: Call) -> int:
 
 
 def runs_of(sources: Sequence[str], name: str) -> list[Path]:
-    """Return the directories of runs.
+    """Return the directories of runs; a sweep stands for those of its jobs that have begun.
 
     Raises:
         RefusedError: fewer than two, one twice, or one that is none.
     """
+    typed, jobs = [], []
     for source in sources:
         if "=" in source and not Path(source).exists():
             raise RefusedError("takes directories of runs alone", place=name, suggestion=f"Leave {source} out.")
         if SweepDir(Path(source)).is_sweep():
-            raise RefusedError(
-                "is a sweep, whose jobs are compared in a table",
-                place=f"{name} {source}",
-                suggestion=f"Type python -m ddpexp table {shlex.quote(source)}, or name the jobs.",
-            )
-    paths = [find_run(source, name).path for source in sources]
+            jobs += [row.path for row in rows_of(Path(source)) if row.resolved]
+        else:
+            typed.append(find_run(source, name).path)
+    known = {path.resolve() for path in typed}
+    paths = [*typed, *(path for path in jobs if path.resolve() not in known)]
     if len({path.resolve() for path in paths}) < max(2, len(paths)):
         raise RefusedError(
             "compares two runs or more, each named once",

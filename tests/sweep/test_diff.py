@@ -122,7 +122,6 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
         (["a"], "diff a: two runs"),
         (["a", "a"], "diff a a: each named once"),
         (["a", "b"], "diff b: no such directory"),
-        (["a", "sweep"], "diff sweep: ddpexp table sweep"),
         (["a", "trainer.seed=1"], "diff: Leave trainer.seed=1 out"),
         (["a", "empty"], "diff empty: is not a run directory"),
     ],
@@ -132,3 +131,14 @@ def test_two_runs_are_named_or_more(words: list[str], expected: str) -> None:
     Path("empty").mkdir()
     with refused(expected):
         runs_of(words, "diff")
+
+
+def test_a_sweep_stands_for_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy("finished", "a"), copy("sweep", "sweep")
+    jobs = [Path("sweep/0000_optimizer.lr=0.01"), Path("sweep/0001_optimizer.lr=0.1")]
+    assert runs_of(["sweep"], "diff") == jobs
+    assert [path.name for path in runs_of(["a", "sweep"], "diff")] == ["a", *(job.name for job in jobs)]
+    assert len(runs_of([str(jobs[0]), "sweep"], "diff")) == 2  # a job that is named too counts once
+    monkeypatch.setattr("ddpexp.cli.diff._COLUMNS", 2)
+    with refused("diff a sweep: ddpexp table a sweep"):
+        diff(call("diff", "a", "sweep"))

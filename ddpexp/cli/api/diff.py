@@ -15,14 +15,14 @@ def diff(runs: Sequence[Run | str | os.PathLike[str]]) -> list[dict[str, Any]]:
         pandas.DataFrame(ddpexp.diff(["outputs/mnist/first", "outputs/mnist/second"])).set_index(["group", "key"])
 
     Args:
-        runs: Two directories of runs or more, or `Run`s.
+        runs: Two directories of runs or more, or `Run`s; that of a sweep stands for its jobs.
 
     Returns:
         A record for each key that differs and each result, with `group`, `key`, and a value for each run by its
         directory as it was given. A value that has changed when a run was resumed is a text with its steps.
 
     Raises:
-        RefusedError: Fewer than two runs, one that is none, or a sweep.
+        RefusedError: Fewer than two runs, or one that is none.
     """
     from ddpexp.cli.diff import runs_of
     from ddpexp.sweep.diff import compare_runs
