@@ -36,7 +36,7 @@ def diff(call: Call) -> int:
         raise RefusedError(
             f"compares up to {_COLUMNS} runs in columns, and these are {len(paths)}",
             place=shlex.join([call.name, *call.operands]),
-            suggestion=f"Type python -m ddpexp table {shlex.join(call.operands)}, or name some of them; --json has all.",
+            suggestion=f"Type python -m ddpexp table {shlex.join(call.operands)}, or name some; --json has all.",
         )
     compared = compare_runs(paths)
     if call.as_json:
