@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.checkpoint.format import best_first, scan
+from ddpexp.checkpoint.weights import best_step
 from ddpexp.config.build import build
 from ddpexp.config.instantiate import check_arguments, instantiate, locate
 from ddpexp.config.parse import load
@@ -33,7 +34,7 @@ from ddpexp.run.directory import RunDir
 from ddpexp.settings.experiment import NamedChecked
 from ddpexp.settings.node import Node
 from ddpexp.system.process import die_with_parent
-from ddpexp.system.secrets import masked_tree
+from ddpexp.system.secrets import masked, masked_tree
 from ddpexp.system.yaml_text import load_yaml
 
 _POLL_SECONDS = 1.0
@@ -116,13 +117,13 @@ def follow(parent: int, reports: int, path: str, name: str) -> int:
         with _only_sender(run, name):
             experiment = load(run.config.read_text())
             feed = _feed(run, experiment, name, lambda text: notify(report=text))
-            notify(left=not _until_the_end(feed, end, partial(_checkpoint, run, experiment, name)))
+            notify(left=not _until_the_end(feed, end, partial(_end, feed, run, experiment, name)))
     except Exception as error:
         notify(report=f"cannot be used: {reason_of(error)}")
     return 0
 
 
-def _until_the_end(feed: Feed, end: queue.Queue[bool], checkpoint: Callable[[], tuple[Path, int] | None]) -> bool:
+def _until_the_end(feed: Feed, end: queue.Queue[bool], end_remote: Callable[[bool], bool]) -> bool:
     """Send until the run ends, and then what is left; return whether everything was sent."""
     while True:
         try:
@@ -131,7 +132,7 @@ def _until_the_end(feed: Feed, end: queue.Queue[bool], checkpoint: Callable[[], 
         except queue.Empty:
             feed.push()
     feed.retry_now()
-    while not feed.push(final=True) or not feed.end(done, checkpoint() if done else None):
+    while not feed.push(final=True) or not end_remote(done):
         if feed.gave_up:
             return False
         time.sleep(_POLL_SECONDS / 5)  # rank zero ends this process when its patience is over
@@ -190,7 +191,7 @@ def _send(run: RunDir, experiment: Experiment, name: str) -> Sent:
             if not feed.count_unsent() and feed.mark.ended and done:
                 return Sent(0, 0, None)
             if feed.push(final=True):
-                feed.end(done, _checkpoint(run, experiment, name) if done else None)
+                _end(feed, run, experiment, name, done)
             return Sent(feed.num_sent, feed.num_left, feed.problem)
     except (OSError, ValueError) as error:
         raise RefusedError(f"cannot be sent to logger.{name}: {reason_of(error)}", place=run.path) from None
@@ -211,6 +212,16 @@ def _feed(run: RunDir, experiment: Experiment, name: str, report: Callable[[str]
         return remote
 
     return Feed(Records(run.path), mark, connect, report)
+
+
+def _end(feed: Feed, run: RunDir, experiment: Experiment, name: str, done: bool) -> bool:
+    """End the remote run of a run, `done` or not; return whether that succeeded."""
+    best = best_step(run.checkpoints) if done else None
+    return feed.end(
+        done,
+        _checkpoint(run, experiment, name) if done else None,
+        None if best is None else (best.step, masked(best.metric), best.value),
+    )
 
 
 def _checkpoint(run: RunDir, experiment: Experiment, name: str) -> tuple[Path, int] | None:

@@ -151,5 +151,8 @@ class Remote:
     def send_checkpoint(self, folder: Path, step: int) -> None:
         """Send the folder of a checkpoint as an artifact; called where a key `checkpoint` asks for one."""
 
+    def best(self, step: int, metric: str, value: float) -> None:
+        """Send the best step of a run that is done, by its trainer.keep_best; it may be sent again."""
+
     def close(self, done: bool) -> None:
         """Send remaining records and end the remote run; `done`: training is complete, and was not interrupted."""

@@ -123,13 +123,18 @@ class Feed:
             self._report("has everything again")
         return True
 
-    def end(self, done: bool, checkpoint: tuple[Path, int] | None) -> bool:
-        """End the remote run, with the checkpoint that is to be sent; return whether that succeeded."""
+    def end(self, done: bool, checkpoint: tuple[Path, int] | None, best: tuple[int, str, float] | None = None) -> bool:
+        """End the remote run, with the checkpoint that is to be sent; return whether that succeeded.
+
+        `best` is the step, the metric and the value by trainer.keep_best.
+        """
         try:
             remote = self._open()
             if checkpoint is not None and self.mark.checkpoint != checkpoint[1]:
                 remote.send_checkpoint(*checkpoint)
                 self.mark.checkpoint = checkpoint[1]
+            if best is not None:
+                remote.best(*best)
             remote.close(done)
             self.mark.ended = done
             self.mark.write()

@@ -104,6 +104,11 @@ class MLflow(Remote):
         """Log the folder as artifacts."""
         self._client.log_artifacts(self._run_id, str(folder), f"checkpoints/{folder.name}")
 
+    def best(self, step: int, metric: str, value: float) -> None:
+        """Log the value and the step as metrics at the best step, by which runs can be sorted."""
+        self._client.log_metric(self._run_id, _name(f"best/{metric}"), value, step=step, synchronous=True)
+        self._client.log_metric(self._run_id, "best/step", step, step=step, synchronous=True)
+
     def close(self, done: bool) -> None:
         """End the run."""
         self._client.set_terminated(self._run_id, "FINISHED" if done else "KILLED")

@@ -106,6 +106,10 @@ class WandB(Remote):
         artifact.add_dir(str(folder))
         self._run.log_artifact(artifact)
 
+    def best(self, step: int, metric: str, value: float) -> None:
+        """Write the value and the step into the summary, by which runs can be sorted."""
+        self._run.summary.update({f"best/{metric}": value, "best/step": step})
+
     def close(self, done: bool) -> None:
         """Wait until everything is on the server or, offline, in the file."""
         self._run.finish(exit_code=0 if done else 1)

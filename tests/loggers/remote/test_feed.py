@@ -27,6 +27,7 @@ class Server(Remote):
         self.fails: str | None = None
         self.answers, self.opened, self.closed = answers, 0, 0
         self.where = ""
+        self.best_values: dict[str, tuple[int, float]] = {}
 
     def destination(self) -> str:
         return self.where
@@ -51,6 +52,9 @@ class Server(Remote):
         self.media += [(medium.key, row.step) for medium in row.media]
         if self.fails == "after":
             raise TimeoutError("no answer")
+
+    def best(self, step: int, metric: str, value: float) -> None:
+        self.best_values[metric] = (step, value)
 
     def close(self, done: bool) -> None:
         self.closed += 1
@@ -317,11 +321,12 @@ def test_a_damaged_mark_is_not_believed(tmp_path: Path) -> None:
         Mark.of(tmp_path, "mine")
 
 
-def test_a_checkpoint_is_sent_once(run: Run, tmp_path: Path) -> None:
+def test_a_checkpoint_is_sent_once_and_the_best_value_with_every_end(run: Run, tmp_path: Path) -> None:
     sent: list[int] = []
     run.server.send_checkpoint = lambda folder, step: sent.append(step)  # type: ignore[method-assign]
     for _ in range(2):
-        assert run.feed.end(True, (tmp_path, 30))
+        assert run.feed.end(True, (tmp_path, 30), (20, "eval/loss", 0.5))
     assert sent == [30]
+    assert run.server.best_values == {"eval/loss": (20, 0.5)}
     assert run.server.closed == 2
     assert Mark.of(tmp_path, "mine").checkpoint == 30

@@ -225,8 +225,11 @@ def test_a_server_gets_the_configuration_media_and_the_best_checkpoint(
     assert any("histograms/weights/" in file for file in files)
     experiments = server.ask("experiments/search", max_results=10)["experiments"]
     found = server.ask("runs/search", experiment_ids=[one["experiment_id"] for one in experiments])["runs"]
-    [params] = [one["data"]["params"] for one in found if one["info"]["run_name"] == "media"]
-    assert {"key": "trainer.seed", "value": "0"} in params
+    [data] = [one["data"] for one in found if one["info"]["run_name"] == "media"]
+    assert {"key": "trainer.seed", "value": "0"} in data["params"]
+    best = json.loads((run / "result.json").read_text())["best"]
+    metrics = {metric["key"]: metric["value"] for metric in data["metrics"]}
+    assert (metrics["best/step"], metrics["best/eval/loss"]) == (best["step"], best["value"])
 
 
 def test_nothing_secret_is_in_the_database_and_artifacts_of_mlflow(python: str, tmp_path: Path) -> None:
