@@ -35,6 +35,7 @@ from ddpexp.system.limits import reason_with_limit
 from ddpexp.task import HasPredict
 from ddpexp.train import gpu_memory
 from ddpexp.train.build import build_evals, open_data
+from ddpexp.train.evaluate import no_test
 from ddpexp.train.join import join_world
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
@@ -149,7 +150,11 @@ def chosen_set(splits: Splits, split: str | None) -> tuple[str, Splits]:
             )
         split = default
     if split not in names:
-        raise RefusedError(f"is not a set of the data, which has {', '.join(names)}", place=f"--split {split}")
+        raise RefusedError(
+            f"is not a set of the data, which has {', '.join(names)}",
+            place=f"--split {split}",
+            suggestion=no_test(split),
+        )
     data = splits.evals.get(split, splits.train)
     if isinstance(data, Stream):
         reason = "The data is a stream without a length, which has no order to predict in"

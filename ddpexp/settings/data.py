@@ -29,6 +29,7 @@ class CommonData:
             advice={"null|none|false": "0 holds nothing out."},
         ),
     ]
+    test_set: str | None
     num_workers: Annotated[
         int,
         Key(

@@ -48,7 +48,7 @@ from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.checkpointer import Checkpointer
 from ddpexp.train.choose_samples import arrange
-from ddpexp.train.evaluate import batches_for
+from ddpexp.train.evaluate import batches_for, no_test
 from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.load_data import load_sets
@@ -360,6 +360,11 @@ def build_loop(
     num_steps = count_steps(trainer, train.steps_per_epoch)
     random = RandomNumbers(HostRandom(trainer.seed, world.rank), world)
     check_set(trainer.keep_best, [name for name in evals if name != TEST_SET])
+    if trainer.test_weights != "auto" and TEST_SET not in evals and world.is_rank_zero:
+        logging.getLogger("ddpexp").warning(
+            f"trainer.test_weights={trainer.test_weights} chooses nothing: the data has no set `{TEST_SET}`."
+            f"{no_test(TEST_SET)}"
+        )
     task = instantiate(experiment.task, trust, "task")
     evaluates = bool(evals) and (trainer.eval_every != 0 or trainer.eval_at_start)
     check_task(task, experiment.task.target, evaluates)

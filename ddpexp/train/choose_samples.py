@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpexp.config.build import did_you_mean
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.schema import Experiment
 from ddpexp.data.base import IndexData, Subset
@@ -33,6 +35,7 @@ from ddpexp.data.weights import (
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError, subject
 from ddpexp.settings.data import Data
+from ddpexp.settings.metrics import TEST_SET
 from ddpexp.settings.node import Node
 from ddpexp.system.text import counted
 from ddpexp.train.transform_samples import transformed, without_own_arguments
@@ -51,6 +54,8 @@ def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
     if data.validation_fraction or data.folds is not None:
         _check_no_order(splits, f"data.folds={data.folds}" if data.folds else _fraction(data))
         splits = _hold_out(splits, data)
+    if data.test_set is not None:
+        splits = replace(splits, evals=_with_test(splits.evals, data.test_set))
     if limit is not None:
         _check_no_order(splits, f"trainer.limit_train_samples={limit}")
         splits = replace(splits, train=choose_samples(splits.train, limit))
@@ -124,6 +129,23 @@ def _hold_out(splits: Splits, data: Data) -> Splits:
         raise RefusedError(reason, suggestion=f"Use {off}.", **subject(key))
     kept, held = _parts(train, data)
     return replace(splits, train=select(train, *kept, key), evals={**splits.evals, "validation": Subset(train, *held)})
+
+
+def _with_test(evals: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return evaluation sets of which the one called `name` is the set `test`."""
+    if name not in evals:
+        suggestion = did_you_mean(name, list(evals), "data.test_set=") if evals else "Use data.test_set=null."
+        raise RefusedError(
+            "is not an evaluation set of the data", key="data.test_set", value=name, suggestion=suggestion
+        )
+    if TEST_SET in evals and name != TEST_SET:
+        raise RefusedError(
+            f"would be the set `{TEST_SET}`, and the data has one of its own",
+            key="data.test_set",
+            value=name,
+            suggestion="Use data.test_set=null.",
+        )
+    return {TEST_SET if one == name else one: data for one, data in evals.items()}
 
 
 def _parts(train: IndexData, data: Data) -> tuple[OrderSlice, OrderSlice]:

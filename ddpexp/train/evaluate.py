@@ -116,7 +116,9 @@ def chosen_sets(sets: Mapping[str, Any], split: Sequence[str]) -> dict[str, Any]
     for name in split:
         if name not in sets:
             meant = nearest(name, sets)
-            hint = f"Did you mean --split {meant}?" if meant else f"There is {', '.join(sets) or 'none'}."
+            hint = (
+                f"Did you mean --split {meant}?" if meant else f"There is {', '.join(sets) or 'none'}.{no_test(name)}"
+            )
             raise RefusedError("is not an evaluation set of the data", suggestion=hint, place=f"--split {name}")
     chosen = {name: sets[name] for name in split or sets if split or name != TEST_SET}
     if sets and not chosen:
@@ -124,6 +126,16 @@ def chosen_sets(sets: Mapping[str, Any], split: Sequence[str]) -> dict[str, Any]
             f"the only evaluation set is `{TEST_SET}`, which must be named", suggestion=f"Type --split {TEST_SET}."
         )
     return chosen
+
+
+def no_test(name: str) -> str:
+    """Return a sentence on how a run gets the set `test`, if that is the `name` that was asked for."""
+    if name != TEST_SET:
+        return ""
+    return (
+        f" A run evaluates its set `eval` as `{TEST_SET}`, once, at its end, where it was started with "
+        "data.validation_fraction=0.1 data.test_set=eval."
+    )
 
 
 def _passes(batches: EvalBatches, data: DataRank, together: bool) -> Iterator[tuple[Any, bool]]:

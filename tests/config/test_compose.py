@@ -232,7 +232,8 @@ def test_another_optimizer_inherits_nothing_from_the_recipes_tuned_one() -> None
 
 
 GENERAL = {
-    "validation_fraction": 0.0, "num_workers": 0, "on_device": "auto", "stratify": None, "group_by": None, "fold": None,
+    "validation_fraction": 0.0, "test_set": None, "num_workers": 0,
+    "on_device": "auto", "stratify": None, "group_by": None, "fold": None,
     "folds": None, "weights": None, "samples_per_epoch": None, "lengths": None,
     "batch_tokens": None,
     "transform": None, "eval_transform": None, "transform_of": "input", "collate": None,

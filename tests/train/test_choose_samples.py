@@ -107,6 +107,11 @@ def test_a_fraction_is_stratified_on_request_and_groups_stay_together(tmp_path: 
     assert held_out(arranged(rows(), "data.folds=5", "data.fold=2", file)) == sorted(held)
 
 
+def test_an_evaluation_set_may_be_the_test_of_a_run() -> None:
+    splits = arranged(rows(), "data.validation_fraction=0.1", "data.test_set=validation")
+    assert {name: len(data) for name, data in splits.evals.items()} == {"test": 20}
+
+
 def test_weights_of_a_file_follow_the_samples_through_what_is_left_out(tmp_path: Path) -> None:
     np.save(tmp_path / "w.npy", np.where(np.arange(200) % 3 == 0, 1.0, 0.0))
     splits = arranged(
@@ -136,6 +141,12 @@ def test_weights_may_come_from_a_function() -> None:
             "data.folds=500",
         ),
         (rows(), ["data.fold=1"], "data.fold=1"),
+        (rows(), ["data.test_set=eval"], "data.test_set=eval"),
+        (
+            rows(),
+            ["data.test_set=validaton", "data.validation_fraction=0.1"],
+            "data.test_set=validaton: data.test_set=validation?",
+        ),
         (rows(), ["data.folds=5"], "data.folds=5"),
         (rows(), ["data.folds=5", "data.fold=5"], "data.fold=5"),
         (rows(), ["data.folds=1", "data.fold=0"], "data.folds=1"),

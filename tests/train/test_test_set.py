@@ -202,6 +202,7 @@ def test_without_a_split_all_sets_but_test_are_evaluated() -> None:
         ),
         (["eval", "test"], ["xyz"], "--split xyz"),
         ([], ["test"], "--split test"),
+        (["eval"], ["test"], "--split test: data.test_set=eval"),
         (["test"], [], "split"),
     ],
 )
