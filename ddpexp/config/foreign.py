@@ -58,6 +58,10 @@ _SENTENCES = {
     ),
     "debug fast_dev_run num_sanity_val_steps": _CHECK,
     "hparams_search": _SEARCH,
+    "test do_test run_test": (
+        "The set `test` is evaluated at the end by itself: data.validation_fraction=0.1 data.test_set=eval makes the "
+        "evaluation set of recipe=mnist such a set."
+    ),
     "tags extras paths": _NAMED,
     "profiler": "launcher=inline runs below any profiler (docs/debugging.md).",
     "find_unused_parameters": _UNUSED,

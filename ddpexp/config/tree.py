@@ -335,7 +335,12 @@ def _explain(error: ConfigCompositionException, files: _Files, overrides: Sequen
 
 
 def _answer_habit(error: ConfigCompositionException, overrides: Sequence[str]) -> None:
-    """Raise a better error than Hydra's for a key of another framework."""
+    """Raise a better error than Hydra's for a key or an option of another framework."""
+    missing = error.missing_cfg_file if isinstance(error, MissingConfigException) else None
+    if missing is not None and answer([option := "=".join(missing.rsplit("/", 1))]):
+        group, _, name = option.partition("=")
+        suggestion = answer([option, *overrides])
+        raise RefusedError("is not a known option", key=group, value=name, suggestion=suggestion) from None
     unknown = re.match(r"Could not override '([^']+)'(?!\. No match in the defaults list)", str(error))
     typed = [override for override in overrides if unknown and override.lstrip("+").partition("=")[0] == unknown[1]]
     if unknown is not None and answer(typed):

@@ -388,6 +388,10 @@ OPTION_WORDS = """\
 trainer.devices is not a known key. Did you mean trainer.gpus=8 trainer.device=cuda trainer.epochs=10?
 > -m trainer.max_epochs=3 optimizer.lr=0.1,0.2
 trainer.max_epochs is not a known key. Did you mean trainer.epochs=3?
+> trainer=gpu experiment=mnist trainer.max_epochs=3
+trainer=gpu is not a known option. Did you mean trainer.device=cuda recipe=mnist trainer.epochs=3?
+> experiment=mnist debug=fdr
+experiment is not a known key. Did you mean recipe=mnist? python -m ddpexp check recipe=mnist tries two steps and an e
 > experiment=mnist
 experiment is not a known key. Did you mean recipe=mnist?
 > trainer.strategy=ddp_spawn
@@ -529,7 +533,7 @@ FOREIGN_VALUES = [
     ("launcher=sbatch", "Did you mean launcher=slurm?"),
     ("logger=tb", "Did you mean logger=tensorboard?"),
     ("trainer.precision=bf16-true", "Parameters in bf16 are trainer.param_dtype=bf16."),
-    ("trainer=gpu", "The device is a key: trainer.device=cuda."),
+    ("trainer=gpu", "Did you mean trainer.device=cuda?"),
     ("callbacks=model_checkpoint", "trainer.keep_best=min:eval/loss trainer.keep_best_k=3."),
     ("callbacks=rich_progress_bar", "Progress is shown on terminals by itself, and the model is counted in the first "
      "lines: leave it out."),
