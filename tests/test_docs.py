@@ -275,7 +275,9 @@ def accept(words: Sequence[str]) -> None:
     accepts: dict[str, Callable[[Call], object]] = {
         "resume": resumed_run,
         "rerun": rerun_of,
-        "diff": lambda call: [find_run(operand, "diff") for operand in call.operands],
+        "diff": lambda call: [
+            find_run(operand, "diff") for operand in call.operands if not SweepDir(Path(operand)).is_sweep()
+        ],
         "evaluate": evaluation_of,
         "generate": lambda call: call.typed(GenerateArguments()),
         "predict": prediction_of,

@@ -15,7 +15,7 @@ from ddpexp.run.stored_run import find_run
 from ddpexp.sweep.diff import RunsDiff, cell, compare_runs, result_cell
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.grid import show
-from ddpexp.sweep.rows import rows_of
+from ddpexp.sweep.rows import directories, rows_of
 from ddpexp.system import files
 from ddpexp.system.terminal import print_json, print_message
 
@@ -49,21 +49,22 @@ def diff(call: Call) -> int:
 
 
 def runs_of(sources: Sequence[str], name: str) -> list[Path]:
-    """Return the directories of runs; a sweep stands for those of its jobs that have begun.
+    """Return the directories of runs; a sweep, or a folder of runs, stands for those in it that have begun.
 
     Raises:
         RefusedError: fewer than two, one twice, or one that is none.
     """
-    typed, jobs = [], []
+    typed, below = [], []
     for source in sources:
         if "=" in source and not Path(source).exists():
             raise RefusedError("takes directories of runs alone", place=name, suggestion=f"Leave {source} out.")
-        if SweepDir(Path(source)).is_sweep():
-            jobs += [row.path for row in rows_of(Path(source)) if row.resolved]
-        else:
+        found = list(directories(Path(source)))
+        if found in ([], [Path(source)]) and not SweepDir(Path(source)).is_sweep():
             typed.append(find_run(source, name).path)
+        else:
+            below += [row.path for path in found for row in rows_of(path) if row.resolved]
     known = {path.resolve() for path in typed}
-    paths = [*typed, *(path for path in jobs if path.resolve() not in known)]
+    paths = [*typed, *(path for path in below if path.resolve() not in known)]
     if len({path.resolve() for path in paths}) < max(2, len(paths)):
         raise RefusedError(
             "compares two runs or more, each named once",

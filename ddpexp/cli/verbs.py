@@ -245,8 +245,8 @@ into its directory, of anything into the FOLDER behind --out.""",
 Show what runs differ in, in groups: the values of the configuration, code,
 versions, data, machine and starts, with their results below. A value that has
 changed when a run was resumed is shown with its steps, such as
-0.1 -> 0.01 at 300. Runs may be running, failed or killed. A sweep stands for
-its jobs.""",
+0.1 -> 0.01 at 300. Runs may be running, failed or killed. A sweep, or a
+folder of runs, stands for the runs in it.""",
         is_interruptible=True,
         operands="directories",
         missing_prompt="diff of what? Name two runs or more.",

@@ -156,6 +156,7 @@ class Job:
     name: str = "ddpexp"  # shown in a scheduler's queue
     identity: Mapping[str, Any] = field(default_factory=dict)  # must be equal in all commands of the job
     folder: Path = Path()  # visible to all hosts, where the commands of several hosts find one another
+    run_dir: Path | None = None  # which `portable.create` returns, where it is known before
     # Refuses layouts that the job cannot run on: those of a range of machines, or a single one. Called by every
     # command before anything is opened or written.
     check: Callable[[Sequence[Layout]], None] = lambda layouts: None

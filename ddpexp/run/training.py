@@ -72,18 +72,22 @@ class Training(Lifecycle):
     @cached_property
     def job(self) -> Job:
         """What its launcher runs."""
+        typed = self.experiment.run.dir
+        run_dir = Path(typed).absolute() if typed else None
         if self.member_of is not None:
-            folder = self.member_of.path
+            folder = run_dir = self.member_of.path
         elif self.resume_from is not None:
-            folder = self.resume_from.path.absolute().parent
+            run_dir = self.resume_from.path.absolute()
+            folder = run_dir.parent
         else:
-            folder = directory.parent(self.experiment.run.dir, self.experiment.recipe.name)
+            folder = directory.parent(typed, self.experiment.recipe.name)
         return Job(
             self,
             worker_request(self.experiment),
             name=self.experiment.recipe.name,
             identity=job_identity(self.text),
             folder=folder,
+            run_dir=run_dir,
             check=self._check,
             portable=self,
         )

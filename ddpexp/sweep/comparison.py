@@ -181,8 +181,10 @@ def columns_of(row: Row, goal: Goal) -> dict[str, float]:
 def chosen_column(name: str, rows: Sequence[Row], goal: Goal) -> str:
     """Return the column that a metric is shown in: the best value where every run keeps it, and the last one else."""
     having = [row for row in rows if name in row.metrics]
-    is_kept = bool(having) and all(row.best is not None and row.best.metric == name for row in having)
-    return f"best {name}" if (goal.by_best if name == goal.metric else is_kept) else name
+    is_best = bool(having) and all(row.best is not None and row.best.metric == name for row in having)
+    if name == goal.metric:
+        is_best = goal.by_best
+    return f"best {name}" if is_best else name
 
 
 def sorted_rows(rows: Sequence[Row], goal: Goal) -> list[Row]:

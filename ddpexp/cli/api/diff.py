@@ -15,7 +15,8 @@ def diff(runs: Sequence[Run | str | os.PathLike[str]]) -> list[dict[str, Any]]:
         pandas.DataFrame(ddpexp.diff(["outputs/mnist/first", "outputs/mnist/second"])).set_index(["group", "key"])
 
     Args:
-        runs: Two directories of runs or more, or `Run`s; that of a sweep stands for its jobs.
+        runs: Two directories of runs or more, or `Run`s; that of a sweep, or a folder of runs,
+            stands for the runs in it.
 
     Returns:
         A record for each key that differs and each result, with `group`, `key`, and a value for each run by its

@@ -28,7 +28,7 @@ from ddpexp.launch.launchers.slurm_context import (
     unused_components,
     where,
 )
-from ddpexp.launch.launchers.slurm_demand import Demand, check, gpus_by_type, known_nodes
+from ddpexp.launch.launchers.slurm_demand import Demand, check, gpus_by_type, idle_gpus, known_nodes
 from ddpexp.launch.launchers.slurm_follow import of_unstarted, refusal, status
 from ddpexp.launch.launchers.slurm_submit import submit_job
 from ddpexp.launch.launchers.slurm_text import (
@@ -48,7 +48,7 @@ from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
 from ddpexp.settings.key import Key
-from ddpexp.system import start
+from ddpexp.system import files, start
 from ddpexp.system.job_schedulers.slurm import SLURM, seconds_of
 from ddpexp.system.process import end_with_parent
 from ddpexp.system.programs import COMMAND
@@ -215,7 +215,7 @@ class Slurm(Launcher):
 
     def _submit(self, job: Job, nodes: int) -> int:
         # Refuses values that a script cannot hold, before anything is written.
-        text = self.script(job, nodes, job.folder / "RUN_DIR")
+        text = self.script(job, nodes, self._foreseen(job))
         checked_script(text, "job.sbatch")
         self._check_cluster(self.demand(job, nodes))
         if self.dry_run:
@@ -223,9 +223,20 @@ class Slurm(Launcher):
             return EXIT_DONE
         return submit_job(job, partial(self.script, job, nodes), self.wait)
 
+    def _foreseen(self, job: Job) -> Path:
+        """Return the run directory as a dry run shows it."""
+        if job.run_dir is not None:
+            return job.run_dir
+        if self.dry_run:
+            print_once(
+                f"DATE_TIME stands for when the job is submitted, as in {files.relative(job.folder)}/"
+                "2030-01-31_12-00-00; run.dir=outputs/first names the directory"
+            )
+        return job.folder / "DATE_TIME"
+
     def _step(self, job: Job, nodes: int) -> int:
         if self.dry_run:
-            print(shlex.join(forwarding_sigint(self.srun(job, nodes, job.folder / "RUN_DIR"))))
+            print(shlex.join(forwarding_sigint(self.srun(job, nodes, self._foreseen(job)))))
             return EXIT_DONE
         check_lives(SLURM.job_id())
         if (warning := unused_components(os.environ)) is not None:
@@ -347,8 +358,10 @@ class Slurm(Launcher):
                 print_once(f"whether the cluster has such nodes is not checked: {known}")
 
     def _warn(self, job: Job) -> None:
-        """Print what a container may lack."""
-        for text in container_warnings(self.container_image, self.container_mounts, self.python, job.folder):
+        """Print what a container may lack, and which GPUs no worker would use."""
+        texts = container_warnings(self.container_image, self.container_mounts, self.python, job.folder)
+        workers = 0 if job.request.device == "cpu" else self.workers(job)
+        for text in [*texts, *idle_gpus(*self._gpu_request(), workers)]:
             print_once(f"warning: {text}")
 
     @property

@@ -76,9 +76,9 @@ def cut(jobs_of: Mapping[Kind, Numbered], size: int) -> list[tuple[Kind, Numbere
 
 
 def show(jobs_of: Mapping[Kind, Numbered], folder: Path) -> None:
-    """Print the scripts, with placeholders for the run directories, which are not created."""
+    """Print the scripts; the run directories in them are not created."""
     for kind, jobs in cut(jobs_of, min(array_size(), _TASKS)):
-        text = kind.script([str(folder / f"RUN_DIR_{number}") for number, _ in jobs], folder / "array.sbatch")
+        text = kind.script([str(job.run_dir or folder) for _, job in jobs], folder / "array.sbatch")
         checked_script(text, "array.sbatch")
         print(text, end="")
 

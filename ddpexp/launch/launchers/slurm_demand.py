@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +59,19 @@ def gpus_by_type(request: str) -> dict[str, int]:
             kind, count = [count], "1"
         found[":".join(kind)] = found.get(":".join(kind), 0) + int(count)
     return found
+
+
+def idle_gpus(key: str, request: str, workers: Literal["auto"] | int) -> Iterator[str]:
+    """Yield a sentence if a request asks for more GPUs of a node than as many workers use."""
+    gpus = sum(gpus_by_type(request).values())
+    if workers == "auto" or workers >= gpus:
+        return
+    text = f"{key}={request} asks for {counted(gpus, 'GPU')} of each node"
+    if workers == 0:
+        yield f"{text}, and with trainer.device=cpu none is used: leave one of the two out"
+    else:
+        uses = f"trainer.gpus={workers} uses {workers}, so {gpus - workers} would be idle"
+        yield f"{text}, and {uses}: type trainer.gpus={gpus}, or ask for {workers}"
 
 
 def megabytes(text: str | int | None) -> float | None:

@@ -433,6 +433,7 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(recipe: Recipe) -> None:
     assert lines[0] == "#!/bin/bash"
     assert "#SBATCH --nodes=2" in lines
     assert lines[-1].startswith("exec srun --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
+    assert lines[-1].endswith(f" member {done.run}")
     assert not done.run.exists()
     # On a machine without Slurm too.
     elsewhere = recipe("launcher=slurm", "launcher.dry_run=true", environ={"PATH": ""})

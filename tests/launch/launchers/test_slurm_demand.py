@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.slurm import Slurm
-from ddpexp.launch.launchers.slurm_demand import check, gpus_by_type, known_nodes, megabytes
+from ddpexp.launch.launchers.slurm_demand import check, gpus_by_type, idle_gpus, known_nodes, megabytes
 from ddpexp.launch.launchers.slurm_text import container_warnings
 from ddpexp.system.job_schedulers.slurm import Nodes, nodes_in
 from tests.conftest import calling
@@ -135,3 +136,31 @@ def test_a_container_without_what_the_job_needs_is_warned_of() -> None:
     assert "'launcher.container_mounts=\"/home/me/outputs/mnist:/home/me/outputs/mnist\"'" in mounts
     [other] = container_warnings("i.sqsh", "/data:/data", "python", folder)
     assert other.startswith("launcher.container_mounts=/data:/data does not mount /home/me/outputs/mnist")
+
+
+@pytest.mark.parametrize(
+    ("asked", "workers", "said"),
+    [
+        ("a100:4", "auto", []),
+        ("4", 4, []),
+        ("", 2, []),
+        (
+            "a100:4",
+            2,
+            [
+                "launcher.gpus_per_node=a100:4 asks for 4 GPUs of each node, and trainer.gpus=2 uses 2, so 2 would be "
+                "idle: type trainer.gpus=4, or ask for 2"
+            ],
+        ),
+        (
+            "1",
+            0,
+            [
+                "launcher.gpus_per_node=1 asks for 1 GPU of each node, and with trainer.device=cpu none is used: leave "
+                "one of the two out"
+            ],
+        ),
+    ],
+)
+def test_gpus_that_no_worker_uses_are_warned_of(asked: str, workers: Literal["auto"] | int, said: list[str]) -> None:
+    assert list(idle_gpus("launcher.gpus_per_node", asked, workers)) == said
