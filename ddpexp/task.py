@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -269,6 +269,21 @@ class OptimizerStep(Protocol):
         of the first.
 
         Ranks: all, equally often; communicates at the end where `last` is true, and buffers in forward passes.
+        """
+        ...
+
+    def backward(self, batches: Sequence[Any]) -> Sums:
+        """Pass these micro-batches forward through `Task.step` and backward; return their sums, added up.
+
+        What a step is without a `train_step`, up to `apply`: for a task that only does something before or after it.
+
+            def train_step(self, update, batches):
+                sums = update.backward(batches)
+                if update.apply():
+                    follow(update.models["teacher"], update.models["student"])
+                return sums
+
+        Ranks: all; communicates.
         """
         ...
 

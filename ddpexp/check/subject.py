@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,9 @@ from torch import Tensor
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.replica import Models, modules_of
-from ddpexp.task import HasTrainStep, Task
+from ddpexp.task import HasTrainStep, Sums, Task
+from ddpexp.train.losses import are_named, combined, pairs_of, tensor_counts
+from ddpexp.train.passes import passes
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_step import CurrentProgress, function_of, global_loss_of, step_of
 
@@ -51,8 +53,11 @@ class Subject:
         """Return whether the task can be evaluated."""
         return callable(getattr(self.task, "step", None)) or global_loss_of(self.task) is not None
 
-    def copied(self, trains: bool) -> Subject:
-        """Return a copy in training or evaluation mode; the subject itself where it cannot be copied."""
+    def copied(self, trains: bool, is_calm: bool = False) -> Subject:
+        """Return a copy in training or evaluation mode; the subject itself where it cannot be copied.
+
+        In one that `is_calm`, dropout and BatchNorm are as in evaluation: samples do not depend on one another.
+        """
         is_copy = True
         try:
             task, model = deepcopy((self.task, self.model))
@@ -62,7 +67,8 @@ class Subject:
             is_copy = False
         modules = modules_of(model)
         for module in modules.values():
-            module.train(trains and not self.is_manual)  # without the noise of dropout, for whole and halves
+            module.train(trains and not is_calm)
+            module.training = trains  # which a step may ask for
         return replace(self, task=task, model=model, modules=modules, is_copy=is_copy)
 
     def step(self, batch: Any, host_seed: int = SEED) -> Any:
@@ -102,7 +108,7 @@ class TriedStep:
         """Begin step number `step`, from 0, with the models of a copy."""
         self.models = subject.model
         self.world = subject.world
-        self._precision = subject.precision
+        self.subject = subject
         self.step, self.num_steps = step, max(step + 1, 2)
         self.losses: list[tuple[float, float]] = []  # each with its count
         self.calls: list[str] = []  # those that all workers must make alike
@@ -111,7 +117,12 @@ class TriedStep:
         """Return the next micro-batch."""
         if last:
             self.calls.append("update.micro_batch(last=True)")
-        return TriedMicroBatch(self, self._precision.autocast())
+        return TriedMicroBatch(self, self.subject.precision.autocast())
+
+    def backward(self, batches: Sequence[Any]) -> Sums:
+        """Pass the batches through the task's `step`, forward and backward."""
+        update: Any = self
+        return passes(update, batches)
 
     def apply(self, *names: str) -> bool:
         """Leave the weights as they are."""
@@ -135,12 +146,27 @@ class TriedMicroBatch(AbstractContextManager["TriedMicroBatch"]):
         """End them."""
         return self.autocast.__exit__(*error)
 
+    def forward(self, batch: Any) -> Sums:
+        """Return the sums of the task's `step`; of several losses one, each over its count in the batch."""
+        subject = self.step.subject
+        sums = step_of(subject.task, subject.current)(self.step.models, batch)
+        return (loss_of_batch(sums), 1, {**sums[1], **pairs_of(sums[0])}) if are_named(sums) else sums
+
     def backward(self, loss_sum: Tensor, count: int | Tensor, name: str = "loss") -> None:
         """Compute the gradient of a loss, and record both."""
         self.step.losses.append((float(loss_sum.detach()), float(count)))
         if isinstance(count, Tensor):
             self.step.calls.append("micro_batch.backward(..., a tensor)")
         loss_sum.backward()  # type: ignore[no-untyped-call]
+
+
+def loss_of_batch(returned: Any) -> Any:
+    """Return the loss of a batch; of several the sum, each over its count in the batch."""
+    if not are_named(returned):
+        return returned[0]
+    losses = returned[0]
+    counts = tensor_counts(losses)
+    return combined(losses, {name: torch.where(count != 0, 1 / count, 0.0) for name, count in counts.items()})
 
 
 def are_close(one: float, other: float, tolerance: float) -> bool:

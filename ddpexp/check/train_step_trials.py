@@ -23,7 +23,7 @@ def means_in_train_step(subject: Subject, batch: Any) -> tuple[str | None, bool]
     halves = split_batch(batch, 2)
     if halves is None or not isinstance(subject.task, HasTrainStep):
         return None, False
-    seen = [subject.copied(trains=True).train_step(part).losses for part in (batch, *halves)]
+    seen = [subject.copied(trains=True, is_calm=True).train_step(part).losses for part in (batch, *halves)]
     if not seen[0] or len({len(losses) for losses in seen}) > 1:
         return None, False
     are_sums = True

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.check.attributes import place_of
-from ddpexp.check.subject import SEED, Subject, are_close
+from ddpexp.check.subject import SEED, Subject, are_close, loss_of_batch
 from ddpexp.data.base import IndexData
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.samples import tensors_of
 from ddpexp.data.streams import Batches, Stream
 from ddpexp.errors import DdpexpError
 from ddpexp.system.text import first_few
-from ddpexp.train.losses import are_named, combined, losses_of, tensor_counts
+from ddpexp.train.losses import are_named, losses_of
 from ddpexp.train.task_checks import line_of, mean_for_a_sum, named, split_batch
 from ddpexp.train.task_step import function_of, global_loss_of
 
@@ -70,7 +70,7 @@ def loss_of(subject: Subject, batch: Any, trains: bool = True, host_seed: int = 
     if trains and copy.is_manual:
         return sum(loss for loss, _ in copy.train_step(batch, host_seed).losses)
     with torch.set_grad_enabled(trains):
-        return float(_number(_loss(copy.step(batch, host_seed))))
+        return float(_number(loss_of_batch(copy.step(batch, host_seed))))
 
 
 def draws_on_host(subject: Subject, batch: Any) -> bool:
@@ -131,7 +131,7 @@ def changing_names(subject: Subject, batches: Sequence[Any], where: str) -> str 
 def unused_parameters(subject: Subject, batch: Any) -> tuple[list[str], str]:
     """Return the parameters that get no gradient from a batch, and where the first one is made."""
     copy = subject.copied(trains=True)
-    loss = _loss(copy.step(batch))
+    loss = loss_of_batch(copy.step(batch))
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         return [], ""
     loss.backward()  # type: ignore[no-untyped-call]
@@ -204,15 +204,6 @@ def _sums(returned: Any) -> list[tuple[str, Any, Any]]:
     pairs = {name: (value, 0) if isinstance(value, Tensor) else value for name, value in returned[-1].items()}
     pairs |= losses_of(returned)
     return [(name, *map(_number, pair)) for name, pair in pairs.items() if isinstance(pair, tuple | list)]
-
-
-def _loss(returned: Any) -> Any:
-    """Return the loss of a batch; of several the sum, each over its count in the batch."""
-    if not are_named(returned):
-        return returned[0]
-    losses = returned[0]
-    counts = tensor_counts(losses)
-    return combined(losses, {name: torch.where(count != 0, 1 / count, 0.0) for name, count in counts.items()})
 
 
 def _number(value: Any) -> Any:

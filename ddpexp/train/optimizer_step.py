@@ -22,6 +22,7 @@ from ddpexp.train.freezing import LateStarts
 from ddpexp.train.global_loss import GlobalLoss
 from ddpexp.train.loss_counts import LossCounts
 from ddpexp.train.losses import PREFIX, combined, pairs_of, tensor_counts
+from ddpexp.train.passes import passes
 from ddpexp.train.round import Round
 from ddpexp.train.run import TrainingRun
 from ddpexp.train.task_checks import check_loss, check_names, check_sums, check_unchanged, gradients_of, own_backward
@@ -74,7 +75,7 @@ class Step:
         has_step = hasattr(task, "step")
         self.task_step: Any = run.task_step if has_step else None
         self._preparations: list[Callable[[list[Any]], None]] = []  # before the strategy's part of a step
-        if self.manual is None and wants_progress(run.task):
+        if (self.manual is None or has_step) and wants_progress(run.task):
             self._preparations.append(lambda _: run.current.set(self.step))
         if self.loss_counts.is_early:
             self._preparations.append(self.loss_counts.add_up)
@@ -157,6 +158,10 @@ class Step:
         number = self._num_micro_batches
         self._num_micro_batches = number + 1
         return MicroBatch(self, number, bool(last))
+
+    def backward(self, micro_batches: Sequence[Any]) -> Sums:
+        """Go through the micro-batches as without a `train_step`; return their sums. Ranks: all; communicates."""
+        return passes(self, micro_batches)
 
     def begin_pass(self, last: bool) -> Round:
         """Begin a pass over a micro-batch; return the round that it belongs to."""

@@ -40,19 +40,14 @@ class BYOL:
     decay: float  # of the target, in the first step; it grows to 1
 
     def train_step(self, update: OptimizerStep, batches: list[Images]) -> Sums:
-        total, count = torch.zeros((), dtype=torch.float64), 0
-        for number, batch in enumerate(batches, start=1):
-            with update.micro_batch(last=number == len(batches)) as micro_batch:
-                loss, samples, _ = self.step(update.models, batch)
-                micro_batch.backward(loss, samples)
-            total, count = total + loss.detach(), count + samples
+        sums = update.backward(batches)  # through `step`
         if update.apply():
             progress = update.step / update.num_steps
             decay = 1 - (1 - self.decay) * (math.cos(math.pi * progress) + 1) / 2
             follow(update.models["target"], update.models["online"], decay)
-        return total, count, {}
+        return sums
 
-    def step(self, model: Mapping[str, nn.Module], batch: Images) -> tuple[Tensor, int, dict[str, tuple[Tensor, int]]]:
+    def step(self, model: Mapping[str, nn.Module], batch: Images) -> Sums:
         images, _ = batch
         trains = model["online"].training  # random numbers of an evaluation are not seeded
         one, other = (shifted(images), shifted(images)) if trains else (images, images.roll(1, 3))

@@ -19,7 +19,7 @@ from ddpexp.check import trials
 from ddpexp.check.attributes import Attributes
 from ddpexp.check.job import Part, temporary_folder
 from ddpexp.check.short_run import shortened
-from ddpexp.check.subject import Subject
+from ddpexp.check.subject import Subject, loss_of_batch
 from ddpexp.check.train_step_trials import means_in_train_step, never_trained, uneven_calls
 from ddpexp.check.verdict import judge
 from ddpexp.cli.check import check
@@ -189,6 +189,15 @@ def test_parameters_that_a_train_step_never_trains_are_named_and_those_that_it_t
     assert never_trained(subject(broken.Adversarial(), networks), [batch()], names)[0] == []
     rarely, net = odd.Rarely(), odd.Headed()
     assert never_trained(subject(rarely, net), [batch()], [name for name, _ in net.named_parameters()])[0] == []
+
+
+def test_a_train_step_through_step_is_tried_as_a_step_in_training_is() -> None:
+    through, net = odd.ThroughStep(), broken.Net()
+    expected = loss_of_batch(subject(through, net).copied(trains=True).step(batch()))
+    assert trials.loss_of(subject(through, net), batch()) == expected.item()
+    assert uneven_calls(subject(through), [batch(), batch()]) is None
+    assert never_trained(subject(through, net), [batch()], [name for name, _ in net.named_parameters()])[0] == []
+    assert means_in_train_step(subject(through), batch()) == (None, False)  # of a mean of losses nothing is said
 
 
 def test_names_that_change_are_found() -> None:

@@ -49,6 +49,13 @@ class Sizes:
         return {"class": (each, counts["class"]), "box": (off, counts["box"], self.box)}, {
             "seen": (torch.tensor(1.0), len(rows))
         }
+
+
+class ByHand(Sizes):
+    def train_step(self, update, batches):
+        sums = update.backward(batches)
+        update.apply()
+        return sums
 """
 
 
@@ -83,18 +90,19 @@ def plain(model: Any, batch: Any) -> Tensor:
     return loss
 
 
-WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "one micro-batch": ({}, {}),
-    "passes without gradients": ({}, {"micro_batch_size": 4}),
-    "counts of the task": ({"counts": True}, {"micro_batch_size": 3}),
-    "exact": ({}, {"micro_batch_size": 8, "reduction": "exact"}),
+WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one micro-batch": ("Sizes", {}, {}),
+    "passes without gradients": ("Sizes", {}, {"micro_batch_size": 4}),
+    "counts of the task": ("Sizes", {"counts": True}, {"micro_batch_size": 3}),
+    "exact": ("Sizes", {}, {"micro_batch_size": 8, "reduction": "exact"}),
+    "by hand": ("ByHand", {"counts": True}, {"micro_batch_size": 6}),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_loss_is_divided_by_its_count_in_the_global_batch(points: Any, fit: Callable[..., Once], way: str) -> None:
-    task, keys = WAYS[way]
-    once = fit(points.Sizes(**task), log_every=1, **keys)
+    kind, arguments, keys = WAYS[way]
+    once = fit(getattr(points, kind)(**arguments), log_every=1, **keys)
     expected, losses, norms = manual(points, loss=plain)
     assert near(once.weights, expected, 1e-6)
     steps = [record for record in once.records if "train/loss" in record]

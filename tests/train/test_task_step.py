@@ -27,6 +27,13 @@ class Anneals(Sides):
         weight = weight.clamp(max=1.0) if isinstance(weight, torch.Tensor) else min(1.0, weight)
         seen = progress.step + 1000 * progress.num_steps + 1e6 * progress.epoch
         return loss + weight * model(batch[1]).square().sum(), count, {"seen": (seen * torch.ones(()), 1)}
+
+
+class ByHand(Anneals):
+    def train_step(self, update, batches):
+        sums = update.backward(batches)
+        update.apply()
+        return sums
 """
 ANNEALS = ("task._target_=points.Anneals", "scheduler=cosine", "trainer.log_every=1", "optimizer.lr=0.05",
            "optimizer.momentum=0.9", "optimizer.nesterov=true")  # fmt: skip
@@ -66,8 +73,9 @@ def expected(points: Any) -> dict[str, Tensor]:
     return manual(points, loss=loss)[0]
 
 
-def test_a_step_that_asks_for_it_gets_the_progress_of_the_run(points: Any, fit: Callable[..., Once]) -> None:
-    once = fit(points.Anneals(), log_every=1, micro_batch_size=6)
+@pytest.mark.parametrize("kind", ["Anneals", "ByHand"])
+def test_a_step_that_asks_for_it_gets_the_progress_of_the_run(points: Any, fit: Callable[..., Once], kind: str) -> None:
+    once = fit(getattr(points, kind)(), log_every=1, micro_batch_size=6)
     assert near(once.weights, expected(points), 1e-6)
     assert not near(once.weights, manual(points)[0], 1e-3)  # the comparison can fail
     seen = [record["train/seen"] for record in once.records if "train/seen" in record]

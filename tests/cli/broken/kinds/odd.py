@@ -28,6 +28,22 @@ class OnlyTrains:
         return total, count, {}
 
 
+class ThroughStep(Sound):
+    """Trains as without a `train_step`, with several losses, which an evaluation does not have."""
+
+    def train_step(self, update: OptimizerStep, batches: Sequence[Batch]) -> Any:
+        sums = update.backward(batches)
+        update.apply()
+        return sums
+
+    def step(self, model: nn.Module, batch: Batch) -> Any:
+        loss, count, metrics = super().step(model, batch)
+        if not model.training:
+            return loss.detach(), count, metrics
+        size = model(batch[0]).square().sum()
+        return {"side": (loss, torch.tensor(count)), "size": (size, count, 0.5)}, metrics
+
+
 class Episodes(Sound):
     """Calls the model as often as the data says."""
 
