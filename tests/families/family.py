@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ddpexp.checkpoint.format import complete_checkpoints
-from ddpexp.data.datasets import Arrays
-from ddpexp.data.order import Permutation
+from ddpexp.data.base import IndexData
 from ddpexp.distributed import rng
 
 GLOBAL_BATCH_SIZE, NUM_TRAIN, NUM_EVAL, SEED = 24, 96, 24, 0
@@ -33,17 +32,17 @@ class Setting:
     num_steps: int
     micro_batch_size: int
 
-    def micro_batches(self, data: Arrays, step: int) -> list[tuple[Tensor, ...]]:
+    def micro_batches(self, data: IndexData, step: int) -> list[tuple[Tensor, ...]]:
         """Return the samples of a step, cut into micro-batches."""
-        epoch, within = divmod(step * GLOBAL_BATCH_SIZE, len(data))
-        indices = Permutation(len(data), SEED, epoch)(np.arange(within, within + GLOBAL_BATCH_SIZE))
+        epoch, within = divmod(step * GLOBAL_BATCH_SIZE, NUM_TRAIN)
+        indices = data.order(SEED, epoch)(np.arange(within, within + GLOBAL_BATCH_SIZE))
         return [data.gather(part, CPU) for part in torch.split(torch.from_numpy(indices), self.micro_batch_size)]
 
-    def batch(self, data: Arrays, step: int) -> tuple[Tensor, ...]:
+    def batch(self, data: IndexData, step: int) -> tuple[Tensor, ...]:
         """Return the samples of a step."""
         return tuple(torch.cat(parts) for parts in zip(*self.micro_batches(data, step), strict=True))
 
-    def seeded(self, data: Arrays, step: int, turn: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    def seeded(self, data: IndexData, step: int, turn: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """Yield the micro-batches of a step, each with its random numbers; a further turn through them has others."""
         batches = self.micro_batches(data, step)
         for number, batch in enumerate(batches):
@@ -61,7 +60,8 @@ class Family:
 
     name: str
     plain: Callable[[Setting], Mapping[str, Tensor]]
-    overrides: tuple[str, ...] = ()  # beside the sizes above: what the plain program has, and the recipe's file has not
+    overrides: tuple[str, ...] = ()  # beside the sizes: what the plain program has, and the recipe's file has not
+    sizes: tuple[str, ...] = (f"data.train={NUM_TRAIN}", f"data.test={NUM_EVAL}")
     tolerance: float = 1e-6  # of the largest difference in a tensor, in parts of its largest value
 
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from tests.families import simclr
+from tests.families import clip, detect, fixmatch, moco, simclr, vae
 from tests.families.family import Family
 
 FAMILIES = (
     Family("simclr", simclr.plain, ("model.width=8", "model.features=4")),
+    Family("clip", clip.plain, ("model.width=8", "model.features=4")),
+    Family("detect", detect.plain, ("model.width=8", "model.queries=3")),
+    Family("vae", vae.plain, ("model.width=16", "model.features=4")),
+    Family("moco", moco.plain, ("model.width=8", "model.features=4", "model.num_keys=64", "task.decay=0.9")),
+    Family(
+        "fixmatch", fixmatch.plain,
+        ("model.width=8", "task.threshold=0.3", "task.weight=2", "task.decay=0.9"),
+        ("data.sources.labelled.train=12", "data.sources.labelled.test=24", "data.sources.unlabelled.train=84"),
+    ),
 )  # fmt: skip

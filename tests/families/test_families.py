@@ -20,7 +20,7 @@ from ddpexp import Callback, RunView
 from tests.conftest import Ddpexp, Done
 from tests.examples import EXAMPLES
 from tests.families import double
-from tests.families.family import GLOBAL_BATCH_SIZE, NUM_EVAL, NUM_TRAIN, SEED, Family, Setting, errors, last_tensors
+from tests.families.family import GLOBAL_BATCH_SIZE, SEED, Family, Setting, errors, last_tensors
 from tests.families.table import FAMILIES
 
 families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -64,18 +64,17 @@ def train(ddpexp: Ddpexp) -> Train:
 def words(family: Family, setting: Setting) -> tuple[str, ...]:
     """Return the overrides that make the example as small as its plain program, and compute in double precision."""
     conf = EXAMPLES / family.name / "conf"
-    sections = yaml.safe_load((conf / f"recipe/{family.name}.yaml").read_text())
+    recipe = yaml.safe_load((conf / f"recipe/{family.name}.yaml").read_text())
+    sections = {f"data.sources.{name}": source for name, source in recipe["data"].get("sources", {}).items()}
+    sections = {"model": recipe["model"], **(sections or {"data": recipe["data"]})}
     doubled = [
         word
-        for section in ("model", "data")
-        for word in (
-            f"{section}._target_={double.__name__}.{section}",
-            f"+{section}.of={sections[section]['_target_']}",
-        )
+        for key, section in sections.items()
+        for word in (f"{key}._target_={double.__name__}.{key.split('.')[0]}", f"+{key}.of={section['_target_']}")
     ]
     return (
         "--config-dir", str(conf), f"recipe={family.name}", "run.trust=[tests]", *doubled, f"trainer.seed={SEED}",
-        f"data.train={NUM_TRAIN}", f"data.test={NUM_EVAL}", f"trainer.global_batch_size={GLOBAL_BATCH_SIZE}",
+        *family.sizes, f"trainer.global_batch_size={GLOBAL_BATCH_SIZE}",
         f"trainer.micro_batch_size={setting.micro_batch_size}", "trainer.epochs=null",
         f"trainer.max_steps={setting.num_steps}", "trainer.threads=1", "trainer.eval_every=10",
         "trainer.checkpoint_every=10", "logger=none", *family.overrides,
