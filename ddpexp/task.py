@@ -318,6 +318,14 @@ class MicroBatch(Protocol):
         """End it; the workers sum their gradients after the last one. Ranks: all; communicates in the last one."""
         ...
 
+    def repeat(self, last: bool) -> MicroBatch:
+        """Return a further pass over this micro-batch, with the random numbers of this one.
+
+        For a loss that is known only after a first pass over all micro-batches. As with `OptimizerStep.micro_batch`,
+        the workers sum their gradients at the end of the one with `last=True`.
+        """
+        ...
+
     def forward(self, batch: Any) -> Sums:
         """Return what `Task.step` returns for the batch; only inside of the block.
 

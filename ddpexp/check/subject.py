@@ -115,9 +115,13 @@ class TriedStep:
 
     def micro_batch(self, last: bool) -> TriedMicroBatch:
         """Return the next micro-batch."""
+        return self.begin(last)
+
+    def begin(self, last: bool, state: Tensor | None = None) -> TriedMicroBatch:
+        """Return a micro-batch, which draws the random numbers of an earlier one if it gets its `state`."""
         if last:
             self.calls.append("update.micro_batch(last=True)")
-        return TriedMicroBatch(self, self.subject.precision.autocast())
+        return TriedMicroBatch(self, self.subject.precision.autocast(), state)
 
     def backward(self, batches: Sequence[Any]) -> Sums:
         """Pass the batches through the task's `step`, forward and backward."""
@@ -136,11 +140,20 @@ class TriedMicroBatch(AbstractContextManager["TriedMicroBatch"]):
 
     step: TriedStep
     autocast: AbstractContextManager[object]
+    state: Tensor | None  # of torch's random numbers, of an earlier pass
 
     def __enter__(self) -> TriedMicroBatch:
         """Begin forward and backward passes."""
+        if self.state is None:
+            self.state = torch.get_rng_state()
+        else:
+            torch.set_rng_state(self.state)
         self.autocast.__enter__()
         return self
+
+    def repeat(self, last: bool) -> TriedMicroBatch:
+        """Return a further pass, with the same random numbers."""
+        return self.step.begin(last, self.state)
 
     def __exit__(self, *error: Any) -> bool | None:
         """End them."""

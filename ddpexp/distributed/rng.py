@@ -12,7 +12,7 @@ import numpy.random  # here, so that the fork server imports it once instead of 
 import torch
 
 # Streams: augmentation of a sample must not correlate with the dropout of its activations.
-MODEL, DATA, EVAL, OPTIMIZER, HOST, AUGMENT = range(6)
+MODEL, DATA, EVAL, OPTIMIZER, HOST, AUGMENT, LOSS = range(7)
 _MASK = 0xFFFFFFFFFFFFFFFF
 _MASK32 = 0xFFFFFFFF
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from ddpexp.compat.autograd import version
+from ddpexp.compat.modules import BatchNorm
 from ddpexp.errors import DdpexpError
+from ddpexp.system.text import first_few
 from ddpexp.task import HasEmbed, Sums
 from ddpexp.train.losses import are_named, combined, pairs_of, tensor_counts
 from ddpexp.train.run import TrainingRun
@@ -30,15 +34,21 @@ class GlobalLoss:
     Source: Gao et al., "Scaling deep contrastive learning batch size under memory limited setup", 2021.
     """
 
-    def __init__(self, task: HasEmbed, run: TrainingRun, seed: Callable[[int], None]) -> None:
-        """Look at the task once; `seed` seeds the random numbers of one of this rank's micro-batches.
+    def __init__(
+        self, task: HasEmbed, run: TrainingRun, seed: Callable[[int], None], seed_loss: Callable[[], None]
+    ) -> None:
+        """Look at the task once, and say what it costs.
+
+        `seed` seeds the random numbers of one of this rank's micro-batches, `seed_loss` those of the loss.
 
         Raises:
-            DdpexpError: several ranks share a micro-batch.
+            DdpexpError: several ranks share a micro-batch, or ranks share statistics of several micro-batches.
         """
         self._task = task
         self._run = run
         self._seed = seed
+        self._seed_loss = seed_loss
+        self._starts_alike = run.options.reduction == "exact"  # each micro-batch, from the buffers before the step
         self._embed = with_progress(task.embed, run.current)
         self._loss = with_progress(task.loss, run.current)
         self._micro_batches: list[Any] = []  # of this rank in the step in progress
@@ -49,6 +59,29 @@ class GlobalLoss:
                 "computes a loss over the global batch, and with strategy.tp_size several workers share a micro-batch",
                 suggestion="Use strategy.tp_size=1.",
                 place=named(task.loss),
+            )
+        self._check_statistics()
+
+    def _check_statistics(self) -> None:
+        """Say how often a micro-batch passes through the model, and on what its normalization depends."""
+        run, plan = self._run, self._run.train.plan
+        modules = [module for root in run.strategy.modules.values() for module in root.modules()]
+        if plan.gradient_accumulation_steps == 1:
+            return
+        if any(isinstance(module, nn.SyncBatchNorm) for module in modules):
+            raise DdpexpError(
+                "computes a loss over the global batch of several micro-batches a worker, and SyncBatchNorm has the "
+                "statistics of those that workers have at the same time: the loss would depend on their number",
+                suggestion=f"Use trainer.micro_batch_size={plan.global_batch_size // plan.data_size}, or BatchNorm or "
+                "GroupNorm in its place.",
+                place=named(self._task.loss),
+            )
+        if run.world.is_rank_zero:
+            normalizes = any(isinstance(module, BatchNorm) for module in modules)
+            logging.getLogger("ddpexp").info(
+                f"the loss is that of {plan.global_batch_size:,} samples at once: each of "
+                f"{plan.gradient_accumulation_steps} micro-batches of a worker passes through the model twice, first "
+                f"without gradients{'; BatchNorm normalizes each micro-batch by itself' if normalizes else ''}"
             )
 
     def begin(self, micro_batches: list[Any]) -> None:
@@ -65,6 +98,7 @@ class GlobalLoss:
         number = next(number for number, other in enumerate(self._micro_batches) if other is batch)
         if number == 0 and len(self._micro_batches) > 1:
             self._known = self._loss_of(model, self._embedded(model))
+            self._seed(number)  # the loss may draw random numbers
         returned = self._embed(model, batch)
         own = _tensors(returned, self._task)
         if len(self._micro_batches) == 1:
@@ -75,11 +109,13 @@ class GlobalLoss:
 
     def _embedded(self, model: Any) -> list[Any]:
         """Return what the task's `embed` returns for each micro-batch, from passes without effects."""
-        with torch.no_grad(), on_copies(self._run.strategy.modules, self._run.world.device):
+        modules, device = self._run.strategy.modules, self._run.world.device
+        with torch.no_grad(), on_copies(modules, device):
             returned = []
             for number, batch in enumerate(self._micro_batches):
                 self._seed(number)
-                returned.append(self._embed(model, batch))
+                with on_copies(modules, device) if self._starts_alike else nullcontext():
+                    returned.append(self._embed(model, batch))
         return returned
 
     def _loss_of(self, model: Any, returned: Sequence[Any]) -> _Known:
@@ -95,19 +131,21 @@ class GlobalLoss:
         parameters = [p for p in self._run.strategy.parameters() if p.requires_grad]
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
         with torch.enable_grad():
+            self._seed_loss()
             sums = self._called(model, _like(returned[0], iter(leaves)))
             if self._checks:
                 check_sums(sums, self._task.loss, trains=True)
             loss, metrics = _mean_of(sums)
-            gradients = torch.autograd.grad(loss, [*inputs, *parameters], allow_unused=True)
+            gradients = self._run.precision.gradients(loss, [*inputs, *parameters])
         slopes_of_leaves = iter(gradients)
         slopes = [next(slopes_of_leaves) if leaf.requires_grad else None for leaf in leaves]
         read = [(p, gradient) for p, gradient in zip(parameters, slopes_of_leaves, strict=True) if gradient is not None]
         return _Known(loss.detach(), metrics, list(_cut(slopes, firsts, embedded)), read, embedded)
 
     def _called(self, model: Any, embeddings: Any) -> Any:
+        before = self._versions()
         try:
-            return self._loss(model, embeddings)
+            sums = self._loss(model, embeddings)
         except RuntimeError as error:
             if "DTensor" not in str(error):
                 raise
@@ -116,33 +154,69 @@ class GlobalLoss:
                 suggestion="Multiply the embeddings by it in the model's forward, or use strategy=ddp.",
                 place=named(self._task.loss),
             ) from error
+        changed = [name for name, version_of in self._versions().items() if before.get(name) != version_of]
+        if changed and self._starts_alike:
+            raise DdpexpError(
+                f"changes the buffer {first_few(changed)}, and trainer.reduction=exact adds up what all micro-batches "
+                "change, so that it would be changed once for each worker",
+                suggestion="Use trainer.reduction=fast.",
+                place=named(self._task.loss),
+            )
+        return sums
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Return what tells whether a buffer has changed, by its name; in the first step of a start."""
+        modules = self._run.strategy.modules if self._checks else {}
+        return {
+            f"{model}.{name}": (id(buffer), version(buffer))
+            for model, module in modules.items()
+            for name, buffer in module.named_buffers()
+        }
 
     def _share(self, number: int, own: Sequence[Tensor]) -> Sums:
         """Return a micro-batch's share of the loss: all shares have its gradient, and the first one its value."""
         known, num_micro_batches = self._known, len(self._micro_batches) * self._run.world.world_size
         is_first = float(number == 0 and self._run.world.is_rank_zero)
-        parts = [
-            (tensor * slope).sum()
+        pairs = [
+            (tensor, slope)
             for tensor, slope in zip(own, known.slopes[number], strict=True)
             if slope is not None and tensor.requires_grad
         ]
-        parts += [(parameter * gradient).sum() * is_first for parameter, gradient in known.parameters]
-        if not parts:
+        pairs += [(parameter, gradient * is_first) for parameter, gradient in known.parameters]
+        if not pairs:
             raise DdpexpError("returned nothing that requires a gradient", place=named(self._task.embed))
-        gradient = reduce(add, parts) * num_micro_batches  # by which the loop divides
-        value = known.value * (is_first * num_micro_batches) + (gradient - gradient.detach())
+        tensors, slopes = zip(*pairs, strict=True)
+        # The loop divides by their number.
+        value: Tensor = _WithSlopes.apply(known.value * is_first, slopes, *tensors) * num_micro_batches  # type: ignore[no-untyped-call]
         return value, 1, {name: (total * is_first, n * is_first) for name, (total, n) in known.metrics.items()}
 
     def _check_repeated(self, own: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+        rtol = 5e-2 if self._run.precision.lowers else 1e-3
         for tensor, other in zip(own, before, strict=True):
-            if tensor.shape != other.shape or not torch.allclose(tensor, other, rtol=1e-3, atol=1e-5, equal_nan=True):
+            if tensor.shape != other.shape or not torch.allclose(tensor, other, rtol, rtol / 100, equal_nan=True):
                 raise DdpexpError(
                     "returned other values for the same micro-batch, weights and random numbers: the loss over the "
                     "global batch takes its slopes from a first pass and its gradient from a second one",
-                    suggestion="Let it depend on nothing else: not on attributes that it sets, or on a generator of "
-                    "its own.",
+                    suggestion="Let it depend on nothing else: not on attributes that it sets, on buffers that loss "
+                    "changes, or on a generator of its own.",
                     place=named(self._task.embed),
                 )
+
+
+class _WithSlopes(torch.autograd.Function):
+    """A value whose gradient with respect to some tensors is known."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, slopes: Sequence[Tensor], *tensors: Tensor) -> Tensor:
+        """Return the value."""
+        ctx.slopes = slopes
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the slopes, which autograd brings into the precision of the tensors."""
+        return None, None, *(slope * gradient for slope in ctx.slopes)
 
 
 @dataclass(frozen=True)

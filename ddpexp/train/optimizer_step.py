@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddpexp.distributed.rng import MODEL, OPTIMIZER, seed_everything, seed_of, seed_torch
+from ddpexp.distributed.rng import LOSS, MODEL, OPTIMIZER, seed_everything, seed_of, seed_torch
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.options import Compilation
@@ -80,7 +80,7 @@ class Step:
         if self.loss_counts.is_early:
             self._preparations.append(self.loss_counts.add_up)
         if self.manual is None and not has_step:
-            global_loss = GlobalLoss(task, run, self.seed)
+            global_loss = GlobalLoss(task, run, self.seed, self._seed_loss)
             self.task_step = global_loss.step
             self._preparations.append(global_loss.begin)
         self._names = tuple(run.optimizers)
@@ -191,6 +191,10 @@ class Step:
         if self._seeds_host:
             seed_everything(value)
         seed_torch(value, self._device)
+
+    def _seed_loss(self) -> None:
+        """Seed the random numbers of a loss over the global batch, which all ranks draw alike."""
+        seed_torch(seed_of(self._seed, LOSS, self.step, 0), self._device)
 
     def add_loss_weight(self, total: int, dtype: torch.dtype) -> Tensor:
         """Return the factor of a loss that is divided by `total`, on the device, and remember it."""
@@ -343,6 +347,10 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         if self._autocast is not None:
             self._autocast.__exit__(*error)
         return self._strategy.__exit__(*error)
+
+    def repeat(self, last: bool) -> MicroBatch:
+        """Return a further pass over this micro-batch, with the same random numbers: see `ddpexp.task.MicroBatch`."""
+        return MicroBatch(self._step, self.number, bool(last))
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:

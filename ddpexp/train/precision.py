@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
@@ -108,6 +108,18 @@ class Precision:
             run_backward((loss,), (weight,))
         else:
             (loss * weight).backward()  # type: ignore[no-untyped-call]
+
+    def gradients(self, loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradient of a loss with respect to each input, None where it does not depend on it.
+
+        Those of lower precision are fp32: unscaled, the small ones would be lost in fp16. Shapes: the loss is a scalar.
+        """
+        if self._dtype is None:
+            return list(torch.autograd.grad(loss, inputs, allow_unused=True))
+        with torch.autocast(self._device.type, enabled=False):
+            scale = torch.ones_like(loss) if self._scale is None else self._scale.value.to(loss.dtype)
+            found = torch.autograd.grad(loss * scale, inputs, allow_unused=True)
+            return [None if gradient is None else gradient.to(loss.dtype) / scale for gradient in found]
 
     def unscale(self, *optimizers: Optimizer) -> None:
         """Unscale the gradients of some optimizers, and check that all of them are finite.

@@ -300,6 +300,7 @@ ONE: Mapping[str, Any] = {
 }  # fmt: skip
 TWO: Mapping[str, Any] = {
     "device": "cpu", "weights": "b", "findings": [], "losses": [1.5, 1.5], "eval_losses": [1.0, 1.0], "changed": {},
+    "dependent": "",
 }  # fmt: skip
 RECORDS: Mapping[str, Mapping[int, Mapping[str, float]]] = {
     "one": {1: {"train/loss": 1.0, "train/grad_norm": 2.0}, 2: {"train/loss": 0.9}},
@@ -346,6 +347,11 @@ def test_all_is_well() -> None:
             {"resumed": "rank 0: ValueError: no"},
             "resume",
             "the run cannot be resumed from its first checkpoint: rank 0: ValueError: no",
+        ),
+        (
+            {"two": {**TWO, "dependent": "Task.step (x.py:4) calls the collective all_gather: "}},
+            "workers",
+            "Task.step (x.py:4) calls the collective all_gather: ",
         ),
         (
             {"two": {**TWO, "losses": [1.5, 3.0]}},
