@@ -79,7 +79,8 @@ class Task(Protocol):
         global batch, in evaluation over the whole set; each mean is recorded as `loss/NAME`, without its weight. Counts
         that are tensors must be known before the first backward pass: see `HasCounts`.
 
-        In evaluation (`not model.training`) the metrics may also hold other entries, for `finish` or torchmetrics:
+        In evaluation (`not model.training`) torch's random numbers are a function of the place of the batch in its set,
+        the same in every evaluation, and the metrics may also hold other entries, for `finish` or torchmetrics:
 
         - a tensor of integers, of any shape: added up exactly, such as a confusion matrix;
         - `(sum, count)` with tensors of any shape: added up in the order of the batches;
@@ -408,8 +409,8 @@ class HasOnEval(Protocol):
 
         Called when all sets are evaluated and `finish` has been called for each, after their metrics are recorded.
         `model` is as in `step`, in evaluation mode, not wrapped, with the average of the weights where there is one.
-        `logger` goes to all loggers of the run: see `ddpexp.loggers.base.Logger`. Random numbers are not seeded: draw
-        them from a generator of your own, so that pictures of different steps can be compared.
+        `logger` goes to all loggers of the run: see `ddpexp.loggers.base.Logger`. torch's random numbers are the same
+        in every evaluation, so that pictures of different steps can be compared.
         Shapes: an image is (height, width, 3) or (3, height, width), of bytes or of floats from 0 to 1, as a tensor, an
         array or a picture of PIL. Units: steps, the number done.
         Ranks: rank zero; must not communicate. Where a forward pass communicates (`strategy=fsdp` or

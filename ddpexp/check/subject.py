@@ -71,12 +71,9 @@ class Subject:
             module.training = trains  # which a step may ask for
         return replace(self, task=task, model=model, modules=modules, is_copy=is_copy)
 
-    def step(self, batch: Any, host_seed: int = SEED) -> Any:
-        """Return the sums of a batch; torch's random numbers are the same each time.
-
-        `host_seed` seeds Python's and numpy's.
-        """
-        self._seed(host_seed)
+    def step(self, batch: Any, host_seed: int = SEED, seed: int = SEED) -> Any:
+        """Return the sums of a batch; `seed` seeds torch's random numbers, `host_seed` Python's and numpy's."""
+        self._seed(host_seed, seed)
         with self.precision.autocast():
             return step_of(self.task, self.current)(self.model, batch)
 
@@ -91,9 +88,9 @@ class Subject:
         tried: TriedStep = update
         return tried
 
-    def _seed(self, host_seed: int) -> None:
+    def _seed(self, host_seed: int, seed: int = SEED) -> None:
         seed_everything(host_seed)
-        torch.manual_seed(SEED)
+        torch.manual_seed(seed)
 
     @property
     def tolerance(self) -> float:

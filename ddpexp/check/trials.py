@@ -80,7 +80,11 @@ def draws_on_host(subject: Subject, batch: Any) -> bool:
 
 
 def wrong_sums(subject: Subject, batch: Any) -> list[str]:
-    """Return the problems of a loss or a metric that is not additive over the samples of a batch, in evaluation."""
+    """Return the problems of a loss or a metric that is not additive over the samples of a batch, in evaluation.
+
+    Raises:
+        DdpexpError: it cannot be told, as none has a problem and some depend on random numbers.
+    """
     if not subject.has_step:
         return []
     if global_loss_of(subject.task) is not None:
@@ -94,10 +98,17 @@ def wrong_sums(subject: Subject, batch: Any) -> list[str]:
         return problems
     with torch.no_grad():
         whole, *others = ([*_sums(subject.copied(trains=False).step(one))] for one in (batch, *parts))
+        redrawn = [*_sums(subject.copied(trains=False).step(batch, seed=SEED + 1))]
     by_name = [{name: (total, count) for name, total, count in sums} for sums in (whole, *others)]
+    drawn = [
+        name
+        for (name, *one), (_, *other) in zip(whole, redrawn, strict=True)
+        if not _additive((one[0], one[1]), (other[0], other[1]), subject.tolerance)
+    ]
     step = function_of(subject.task)
     for name, (total, count) in by_name[0].items():
-        if not all(name in sums for sums in by_name[1:]) or (name == "loss" and problems):
+        unclear = name in drawn or not all(name in sums for sums in by_name[1:])
+        if unclear or (name == "loss" and problems):
             continue
         added, counted = (sum(sums[name][place] for sums in by_name[1:]) for place in (0, 1))
         if _additive((total, count), (added, counted), subject.tolerance):
@@ -109,6 +120,8 @@ def wrong_sums(subject: Subject, batch: Any) -> list[str]:
             f"{_shown(added)} over {_shown(counted)} for its two parts. An evaluation would depend on the batch size "
             "and on the number of workers: return sums and counts over the samples."
         )
+    if drawn and not problems:
+        raise DdpexpError(f"random numbers of an evaluation are in {first_few(drawn)}")
     return problems
 
 

@@ -12,7 +12,7 @@ import numpy.random  # here, so that the fork server imports it once instead of 
 import torch
 
 # Streams: augmentation of a sample must not correlate with the dropout of its activations.
-MODEL, DATA, EVAL, OPTIMIZER, HOST, AUGMENT, LOSS = range(7)
+MODEL, DATA, EVAL, OPTIMIZER, HOST, AUGMENT, LOSS, EVAL_MODEL = range(8)
 _MASK = 0xFFFFFFFFFFFFFFFF
 _MASK32 = 0xFFFFFFFF
 
@@ -36,6 +36,14 @@ def seed_torch(value: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(value)
+
+
+def seed_evaluation(batch: int, device: torch.device) -> None:
+    """Seed torch for the model's pass over a batch of an evaluation: alike in every evaluation of every run.
+
+    `batch` is its index in the whole set.
+    """
+    seed_torch(seed_of(0, EVAL_MODEL, 0, batch), device)
 
 
 def seed_everything(value: int) -> None:

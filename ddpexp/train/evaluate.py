@@ -13,6 +13,7 @@ from torch import nn
 
 from ddpexp.config.build import nearest
 from ddpexp.data.batches import EvalBatches
+from ddpexp.distributed.rng import seed_evaluation
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch.workers.control import Control
@@ -79,6 +80,7 @@ class Evaluator:
                     stopped = _any_rank(stopped, world)
                 if stopped:
                     break
+                seed_evaluation(data.rank + len(sums) * data.size, world.device)
                 if not counts:
                     uncounted = _sums(task, step(model, batch), metrics, check=not sums, counts=False)
                     break

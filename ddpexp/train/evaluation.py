@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ddpexp.data.batches import EvalBatches
+from ddpexp.distributed.rng import seed_evaluation
 from ddpexp.errors import RefusedError
 from ddpexp.loggers.base import Logger
 from ddpexp.settings.metrics import TEST_SET
@@ -84,8 +85,10 @@ class Evaluation:
             shows = not test or not self.periodic
             takes_part = run.world.is_rank_zero or together  # others have a null logger
             if shows and takes_part and isinstance(run.task, HasOnEval):
+                batch = next(iter(sets.values())).first()
+                seed_evaluation(0, run.world.device)
                 with torch.no_grad():
-                    run.task.on_eval(model, next(iter(sets.values())).first(), self.logger, step)
+                    run.task.on_eval(model, batch, self.logger, step)
         return metrics
 
     def refresh_average(self, estimate: bool = True) -> None:

@@ -287,7 +287,7 @@ def check_optimizers(optimizers: Any, make: Callable[..., Any]) -> Any:
     """Return what a task's `optimizers` has returned, once it is a mapping.
 
     Raises:
-        RefusedError: it is a list, or a single optimizer.
+        RefusedError: it is a list, or a single optimizer, or an optimizer has no learning rate.
     """
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise RefusedError(
@@ -295,6 +295,14 @@ def check_optimizers(optimizers: Any, make: Callable[..., Any]) -> Any:
             '{"name": optimizer}',
             place=named(make),
         )
+    for name, optimizer in optimizers.items():
+        if not all("lr" in group for group in optimizer.param_groups):
+            raise RefusedError(
+                f"returned the optimizer {name!r} ({type(optimizer).__qualname__}), whose parameter groups lack 'lr', "
+                "which the schedule multiplies",
+                suggestion='Give the defaults of the class one: super().__init__(parameters, {"lr": 1.0, ...}).',
+                place=named(make),
+            )
     return optimizers
 
 

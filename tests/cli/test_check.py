@@ -28,6 +28,7 @@ from ddpexp.config.parse import load, parse
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
+from ddpexp.errors import DdpexpError
 from ddpexp.run.lock import Owner
 from ddpexp.train.precision import Precision
 from tests.cli.broken.kinds import broken, faulty, odd
@@ -89,6 +90,22 @@ def test_a_metric_that_is_no_sum_is_found() -> None:
     [problem] = trials.wrong_sums(subject(broken.NotAdditive()), batch())
     place = line('{"spread"').rpartition(":")[2]
     assert f"returns the metric 'spread' in line {place}, which is not a sum over samples: " in problem
+
+
+def test_what_draws_random_numbers_in_an_evaluation_is_left_out() -> None:
+    class Noisy(broken.NotAdditive):
+        adds = True
+
+        def step(self, model: Any, batch: Any) -> Any:
+            loss, count, metrics = super().step(model, batch)
+            return loss + torch.rand(len(batch[0])).sum(), count, {} if self.adds else metrics
+
+    with refused("random numbers of an evaluation are in loss", DdpexpError):
+        trials.wrong_sums(subject(Noisy()), batch())
+    noisy = Noisy()
+    noisy.adds = False
+    [problem] = trials.wrong_sums(subject(noisy), batch())
+    assert "the metric 'spread'" in problem
 
 
 def test_a_mean_that_a_train_step_gives_to_backward_is_found() -> None:

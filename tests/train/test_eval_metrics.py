@@ -43,11 +43,17 @@ FP32 = Precision("fp32", ALONE.device, False)
 Entry = Callable[[Tensor, Tensor], Any]
 
 
+class Fetched(Arrays):
+    """Samples that are fetched as images are: no random number generator is seeded for them."""
+
+    fetches_ahead = True
+
+
 def samples(count: int) -> Arrays:
     """Scores of all magnitudes, so that the order of a sum decides its last bits."""
     generator = torch.Generator().manual_seed(count)
     rows = torch.randn(count, 4, generator=generator) * 10.0 ** torch.randint(-3, 4, (count, 1), generator=generator)
-    return Arrays((rows, torch.randint(0, 4, (count,), generator=generator)))
+    return Fetched((rows, torch.randint(0, 4, (count,), generator=generator)))
 
 
 @dataclass
@@ -114,6 +120,7 @@ def everything() -> Finishes:
     entries: dict[str, Entry] = {
         "matrix": lambda scores, labels: torch.bincount(labels * 4 + scores.argmax(1), minlength=16).view(4, 4),
         "positives": lambda scores, labels: (labels == 1).sum(),
+        "drawn": lambda scores, labels: (torch.rand(len(scores)).sum().to(scores.device), len(scores)),
         "mean_scores": lambda scores, labels: ((scores.double() / 3).sum(0), len(scores)),
         "by_class": lambda scores, labels: (
             torch.zeros(4).index_add_(0, labels, scores[:, 0]), torch.bincount(labels, minlength=4)
@@ -164,7 +171,7 @@ def alone() -> dict[int, dict[str, float]]:
 def test_every_metric_has_the_same_bits_at_every_number_of_workers(
     tmp_path: Path, alone: dict[int, dict[str, float]], small_pieces: None, size: int
 ) -> None:
-    assert len(alone[103]) == 25
+    assert len(alone[103]) == 26
     for found in on_ranks(tmp_path, size, lambda world: [run(everything(), world, count) for count in CASES]):
         assert not isinstance(found, str), found
         for count, values in zip(CASES, found, strict=True):
@@ -184,6 +191,7 @@ def test_the_values_are_those_of_a_metric_that_gets_all_batches_in_order(alone: 
     assert values["eval/mean"] == pytest.approx(float(rows.mean()), rel=1e-5)
     assert values["eval/recall"] == float(((rows.argmax(1) == 1) & positive).sum() / positive.sum())
     assert values["eval/positives"] == int(positive.sum())
+    assert 0.4 < values["eval/drawn"] < 0.6
     assert values["eval/class_2"] == pytest.approx(float(rows[labels == 2, 0].mean()), rel=1e-6)
     assert "eval/confusion" not in values
     assert "eval/matrix" not in values

@@ -169,6 +169,16 @@ def test_optimizers_without_names_are_refused(several: bool) -> None:
     assert check_optimizers({"net": optimizer}, Tasked().optimizers) == {"net": optimizer}
 
 
+def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
+    class Rateless(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"radius": 0.1})
+
+    optimizer = Rateless([nn.Parameter(torch.zeros(1))])
+    with refused(f"{located(Tasked.optimizers)}: returned the optimizer 'net' ({Rateless.__qualname__}), whose"):
+        check_optimizers({"net": optimizer}, Tasked().optimizers)
+
+
 class Swapped(Logger):
     def scalars(self, values: object, step: int) -> None: ...  # type: ignore[override]
 
