@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.families import clip, detect, fixmatch, moco, simclr, vae
-from tests.families.family import Family
+from tests.families import clip, detect, diffusion, fixmatch, moco, sharpness, simclr, sine, vae
+from tests.families.family import GLOBAL_BATCH_SIZE, NUM_EVAL, NUM_TRAIN, Family
 
 FAMILIES = (
     Family("simclr", simclr.plain, ("model.width=8", "model.features=4")),
@@ -15,5 +15,14 @@ FAMILIES = (
         "fixmatch", fixmatch.plain,
         ("model.width=8", "task.threshold=0.3", "task.weight=2", "task.decay=0.9"),
         ("data.sources.labelled.train=12", "data.sources.labelled.test=24", "data.sources.unlabelled.train=84"),
+    ),
+    Family(
+        "diffusion", diffusion.plain,
+        ("model.width=8", "model.num_times=20", "scheduler=constant", "trainer.ema_decay=0.9"),
+    ),
+    Family("sine", sine.plain, ("model.hidden=8",), (f"data.train={GLOBAL_BATCH_SIZE}", f"data.test={NUM_EVAL}")),
+    Family(
+        "sharpness", sharpness.plain, ("model.hidden=8", "scheduler=constant"),
+        (f"data.train={NUM_TRAIN}", f"data.test={NUM_EVAL}", "+data.wrong=0.2"),
     ),
 )  # fmt: skip
