@@ -277,6 +277,7 @@ class OptimizerStep(Protocol):
         """Pass these micro-batches forward through `Task.step` and backward; return their sums, added up.
 
         What a step is without a `train_step`, up to `apply`: for a task that only does something before or after it.
+        Several losses, and a loss over the global batch (`HasEmbed`), are those of such a step.
 
             def train_step(self, update, batches):
                 sums = update.backward(batches)

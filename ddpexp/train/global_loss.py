@@ -51,7 +51,7 @@ class GlobalLoss:
         self._starts_alike = run.options.reduction == "exact"  # each micro-batch, from the buffers before the step
         self._embed = with_progress(task.embed, run.current)
         self._loss = with_progress(task.loss, run.current)
-        self._micro_batches: list[Any] = []  # of this rank in the step in progress
+        self._micro_batches: Sequence[Any] = []  # of this rank in the step in progress
         self._known = _Known()
         self._checks = True
         if run.strategy.data.size != run.world.world_size:
@@ -84,7 +84,7 @@ class GlobalLoss:
                 f"without gradients{'; BatchNorm normalizes each micro-batch by itself' if normalizes else ''}"
             )
 
-    def begin(self, micro_batches: list[Any]) -> None:
+    def begin(self, micro_batches: Sequence[Any]) -> None:
         """Begin a step."""
         self._checks = not self._micro_batches
         self._micro_batches = micro_batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ class LossCounts:
 
     Attributes:
         micro_batches: Those of this rank in the step in progress.
+        is_ordered: Whether the step goes through them in their order.
         is_early: Whether `add_up` is called when a step begins, since not all ranks see what `step` returns.
         numbers: The losses whose counts are numbers, by the names of their records.
     """
@@ -38,10 +40,11 @@ class LossCounts:
         self._run = run
         self._seed = seed
         self._counts = run.task.counts if isinstance(run.task, HasCounts) else None
-        self.micro_batches: list[Any] = []
+        self.micro_batches: Sequence[Any] = []
+        self.is_ordered = not isinstance(run.task, HasTrainStep)
         self.is_early = self._counts is not None and run.strategy.returns_on_last_stage
         self._known: dict[str, Tensor] = {}  # factors by what the task's `counts` returns for some micro-batches
-        self._known_for: list[Any] = []  # those
+        self._known_for: Sequence[Any] = []  # those
         self._is_reported = False
         self.numbers: set[str] = set()
 
@@ -59,8 +62,12 @@ class LossCounts:
         num_more = len(self.micro_batches) - 1
         if run.strategy.returns_on_last_stage:
             raise _counts_wanted(counts, "strategy=pipeline computes the losses on its last stage alone")
-        if num_more and isinstance(run.task, HasTrainStep):
-            raise _counts_wanted(counts, "a train_step goes through several micro-batches in an order of its own")
+        if num_more and not self.is_ordered:
+            raise _counts_wanted(
+                counts,
+                "a train_step that does not call update.backward(batches) goes through several micro-batches in an "
+                "order of its own",
+            )
         if num_more and Compilation.records_graphs(run.options):
             raise _counts_wanted(counts, "the graphs of trainer.compile hold the results of one micro-batch at a time")
         if run.world.is_rank_zero and not self._is_reported:
@@ -84,6 +91,25 @@ class LossCounts:
             self._known = self._added_up([_counts_of(batch, self._counts) for batch in self.micro_batches])
             self._known_for = self.micro_batches
         return self._known
+
+    def check_equal(self, batch: Any, counts: Mapping[str, Tensor]) -> None:
+        """Check that the task's `counts` returns what its `step` does for a micro-batch.
+
+        Raises:
+            DdpexpError: another number.
+        """
+        if self._counts is None:
+            return
+        for name, count in _counts_of(batch, self._counts).items():
+            returned = float(counts[name]) if name in counts else float(count)
+            if not math.isclose(returned, float(count), rel_tol=1e-2):
+                raise DdpexpError(
+                    f"returned {float(count):g} as the count of {name!r}, and the step {returned:g}, for the same "
+                    "batch: the gradient is divided by the former, and what is recorded by the latter",
+                    suggestion="Return the same count; where it does not follow from the batch alone, leave out the "
+                    "method counts.",
+                    place=named(self._counts),
+                )
 
     def check_names(self, counts: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
         """Check that every loss of a micro-batch whose count is a tensor is among those that were added up.

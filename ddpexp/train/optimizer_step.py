@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,16 @@ from ddpexp.train.losses import PREFIX, combined, pairs_of, tensor_counts
 from ddpexp.train.passes import passes
 from ddpexp.train.round import Round
 from ddpexp.train.run import TrainingRun
-from ddpexp.train.task_checks import check_loss, check_names, check_sums, check_unchanged, gradients_of, own_backward
-from ddpexp.train.task_step import function_of, wants_progress
+from ddpexp.train.task_checks import (
+    check_loss,
+    check_names,
+    check_sums,
+    check_unchanged,
+    gradients_of,
+    named,
+    own_backward,
+)
+from ddpexp.train.task_step import function_of, global_loss_of, wants_progress
 from ddpexp.train.undo import Undo
 
 
@@ -70,19 +79,19 @@ class Step:
         self._undo = Undo(run.strategy.modules) if run.precision.skips else None
         self._caller = "the task's step" if self.manual is None else "the task's train_step"  # for errors
         self._global_counts = GlobalCounts(self._caller)
-        self.loss_counts = LossCounts(run, self.seed)
+        self.loss_counts = LossCounts(run, self._seed_in_turn)
         task: Any = run.task
         has_step = hasattr(task, "step")
-        self.task_step: Any = run.task_step if has_step else None
+        self.task_step: Any = run.task_step if has_step else partial(_without_step, task)
+        self._global_loss: GlobalLoss | None = None
         self._preparations: list[Callable[[list[Any]], None]] = []  # before the strategy's part of a step
-        if (self.manual is None or has_step) and wants_progress(run.task):
+        if (has_step or global_loss_of(task) is not None) and wants_progress(task):
             self._preparations.append(lambda _: run.current.set(self.step))
         if self.loss_counts.is_early:
             self._preparations.append(self.loss_counts.add_up)
         if self.manual is None and not has_step:
-            global_loss = GlobalLoss(task, run, self.seed, self._seed_loss)
-            self.task_step = global_loss.step
-            self._preparations.append(global_loss.begin)
+            self._preparations.append(self._begin_global_loss)
+            self._begin_global_loss([])  # what a start refuses, it refuses before the first step
         self._names = tuple(run.optimizers)
         self._optimizers = list(run.optimizers.values())
         # Whether an optimizer may draw random numbers; torch's own do not.
@@ -160,8 +169,30 @@ class Step:
         return MicroBatch(self, number, bool(last))
 
     def backward(self, micro_batches: Sequence[Any]) -> Sums:
-        """Go through the micro-batches as without a `train_step`; return their sums. Ranks: all; communicates."""
-        return passes(self, micro_batches)
+        """Go through the micro-batches as without a `train_step`; return their sums. Ranks: all; communicates.
+
+        Raises:
+            DdpexpError: there are none.
+        """
+        if not micro_batches:
+            raise DdpexpError(
+                "the task's train_step gives update.backward no micro-batches",
+                suggestion="Give it the batches that train_step gets.",
+            )
+        if global_loss_of(self.run.task) is not None:
+            self._begin_global_loss(micro_batches)
+        self.loss_counts.micro_batches = micro_batches
+        self.loss_counts.is_ordered = True
+        sums = passes(self, micro_batches)
+        self.loss_counts.is_ordered = False
+        return sums
+
+    def _begin_global_loss(self, micro_batches: Sequence[Any]) -> None:
+        if self._global_loss is None:
+            task: Any = self.run.task
+            self._global_loss = GlobalLoss(task, self.run, self._seed_in_turn, self._seed_loss)
+            self.task_step = self._global_loss.step
+        self._global_loss.begin(micro_batches)
 
     def begin_pass(self, last: bool) -> Round:
         """Begin a pass over a micro-batch; return the round that it belongs to."""
@@ -191,6 +222,12 @@ class Step:
         if self._seeds_host:
             seed_everything(value)
         seed_torch(value, self._device)
+
+    def _seed_in_turn(self, position: int) -> None:
+        """Seed the random numbers of a micro-batch of the turn in progress. Units: from 0, of this rank."""
+        assert self.micro_batch_in_progress is not None
+        current = self.micro_batch_in_progress.number
+        self.seed(current - current % self.turn_length + position)
 
     def _seed_loss(self) -> None:
         """Seed the random numbers of a loss over the global batch, which all ranks draw alike."""
@@ -382,6 +419,8 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         sums = step.task_step(run.strategy.train_model, batch)
         check_unchanged(before, run.strategy.parameters(), function_of(run.task))
         check_sums(sums, function_of(run.task), trains=True)
+        if len(sums) == 2:
+            step.loss_counts.check_equal(batch, tensor_counts(sums[0]))
         return sums if len(sums) == 3 else self._combined(sums)
 
     def _combined(self, sums: NamedSums) -> Sums:
@@ -433,6 +472,15 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         if weight is None:
             weight = step.add_loss_weight(total, loss_sum.dtype)
         step.run.precision.backward(loss_sum, weight)
+
+
+def _without_step(task: HasTrainStep, model: Any, batch: Any) -> Sums:
+    raise DdpexpError(
+        "calls update.backward or micro_batch.forward, which call the task's step, and the task has none",
+        suggestion="Add step(self, model, batch), or compute the loss in train_step and give it to "
+        "micro_batch.backward. A loss over the global batch, of embed and loss, needs update.backward.",
+        place=named(task.train_step),
+    )
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:

@@ -339,6 +339,29 @@ def test_a_callback_that_does_not_say_that_it_communicates_has_no_collectives(re
     assert "communicates = True" in done.err, done.err
 
 
+def test_a_train_step_has_the_same_loss_by_its_update(points: Any, fit: Callable[..., Once]) -> None:
+    """Its further rounds have other random numbers, each the same ones in both passes."""
+
+    class Rounds(points.Pairs):  # type: ignore[misc]
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def train_step(self, update: Any, batches: list[Any]) -> Any:
+            for _ in range(self.number):
+                sums = update.backward(batches)
+                update.apply()
+            return sums
+
+    dropout = partial(points.Towers, dropout=0.3)
+    once, other = (fit(task, micro_batch_size=6, factory=dropout, log_every=1) for task in (points.Pairs(), Rounds(1)))
+    assert near(other.weights, once.weights, 0)
+    records = [[record["train/loss"] for record in one.records if "train/loss" in record] for one in (once, other)]
+    assert records[1] == pytest.approx(records[0], rel=1e-6)
+    assert not near(fit(Rounds(2), micro_batch_size=6, factory=dropout).weights, once.weights, 1e-3)
+    parts, whole = (fit(Rounds(2), micro_batch_size=size) for size in (6, 24))
+    assert near(parts.weights, whole.weights, 1e-6)
+
+
 GENERATOR = torch.Generator()
 
 

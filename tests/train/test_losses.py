@@ -96,6 +96,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "counts of the task": ("Sizes", {"counts": True}, {"micro_batch_size": 3}),
     "exact": ("Sizes", {}, {"micro_batch_size": 8, "reduction": "exact"}),
     "by hand": ("ByHand", {"counts": True}, {"micro_batch_size": 6}),
+    "by hand, with passes without gradients": ("ByHand", {}, {"micro_batch_size": 4}),
 }
 
 
@@ -253,12 +254,28 @@ def test_losses_of_another_form_are_refused(fit: Callable[..., Once], make: Any,
 
 def test_counts_of_the_task_must_name_each_loss(points: Any, fit: Callable[..., Once]) -> None:
     task = points.Sizes()
-    task.counts = lambda batch: {"class": torch.tensor(6)}
+    task.counts = lambda batch: {"class": task.counts_of(batch)["class"]}
     with refused(": 'box'", DdpexpError):
         fit(task, micro_batch_size=6, eval_every=0)
     task.counts = lambda batch: torch.tensor(6)
     with refused(": where {name: count} belongs", DdpexpError):
         fit(task, micro_batch_size=6, eval_every=0)
+    task.counts = lambda batch: {**task.counts_of(batch), "box": torch.tensor(0.5)}
+    with refused(": 'box', and the step 3", DdpexpError):
+        fit(task, micro_batch_size=6, eval_every=0)
+
+
+@pytest.mark.parametrize(
+    ("batches", "reason"),
+    [(lambda batches: [], "update.backward no micro-batches"), (lambda batches: batches, ": the task has none")],
+)
+def test_what_cannot_go_backward_is_refused(fit: Callable[..., Once], batches: Any, reason: str) -> None:
+    class Manual:
+        def train_step(self, update: Any, given: list[Any]) -> Any:
+            return update.backward(batches(given))
+
+    with refused(reason, DdpexpError):
+        fit(Manual(), micro_batch_size=6, eval_every=0)
 
 
 def test_a_train_step_with_several_micro_batches_needs_counts(points: Any, fit: Callable[..., Once]) -> None:
