@@ -8,6 +8,7 @@ resumes at another number of workers, and runs `ddpexp check`.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import yaml
 from ddpexp import Callback, RunView
 from tests.conftest import Ddpexp, Done
 from tests.examples import EXAMPLES
-from tests.families import double
+from tests.families import double, sharpness
 from tests.families.family import GLOBAL_BATCH_SIZE, SEED, Family, Setting, errors, last_tensors
 from tests.families.table import FAMILIES
 
@@ -85,6 +86,14 @@ def agrees(family: Family, setting: Setting, run: Path) -> None:
     apart = errors(last_tensors(run), family.plain(setting))
     print(f"{family.name}: {max(apart.values()):.1e}")
     assert {name: error for name, error in apart.items() if not error <= family.tolerance} == {}
+
+
+def test_the_comparison_sees_a_mistake() -> None:
+    right = sharpness.plain(Setting(2, micro_batch_size=12))
+    assert set(errors(sharpness.plain(Setting(2, micro_batch_size=12)), right).values()) == {0}
+    other_dropout = errors(sharpness.plain(Setting(2, micro_batch_size=24)), right)
+    assert min(other_dropout.values()) > 1e-4
+    assert errors({}, right) == dict.fromkeys(right, math.inf) == errors(right, {})
 
 
 @families
