@@ -19,7 +19,7 @@ from ddpexp.task import HasTrainStep, Sums, Task
 from ddpexp.train.losses import are_named, combined, pairs_of, tensor_counts
 from ddpexp.train.passes import passes
 from ddpexp.train.precision import Precision
-from ddpexp.train.task_step import CurrentProgress, function_of, global_loss_of, step_of
+from ddpexp.train.task_step import CurrentProgress, function_of, functions_of, global_loss_of, step_of, with_progress
 
 SEED = 1
 """Of every trial."""
@@ -76,6 +76,20 @@ class Subject:
         self._seed(host_seed, seed)
         with self.precision.autocast():
             return step_of(self.task, self.current)(self.model, batch)
+
+    def embed(self, batch: Any, seed: int = SEED) -> Any:
+        """Return what the task's `embed` returns for a batch."""
+        return self._called(functions_of(self.task)[0], batch, seed)
+
+    def loss(self, embeddings: Any) -> Any:
+        """Return the sums of embeddings."""
+        return self._called(function_of(self.task), embeddings, SEED)
+
+    def _called(self, function: Callable[..., Any], argument: Any, seed: int) -> Any:
+        seed_everything(seed)
+        torch.manual_seed(seed)
+        with self.precision.autocast():
+            return with_progress(function, self.current)(self.model, argument)
 
     def train_step(self, batch: Any, host_seed: int = SEED, step: int = 0) -> TriedStep:
         """Have a task's own train_step do a step with a batch; gradients are computed, and no weights change."""

@@ -18,7 +18,7 @@ from ddpexp.data.samples import tensors_of
 from ddpexp.data.streams import Batches, Stream
 from ddpexp.errors import DdpexpError
 from ddpexp.system.text import first_few
-from ddpexp.train.losses import are_named, losses_of
+from ddpexp.train.losses import PREFIX, are_named, losses_of, tensor_counts
 from ddpexp.train.task_checks import line_of, mean_for_a_sum, named, split_batch
 from ddpexp.train.task_step import function_of, global_loss_of
 
@@ -85,10 +85,8 @@ def wrong_sums(subject: Subject, batch: Any) -> list[str]:
     Raises:
         DdpexpError: it cannot be told, as none has a problem and some depend on random numbers.
     """
-    if not subject.has_step:
+    if not subject.has_step or global_loss_of(subject.task) is not None:
         return []
-    if global_loss_of(subject.task) is not None:
-        raise DdpexpError("the loss is that of a whole batch, and no sum over samples")
     problem = mean_for_a_sum(
         subject.task, subject.model, subject.modules, batch, subject.precision, subject.device, subject.current
     )
@@ -113,9 +111,10 @@ def wrong_sums(subject: Subject, batch: Any) -> list[str]:
         added, counted = (sum(sums[name][place] for sums in by_name[1:]) for place in (0, 1))
         if _additive((total, count), (added, counted), subject.tolerance):
             continue
-        what = "the loss" if name == "loss" else f"the metric {name!r}"
+        short = name.removeprefix(PREFIX)
+        what = "the loss" if name == "loss" else f"the {'metric' if short == name else 'loss'} {short!r}"
         problems.append(
-            f"{named(step)} returns {what}{line_of(step, repr(name)) or line_of(step, chr(34) + name + chr(34))}, "
+            f"{named(step)} returns {what}{line_of(step, repr(short)) or line_of(step, chr(34) + short + chr(34))}, "
             f"which is not a sum over samples: {_shown(total)} over {_shown(count)} for a batch, and together "
             f"{_shown(added)} over {_shown(counted)} for its two parts. An evaluation would depend on the batch size "
             "and on the number of workers: return sums and counts over the samples."
@@ -123,6 +122,30 @@ def wrong_sums(subject: Subject, batch: Any) -> list[str]:
     if drawn and not problems:
         raise DdpexpError(f"random numbers of an evaluation are in {first_few(drawn)}")
     return problems
+
+
+def wrong_counts(subject: Subject, batches: Sequence[Any]) -> str | None:
+    """Return the problem of a task whose `counts` are not the counts of its losses."""
+    task: Any = subject.task
+    counts, step = named(task.counts), named(function_of(task))
+    for batch in batches:
+        returned = subject.copied(trains=True).step(batch)
+        losses = returned[0] if are_named(returned) else {}
+        used = {name: float(count) for name, count in tensor_counts(losses).items()}
+        given = {name: float(count) for name, count in task.counts(batch).items()}
+        alike = {name for name in used.keys() & given if are_close(used[name], given[name], subject.tolerance)}
+        wrong = next((name for name in {**used, **given} if name not in alike), None)
+        if wrong is not None:
+            return (
+                f"{counts} gives {_shown_count(given, wrong)} for the loss {wrong!r}, and {step} "
+                f"{_shown_count(used, wrong)} for the same batch: the loss is divided by the first, and recorded with "
+                "the second. Return the same from both, for every loss whose count is a tensor."
+            )
+    return None
+
+
+def _shown_count(counts: Mapping[str, float], name: str) -> str:
+    return f"the count {counts[name]:g}" if name in counts else "no tensor as a count"
 
 
 def changing_names(subject: Subject, batches: Sequence[Any], where: str) -> str | None:
@@ -232,8 +255,10 @@ def _additive(whole: tuple[Any, Any], parts: tuple[Any, Any], tolerance: float) 
             torch.allclose(torch.as_tensor(a), torch.as_tensor(b), rtol=tolerance, atol=1e-6)
             for a, b in zip(whole, parts, strict=True)
         )
-    if not all(map(math.isfinite, (*whole, *parts))):
+    if not all(map(math.isfinite, whole)):
         return True
+    if not all(map(math.isfinite, parts)):  # no number that is added to it makes the whole finite
+        return False
     if are_close(whole[0], parts[0], tolerance) and are_close(whole[1], parts[1], tolerance):
         return True
     return bool(whole[1] and parts[1]) and are_close(whole[0] / whole[1], parts[0] / parts[1], tolerance)

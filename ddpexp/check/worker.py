@@ -13,6 +13,7 @@ import torch
 
 from ddpexp.check import trials
 from ddpexp.check.attributes import Attributes
+from ddpexp.check.global_loss_trials import wrong_global_loss
 from ddpexp.check.job import Finding
 from ddpexp.check.subject import Subject
 from ddpexp.check.train_step_trials import means_in_train_step, never_trained, uneven_calls
@@ -20,6 +21,7 @@ from ddpexp.config.parse import load
 from ddpexp.data.adapters import sized
 from ddpexp.data.batches import EvalBatches
 from ddpexp.data.streams import Stream
+from ddpexp.distributed.world import World
 from ddpexp.errors import CodeError, DdpexpError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
@@ -28,12 +30,13 @@ from ddpexp.system import files
 from ddpexp.system.oom import bound_memory
 from ddpexp.system.text import first_few
 from ddpexp.system.user_code import place_in_code
+from ddpexp.task import HasCounts
 from ddpexp.train import collectives, gpu_memory, worker
 from ddpexp.train.build import RunContext
 from ddpexp.train.join import join_world
 from ddpexp.train.process import open_log, run_rank
 from ddpexp.train.task_checks import named
-from ddpexp.train.task_step import function_of
+from ddpexp.train.task_step import function_of, global_loss_of
 
 _NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory): you tried to allocate (\d+)")
 
@@ -87,7 +90,7 @@ class _Examined:
             loop.run.strategy.modules,
             loop.run.precision,
             context.world.device,
-            context.world,
+            World.alone(context.world.device),  # a trial is this rank's alone
         )
         self._findings: list[Finding] = []
 
@@ -123,8 +126,9 @@ class _Examined:
             batches = [batch for step in steps for batch in step]
             self._try("calls", lambda: uneven_calls(subject, batches), "workers meet in the same calls for every batch")
         if is_repeatable:
-            problems, fine = self._sums_of_train_step(first)
-            self._try("sums", lambda: [*problems, *trials.wrong_sums(subject, eval_batch)], fine)
+            self._try_sums(first, eval_batch)
+        if isinstance(subject.task, HasCounts) and subject.has_step:
+            self._try("counts", lambda: trials.wrong_counts(subject, first_batches), "those of the losses of step")
         self._try("metrics", lambda: self._names(first_batches, evals), "the same metrics for every batch")
         self._try("parameters", lambda: self._unused(first_batches), "every parameter gets a gradient")
         if is_repeatable and not self._problems & {"sums", "metrics"}:
@@ -188,6 +192,16 @@ class _Examined:
             return
         found = [problems] if isinstance(problems, str) else problems or []
         self._findings += [Finding(check, False, text) for text in found] or [Finding(check, True, fine)]
+
+    def _try_sums(self, first: Any, eval_batch: Any) -> None:
+        """Try losses and metrics of a batch and of its parts."""
+        subject = self._subject
+        problems, fine = self._sums_of_train_step(first)
+        if (task := global_loss_of(subject.task)) is None or subject.is_manual:
+            self._try("sums", lambda: [*problems, *trials.wrong_sums(subject, eval_batch)], fine)
+            return
+        fine = "embed treats each sample alone, and the loss is a sum"
+        self._try("sums", lambda: wrong_global_loss(subject, task, eval_batch), fine)
 
     def _sums_of_train_step(self, batch: Any) -> tuple[list[str], str]:
         """Return the problems of the losses that a train_step passes to backward, and a sentence on the result."""

@@ -17,6 +17,7 @@ import torch
 
 from ddpexp.check import trials
 from ddpexp.check.attributes import Attributes
+from ddpexp.check.global_loss_trials import wrong_global_loss
 from ddpexp.check.job import Part, temporary_folder
 from ddpexp.check.short_run import shortened
 from ddpexp.check.subject import Subject, loss_of_batch
@@ -106,6 +107,42 @@ def test_what_draws_random_numbers_in_an_evaluation_is_left_out() -> None:
     noisy.adds = False
     [problem] = trials.wrong_sums(subject(noisy), batch())
     assert "the metric 'spread'" in problem
+
+
+def test_counts_that_are_not_those_of_the_losses_are_found() -> None:
+    assert trials.wrong_counts(subject(broken.Parts()), [batch()]) is None
+    labels = batch()[1]
+    ones = int(labels.sum())
+    problem = trials.wrong_counts(subject(broken.OtherCounts()), [batch()])
+    assert problem is not None
+    assert f"OtherCounts.counts ({FILE}:" in problem
+    assert f"gives the count {ones + len(labels)} for the loss 'ones', and Parts.step ({FILE}:" in problem
+    assert f") the count {ones} for the same batch" in problem
+    problem = trials.wrong_counts(subject(broken.OtherNames()), [batch()])
+    assert problem is not None
+    assert "gives no tensor as a count for the loss 'ones'" in problem
+
+
+def test_a_loss_that_is_normalized_by_its_micro_batch_is_found() -> None:
+    assert trials.wrong_sums(subject(broken.Parts()), batch()) == []
+    [problem] = trials.wrong_sums(subject(broken.ByMicroBatch()), batch())
+    assert f"Parts.step ({FILE}:" in problem
+    assert "returns the loss 'ones' in line " in problem
+    assert "which is not a sum over samples: " in problem
+
+
+def test_an_embed_that_mixes_samples_and_a_mean_over_the_global_batch_are_found() -> None:
+    def found(task: Any) -> list[str]:
+        return wrong_global_loss(subject(task), task, batch())
+
+    assert found(broken.Contrast()) == []
+    assert found(odd.Noisy()) == []
+    [problem] = found(broken.ContrastMean())
+    assert f"ContrastMean.loss ({FILE}:" in problem
+    assert "seems to return the mean of the loss, not its sum: " in problem
+    [problem] = found(broken.ContrastCentred())
+    assert f"ContrastCentred.embed ({FILE}:" in problem
+    assert "returns other rows for the same samples in smaller batches" in problem
 
 
 def test_a_mean_that_a_train_step_gives_to_backward_is_found() -> None:
@@ -595,6 +632,10 @@ BROKEN = [
     ("two", "broken.Sound", "model._target_=kinds.faulty.Seen"),
     ("workers", "broken.PythonRandom", ""),
     ("workers", "faulty.ByWorld", ""),
+    ("counts", "broken.OtherCounts", ""),
+    ("sums", "broken.ByMicroBatch", ""),
+    ("sums", "broken.ContrastMean", ""),
+    ("sums", "broken.ContrastCentred", ""),
     ("workers", "faulty.ManualByWorld", ""),
 ]  # fmt: skip
 ODD = [
@@ -607,6 +648,10 @@ ODD = [
     ("odd.Table", ""),
     ("odd.CountsExtra", "model._target_=kinds.odd.Extra"),
     ("odd.Means", ""),
+    ("odd.Noisy", ""),
+    ("odd.Gathers", ""),
+    ("broken.Parts", ""),
+    ("broken.Contrast", "optimizer=lbfgs"),
     ("broken.Manual", "trainer.micro_batch_size=4"),
     ("broken.Sound", "strategy.broadcast_buffers=false model._target_=kinds.faulty.Seen"),
 ]

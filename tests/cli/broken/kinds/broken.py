@@ -60,6 +60,64 @@ class NotAdditive(Sound):
         return loss, count, {"spread": (batch[0].std(), 1)}
 
 
+class Parts:
+    """Two losses, the second over the samples of one class."""
+
+    def step(self, model: nn.Module, batch: Batch) -> Any:
+        rows, labels = batch
+        each = functional.cross_entropy(model(rows), labels, reduction="none")
+        return {"all": (each.sum(), len(labels)), "ones": self.ones(each, labels)}, {}
+
+    def ones(self, each: Tensor, labels: Tensor) -> tuple[Tensor, int | Tensor]:
+        return (each * labels).sum(), labels.sum()
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {"ones": batch[1].sum()}
+
+
+class OtherCounts(Parts):
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {"ones": (1 + batch[1]).sum()}
+
+
+class OtherNames(Parts):
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {"zeros": batch[1].sum()}
+
+
+class ByMicroBatch(Parts):
+    def ones(self, each: Tensor, labels: Tensor) -> tuple[Tensor, int | Tensor]:
+        return (each * labels).sum() / labels.sum(), 1
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {}
+
+
+class Contrast:
+    """A loss over the global batch."""
+
+    def embed(self, model: nn.Module, batch: Batch) -> Tensor:
+        embedded: Tensor = model(batch[0])
+        return embedded
+
+    def loss(self, model: nn.Module, embeddings: Tensor) -> Sums:
+        scores = embeddings @ embeddings.T
+        loss = functional.cross_entropy(scores, torch.arange(len(scores)), reduction="sum")
+        return loss, len(scores), {}
+
+
+class ContrastMean(Contrast):
+    def loss(self, model: nn.Module, embeddings: Tensor) -> Sums:
+        loss, count, metrics = super().loss(model, embeddings)
+        return loss / count, count, metrics
+
+
+class ContrastCentred(Contrast):
+    def embed(self, model: nn.Module, batch: Batch) -> Tensor:
+        embedded = super().embed(model, batch)
+        return embedded - embedded.mean(0)
+
+
 class Stateful(Sound):
     def __init__(self) -> None:
         super().__init__()

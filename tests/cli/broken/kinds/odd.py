@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ddpexp.task import OptimizerStep
 
-from .broken import Batch, Manual, Net, Sound, Sums
+from .broken import Batch, Contrast, Manual, Net, Sound, Sums
 
 
 class OnlyTrains:
@@ -42,6 +42,38 @@ class ThroughStep(Sound):
             return loss.detach(), count, metrics
         size = model(batch[0]).square().sum()
         return {"side": (loss, torch.tensor(count)), "size": (size, count, 0.5)}, metrics
+
+
+class Noisy(Contrast):
+    """Embeds samples with noise."""
+
+    def embed(self, model: nn.Module, batch: Batch) -> Tensor:
+        rows, _ = batch
+        embedded: Tensor = model(rows + torch.randn_like(rows))
+        return embedded
+
+
+class Gathers(Contrast):
+    """Trains by hand on the loss of all workers' samples."""
+
+    def train_step(self, update: OptimizerStep, batches: Sequence[Batch]) -> Any:
+        firsts, parts = [], []
+        for batch in batches:
+            with update.micro_batch(last=False) as micro_batch, torch.no_grad():
+                parts.append(self.embed(update.models, batch))
+            firsts.append(micro_batch)
+        rows = update.world.gather(torch.cat(parts)).requires_grad_()
+        loss, count, metrics = self.loss(update.models, rows)
+        [slopes] = torch.autograd.grad(loss, [rows])
+        begin = update.world.rank * sum(map(len, parts))
+        for number, (first, batch) in enumerate(zip(firsts, batches, strict=True), start=1):
+            with first.repeat(last=number == len(batches)) as micro_batch:
+                embedded = self.embed(update.models, batch)
+                micro_batch.backward((embedded * slopes[begin : begin + len(embedded)]).sum(), len(embedded))
+            begin += len(embedded)
+        update.apply()
+        is_zero = int(update.world.is_rank_zero)
+        return loss.detach() * is_zero, count * is_zero, metrics
 
 
 class Episodes(Sound):
