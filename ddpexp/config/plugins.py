@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 import yaml
 
 from ddpexp.config.registry import key_of, key_of_class, section_of
+from ddpexp.system import files
 from ddpexp.system.yaml_text import load_yaml
 
 GROUPS = {  # of entry points, `name = package.module:Class`, by the section whose `_target_` may name them
@@ -24,6 +26,8 @@ GROUPS = {  # of entry points, `name = package.module:Class`, by the section who
     "strategy": "ddpexp.strategies",  # of its options, by strategy.kind
 }
 RECIPES = "ddpexp.recipes"  # `name = package`: the code that the configs in this package name is trusted
+_SECTION = re.compile(r"^\[project\.entry-points\.[\"'](ddpexp\.\w+)[\"']\][^\n]*\n(.*?)(?=^\[|\Z)", re.M | re.S)
+_ENTRY = re.compile(r"^\s*[\"']?([\w.-]+)[\"']?\s*=\s*[\"']([^\"']+)[\"']", re.M)
 _OBJECT = re.compile(r"(\w+(?:\.\w+)*)\s*:\s*(\w+(?:\.\w+)*)")
 
 
@@ -109,6 +113,30 @@ def hidden(name: str = "") -> str:
                 f"ddpexp new does."
             )
     return ""
+
+
+def uninstalled(option: str) -> str:
+    """Return a sentence on a project whose entry points pip has not installed, or not since they changed; else empty.
+
+    It is in the current folder, in one above it, or in one that is called as the option that was not found.
+    """
+    here = Path.cwd()
+    for path in (folder / "pyproject.toml" for folder in (here / option, here, *here.parents)):
+        for group, name, value in _declared(path):
+            if _entry_points().get(group, {}).get(name) != value:
+                folder = files.shortest(path.parent)
+                return (
+                    f"{files.typed(path)} declares {name} for {group}, and that is not installed: type pip install -e "
+                    f"{shlex.quote(folder if folder.startswith(('.', '/')) else f'./{folder}')} and repeat the command."
+                )
+    return ""
+
+
+def _declared(project: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield the group, the name and the value of each entry point in a pyproject.toml, if there is one."""
+    with suppress(OSError, ValueError):
+        for group, lines in _SECTION.findall(project.read_text()):
+            yield from ((group, name, value.partition("[")[0].strip()) for name, value in _ENTRY.findall(lines))
 
 
 def _folders(package: str) -> list[Path]:

@@ -19,7 +19,7 @@ from ddpexp.config.declared import takes_fraction, takes_list, takes_number
 from ddpexp.config.folders import LISTED, conf_folder, options, our_options
 from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.config.hydra_section import no_effect
-from ddpexp.config.plugins import hidden, plugin_folders
+from ddpexp.config.plugins import hidden, plugin_folders, uninstalled
 from ddpexp.errors import RefusedError, SweptError, subject
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # the variable with which Hydra shows whole errors
@@ -136,8 +136,9 @@ def unknown_option(file: str, known: Sequence[str] | None, message: str) -> Refu
     if advice := advice_on_value(group, elsewhere):
         return RefusedError("is not a known option", key=group, value=option, suggestion=advice)
     meant = did_you_mean(option, known, f"{group}=") if known else f"There is no group {group}."
-    if group == "recipe" and option and not added and "Did you mean" not in meant:
-        meant = hidden() or f"{meant} Recipes of your own are in the folder that --config-dir names."
+    if option and known and "Did you mean" not in meant:
+        own = " Recipes of your own are in the folder that --config-dir names." if group == "recipe" else ""
+        meant = meant if added else uninstalled(option) or hidden() or f"{meant}{own}"
     return RefusedError("is not a known option", key=group, value=option, suggestion=meant)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpexp.config import plugins
 from ddpexp.config.build import unknown_key
 from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
@@ -707,3 +708,18 @@ def test_windows_line_ends_and_comments_before_the_package_are_no_mistake(projec
         made = compose_command(["--config-dir", "mine/conf", f"recipe={recipe}"])
         assert isinstance(made, ResolvedConfig)
         assert made.values["recipe"]["name"] == recipe.removesuffix(".yaml")
+
+
+def test_a_project_whose_entry_points_are_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    section = '[project.entry-points."ddpexp.recipes"]\nmine = "mine"\n\n[tool.other]\nname = "x"\n'
+    (tmp_path / "mine/pyproject.toml").write_text(section)
+    monkeypatch.chdir(tmp_path)
+    said = "mine/pyproject.toml declares mine for ddpexp.recipes, and that is not installed: type pip install -e ./mine"
+    assert refusal("recipe=mine").startswith(f"recipe=mine is not a known option. {said}")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert "pip install -e . and" in plugins.uninstalled("other")
+    monkeypatch.setattr(plugins, "_entry_points", lambda: {"ddpexp.recipes": {"mine": "mine"}})
+    assert plugins.uninstalled("mine") == ""
