@@ -140,6 +140,9 @@ class Portable(Protocol):
     def submitted(self, **facts: Any) -> None:
         """Add facts, such as the id of the job at its scheduler, to the result, unless the job has already begun."""
 
+    def withdraw(self, others: Sequence[Path]) -> None:
+        """Remove the folder of a submitted job that was refused, if `create` has made it, with `others` in it."""
+
     def describe(self) -> dict[str, Any]:
         """Return, as plain values, what `ddpexp member FILE` needs to join."""
 

@@ -67,6 +67,7 @@ class Training(Lifecycle):
         self._began = False  # the run belongs to this command
         self._notes: list[str] = []
         self._created: tuple[RunDir, list[Path]] | None = None  # by this start, with the folders above it
+        self._handed_over: tuple[RunDir, list[Path]] | None = None  # the same, once the job is submitted
         self._layout: Layout | None = None  # of this start
 
     @cached_property
@@ -155,9 +156,16 @@ class Training(Lifecycle):
 
     def submitted(self, **facts: Any) -> None:
         """Add facts to result.json, unless the job has begun; from here on the folder is the job's."""
-        self._created = None
+        self._handed_over, self._created = self._created, None
         if self.run is not None and self.run.status() == "submitted":
             self._write_submitted(**facts)
+
+    def withdraw(self, others: Sequence[Path]) -> None:
+        """Remove the folder of a submitted job that was refused, if this command has made it, with `others` in it."""
+        if self._handed_over is not None and not directory.has_trained(self._handed_over[0]):
+            for path in others:
+                path.unlink(missing_ok=True)
+            directory.remove(*self._handed_over)
 
     def _write_submitted(self, **facts: Any) -> None:
         assert self.run is not None

@@ -211,6 +211,7 @@ class LocalJobs:
         self._curves.pop(job.number, None)  # it may have grown since
         if (
             ended.status == "failed"
+            and not ended.diverged  # it would diverge again
             and code != EXIT_REFUSED
             and running.attempt <= self._log.settings.retries
             and not self._stopping

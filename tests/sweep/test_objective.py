@@ -61,7 +61,7 @@ def test_a_trial_that_fails_is_reported_to_optuna_and_listed(sweeps: Sweeps) -> 
 def test_a_trial_that_diverges_neither_ends_a_study_nor_is_repeated(sweeps: Sweeps) -> None:
     overrides = (
         "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=1",
-        "sweep.objective=eval/loss", "optimizer.lr=choice(1e38,0.1)", "trainer.max_steps=4",
+        "sweep.objective=eval/loss", "optimizer.lr=choice(1e38,0.1)", "trainer.max_steps=4", "sweep.retries=2",
     )  # fmt: skip
     sweep = sweeps(*overrides)
     assert sweep.code == 1

@@ -8,15 +8,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, Failure, RefusedError, StoppedError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError
 from ddpexp.launch import Failed, Job
-from ddpexp.launch.launchers.slurm_follow import follow_job, leave_running, of_unstarted, status
+from ddpexp.launch.launchers.slurm_follow import follow_job, leave_running, of_unstarted, refusal, status
 from ddpexp.launch.launchers.slurm_text import checked_script, log_name
 from ddpexp.system.files import write_data
 from ddpexp.system.job_schedulers.base import FORGOTTEN
 from ddpexp.system.job_schedulers.slurm import SLURM
 from ddpexp.system.process import deferred_stop_signals
 from ddpexp.system.terminal import print_message
+
+_SCRIPT = "job.sbatch"
 
 
 def submit_job(job: Job, script: Callable[[Path], str], wait: bool) -> int:
@@ -30,7 +32,7 @@ def submit_job(job: Job, script: Callable[[Path], str], wait: bool) -> int:
     portable = job.require_portable()
     portable.prepare()
     run = portable.create()
-    path = run / "job.sbatch"
+    path = run / _SCRIPT
     before = path.read_bytes() if path.is_file() else None  # of a run that is resumed
     write_data(path, checked_script(script(run), path.name))
     job_id = ""
@@ -70,6 +72,8 @@ def _wait(job: Job, job_id: str, run: Path, output: Path) -> int:
         code = of_unstarted(code)
         text = f"job {job_id} ended as {state} before its command began: see {output}"
         job.lifecycle.end(Failed(Failure.of_command("SlurmError", text, exit_code=code)))
+    elif code == EXIT_REFUSED and refusal(run) is not None:  # the job's output was shown here, like any refusal
+        job.require_portable().withdraw([run / _SCRIPT, output])
     if code:
         print_message(f"ddpexp: job {job_id} ended as {state}")
     return code

@@ -177,7 +177,7 @@ class RunView:
         return step % self._run.options.log_every == 0 or step == self.num_steps
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of all models by names such as `model.0.weight`, in their order, tied ones once."""
+        """Yield the parameters of all models by names such as `model.0.weight`, sorted by name, tied ones once."""
         seen: set[int] = set()
         for name, parameter in self._parameters.items():
             if id(parameter) not in seen:
