@@ -32,17 +32,18 @@ _NAME = "torch._dynamo"
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"  # variable of the environment, which torch sets when it makes that folder
 _PACKAGES = ("torch", "functorch", "triton")  # packages that import the compiler, or that it imports
 _FIRST_STEP = ("torch.profiler._cupti_monitor", "torch.nested._internal.nested_tensor")  # imported by any first step
+_ON_META = ("torch.utils._device", "torch.fx.experimental.symbolic_shapes")  # by any operation on the meta device
 
 
-def defer() -> None:
+def defer(on_meta: bool = False) -> None:
     """Install the stand-in; does nothing if the compiler is already imported, or configured in the environment.
 
-    Import everything else that is needed from torch before.
+    Import everything else that is needed from torch before. `on_meta`: operations on the meta device follow.
     """
     configured = any(name.startswith("TORCHDYNAMO") for name in os.environ)
     if _NAME in sys.modules or configured:
         return
-    for name in _FIRST_STEP:
+    for name in (*_FIRST_STEP, *(_ON_META if on_meta else ())):
         with suppress(ImportError):  # of another version of torch
             importlib.import_module(name)
     standin = _StandIn()

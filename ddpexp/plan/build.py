@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ddpexp.compat import lazy_dynamo
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.sampling import training_plan
@@ -66,6 +67,8 @@ def _result(
     try:
         experiment, layout = load(run["config"]), Layout(**run["layout"])
         experiment.trust.make_importable()
+        if not experiment.trainer.compile:
+            lazy_dynamo.defer(on_meta=True)
         facts, steps, optimizers = collect(experiment, layout, prepared, num_samples)
         lines = curves_of(experiment, optimizers, **steps) if curves else {}
         return {"facts": asdict(facts), "steps": steps, "curves": lines}
