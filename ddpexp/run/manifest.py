@@ -18,6 +18,7 @@ from typing import Any
 from ddpexp.launch import Layout, Participants
 from ddpexp.run.directory import FORMAT, RunDir
 from ddpexp.run.repository import Snapshot
+from ddpexp.system import gpus, nvml
 from ddpexp.system.files import first_free_name, sha256
 from ddpexp.system.job_schedulers import restart_count
 
@@ -67,6 +68,7 @@ def describe(
         "hosts": list(dict.fromkeys(start.participants.hosts)),
         "owners": sorted(set(start.participants.owners)),
         "platform": platform.platform(),
+        **(_gpus() if start.layout.device == "cuda" else {}),
         "world": asdict(start.layout),
         "inputs": dict(start.inputs or {}),
         "changes": list(start.changes),
@@ -81,6 +83,14 @@ def describe(
         of_the_run["resolved"] = dict(start.resolved)
     earlier = _earlier(before, facts) if before else []
     return {"format": FORMAT, **facts, "data": dict(data) if data else None, **of_the_run, "earlier": earlier}
+
+
+def _gpus() -> dict[str, Any]:
+    """Return the models of the GPUs that this host's workers may use, and the driver's version, where it tells them."""
+    answer = nvml.driver()
+    used = {device.gpu for device in gpus.visible(answer.gpus, os.environ).devices}
+    names = list(dict.fromkeys(gpu.name for gpu in answer.gpus if gpu.uuid in used and gpu.name))
+    return {"gpus": {"models": names, "driver": answer.version}} if names else {}
 
 
 def _earlier(before: Mapping[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ Groups = Mapping[str, Mapping[str, Any]]
 _OF_A_START = ("dir", "resume", "allow_changes", "trust", "code", "rerun_of", "rerun_exact")  # keys of `run`
 SAMPLES = " samples"
 """How the keys end that have the size of a set of the data."""
+GPUS = "GPUs"
 COMMIT, PATCH = "commit", "uncommitted changes"
 _PLACES = ("folder", "note", "source")  # keys of a description of data that do not say what the data is
 _HASH = 12  # characters of a hash that are shown
@@ -103,7 +104,7 @@ def is_decisive(group: str, key: str, old: Any, rules: Mapping[str, Key]) -> boo
         return key.startswith("run.init_") or resume_rule(key, rules).on_resume != "free"
     if group == "code":
         return key not in (COMMIT, PATCH)
-    if group == "versions":
+    if group == "versions" or key == GPUS:
         return old is not MISSING
     return group == "data" or key in _WORLD
 
@@ -137,6 +138,8 @@ def _data(start: Mapping[str, Any]) -> dict[str, Any]:
 def _machine(start: Mapping[str, Any]) -> dict[str, Any]:
     world = _mapping(start.get("world"))
     machine = {key: world[key] for key in _WORLD if key in world}
+    gpus = _mapping(start.get("gpus"))
+    machine |= {key: gpus[name] for key, name in ((GPUS, "models"), ("driver", "driver")) if name in gpus}
     hosts = start.get("hosts")
     if isinstance(hosts, list):
         machine["hosts"] = hosts

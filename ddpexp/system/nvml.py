@@ -14,7 +14,7 @@ from pathlib import Path
 _SUCCESS = 0
 _NO_PERMISSION = 4
 _FUNCTION_NOT_FOUND = 13  # also: this library is older than the function
-_UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+_TEXT_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE, as long as any
 _LIBRARY = "libnvidia-ml.so.1"
 _REMEDY = ": install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all)"
 
@@ -35,6 +35,7 @@ class Gpu:
     uuid: str
     obstacle: str = ""  # why this process cannot use it; empty if it can
     mig: tuple[MigInstance, ...] | None = None  # the instances that it can use; None: not in MIG mode
+    name: str = ""  # its model, such as NVIDIA H100 80GB HBM3; empty: not known
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Driver:
     gpus: tuple[Gpu, ...] = ()
     error: str = ""  # why it did not answer although there is a GPU
     cuda: str = ""  # the newest version of CUDA that it supports; empty: not known
+    version: str = ""  # its own, likewise
 
 
 @functools.cache
@@ -69,7 +71,8 @@ def driver() -> Driver:
             return Driver(error=_reported(nvml, status))
         version = nvml.number("nvmlSystemGetCudaDriverVersion_v2") or 0  # 13020 is 13.2
         cuda = f"{version // 1000}.{version % 1000 // 10}" if version else ""
-        return Driver(tuple(_gpu(nvml, index) for index in range(count.value)), cuda=cuda)
+        gpus = tuple(_gpu(nvml, index) for index in range(count.value))
+        return Driver(gpus, cuda=cuda, version=nvml.text("nvmlSystemGetDriverVersion"))
     finally:
         nvml.call("nvmlShutdown")
 
@@ -119,7 +122,8 @@ def _gpu(nvml: _Nvml, index: int) -> Gpu:
         return Gpu(f"GPU {index}", obstacle(status, nvml.error(status), None))
     minor = nvml.number("nvmlDeviceGetMinorNumber", handle)
     hindrance = obstacle(status, "", None if minor is None else _open_error(f"/dev/nvidia{minor}"))
-    return Gpu(nvml.uuid(handle) or f"GPU {index}", hindrance, _instances(nvml, handle))
+    uuid, name = nvml.text("nvmlDeviceGetUUID", handle), nvml.text("nvmlDeviceGetName", handle)
+    return Gpu(uuid or f"GPU {index}", hindrance, _instances(nvml, handle), name)
 
 
 def _instances(nvml: _Nvml, gpu: ctypes.c_void_p) -> tuple[MigInstance, ...] | None:
@@ -132,7 +136,7 @@ def _instances(nvml: _Nvml, gpu: ctypes.c_void_p) -> tuple[MigInstance, ...] | N
         handle = ctypes.c_void_p()  # instances that do not exist, or that this process may not use, have none
         if nvml.call("nvmlDeviceGetMigDeviceHandleByIndex", gpu, index, ctypes.byref(handle)) == _SUCCESS:
             numbers = [nvml.number(f"nvmlDeviceGet{kind}InstanceId", handle) for kind in ("Gpu", "Compute")]
-            uuid = nvml.uuid(handle)
+            uuid = nvml.text("nvmlDeviceGetUUID", handle)
             if uuid:
                 instances.append(MigInstance(uuid, *(-1 if number is None else number for number in numbers)))
     return tuple(instances)
@@ -164,9 +168,10 @@ class _Nvml:
         value = ctypes.c_uint(0)
         return int(value.value) if self.call(name, *handle, ctypes.byref(value)) == _SUCCESS else None
 
-    def uuid(self, handle: ctypes.c_void_p) -> str:
-        text = ctypes.create_string_buffer(_UUID_BYTES)
-        return text.value.decode() if self.call("nvmlDeviceGetUUID", handle, text, len(text)) == _SUCCESS else ""
+    def text(self, name: str, *handle: ctypes.c_void_p) -> str:
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        found = self.call(name, *handle, text, len(text)) == _SUCCESS
+        return text.value.decode(errors="replace") if found else ""
 
     def error(self, status: int) -> str:
         function = self._library.nvmlErrorString

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import pytest
 from ddpexp.launch import Layout, Participants
 from ddpexp.run import manifest
 from ddpexp.run.directory import RunDir
+from ddpexp.run.provenance import provenance
 from ddpexp.run.repository import Snapshot
-from ddpexp.system import files
+from ddpexp.system import files, nvml
 from ddpexp.system.files import write
+from ddpexp.system.nvml import Driver, Gpu
 from tests.conftest import ROOT
 
 LAYOUT = Layout(nodes=1, world_size=4, device="cpu", backend="gloo", threads=2)
@@ -45,6 +48,17 @@ def test_the_manifest_says_where_and_on_what_a_run_happens(tmp_path: Path) -> No
     assert (found["world"]["world_size"], found["data"]["name"], found["hosts"]) == (4, "points", ["a"])
     assert found["git"] == {"commit": "abc", "dirty": False}
     assert run.layout() == LAYOUT
+
+
+def test_a_run_on_gpus_names_their_models_and_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Driver((Gpu("GPU-0", name="H100"), Gpu("GPU-1", name="H100"), Gpu("GPU-2", name="L4")), version="580.95")
+    monkeypatch.setattr(nvml, "driver", lambda: answer)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    found = described(layout=replace(LAYOUT, device="cuda", backend="nccl"))
+    assert found["gpus"] == {"models": ["H100"], "driver": "580.95"}
+    machine = provenance({}, found)["machine"]
+    assert (machine["GPUs"], machine["driver"]) == (["H100"], "580.95")
+    assert "gpus" not in described()
 
 
 def test_each_thing_is_there_once() -> None:

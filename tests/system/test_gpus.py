@@ -313,11 +313,12 @@ def test_a_library_gives_its_gpus_instances_and_what_cannot_be_opened(monkeypatc
     try:
         assert nvml.driver() == Driver(
             (
-                Gpu("GPU-0"),
+                Gpu("GPU-0", name="H100"),
                 Gpu("GPU-1", "not in this process's device control group"),
                 Gpu("GPU 2", "not in this process's device control group"),
                 Gpu("GPU-3", mig=(MigInstance("MIG-3-0", 10, 0), MigInstance("MIG-3-2", 12, 0))),
-            )
+            ),
+            version="580.95",
         )
     finally:
         nvml.driver.cache_clear()
@@ -349,6 +350,14 @@ class Library:
         name = f"GPU-{number}" if number < 100 else f"MIG-3-{number - 100}"
         text.value = name.encode()  # type: ignore[attr-defined]
         return 0 if size == 96 else 7
+
+    def nvmlDeviceGetName(self, handle: object, text: object, size: int) -> int:
+        text.value = b"H100"  # type: ignore[attr-defined]
+        return 0 if handle.value == 1 else 3  # type: ignore[attr-defined]
+
+    def nvmlSystemGetDriverVersion(self, text: object, size: int) -> int:
+        text.value = b"580.95"  # type: ignore[attr-defined]
+        return 0
 
     def nvmlDeviceGetMigMode(self, handle: object, current: object, pending: object) -> int:
         return self._set(current, 1) if handle.value == 4 else 3  # type: ignore[attr-defined]
