@@ -91,10 +91,13 @@ def _project(call: Call) -> tuple[Path, str]:
     meant = others.get(kind.lower().replace("_", "-")) or nearest(kind, available)
     like = f" --like {meant}" if "--like" in call.options and meant is not None else ""
     if len(call.operands) > 1:
-        raise RefusedError(
-            place=f"new {' '.join(call.operands)}",
-            suggestion=f"Give one name at a time, as in ddpexp new {'_'.join(call.operands)}{like}.",
-        )
+        name, second, *_ = call.operands
+        if not like and (named := others.get(second) or (second if second in available else None)):
+            typed = f"{name} --like {named}"
+        else:
+            typed = f"{'_'.join(call.operands)}{like}"
+        place = f"new {' '.join(call.operands)}"
+        raise RefusedError(place=place, suggestion=f"Give one name at a time, as in ddpexp new {typed}.")
     place = Path(call.operands[0])
     _check_name(place, like)
     if kind not in available:
@@ -109,7 +112,7 @@ def _project(call: Call) -> tuple[Path, str]:
 def _check_name(place: Path, like: str) -> None:
     """Refuse a name that the package or the folder cannot have."""
     name = place.name.replace("-", "_")
-    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+    if not _NAME.fullmatch(name):
         plain = re.sub("[^a-z0-9]+", "_", name.lower()).strip("_")
         usable = _NAME.fullmatch(plain) and not keyword.iskeyword(plain)
         raise RefusedError(
@@ -120,7 +123,9 @@ def _check_name(place: Path, like: str) -> None:
             else "Use lower-case letters, digits, underscores and hyphens, with a letter first.",
         )
     taken = ""
-    if (conf_folder() / "recipe" / f"{name}.yaml").is_file():
+    if keyword.iskeyword(name):
+        taken = "The name is a word of Python's own"
+    elif (conf_folder() / "recipe" / f"{name}.yaml").is_file():
         taken = f"The recipe {name} is one of ddpexp's own"
     elif os.path.lexists(place):
         taken = "There is a file or folder of that name already"

@@ -24,7 +24,12 @@ _CHECKPOINT = Option(
     "C",
     "best",
 )
-_OTHER_CHECKPOINT = dict.fromkeys(("checkpoint_path", "ckpt", "ckpt_path"), "Type --checkpoint best, last or a step.")
+_OTHER_CHECKPOINT = {
+    **dict.fromkeys(("checkpoint_path", "ckpt", "ckpt_path"), "Type --checkpoint best, last or a step."),
+    **{which: f"Type --checkpoint {which}." for which in ("best", "last")},
+    "run": "The run stands first, behind the command.",
+    "opset": "ONNX files have the opset that torch chooses: leave it out.",
+}
 _SORTED = "The rows are sorted by sweep.objective=METRIC, in the order of sweep.mode=min or max."
 
 VERBS = (
@@ -210,7 +215,7 @@ into its directory, of anything into the FOLDER behind --out.""",
         is_interruptible=True,
         operands="directories",
         foreign_options={
-            **dict.fromkeys(("sort", "sort_by", "order_by"), _SORTED),
+            **dict.fromkeys(("sort", "sort_by", "order_by", "best", "metric", "objective", "mode"), _SORTED),
             **{kind: f"Type --format {kind}." for kind in ("csv", "latex", "markdown")},
         },
         missing_prompt="table of what? Name a sweep, a run, or a folder that holds some, such as outputs/mnist.",
@@ -479,6 +484,12 @@ def check_is_no_verb(argument: str, rest: Sequence[str] = ()) -> None:
         reason = "is not a command, for ddpexp trains when it gets none"
         typed = f"python -m ddpexp {shlex.join(rest)}" if rest else _EXAMPLE
         raise RefusedError(reason, place=argument, suggestion=f"Leave it out: {typed}.")
+    if argument in ("sweep", "multirun", "tune", "search") and not os.path.isdir(argument):
+        raise RefusedError(
+            "is not a command, for -m makes a sweep",
+            place=argument,
+            suggestion=f"Did you mean python -m ddpexp -m {shlex.join(rest) or 'recipe=mnist optimizer.lr=0.1,0.01'}?",
+        )
     if near is not None:
         options = ["--split", "test"] if argument.lower() == "test" else []
         typed = shlex.join([near, *rest, *options]) if not any(word.startswith("-") for word in rest) else near

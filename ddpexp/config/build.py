@@ -34,6 +34,9 @@ _NO_SUCH_KEY = {  # advice for keys that only look right
     "logger._target_": "Each logger has a name, as in +logger.mine._target_=mine.Logger: see docs/loggers.md.",
     "callbacks._target_": "Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/callbacks.md.",
     "scheduler.warmup": "The rise of scheduler=onecycle is scheduler.peak_at, or scheduler.warmup_steps.",
+    "trainer.monitor": "The metric of the best weights is in trainer.keep_best=max:eval/accuracy, with its mode.",
+    "wandb.project": "Choose the logger, too: 'logger=[tensorboard,wandb]' logger.wandb.project=NAME.",
+    "logger.wandb.name": "A run is named after its directory: run.dir=outputs/first.",
     "launcher.nodes": "Did you mean trainer.nodes?",
     "launcher.gpus": "Did you mean launcher.gpus_per_node (Slurm's) or trainer.gpus (the workers of each node)?",
     "launcher.ntasks_per_node": "A node has one task, which starts its workers: did you mean trainer.gpus?",
@@ -261,7 +264,9 @@ def _meant(value: Any, hint: Any, parts: Sequence[Any], key: str) -> str | None:
     """Return the value that may be meant, as it is typed."""
     text = shown(value).lower()
     if typing.get_origin(hint) is tuple:
-        return f"[{value}]" if isinstance(value, str) and value else None
+        if not isinstance(value, str) or not value:
+            return None
+        return f"[{value}]" if re.fullmatch(r"[^\s'\"]+", value) else f"['{value}']"
     if (here := value_here(key, text)) is not None:
         return here
     if type(None) in parts and text in ("", "none", "nil"):

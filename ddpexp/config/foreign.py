@@ -58,6 +58,14 @@ _SENTENCES = {
     ),
     "debug fast_dev_run num_sanity_val_steps": _CHECK,
     "hparams_search": _SEARCH,
+    "n_trials num_trials": "hydra.sweeper.n_trials=10 is a key of a search: -m recipe=mnist hydra/sweeper=optuna.",
+    "sweep multirun": "-m makes a sweep: python -m ddpexp -m recipe=mnist optimizer.lr=0.1,0.01.",
+    "dry_run": "launcher=slurm launcher.dry_run=true prints the script of a job.",
+    "train do_train run_train": "A run is trained; without training it is python -m ddpexp evaluate RUN_DIR.",
+    "split": "An evaluation set is named by --split test of the commands evaluate and predict.",
+    "print_config": "--cfg job prints the configuration, and trains nothing.",
+    "log_model": "logger.wandb.checkpoint=best sends the best checkpoint, and so does logger.mlflow.checkpoint=best.",
+    "check_val_every_n_epoch": "trainer.eval_every=epoch evaluates every epoch, and trainer.eval_every=500 by steps.",
     "test do_test run_test": (
         "The set `test` is evaluated at the end by itself: data.validation_fraction=0.1 data.test_set=eval makes the "
         "evaluation set of recipe=mnist such a set."
@@ -139,7 +147,8 @@ _ADVICE_ON_OPTIONS = {  # patterns of options of a group for which no single opt
     },
     "callbacks": {
         "(model_?)?checkpoint(s|_callback)?": _KEEP_BEST,
-        "(rich_|tqdm_)?(progress_?bar|model_?summary)|default": _PROGRESS,
+        "(rich_|tqdm_)?(progress_?bar|model_?summary)": _PROGRESS,
+        "default": f"{_KEEP_BEST} callbacks=early_stopping ends a run early, and progress is shown by itself.",
         "(ema_?)?weight_?averaging|ema": _EMA,
         "stochastic_?weight_?averaging|swa": _SWA,
         "timer": _SENTENCES["max_time"],

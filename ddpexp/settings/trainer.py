@@ -135,10 +135,9 @@ class Trainer:
             at_least=0,
             use="epoch, a number of steps, or 0 for never",
             on_resume="free",
-            also="val_check_interval check_val_every_n_epoch eval_steps eval_interval eval_strategy "
-            "evaluation_strategy",
+            also="val_check_interval eval_steps eval_interval eval_strategy evaluation_strategy",
             synonyms={"0": "no never"},
-            advice={r"[\d.]+|\d+ ?epochs?": "It is a number of optimizer steps, or epoch."},
+            advice={r"[\d.]+|\d+ ?epochs?": "It takes steps, as in trainer.eval_every=500, or epoch."},
         ),
     ]
     checkpoint_every: Annotated[

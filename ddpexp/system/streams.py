@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import io
 import sys
+from contextlib import suppress
 from typing import TextIO
 
 from ddpexp.system.secrets import masked
 
 
 class MaskedText(io.TextIOWrapper):
-    """A stream that masks the secrets in each text that is written to it."""
+    """A stream that masks the secrets in each text that is written to it.
+
+    A reader that goes away, as in `ddpexp schema | head`, is no error.
+    """
 
     def write(self, text: str, /) -> int:
         """Write a text; return its length."""
-        super().write(masked(text))
+        with suppress(BrokenPipeError):
+            super().write(masked(text))
         return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with suppress(BrokenPipeError):
+            super().flush()
 
 
 def mask_standard_streams() -> None:

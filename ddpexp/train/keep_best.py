@@ -41,11 +41,12 @@ def check_set(keep_best: str | None, sets: Iterable[str]) -> None:
             value=keep_best,
         )
     meant = nearest(chosen, known) or known[0]
+    full = "accuracy" if metric == "acc" else metric  # the metrics are known once something is evaluated
     raise RefusedError(
         f"names the evaluation set {chosen}, but the data has only {', '.join(known)}",
         key="trainer.keep_best",
         value=keep_best,
-        suggestion=f"Did you mean trainer.keep_best={mode}:{meant}/{metric}?",
+        suggestion=f"Did you mean trainer.keep_best={mode}:{meant}/{full}?",
     )
 
 

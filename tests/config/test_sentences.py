@@ -344,9 +344,9 @@ trainer.device=cuda:0 is not one of auto, cpu, cuda. Did you mean trainer.device
 > trainer.precision=tf32
 trainer.precision=tf32 is not one of fp32, bf16, fp16. trainer.matmul_precision=high lets matrix products in fp32 use TF
 > trainer.eval_every=0.25
-trainer.eval_every=0.25 is not epoch or a whole number. It is a number of optimizer steps, or epoch.
+trainer.eval_every=0.25 is not epoch or a whole number. It takes steps, as in trainer.eval_every=500, or epoch.
 > trainer.eval_every=2epochs
-trainer.eval_every=2epochs is not epoch or a whole number. It is a number of optimizer steps, or epoch.
+trainer.eval_every=2epochs is not epoch or a whole number. It takes steps, as in trainer.eval_every=500, or epoch.
 > trainer.checkpoint_every=best
 trainer.checkpoint_every=best is not epoch or a whole number. trainer.keep_best=max:eval/accuracy keeps the best one, to
 > trainer.keep_last=all

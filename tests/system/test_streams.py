@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ddpexp.system.programs import python
+from ddpexp.system.streams import MaskedText
 from tests.conftest import PATIENCE
 
 ENVIRON = {"DDPEXP_SECRETS": "MINE", "MINE": "q5zk-planted"}
@@ -57,3 +60,14 @@ def test_a_command_masks_what_a_library_prints(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "${oc.env:MINE}" in done.stdout
     assert "q5zk-planted" not in done.stdout + done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with io.FileIO(writing, "w") as raw:
+        stream = MaskedText(raw, write_through=True)
+        assert stream.write("text") == 4
+        stream.flush()
+        with suppress(BrokenPipeError):
+            stream.detach()
