@@ -96,8 +96,8 @@ def _project(call: Call) -> tuple[Path, str]:
             typed = f"{name} --like {named}"
         else:
             typed = f"{'_'.join(call.operands)}{like}"
-        place = f"new {' '.join(call.operands)}"
-        raise RefusedError(place=place, suggestion=f"Give one name at a time, as in ddpexp new {typed}.")
+        words = f"new {' '.join(call.operands)}"
+        raise RefusedError(place=words, suggestion=f"Give one name at a time, as in ddpexp new {typed}.")
     place = Path(call.operands[0])
     _check_name(place, like)
     if kind not in available:

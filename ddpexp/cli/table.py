@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -9,12 +11,14 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from ddpexp.cli.verb import Call
-from ddpexp.config.build import did_you_mean
+from ddpexp.config.build import did_you_mean, nearest
 from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.settings.metrics import TEST_SET
 from ddpexp.sweep import comparison, table_files
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.arguments import TableArguments
 from ddpexp.sweep.as_json import table_as_dict
+from ddpexp.sweep.comparison import LAST
 from ddpexp.sweep.drawing import Drawing
 from ddpexp.sweep.grid import limit, show
 from ddpexp.sweep.record import Goal
@@ -28,12 +32,14 @@ def table(call: Call) -> int:
     Raises:
         RefusedError: invalid arguments, or nothing there.
     """
+    _check_words(call)
     arguments = call.typed(TableArguments.of(call.operands))
     goal = arguments.goal()
     rows, goal = comparison.by_best(arguments.rows(goal.metric), goal)
     metrics = comparison.metrics_of(rows)
     if goal.metric is not None and metrics and all(row.objective is None for row in rows):
-        suggestion = did_you_mean(goal.metric, metrics, "sweep.objective=")
+        chosen_by = [name for name in metrics if name.partition("/")[0] != TEST_SET] or metrics
+        suggestion = _meant(goal.metric, chosen_by, "sweep.objective=")
         raise RefusedError(
             "is not recorded by any of these", key="sweep.objective", value=goal.metric, suggestion=suggestion
         )
@@ -51,6 +57,12 @@ def table(call: Call) -> int:
         typed = [name for name in arguments.columns.split(",") if name]
         columns = [comparison.chosen_column(name, rows, goal) for name in typed]
         chosen = _with_columns(rows, goal, columns)
+        if arguments.seeds and not any(name.removeprefix(LAST) in _metrics(rows, goal) for name in columns):
+            raise RefusedError(
+                "names no metric, and the means have the keys that tell runs apart by themselves",
+                place=f"--seeds --columns {arguments.columns}",
+                suggestion=f"Name a metric, for example --columns {metrics[0]}." if metrics else "",
+            )
     elif arguments.all:
         columns = tables.all_columns(rows, goal)
     if arguments.format is not None:
@@ -86,13 +98,49 @@ def _with_columns(rows: Sequence[Row], goal: Goal, columns: Sequence[str]) -> li
         *(name for row in filled for name in (*row.resolved, *row.values, *comparison.columns_of(row, goal))),
     }
     for name in columns:
-        if name.removeprefix(comparison.LAST) not in names:
+        if name.removeprefix(LAST) not in names:
+            metrics = sorted(_metrics(rows, goal), key=lambda metric: metric.startswith("train/"))
+            first = [*comparison.varying(rows), *metrics, *tables.FACTS]
+            is_near = name in {re.split(r"[./]", one)[-1] for one in names} or nearest(name, names) is not None
             raise RefusedError(
                 "is not a key or metric of any of these",
                 place=f"--columns {name}",
-                suggestion=did_you_mean(name, sorted(names), "--columns "),
+                # The list of all keys would be long.
+                suggestion=_meant(name, [*first, *sorted(names)] if is_near else first, "--columns "),
             )
     return filled
+
+
+def _check_words(call: Call) -> None:
+    """Check what a shell has taken apart, and what other programs write to a file.
+
+    Raises:
+        RefusedError: a list with a blank in it, or a file in place of a folder.
+    """
+    columns, out = call.options.get("--columns", ""), call.options.get("--out", "")
+    if columns.endswith(",") and call.operands and not os.path.exists(call.operands[-1]):
+        both = f"{columns}{call.operands[-1]}"
+        raise RefusedError(
+            "A blank separates arguments", place=f"--columns {columns}", suggestion=f"Type --columns {both}."
+        )
+    kind = {".csv": "csv", ".md": "markdown", ".tex": "latex"}.get(os.path.splitext(out)[1])
+    if kind is not None and not os.path.isdir(out):
+        raise RefusedError(
+            "names a file, and the option takes a folder",
+            place=f"--out {out}",
+            suggestion=f"Type --format {kind} > {shlex.quote(out)}, without --out.",
+        )
+
+
+def _metrics(rows: Sequence[Row], goal: Goal) -> list[str]:
+    """Return the names of the columns that are metrics."""
+    return list(dict.fromkeys(name for row in rows for name in comparison.columns_of(row, goal)))
+
+
+def _meant(name: str, known: Sequence[str], prefix: str) -> str:
+    """Return what a name may be short for, such as lr for optimizer.lr, or else what it is like."""
+    short = [one for one in known if re.split(r"[./]", one)[-1] == name]
+    return f"Did you mean {prefix}{short[0]}?" if short else did_you_mean(name, known, prefix)
 
 
 def _has_key(row: Row, name: str) -> bool:

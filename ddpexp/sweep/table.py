@@ -180,10 +180,10 @@ def means_grid(rows: Sequence[Row], goal: Goal, metrics: Sequence[str] | None = 
     Of `metrics` alone, if any is among them.
     """
     groups = over_seeds(rows, goal)
-    names = list(dict.fromkeys(name for group in groups for name in group.metrics))
-    names = [name for name in names if not name.startswith("train/")] or names
+    every = list(dict.fromkeys(name for group in groups for name in group.metrics))
+    names = [name for name in every if not name.startswith("train/")] or every
     chosen = [name.removeprefix(LAST) for name in metrics or ()]
-    names = [name for name in names if name in chosen] or names
+    names = [name for name in every if name in chosen] or names
     if not names:
         return None
     samples = {name: [group.metrics.get(name, Sample(())) for group in groups] for name in names}
@@ -191,11 +191,11 @@ def means_grid(rows: Sequence[Row], goal: Goal, metrics: Sequence[str] | None = 
     columns = [
         *_key_columns(groups),
         *(
-            Column(cell_text(_beside(name, samples)), [mean_text(name, sample) for sample in samples[name]], True)
+            Column(cell_text(_beside(name, every)), [mean_text(name, sample) for sample in samples[name]], True)
             for name in names
         ),
         Column(
-            cell_text(f"95 % interval of {_beside(first, samples)}"),
+            cell_text(f"95 % interval of {_beside(first, every)}"),
             [_interval(first, sample) for sample in samples[first]],
             True,
         ),
@@ -248,7 +248,7 @@ def render(
     """Return the tables of jobs for the terminal, the best first, at most `limit` rows of them, and some messages.
 
     `columns` chooses some of them by name. `again` is the command that shows those for which the terminal has no room.
-    `seeds_only` leaves out the jobs.
+    `seeds_only` leaves out the jobs; the means are then those of the metrics in `columns`.
     """
     from rich.console import Group as Lines
     from rich.text import Text
@@ -261,7 +261,7 @@ def render(
         parts.append(Fitted(jobs_grid(first, goal, rows, columns=columns), again))
     if len(first) < len(ordered) and not seeds_only:
         parts.append(Text(f"... and {len(ordered) - len(first):,} more", style="dim"))
-    seeds = seeds_grid(rows, goal)
+    seeds = seeds_grid(rows, goal) if columns is None or not seeds_only else means_grid(rows, goal, columns)
     if seeds is not None:
         parts += [*([] if seeds_only else [""]), Fitted(seeds)]
     return Lines(*parts, "", *summary(rows, goal, messages))

@@ -463,6 +463,9 @@ def test_a_paper_gets_means_with_their_deviation_in_sensible_digits() -> None:
     chosen = table_files.as_text(rows, goal, "markdown", ["optimizer.lr", "eval/accuracy"]).splitlines()
     assert sum(line.count("| eval/accuracy |") for line in chosen) == 2  # of the runs, and over the seeds
     assert not any("| eval/loss |" in line for line in chosen)
+    seeds = text_of(table.render(rows, goal, columns=["last eval/loss"], seeds_only=True))
+    assert "95 % interval of last eval/loss" in seeds
+    assert "eval/accuracy" not in seeds
 
 
 def test_runs_are_not_compared_by_the_set_test() -> None:
