@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -52,6 +54,12 @@ def prediction_of(call: Call) -> tuple[Launcher, Prediction]:
         check_format(out)
         check_out(out)
     elif given is None:
+        if Path(source).is_file() and Path(source).suffix != ".safetensors":
+            raise RefusedError(
+                "The run comes first, and what it predicts for behind --input",
+                place=f"predict {source}",
+                suggestion=f"Type ddpexp predict RUN_DIR --input {shlex.quote(source)}.",
+            )
         raise RefusedError(
             "needs a file to write, or an input",
             place=f"predict {source}",
@@ -74,4 +82,8 @@ def _here(overrides: Sequence[str]) -> list[str]:
 
 def _meant(given: Path) -> str:
     """Return what a text may be meant for that is no file."""
+    if re.match(r"\w+:/", str(given)):
+        return "Download it, and name the file."
+    if set("*?") & set(str(given)):
+        return f"Name the folder: --input {shlex.quote(str(given.parent))}."
     return "" if given.suffix or not str(given).count(" ") else "Write the text to a file, and name that."

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ddpexp.cli.start import launch
 from ddpexp.cli.verb import Call
@@ -13,7 +15,7 @@ from ddpexp.config.compare import rules_of
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
-from ddpexp.run import manifest, repeated
+from ddpexp.run import directory, manifest, repeated
 from ddpexp.run.directory import RunDir
 from ddpexp.run.history import values_of
 from ddpexp.run.provenance import provenance
@@ -51,12 +53,35 @@ def _job(call: Call) -> tuple[Launcher, Job]:
             value=named,
             suggestion=f"Choose another one, or continue the run with python -m ddpexp resume {files.typed(run.path)}.",
         )
+    if named is not None:
+        _check_free(RunDir(Path(named)), run)
     if is_exact:
         _check_exact(run, recomposed.text)
     for note in (*recomposed.notes, *recomposed.warnings) if os.environ.get("RANK", "0") == "0" else ():
         print_message(f"ddpexp: {note}")
     training = Training(experiment, recomposed.text, recomposed.overrides, call.command, is_stored=True)
     return experiment.launcher, training.job
+
+
+def _check_free(target: RunDir, run: RunDir) -> None:
+    """Check that a directory holds no run but an earlier start of this rerun, which would be resumed.
+
+    Raises:
+        RefusedError: it holds another run.
+    """
+    if not directory.is_ours(target.path):
+        return
+    recorded: Any = None
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        recorded = parse_config(target.config.read_text())["run"]["rerun_of"]
+    if recorded is None or Path(str(recorded)).resolve() != run.path.resolve():
+        raise RefusedError(
+            f"holds another run, and a rerun of {files.typed(run.path)} has a directory of its own",
+            key="run.dir",
+            value=files.relative(target.path),
+            suggestion=f"Choose another one, or continue that run with python -m ddpexp resume "
+            f"{files.typed(target.path)}.",
+        )
 
 
 def _check_exact(run: RunDir, text: str) -> None:

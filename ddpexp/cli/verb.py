@@ -257,11 +257,13 @@ class Call:
             )
         second = next((words[i] for i in bare[1:] if "=" not in words[i] and os.path.exists(words[i])), None)
         if second is not None and os.path.exists(source):
-            raise RefusedError(
-                "The command takes one directory or file",
-                place=f"{self.name} {source} {second}",
-                suggestion="Type a command for each.",
-            )
+            suggestion = "Type a command for each."
+            if self.name == "predict":
+                suggestion = f"Did you mean ddpexp predict {shlex.join([source, '--input', second])}?"
+            if "--input" in self.options:
+                suggestion = "--input takes one file, or a folder of them; type a command for each file, or its folder."
+            place = f"{self.name} {source} {second}"
+            raise RefusedError("The command takes one directory or file", place=place, suggestion=suggestion)
         return source, words[:first] + words[first + 1 :]
 
 

@@ -40,6 +40,8 @@ _FACTS = (
 )
 """Of the data: what a program needs to use the model."""
 
+_FILES = (".pt", ".pth", ".pt2", ".onnx", ".safetensors", ".ckpt", ".bin")
+
 
 def check(out: Path, format_name: str) -> None:
     """Check the options.
@@ -59,6 +61,12 @@ def check(out: Path, format_name: str) -> None:
             f"needs {', '.join(missing)}",
             place=f"--format {format_name}",
             suggestion=f"Type pip install 'ddpexp[{format_name}]'.",
+        )
+    if out.suffix in _FILES:
+        raise RefusedError(
+            "names a file, and an export is a folder of files",
+            place=f"--out {out}",
+            suggestion=f"Type --out {out.with_suffix('')}.",
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RefusedError("is not an empty folder", place=f"--out {out}", suggestion="Export into a new one.")

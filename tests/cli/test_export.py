@@ -56,6 +56,7 @@ def test_what_was_written_gives_the_same(run: Path, kind: str) -> None:
         (["RUN"], "export RUN: --out"),
         (["RUN", "--out", "out", "--format", "pt3"], "--format pt3: --format pt"),
         (["RUN", "--out", "RUN"], "--out RUN: empty"),
+        (["RUN", "--out", "model.pt"], "--out model.pt: --out model"),
         (["RUN", "--out", "none/out"], "--out none/out: missing"),
         (["NONE", "--out", "out"], "export NONE: no such"),
         (["RUN/checkpoints/step-00000050/model.safetensors", "--out", "out"], "model.safetensors: checkpoint"),

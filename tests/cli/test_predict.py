@@ -102,6 +102,9 @@ def test_a_task_without_predict_is_shown_what_to_write(ddpexp: Ddpexp, trained: 
         (["RUN"], "predict RUN: --input FILE"),
         (["RUN", "--input"], "predict --input: one value"),
         (["RUN", "--input", "none.png"], "--input none.png: no such"),
+        (["RUN", "--input", "photos/*.png"], "--input photos/*.png: --input photos"),
+        (["RUN", "photo.png"], "predict RUN photo.png: ddpexp predict RUN --input photo.png"),
+        (["photo.png"], "predict photo.png: RUN_DIR --input photo.png"),
         (["RUN", "--input", "RUN", "--out", "x.npz", "--json"], "predict --json: leave one"),
         (["RUN", "--out"], "predict --out: one value"),
         (["RUN", "--out=x.npz", "--out=y.npz"], "predict --out: once"),
@@ -119,6 +122,7 @@ def test_what_is_wrong_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN").symlink_to(trained.run)
+    (tmp_path / "photo.png").touch()
     argv = [*arguments, *PATCHES] if arguments else []
     with refused(expected):
         predict(call("predict", *argv))

@@ -63,6 +63,7 @@ TRUSTED = ("--config-dir", "project/conf")
         (["nowhere"], "rerun nowhere: There is no such directory"),
         (["old"], "names code of its own: rerun old"),
         (["old", *TRUSTED, "run.dir=old"], "run.dir=old: resume old"),
+        (["old", *TRUSTED, "run.dir=other"], "run.dir=other: resume other"),
         (["old", *TRUSTED, "optimizer.lr=0.1,0.2"], "optimizer.lr=0.1,0.2: several values"),
         (["old", *TRUSTED, "--exact", "trainer.seed=1"], "rerun old --exact: trainer.seed 0 -> 1"),
         (["old", *TRUSTED, "--best"], "old: is no sweep"),
@@ -73,6 +74,7 @@ TRUSTED = ("--config-dir", "project/conf")
 def test_what_cannot_be_trained_again_is_refused(finished: Path, words: list[str], expected: str) -> None:
     sweep = Made(Path("sweep").absolute(), objective=None)
     sweep.job("optimizer.lr=0.1")
+    shutil.copytree(finished, "other")
     before = listing(finished)
     with refused(expected):
         rerun(call("rerun", *words))

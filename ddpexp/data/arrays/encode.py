@@ -54,11 +54,17 @@ class _Raw:
         return [value for block in self.blocks for value in block]
 
 
-def encode(part: SplitFiles, table: Table, options: ColumnOptions, schema: Schema | None) -> Rows:
-    """Read a part by the schema, or decide the fields of the inputs. Raises: RefusedError."""
+def encode(
+    part: SplitFiles, table: Table, options: ColumnOptions, schema: Schema | None, is_fixed: bool = False
+) -> Rows:
+    """Read a part by the schema, or decide the fields of the inputs; `is_fixed` by a trained run.
+
+    Raises:
+        RefusedError: its values do not fit.
+    """
     fields = schema.inputs if schema is not None else _declared(part, table, options)
     readers = [
-        Reader(one, f"{part.source}: column {name}", options.dtype)
+        Reader(one, f"{part.source}: column {name}", options.dtype, is_fixed)
         for one, name in zip(fields, table.inputs, strict=True)
     ]
     raw = [_Raw() for _ in range(len(table.targets) + (table.group_by is not None))]

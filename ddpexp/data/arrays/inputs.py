@@ -37,6 +37,7 @@ class Reader:
     column: Field
     where: str  # for messages
     dtype: str
+    is_fixed: bool = False  # by a trained run, which reads columns as its training part was read
     blocks: list[Any] = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)
 
@@ -78,13 +79,15 @@ class Reader:
             place = wrong if wrong is not None else int(np.flatnonzero(missing)[0])
             if self.column.kind == "date" and wrong is not None:
                 raise not_a_date(self.where, values[place], row + place)
-            fill = f", or fill it{_key(self.column.name, 'median', 'missing')}"
+            fill = "" if self.is_fixed else f", or fill it{_key(self.column.name, 'median', 'missing')}"
             raise not_a_number(self.where, values[place], row + place, fill, self._use())
         if rule not in STATISTICS:
             found[missing] = rule
         return found
 
     def _use(self) -> str:
+        if self.is_fixed:
+            return " in the file, since the run was trained on numbers of this column"
         return f", choose columns of numbers with data.inputs, or read names{_key(self.column.name, 'category')}"
 
     def done(self, listed: str) -> tuple[Field, NDArray[Any]]:

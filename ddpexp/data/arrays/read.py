@@ -63,7 +63,7 @@ def read_rows(given: Any, schema: Schema, options: Mapping[str, Any]) -> Inputs:
             suggestion=f"Give it; there is {first_few(list(reader.names), 10)}.",
         )
     kinds = {key: options[key] for key in ("dtype", "columns", "missing", "delimiter") if key in options}
-    rows = encode(part, Table(reader, wanted, (), None), options_of("none", **kinds), schema)
+    rows = encode(part, Table(reader, wanted, (), None), options_of("none", **kinds), schema, is_fixed=True)
     named = next((name for name in reader.names if _ID.fullmatch(name) and name not in wanted), None)
     names = None if named is None else _names(named, reader)
     return inputs_of(rows.inputs.inputs, schema, names, is_one)
