@@ -15,6 +15,7 @@ from ddpexp.errors import RefusedError
 _WORD = re.compile(r"[A-Za-z][\w-]*")  # neither key=value nor an option
 _ALIKE = 0.76  # of a mistyped verb; `run`, with which other programs train, is not rerun
 _EXAMPLE = "python -m ddpexp recipe=mnist trainer.gpus=2"
+_SWEEP = "python -m ddpexp -m recipe=mnist optimizer.lr=0.1,0.01"
 _JSON = Option("--json", "for programs")
 _FOLDER = "paths"
 _CHECKPOINT = Option(
@@ -485,11 +486,9 @@ def check_is_no_verb(argument: str, rest: Sequence[str] = ()) -> None:
         typed = f"python -m ddpexp {shlex.join(rest)}" if rest else _EXAMPLE
         raise RefusedError(reason, place=argument, suggestion=f"Leave it out: {typed}.")
     if argument in ("sweep", "multirun", "tune", "search") and not os.path.isdir(argument):
-        raise RefusedError(
-            "is not a command, for -m makes a sweep",
-            place=argument,
-            suggestion=f"Did you mean python -m ddpexp -m {shlex.join(rest) or 'recipe=mnist optimizer.lr=0.1,0.01'}?",
-        )
+        typed = f"python -m ddpexp -m {shlex.join(rest)}" if rest else _SWEEP
+        reason = "is not a command, for -m makes a sweep"
+        raise RefusedError(reason, place=argument, suggestion=f"Did you mean {typed}?")
     if near is not None:
         options = ["--split", "test"] if argument.lower() == "test" else []
         typed = shlex.join([near, *rest, *options]) if not any(word.startswith("-") for word in rest) else near
