@@ -92,7 +92,9 @@ def _call(verb: Verb, argv: list[str], server: Server | None) -> int:
     try:
         return function(call)
     except SweptError as error:
-        error.suggestion = "Leave it out, and give each key one value: the command takes one run."
+        has_values = error.reason.startswith("gives several values")
+        what = "Give each key one value" if has_values else "Leave it out"
+        error.suggestion = f"{what}: the command takes one run."
         raise
 
 

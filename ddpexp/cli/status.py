@@ -19,6 +19,7 @@ from ddpexp.sweep.arguments import sweeps_and_runs
 from ddpexp.sweep.as_json import row_as_dict
 from ddpexp.sweep.folder import SweepDir, read_command, restated_overrides
 from ddpexp.sweep.grid import Column, Fitted, Grid, limit, show
+from ddpexp.sweep.job_result import diverged
 from ddpexp.sweep.job_status import STATUSES, UNFINISHED
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row, goal_of, rows_of
@@ -108,7 +109,9 @@ def _owner(path: Path) -> lock.Owner | None:
 
 
 def _is_unfinished(rows: Sequence[Row]) -> bool:
-    return any(row.status in (*UNFINISHED, "waiting") for row in rows)
+    """Return whether a resume of the sweep would do anything; it leaves a job as it is that has diverged."""
+    unfinished = [row for row in rows if row.status in (*UNFINISHED, "waiting")]
+    return any(row.status != "failed" or not diverged(RunDir(row.path)) for row in unfinished)
 
 
 def _resume(row: Row) -> str:

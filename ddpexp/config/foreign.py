@@ -62,7 +62,7 @@ _SENTENCES = {
     "sweep multirun": "-m makes a sweep: python -m ddpexp -m recipe=mnist optimizer.lr=0.1,0.01.",
     "dry_run": "launcher=slurm launcher.dry_run=true prints the script of a job.",
     "train do_train run_train": "A run is trained; without training it is python -m ddpexp evaluate RUN_DIR.",
-    "split": "An evaluation set is named by --split test of the commands evaluate and predict.",
+    "split": "The commands evaluate and predict take --split test, and data=hf has the key data.split.",
     "print_config": "--cfg job prints the configuration, and trains nothing.",
     "log_model": "logger.wandb.checkpoint=best sends the best checkpoint, and so does logger.mlflow.checkpoint=best.",
     "check_val_every_n_epoch": "trainer.eval_every=epoch evaluates every epoch, and trainer.eval_every=500 by steps.",

@@ -201,6 +201,16 @@ def test_the_status_of_a_sweep_says_where_each_job_is(tmp_path: Path) -> None:
     assert "resume: python -m ddpexp resume sweep\n" in done.stdout
 
 
+def test_a_job_that_has_diverged_is_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = Made(tmp_path / "sweep")
+    made.job("optimizer.lr=0.1")
+    failed = made.job("optimizer.lr=9", status="failed")
+    for kind, is_told in (("NonFiniteError", False), ("ValueError", True)):
+        (failed / "error.json").write_text(json.dumps({"kind": kind, "rank": 0, "message": "no"}))
+        assert status(call("status", str(made.path))) == 0
+        assert ("resume: " in capsys.readouterr().out) is is_told
+
+
 def test_the_status_of_a_run_says_what_to_type(trained: Path, tmp_path: Path) -> None:
     bad = next(trained.glob("0002_*"))
     done = ddpexp("status", bad, cwd=trained)
