@@ -25,14 +25,17 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 
 from ddpexp.checkpoint.format import complete_checkpoints, scan, seal
+from ddpexp.settings.metrics import TIMES
 from ddpexp.system.text import counted
 from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, finish, living
 from tests.points import Recipe, session
+from tests.records import timeless
 
 CODE = """\
 import random
 
 import numpy as np
+from tests.records import timeless
 
 
 class Deep(nn.Sequential):
@@ -157,18 +160,17 @@ def undisturbed(recipe: Recipe) -> Callable[..., Done]:
 def records(run: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl but for what a clock has made."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if key not in ("time", "train/samples_per_second")} for line in lines
-    ]
+    return [timeless(line) for line in lines]
 
 
 def points_of_tensorboard(run: Path) -> Counter[tuple[str, int]]:
-    """Return every point in the files themselves, with how often it stands there."""
+    """Return every point in the files themselves but for times of steps, with how often it stands there."""
     found: Counter[tuple[str, int]] = Counter()
     for path in sorted((run / "tb").glob("events.*")):
         for data in RawEventFileLoader(str(path)).Load():
             event = Event.FromString(data)
-            found.update((value.tag, event.step) for value in event.summary.value if "/" in value.tag)
+            tags = [value.tag for value in event.summary.value if "/" in value.tag]
+            found.update((tag, event.step) for tag in tags if not tag.startswith(TIMES))
     return found
 
 

@@ -47,9 +47,9 @@ PUBLIC = {
         "rank_zero_only", "state_dict",
     ],
     "RunView": [
-        "caller", "device", "epoch", "gradients", "held", "is_recorded", "logger", "metrics", "micro_batch",
-        "micro_batch_size", "models", "monitor", "num_steps", "optimizers", "options", "parameters", "rank",
-        "samples", "save", "step", "steps_per_epoch", "stop", "world_size",
+        "caller", "communicates", "device", "epoch", "gradients", "held", "is_recorded", "logger", "metrics",
+        "micro_batch", "micro_batch_size", "models", "monitor", "num_steps", "optimizers", "options", "parameters",
+        "rank", "samples", "save", "step", "steps_per_epoch", "stop", "world", "world_size",
     ],
     "metric_update": ["metric", "arguments", "keywords"],
 }  # fmt: skip

@@ -28,6 +28,7 @@ from ddpexp.system.job_schedulers import ScheduledJob, states
 from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
 from ddpexp.system.terminal import print_json
 from ddpexp.system.text import one_line
+from ddpexp.train.verdict import read_verdict
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -150,11 +151,25 @@ def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableT
         "best": "" if best is None else f"{best.metric} {tables.shown(best.metric, best.value)} at step {best.step:,}",
         "since": _since(row),
         "where": _where(row, queue),
+        "times": _verdict(row),
         "why": row.message or "",
         "resume": _resume(row),
         "folder": files.relative(row.path),
     }
     return Lines(*(Text(f"{name:<8}{one_line(text)}") for name, text in facts.items() if text))
+
+
+def _verdict(row: Row) -> str:
+    """Return what the times of the steps say a person should do, if anything."""
+    run = RunDir(row.path)
+    verdict = read_verdict(run)
+    if verdict is None:
+        return ""
+    try:
+        manifest = run.read(run.manifest)
+    except RefusedError:
+        manifest = {}
+    return verdict.sentence(manifest, row.resolved)
 
 
 def _since(row: Row) -> str:

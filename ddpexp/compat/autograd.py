@@ -6,6 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import _engine_run_backward
 
@@ -37,3 +38,13 @@ def run_backward(outputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> 
     When it goes: call `torch.autograd.backward(outputs, gradients)`.
     """
     _engine_run_backward(outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Inside of a backward pass, have a function called when its gradients are computed, before DDP waits for sums.
+
+    Private: `Variable._execution_engine.queue_callback`; torch 2.10 to 2.13.
+    Why: DDP waits in a callback of its own, and callbacks are called in the order in which they were queued.
+    When it goes: the time in which DDP waits counts as that of the backward pass.
+    """
+    Variable._execution_engine.queue_callback(function)

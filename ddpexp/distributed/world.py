@@ -6,7 +6,8 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddpexp.compat.process_groups import clone_of_store, is_forked_from_cuda
+from ddpexp.distributed.times import Times
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import STORE_FD
@@ -76,6 +78,7 @@ class World:
     timeout_seconds: float = 1800.0  # of collectives and of joining
     memory: Memory | None = None  # carries sums and broadcasts; None: the backend
     group: Any = None  # the process group, of some of the ranks; None: all of them
+    times: Times = field(default_factory=Times, compare=False)  # where this process's time goes
 
     @classmethod
     def join(cls, layout: Layout, timeout_seconds: float = 1800.0, environ: Mapping[str, str] = os.environ) -> World:
@@ -128,14 +131,16 @@ class World:
         if self.memory is not None:
             self.memory.sum(tensor)
         elif self.world_size > 1:
-            dist.all_reduce(tensor, group=self.group)
+            with self.times.collective:
+                dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
         """Take the largest values over all ranks, in place. Ranks: all; communicates."""
         self._check_device("max", tensor)
         if self.world_size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+            with self.times.collective:
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -167,7 +172,8 @@ class World:
         if self.memory is not None:
             self.memory.broadcast(tensor, source)
         elif self.world_size > 1:
-            dist.broadcast(tensor, group=self.group, group_src=source)
+            with self.times.collective:
+                dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
     def all_gather(self, received: Sequence[Tensor], sent: Tensor, async_op: bool = False) -> Any:
@@ -176,7 +182,8 @@ class World:
         Shapes: one tensor of the shape of `sent` for each rank. Ranks: all of two or more; communicates.
         """
         self._check_device("all_gather", sent, *received)
-        return dist.all_gather(list(received), sent, group=self.group, async_op=async_op)
+        with nullcontext() if async_op else self.times.collective:
+            return dist.all_gather(list(received), sent, group=self.group, async_op=async_op)
 
     def all_to_all(
         self,
@@ -192,7 +199,8 @@ class World:
         Ranks: all of two or more; communicates.
         """
         self._check_device("all_to_all", received, sent)
-        return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self.group, async_op=async_op)
+        with nullcontext() if async_op else self.times.collective:
+            return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, self.group, async_op)
 
     def send(self, tensor: Tensor, to: int) -> dist.Work:
         """Send a tensor to a rank, which receives it; return what to wait for."""
@@ -206,7 +214,8 @@ class World:
         self._check_device("receive", tensor)
         work = dist.irecv(tensor, group=self.group, group_src=source)
         assert work is not None
-        work.wait()
+        with self.times.collective:
+            work.wait()
 
     def _check_device(self, operation: str, *tensors: Tensor) -> None:
         """Check that a collective gets what its backend can carry; NCCL's own error does not say where from.
@@ -242,7 +251,8 @@ class World:
     def barrier(self) -> None:
         """Wait until all ranks are here. Ranks: all; communicates."""
         if self.world_size > 1:
-            dist.barrier(group=self.group)
+            with self.times.collective:
+                dist.barrier(group=self.group)
 
 
 class _Gather(torch.autograd.Function):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from ddpexp.errors import RefusedError
 
+TIMES = "times/"
+"""The metrics that say where the time of a step goes begin with it. Units: seconds a step."""
+
 TEST_SET = "test"
 """The evaluation set that is evaluated at the end only, and by which nothing is chosen."""
 

@@ -78,6 +78,7 @@ class DDP(Replicas):
         trained = {name: parameters for name, module in self.modules.items() if (parameters := _trained(name, module))}
         may_be_unused = options.find_unused_parameters or options.static_graph
         self._gradients = [] if may_be_unused else [Gradients(parameters) for parameters in trained.values()]
+        reducer = None
         if world.world_size > 1:
             check_same_models(self.modules, world)
             reducer = reducer_for([p for parameters in trained.values() for p in parameters.values()], options, world)
@@ -103,6 +104,7 @@ class DDP(Replicas):
         ]
         self._buffers_due = True
         self._late = [module for module in self.wrapped.values() if isinstance(module, LateDDP)]  # none if frozen
+        self._reduces_itself = world.world_size > 1 and reducer is None  # torch's DDP
         self._overlaps = False  # a micro-batch has one backward pass, during which gradients can be reduced
         self._gradient_syncs = {last: _GradientSync(self, last) for last in (False, True)}
 
@@ -115,6 +117,7 @@ class DDP(Replicas):
     def train_step(self, step: OptimizerStep, micro_batches: Sequence[Any]) -> list[Sums]:
         """Go through the micro-batches, of one backward pass each, then step the optimizers."""
         self._overlaps = True
+        self.waits_in_backward = self._reduces_itself
         return super().train_step(step, micro_batches)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -209,7 +212,8 @@ class _GradientSync(AbstractContextManager[None]):
                 gradients.check(self._last)
             if self._last:
                 for module in self._strategy._late:
-                    module.finish()
+                    with self._strategy._world.times.collective:
+                        module.finish()
                 if self._strategy._buckets:
                     self._strategy._reduce()
 

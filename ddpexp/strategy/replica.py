@@ -80,6 +80,8 @@ class Replicas:
         self.gradient_weight = 1.0
         self.memory: Memory | None = None
         self.forward_communicates = self.evaluates_together = self.returns_on_last_stage = False
+        self.waits_in_backward = False
+        self.stage = 0
         self._sharding_world = world if shard_optimizer and world.world_size > 1 else None
 
     @cached_property

@@ -20,6 +20,7 @@ from ddpexp.run.differences import Value, over_steps
 from ddpexp.run.directory import RunDir
 from ddpexp.run.history import periods_of
 from ddpexp.run.manifest import moment_of
+from ddpexp.settings.metrics import TIMES
 from ddpexp.system import files
 from ddpexp.system.files import open_regular, read_json
 from ddpexp.system.json_lines import json_lines, parse_line
@@ -214,7 +215,12 @@ def _newest_metrics(path: Path, metric: str | None) -> tuple[dict[str, float], i
 
 
 def _metrics(record: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name in record if "/" in name and (value := number_of(record[name])) is not None}
+    """Return the metrics of a record, without the times of its steps."""
+    return {
+        name: value
+        for name in record
+        if "/" in name and not name.startswith(TIMES) and (value := number_of(record[name])) is not None
+    }
 
 
 def version_of(path: str | Path) -> object:

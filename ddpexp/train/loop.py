@@ -16,6 +16,7 @@ import torch
 
 from ddpexp.data.batches import EvalBatches, units_per_sample
 from ddpexp.data.streams import StreamBatches
+from ddpexp.distributed.phases import CHECKPOINT, DATA, EVALUATION, FORWARD, RECORD
 from ddpexp.loggers.base import Logger
 from ddpexp.strategy.options import Compilation
 from ddpexp.system.fault_injection import fault_point
@@ -46,6 +47,7 @@ from ddpexp.train.states import (
     States,
     StreamPositions,
 )
+from ddpexp.train.step_times import StepTimes, TimesRecorder
 from ddpexp.train.task_checks import warn_of_a_mean
 from ddpexp.train.task_step import function_of
 
@@ -85,6 +87,8 @@ class Loop:
         self._evaluation = Evaluation(run, evals, logger, average)
         self._metrics = self._new_accumulator()  # of the steps since the last record
         self._clock = Clock()
+        self._times = run.world.times
+        self._times_recorder = TimesRecorder()
         self._first_step_at = math.nan
         self._next_due = 0  # nothing is due after the steps before it
         self.states: dict[str, Stateful] = {
@@ -214,6 +218,7 @@ class Loop:
         return () if asked.end is not None else enumerate(self.run.train.steps(begin, self.run.num_steps), start=begin)
 
     def _wait_for_data(self) -> None:
+        self._times.begin(DATA)
         self.run.control.status.set_phase("data")
         fault_point("data")
 
@@ -257,6 +262,7 @@ class Loop:
     def _train_step(self, step: int, micro_batches: list[Any], due: Due) -> None:
         """Do one optimizer step, and count it."""
         callbacks, status = self.callbacks, self.run.control.status
+        self._times.begin(FORWARD)
         status.set_phase("train")
         self._rates.set(step)
         sums = self._step.take(step, micro_batches, with_norm=due.record or due.checkpoint)  # recorded, or checked
@@ -267,10 +273,12 @@ class Loop:
         if callbacks.on_step:
             callbacks.call("on_step", callbacks.on_step)
         fault_point("step")
+        self._times.end_step()
         if math.isnan(self._first_step_at):
             self._first_step_at = time.time()
             with self._clock.paused():
                 self._check_first_step(step, sums[-1], micro_batches[0])
+            self._times.start(self.run.world.device)
         elif due.comparison:
             self._comparison.compare(step + 1)
 
@@ -289,18 +297,28 @@ class Loop:
 
     def _record(self) -> Asked:
         """Log the means since the last record; return what callbacks have requested. Ranks: all; communicates."""
+        with self._times.apart(RECORD):
+            self._log_means()
+            return self._requested() if self._metrics.flagged else NOTHING_ASKED
+
+    def _log_means(self) -> None:
         run = self.run
         self._step.check()
         num_steps = len(self._metrics)
         stop = run.options.nonfinite == "stop"
-        means = self._metrics.reduce(self.progress.step - num_steps + 1, stop, self.callbacks.pending)
+        own = self._own_times if self._times.started else None
+        means = self._metrics.reduce(self.progress.step - num_steps + 1, stop, self.callbacks.pending, own)
         values = {f"train/{name}": value for name, value in means.items()}
         values |= {f"train/lr{suffix}": rate for suffix, rate in self._rates.recorded().items()} | self._check_norms()
         speed = num_steps * run.train.samples_per_step / self._clock.lap()
         values |= {f"train/{name}_per_second": speed * number for name, number in self._units_per_sample.items()}
+        if windows := [StepTimes.of(row) for row in self._metrics.of_ranks]:
+            values |= self._times_recorder.record(windows)
         fault_point("record")
         self.logger.scalars(self.progress.step, run.epoch_after(self.progress.step), values)
-        return self._requested() if self._metrics.flagged else NOTHING_ASKED
+
+    def _own_times(self) -> list[float]:
+        return StepTimes(self.run.strategy.stage, *self._times.take()).row(self.run.world.world_size)
 
     def _requested(self) -> Asked:
         """Return what callbacks of any rank have requested. Ranks: all; communicates."""
@@ -322,7 +340,7 @@ class Loop:
         Ranks: all, with the same result; communicates.
         """
         callbacks = self.callbacks
-        with self._saved_on_error(test=False), self._clock.paused():
+        with self._saved_on_error(test=False), self._clock.paused(), self._times.apart(EVALUATION):
             metrics = self._evaluation.evaluate(self.progress.step)
         self.progress.evaluated = metrics is not None
         if metrics is None:
@@ -386,7 +404,7 @@ class Loop:
         fault_point("save")
         if self.callbacks.any_pending():
             self.callbacks.agree()
-        with self._clock.paused():
+        with self._clock.paused(), self._times.apart(CHECKPOINT):
             self._step.check()
             self._check_finite()
             self._comparison.compare(self.progress.step)

@@ -88,6 +88,7 @@ class MetricAccumulator:
         self._names: list[str] | None = None  # of the metrics, sorted; None before the first sums
         self._restored_names: list[str] = []  # of the metrics in restored rows
         self.flagged = False  # whether any rank passed a flag to the last `reduce`
+        self.of_ranks: list[list[float]] = []  # the numbers that each rank passed to the last `reduce`
         self._rows: list[list[float]] = []  # reduced: for each step loss, count, then sum and count of each metric
 
     def __len__(self) -> int:
@@ -124,18 +125,22 @@ class MetricAccumulator:
         for entry in saved:
             self._restored_names, self._rows = list(entry["names"]), [list(row) for row in entry["rows"]]
 
-    def reduce(self, first_step: int, stop: bool, flag: bool = False) -> dict[str, float]:
+    def reduce(
+        self, first_step: int, stop: bool, flag: bool = False, own: Callable[[], Sequence[float]] | None = None
+    ) -> dict[str, float]:
         """Return the means since the last call, and start again from zero.
 
         Steps with a non-finite loss are left out of the means and counted as `skipped_steps`. The `flag` of this rank
-        travels with the sums: see `flagged`.
+        travels with the sums: see `flagged`. So do the numbers that `own` returns, equally many on every rank: see
+        `of_ranks`, which is empty where nothing had to be reduced.
 
         Ranks: all; communicates.
 
         Raises:
             NonFiniteError: `stop` is set and a loss is not finite; names the first such step.
         """
-        self.flagged = self._reduce(flag)
+        self.of_ranks = []
+        self.flagged = self._reduce(flag, own=own)
         bad = self._nonfinite_rows()
         if stop and bad:
             raise self._nonfinite(bad[0], first_step)
@@ -168,7 +173,7 @@ class MetricAccumulator:
         totals = [sum(column) for column in columns] or [0.0] * (2 * len(names))
         return dict(zip(names, zip(totals[::2], totals[1::2], strict=True), strict=True))
 
-    def _reduce(self, flag: bool = False, digest: int = 0) -> bool:
+    def _reduce(self, flag: bool = False, digest: int = 0, own: Callable[[], Sequence[float]] | None = None) -> bool:
         """Reduce the steps added since the last call into `_rows`; return whether any rank passed `flag`.
 
         Ranks: all; communicates.
@@ -184,6 +189,8 @@ class MetricAccumulator:
         ]
         # Shape (num_steps, micro-batches of this rank, 2 + 2 * num_metrics), on the host after one copy.
         table = torch.stack(columns, dim=1).view(len(steps), -1, len(columns)).cpu()
+        if own is not None:
+            self.of_ranks = [list(own())]  # now that the device has done what came before
         if self._world.world_size > 1:
             table, flag = self._over_ranks(table, flag, digest)
             if self._equal_counts is not None:
@@ -202,21 +209,28 @@ class MetricAccumulator:
         Ranks: all; communicates once.
         """
         num_steps, num_micro_batches, num_columns = table.shape
-        packed = torch.zeros(num_steps * self._num_slots * num_columns + 2, dtype=torch.float64)
+        size = self._world.world_size
+        own = self.of_ranks[0] if self.of_ranks else []
+        packed = torch.zeros(num_steps * self._num_slots * num_columns + size * len(own) + 2, dtype=torch.float64)
+        end = num_steps * self._num_slots * num_columns
         slots = self._slots[:num_micro_batches]
         if self._data.reports:
-            rows = packed[:-2].view(num_steps, self._num_slots, num_columns)
+            rows = packed[:end].view(num_steps, self._num_slots, num_columns)
             rows[:, slots[0] : slots[-1] + 1 : _stride(slots)] = table
+        if own:
+            packed[end:-2].view(size, -1)[self._world.rank] = torch.tensor(own, dtype=torch.float64)
         packed[-2:] = torch.tensor([digest, flag], dtype=torch.float64)
         summed = self._world.sum(packed.to(self._world.device)).cpu()
-        if summed[-2] != digest * self._world.world_size:
+        if summed[-2] != digest * size:
             raise DdpexpError(
                 f"returned other metrics on rank {self._world.rank} than on another rank, or in other types "
                 "or shapes, but the metrics of all ranks are added up",
                 suggestion="Return the same on every rank.",
                 place=self._named_source(),
             )
-        return summed[:-2].view(num_steps, self._num_slots, num_columns), bool(summed[-1])
+        if own:
+            self.of_ranks = summed[end:-2].view(size, -1).tolist()
+        return summed[:end].view(num_steps, self._num_slots, num_columns), bool(summed[-1])
 
     def _check_counts(self, counts: Tensor) -> None:
         """Check that counts agree in each step. Shapes: (num_steps, num_slots), of all ranks.

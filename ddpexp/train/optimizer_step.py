@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddpexp.compat.autograd import call_after_backward
+from ddpexp.distributed.phases import BACKWARD, COLLECTIVE, FORWARD, OTHER, UPDATE
 from ddpexp.distributed.rng import LOSS, MODEL, OPTIMIZER, seed_everything, seed_of, seed_torch
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
@@ -52,6 +54,7 @@ class Step:
         manual: The task, if it has a `train_step` of its own.
         checks: Whether this is the first step of a start, in which the task is checked.
         loss_counts: The counts of several losses over the global batch.
+        times: Where the time of the step goes.
         micro_batch_in_progress: The micro-batch whose forward or backward pass is in progress.
     """
 
@@ -65,6 +68,7 @@ class Step:
         self.step = 0
         self.norms: dict[str, Tensor] = {}
         self.moved = False
+        self.times = run.world.times
         self.manual = run.task if isinstance(run.task, HasTrainStep) else None
         self.checks = True
         self.micro_batch_in_progress: MicroBatch | None = None
@@ -240,6 +244,10 @@ class Step:
         self.loss_weights[total, dtype] = weight
         return weight
 
+    def mark_wait_after_backward(self, _gradient: Tensor) -> None:
+        """In the backward pass that begins, mark where DDP waits for the sums of gradients."""
+        call_after_backward(lambda: self.times.begin(COLLECTIVE))
+
     def apply(self, *names: str) -> bool:
         """Step the named optimizers, or all of them, with the gradients of this round; return whether they stepped.
 
@@ -254,6 +262,7 @@ class Step:
             DdpexpError: called inside of a micro-batch; the workers have not summed the gradients; an optimizer does
             not exist, or has already used these gradients.
         """
+        self.times.begin(UPDATE)
         used = self._round
         if self.manual is not None or self.micro_batch_in_progress is not None:
             self._check_complete(used)
@@ -281,6 +290,7 @@ class Step:
         self.moved |= stepped
         if not stepped and self._undo is not None:
             self._undo.restore()
+        self.times.begin(OTHER)
         return stepped
 
     def _clip(self, optimizers: Sequence[Optimizer], suffix: str) -> None:
@@ -366,6 +376,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         run = step.run
         run.control.status.heartbeat()
         fault_point("forward")
+        step.times.begin(FORWARD)
         self._round = current = step.begin_pass(self._last)
         self._pass = current.begun
         self._num_losses = 0
@@ -449,6 +460,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         """
         fault_point("backward")
         step, current = self._step, self._round
+        step.times.begin(BACKWARD)
         if step.micro_batch_in_progress is not self or current is None:
             raise DdpexpError(
                 "the task's train_step calls backward outside of `with update.micro_batch(last):`, at whose "
@@ -471,6 +483,8 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         weight = step.loss_weights.get((total, loss_sum.dtype))
         if weight is None:
             weight = step.add_loss_weight(total, loss_sum.dtype)
+        if self._last and step.run.strategy.waits_in_backward:
+            loss_sum.register_hook(step.mark_wait_after_backward)  # type: ignore[no-untyped-call]
         step.run.precision.backward(loss_sum, weight)
 
 

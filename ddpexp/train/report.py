@@ -29,6 +29,7 @@ from ddpexp.train.build import RunContext
 from ddpexp.train.freezing import count_text
 from ddpexp.train.param_groups import group_texts
 from ddpexp.train.progress import Outcome
+from ddpexp.train.verdict import read_verdict
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class Report:
             if best is not None:
                 logger.best(best.step, best.metric, best.value)
             logger.done()
+        verdict = read_verdict(self.context.run)
         result = {
             "status": status,
             "stopped": one_line(outcome.stopped) if outcome.stopped is not None else None,
@@ -152,6 +154,7 @@ class Report:
             "metrics": dict(outcome.metrics),
             "best": None if best is None else asdict(best),
             "tested_step": outcome.tested,
+            "verdict": None if verdict is None else verdict.as_dict(),
             "weights_sha256": outcome.digest,
             "first_step_at": outcome.first_step_at,
             "ended_at": time.time(),
@@ -170,6 +173,12 @@ class Report:
         elif (seen := best_seen(self.context.run.metrics, experiment.callbacks, outcome.stopped)) is not None:
             shown += f"  best {seen}, whose weights are not kept (trainer.keep_best)"
         why = "" if outcome.stopped is None else f"ended early: {one_line(outcome.stopped)}\n"
+        if verdict is not None:
+            data = experiment.data
+            options = {"_target_": data.target, "num_workers": data.num_workers, "cache": data.options.get("cache")}
+            values = {f"data.{key}": value for key, value in options.items()}
+            manifest = self.context.run.read(self.context.run.manifest)
+            why += f"times   {verdict.sentence(manifest, values)}\n"
         return f"{why}done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.context.run.path)}"
 
 

@@ -19,6 +19,7 @@ from ddpexp.checkpoint.format import complete_checkpoints
 from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, living
 from tests.launch.starters import OFTEN, SPAWN, Starter, host, params, skip_without
 from tests.points import Recipe
+from tests.records import timeless
 
 CODE = """\
 class Deep(nn.Sequential):
@@ -75,9 +76,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str
 
 def records(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if key not in ("time", "train/samples_per_second")} for line in lines
-    ]
+    return [timeless(line) for line in lines]
 
 
 def stop(starter: Starter, started: Sequence[subprocess.Popen[str]], run: Path) -> None:

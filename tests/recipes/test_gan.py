@@ -16,6 +16,7 @@ from ddpexp.loggers.base import Logger
 from recipes.gan import GAN, WassersteinGAN, frechet, networks
 from tests.conftest import Ddpexp, Done
 from tests.fitting import Once, fit_alone
+from tests.records import timeless
 
 OVERRIDES = (
     "model.width=4", "data.source=embedded", "data.embedded_train=160", "data.embedded_test=32", "logger=none",
@@ -44,8 +45,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Do
 
 
 def numbers(done: Done) -> list[dict[str, Any]]:
-    of_the_clock = ("time", "train/samples_per_second")
-    return [{name: value for name, value in record.items() if name not in of_the_clock} for record in done.metrics()]
+    return [timeless(record) for record in done.metrics()]
 
 
 def test_both_rates_losses_and_norms_are_recorded(two: Done) -> None:

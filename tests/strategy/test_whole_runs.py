@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import Ddpexp, Done
 from tests.points import Recipe
+from tests.records import timeless
 
 CODE = """\
 class Shows(Sides):
@@ -97,7 +98,7 @@ def done(ended: Done) -> Done:
 def records(ended: Done) -> list[dict[str, Any]]:
     """Return what a run has recorded, without times."""
     lines = [json.loads(line) for line in (ended.run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "time" not in k and "per_second" not in k} for line in lines]
+    return [timeless(line) for line in lines]
 
 
 @pytest.mark.slow

@@ -222,15 +222,18 @@ class BackendReducer:
         """Sum what was received, and exchange the sums of chunks."""
         gathers = []
         for _, sent, received, exchange in self._chunked:
-            exchange.wait()
+            with self._world.times.collective:
+                exchange.wait()
             total = torch.empty_like(received[0])
             sum_in_order(received.unbind(), out=total)
             gathers.append(self._world.all_gather([as_bytes(row) for row in sent], as_bytes(total), async_op=True))
         for gradient, received, gather in self._whole:
-            gather.wait()
+            with self._world.times.collective:
+                gather.wait()
             sum_in_order(received.unbind(), out=gradient)
         for (gradient, sent, _, _), gather in zip(self._chunked, gathers, strict=True):
-            gather.wait()
+            with self._world.times.collective:
+                gather.wait()
             gradient.copy_(sent.view(-1)[: gradient.numel()])
         self._whole.clear()
         self._chunked.clear()

@@ -65,6 +65,7 @@ class SharedMemory:
         for peer in peers.values():
             self._exits.register(peer.descriptor, select.POLLIN)
         self._timeout = world.timeout_seconds
+        self._times = world.times
         self._barriers = 0
         self._call = ctypes.CDLL(None, use_errno=True).syscall
         pointer, word = ctypes.c_void_p, ctypes.c_uint32
@@ -83,8 +84,9 @@ class SharedMemory:
         self._barriers += 1
         self._words[self._rank * _WORDS] = self._barriers
         self._call(_FUTEX, self._address + self._rank * _LINE, _WAKE, 1 << 30, None, None, 0)
-        for rank in self._peers:
-            self._wait_for(rank)
+        with self._times.collective:
+            for rank in self._peers:
+                self._wait_for(rank)
 
     def end_round(self, num_bytes: int) -> None:
         """Wait for all ranks, check that all have written the same number of bytes, and switch to the other half.

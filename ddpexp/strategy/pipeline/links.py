@@ -109,8 +109,9 @@ class Links:
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
-        for work, _ in self._pending:
-            work.wait()
+        with self.groups[0].times.collective:
+            for work, _ in self._pending:
+                work.wait()
         self._pending.clear()
 
     def _send(self, tensor: Tensor, step: Literal[1, -1]) -> None:

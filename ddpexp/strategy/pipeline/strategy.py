@@ -95,6 +95,7 @@ class Pipeline(Replicas):
         self.data = options.data_rank(world.rank, world.world_size)
         self.forward_communicates = True  # outside of `evaluation` there are no parameters for it
         self.returns_on_last_stage = True
+        self.stage = self._groups.place
         self.evaluates_together = mesh.tp_size > 1 or not options.gather_in_evaluation
         self._order = order(options.schedule, self._groups.place, options.pipe, gradient_accumulation_steps)
         self._tied = self._tied_groups()

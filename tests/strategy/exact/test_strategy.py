@@ -19,6 +19,7 @@ from tests.conftest import OWN_SERVER, Ddpexp, Done, calling, finish
 from tests.fitting import ALONE, STRATEGY
 from tests.launch.starters import STARTERS
 from tests.points import ITEMS, Recipe
+from tests.records import timeless
 from tests.refusals import refused
 
 WORKER = """\
@@ -34,6 +35,7 @@ from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.exact.exchange import OverBackend, OverMemory
 from ddpexp.distributed.world import World
 from tests.fitting import ALONE, STRATEGY
+from tests.records import timeless
 
 
 def main(size, num_leaves):
@@ -541,10 +543,7 @@ class Numbers:
     @classmethod
     def of(cls, done: Done) -> Numbers:
         assert done.code == 0, done.err
-        of_the_clock = ("time", "train/samples_per_second")
-        records = [
-            {name: value for name, value in record.items() if name not in of_the_clock} for record in done.metrics()
-        ]
+        records = [timeless(record) for record in done.metrics()]
         assert len(records) > 4
         return cls(done.result()["weights_sha256"], records)
 

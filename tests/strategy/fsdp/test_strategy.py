@@ -21,6 +21,7 @@ from ddpexp.strategy.fsdp.strategy import FSDP
 from tests.conftest import ROOT, Ddpexp
 from tests.fitting import ALONE, TRAINER, asked
 from tests.points import Recipe
+from tests.records import timeless
 from tests.refusals import refused
 from tests.strategy.fsdp.ranks import OPTIONS, Block, Net
 from tests.strategy.on_ranks import works
@@ -214,7 +215,7 @@ def test_ranks_evaluate_together_what_they_do_not_hold_whole(recipe: Recipe, sam
 
 def strip(line: str) -> dict[str, object]:
     """Return a record without its times."""
-    return {key: value for key, value in json.loads(line).items() if "time" not in key and "per_second" not in key}
+    return timeless(json.loads(line))
 
 
 def test_a_step_may_leave_out_one_of_several_models_but_no_part_of_one() -> None:

@@ -22,6 +22,7 @@ from ddpexp.strategy.tensor.options import DividedLayers
 from tests.conftest import Ddpexp, Done
 from tests.fitting import STRATEGY, TRAINER, asked
 from tests.points import Recipe, weights
+from tests.records import timeless
 from tests.refusals import command_refused, refused
 
 OPTIONS = PipelineOptions("pipeline", 2, None, "1f1b")
@@ -259,7 +260,7 @@ PIPELINE = ("strategy=pipeline", "trainer.gpus=2", "trainer.micro_batch_size=6")
 def records(done: Done) -> list[dict[str, float]]:
     """Return what was logged, without times."""
     lines = [json.loads(line) for line in (done.run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "time" and "per_second" not in key} for line in lines]
+    return [timeless(line) for line in lines]
 
 
 def samples(done: Done) -> dict[str, bytes]:

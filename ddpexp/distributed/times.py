@@ -1,0 +1,146 @@
+"""Where the time of the training goes: each moment of the training thread belongs to one phase.
+
+A mark is a phase and the time at which it begins, kept as it is; what marks add up to is computed when a record is due.
+On GPUs the time of a mark is an event on the device, so times are those of the device, and nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ddpexp.distributed.phases import COLLECTIVE, OTHER, PHASES
+
+if TYPE_CHECKING:
+    import torch
+
+_BACK = len(PHASES)  # the phase that a collective has interrupted goes on
+_STEP = _BACK + 1  # a step ends
+MOST_STEPS = 100  # whose collectives are kept one by one
+_MOST_MARKS = 20_000  # kept until they are added up
+
+
+class Window(NamedTuple):
+    """The steps between two records on one rank. Units: seconds.
+
+    Attributes:
+        num_steps: Their number.
+        phases: The time in each phase. Shapes: (len(PHASES),).
+        collectives: The time in collectives of each of the last steps. Shapes: (at most MOST_STEPS,).
+    """
+
+    num_steps: int
+    phases: Any
+    collectives: Any
+
+
+class Times:
+    """Marks of the training thread; before `start`, and inside of `apart`, nothing is marked."""
+
+    def __init__(self) -> None:
+        """Mark nothing yet."""
+        self.started = False
+        self.begin: Callable[[int], None] = _ignore
+        self.collective = _Collective(self)  # a context for what ranks do together
+        self._read: Callable[[], Any] = time.perf_counter
+        self._seconds_between: Callable[[Sequence[Any]], Any] = np.diff
+        self._marks: list[tuple[int, Any]] = []
+        self._window = _empty()
+        self._in_collectives = 0.0  # in the step in progress, as far as it is added up
+
+    def start(self, device: torch.device) -> None:
+        """Begin to mark, with the clock of the device."""
+        if device.type == "cuda":
+            self._read, self._seconds_between = _event, _seconds_between_events
+        self._marks = [(OTHER, self._read())]
+        self._window, self._in_collectives = _empty(), 0.0
+        self.begin = self._mark
+        self.started = True
+
+    def end_step(self) -> None:
+        """End a step."""
+        self.begin(_STEP)
+        if len(self._marks) > _MOST_MARKS:
+            self._add_up()
+
+    @contextmanager
+    def apart(self, phase: int) -> Iterator[None]:
+        """Spend the time inside in one phase, whatever is done there."""
+        begin = self.begin
+        begin(phase)
+        self.begin = _ignore
+        try:
+            yield
+        finally:
+            self.begin = begin
+            begin(OTHER)
+
+    def take(self) -> Window:
+        """Return what the steps since the last call have taken, and start again; inside of `apart`."""
+        self._add_up()
+        window, self._window = self._window, _empty()
+        return window
+
+    def _mark(self, phase: int) -> None:
+        self._marks.append((phase, self._read()))
+
+    def _add_up(self) -> None:
+        """Add the time between two marks to the phase in which it was spent. The last one is not of a collective."""
+        if len(self._marks) < 2:
+            return
+        marks, times = zip(*self._marks, strict=True)
+        codes = np.array(marks[:-1])
+        is_collective, ends_step = codes == COLLECTIVE, codes == _STEP
+        # After a collective the phase before it goes on.
+        own = np.where(is_collective | (codes == _BACK), 0, np.arange(len(codes)))
+        phases = np.where(ends_step, OTHER, codes)[np.maximum.accumulate(own)]
+        seconds = self._seconds_between(times)
+        steps = np.cumsum(ends_step)
+        collectives = np.bincount(steps, np.where(is_collective, seconds, 0.0))
+        collectives[0] += self._in_collectives
+        self._in_collectives = collectives[-1]
+        window = self._window
+        self._window = Window(
+            window.num_steps + int(steps[-1]),
+            window.phases + np.bincount(np.where(is_collective, COLLECTIVE, phases), seconds, len(PHASES)),
+            np.concatenate([window.collectives, collectives[:-1]])[-MOST_STEPS:],
+        )
+        self._marks = [self._marks[-1]]
+
+
+class _Collective(AbstractContextManager[None]):
+    """A context for a collective. A class, because a generator takes four times as long."""
+
+    def __init__(self, times: Times) -> None:
+        self._times = times
+
+    def __enter__(self) -> None:
+        self._times.begin(COLLECTIVE)
+
+    def __exit__(self, *error: object) -> None:
+        self._times.begin(_BACK)
+
+
+def _ignore(phase: int) -> None:
+    """Mark nothing."""
+
+
+def _event() -> Any:
+    import torch
+
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds_between_events(events: Sequence[Any]) -> Any:
+    return np.array([begin.elapsed_time(end) / 1000 for begin, end in pairwise(events)])
+
+
+def _empty() -> Window:
+    return Window(0, np.zeros(len(PHASES)), np.zeros(0))

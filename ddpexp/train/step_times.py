@@ -1,0 +1,132 @@
+"""Where the time of the steps goes, over all ranks: what is recorded of it. Free of torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ddpexp.distributed.phases import COLLECTIVE, OTHER, PHASES
+from ddpexp.settings.metrics import TIMES
+
+SLOW_RANK, SLOW_FACTOR = f"{TIMES}slow_rank", f"{TIMES}slow_factor"
+STEP_PHASES = tuple(phase for number, phase in enumerate(PHASES[: OTHER + 1]) if number != COLLECTIVE)
+_DIGITS = 9  # nanoseconds
+_MOST_NUMBERS = 1 << 16  # of single steps, that all ranks together pass on in a record
+_BLOCK = 20  # steps, at least, that are judged together
+_SLOWER = 1.15  # times what the others take: a rank that is named
+_LAST = 0.7  # the part of the steps in which the others wait for it
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The steps between two records on one rank. Units: seconds.
+
+    Attributes:
+        stage: Of a pipeline: ranks of one stage do the same work.
+        num_steps: The number of steps.
+        phases: The time in each of `PHASES`.
+        collectives: The time in collectives of each of the last steps.
+    """
+
+    stage: int
+    num_steps: int
+    phases: Sequence[float]
+    collectives: Sequence[float]
+
+    @classmethod
+    def of(cls, row: Sequence[float]) -> StepTimes:
+        """Return what `row` has made numbers of."""
+        stage, num_steps, *rest = row
+        return cls(int(stage), int(num_steps), rest[: len(PHASES)], rest[len(PHASES) :])
+
+    def row(self, world_size: int) -> list[float]:
+        """Return it as numbers, equally many on each of `world_size` ranks that have done the same steps."""
+        most = max(1, _MOST_NUMBERS // world_size)
+        return [self.stage, self.num_steps, *self.phases, *self.collectives[-most:]]
+
+    def plus(self, other: StepTimes) -> StepTimes:
+        """Return these steps and the ones after them."""
+        return StepTimes(
+            self.stage,
+            self.num_steps + other.num_steps,
+            [a + b for a, b in zip(self.phases, other.phases, strict=True)],
+            [*self.collectives, *other.collectives],
+        )
+
+    @property
+    def busy(self) -> float:
+        """Return the time of a step outside of collectives."""
+        return (sum(self.phases[: OTHER + 1]) - self.phases[COLLECTIVE]) / self.num_steps
+
+
+class TimesRecorder:
+    """Makes records of the times of all ranks; single steps are put together before a rank is called slow."""
+
+    def __init__(self) -> None:
+        """Start without steps."""
+        self._block: list[StepTimes] = []  # of each rank, too few steps to judge
+
+    def record(self, ranks: Sequence[StepTimes]) -> dict[str, float]:
+        """Return the time of a step in each phase, and which rank is slow, if that is known now (-1: none).
+
+        Of several ranks it is the median, and the least and the greatest beside it. A collective ends at about the same
+        time everywhere, so the least time of a rank in those of a step is communication, and what other ranks spend
+        there beyond it is waiting. Units: seconds.
+        """
+        if not ranks[0].num_steps:
+            return {}
+        values = dict(_spreads(ranks))
+        block = [a.plus(b) for a, b in zip(self._block, ranks, strict=True)] if self._block else list(ranks)
+        self._block = block if block[0].num_steps < _BLOCK else []
+        if not self._block and len(ranks) > 1:
+            slow = slow_rank(block)
+            values[SLOW_RANK] = -1.0 if slow is None else float(slow[0])
+            if slow is not None:
+                values[SLOW_FACTOR] = round(slow[1], 3)
+        return values
+
+
+def slow_rank(ranks: Sequence[StepTimes]) -> tuple[int, float] | None:
+    """Return the rank for which the others wait, and how many times slower than theirs its steps are.
+
+    It is busy for longer than the others of its stage, and the last to come to the collectives of most steps, so it
+    waits least.
+    """
+    for stage in {rank.stage for rank in ranks}:
+        members = [number for number, rank in enumerate(ranks) if rank.stage == stage]
+        steps = list(zip(*(ranks[member].collectives for member in members), strict=True))
+        last = Counter(members[step.index(min(step))] for step in steps if max(step) > min(step))
+        if len(members) < 2 or not last:
+            continue
+        [(slowest, times)] = last.most_common(1)
+        others = median(ranks[member].busy for member in members if member != slowest)
+        if times >= _LAST * len(steps) and ranks[slowest].busy >= _SLOWER * others > 0:
+            return slowest, ranks[slowest].busy / others
+    return None
+
+
+def _spreads(ranks: Sequence[StepTimes]) -> Iterable[tuple[str, float]]:
+    waiting = _parts_of_waiting(ranks)
+    columns: dict[str, list[float]] = {}
+    for number, phase in enumerate(PHASES):
+        values = [rank.phases[number] / rank.num_steps for rank in ranks]
+        if number == COLLECTIVE:
+            columns["waiting"] = [value * part for value, part in zip(values, waiting, strict=True)]
+            columns["communication"] = [value * (1 - part) for value, part in zip(values, waiting, strict=True)]
+        else:
+            columns[phase] = values
+    for phase, values in columns.items():
+        if any(values):
+            yield f"{TIMES}{phase}", round(median(values), _DIGITS)
+            if len(values) > 1:
+                yield f"{TIMES}{phase}_least", round(min(values), _DIGITS)
+                yield f"{TIMES}{phase}_greatest", round(max(values), _DIGITS)
+
+
+def _parts_of_waiting(ranks: Sequence[StepTimes]) -> list[float]:
+    """Return the part of each rank's time in collectives in which it waits for others."""
+    least = sum(min(step) for step in zip(*(rank.collectives for rank in ranks), strict=True))
+    totals = [sum(rank.collectives) for rank in ranks]
+    return [1 - least / total if total > 0 else 0.0 for total in totals]

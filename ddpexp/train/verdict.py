@@ -1,0 +1,127 @@
+"""What the times of a run's steps say a person should do: nothing, or one sentence. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ddpexp.run.directory import RunDir
+from ddpexp.settings.metrics import TIMES
+from ddpexp.system.json_lines import json_lines
+from ddpexp.train.step_times import SLOW_FACTOR, SLOW_RANK, STEP_PHASES
+
+_STREAK = 100  # steps in which a rank is slow, one after the other, before it is named
+_SECONDS = 30.0  # of training, before a part of its time is named
+_LARGE = {"data": 0.25, "evaluation": 0.5, "checkpoint": 0.25}  # parts of the time that are named
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Where time goes that need not go there.
+
+    Attributes:
+        phase: Of a step, or `evaluation` or `checkpoint`.
+        factor: The time of the rank's steps over that of the others; without a rank the part of the time.
+        since: The first step of which that is known. Units: steps, from 1.
+        rank: The rank that the others wait for; None: all ranks alike.
+    """
+
+    phase: str
+    factor: float
+    since: int
+    rank: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what result.json has of it."""
+        return {**asdict(self), "factor": round(self.factor, 2)}
+
+    def sentence(self, manifest: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+        """Return it in words; `manifest` names the hosts, and `values` has the resolved values of the run by key."""
+        if self.rank is not None:
+            host = _host(self.rank, manifest)
+            where = "" if host is None else f" on {host}"
+            return (
+                f"rank {self.rank}{where} is {self.factor:.2g} times slower than the others, in {self.phase}, since "
+                f"step {self.since:,}: they wait for it"
+            )
+        share = f"{self.factor:.0%}"
+        match self.phase:
+            case "data":
+                workers = int(values.get("data.num_workers") or 0)
+                cache = values.get("data._target_") == "image_folder" and values.get("data.cache") != "raw"
+                return f"{share} of a step waits for data: data.num_workers={2 * workers or 2}" + (
+                    ", or data.cache=raw" if cache else ""
+                )
+            case "evaluation":
+                return f"{share} of the time goes into evaluations: trainer.eval_every makes them rarer"
+            case _:
+                return f"{share} of the time goes into saving: trainer.checkpoint_every makes it rarer"
+
+
+def read_verdict(run: RunDir) -> Verdict | None:
+    """Return the verdict on what a run has recorded so far."""
+    return verdict_of(list(json_lines(run.metrics, f"{TIMES}forward")))
+
+
+def verdict_of(records: Sequence[Mapping[str, float]]) -> Verdict | None:
+    """Return what is worth a sentence after these records of metrics.jsonl, all with times, if anything is."""
+    return (_slow_rank(records) or _large_phase(records)) if records else None
+
+
+def _slow_rank(records: Sequence[Mapping[str, float]]) -> Verdict | None:
+    """Return the rank that is the slow one at the end, if it is for long enough."""
+    judged = [record for record in records if SLOW_RANK in record]
+    if not judged or judged[-1][SLOW_RANK] < 0:
+        return None
+    rank, first = judged[-1][SLOW_RANK], len(judged) - 1
+    while first > 0 and judged[first - 1][SLOW_RANK] == rank:
+        first -= 1
+    since = int(judged[first - 1]["step"]) if first else int(records[0]["step"] - _num_steps(records, 0))
+    if judged[-1]["step"] - since < _STREAK:
+        return None
+    factors = sorted(record[SLOW_FACTOR] for record in judged[first:])
+    last = judged[-1]
+    excess = {
+        phase: last[f"{TIMES}{phase}_greatest"] - last[f"{TIMES}{phase}"]
+        for phase in STEP_PHASES
+        if f"{TIMES}{phase}_greatest" in last
+    }
+    return Verdict(max(excess, key=lambda phase: excess[phase]), factors[len(factors) // 2], since + 1, int(rank))
+
+
+def _large_phase(records: Sequence[Mapping[str, float]]) -> Verdict | None:
+    """Return the phase that takes more of the time than it should, if one does.
+
+    The part of data is of the steps, those of evaluations and checkpoints are of all the time.
+    """
+    seconds: dict[str, float] = {}
+    for number, record in enumerate(records):
+        for name, value in record.items():
+            phase = name.removeprefix(TIMES)
+            if phase != name and not phase.endswith(("_least", "_greatest")) and not phase.startswith("slow_"):
+                seconds[phase] = seconds.get(phase, 0.0) + value * _num_steps(records, number)
+    total = sum(seconds.values())
+    if total < _SECONDS:
+        return None
+    apart = sum(seconds.get(phase, 0.0) for phase in ("evaluation", "checkpoint", "record"))
+    parts = {phase: seconds.get(phase, 0.0) / (total - apart if phase == "data" else total) for phase in _LARGE}
+    phase = max(parts, key=lambda phase: parts[phase] - _LARGE[phase])
+    if parts[phase] < _LARGE[phase]:
+        return None
+    return Verdict(phase, parts[phase], int(records[0]["step"] - _num_steps(records, 0)) + 1)
+
+
+def _num_steps(records: Sequence[Mapping[str, float]], number: int) -> float:
+    """Return the steps of a record: those since the record before; of the first as many as of the next."""
+    if number:
+        return records[number]["step"] - records[number - 1]["step"]
+    return min(records[0]["step"], records[1]["step"] - records[0]["step"] if len(records) > 1 else records[0]["step"])
+
+
+def _host(rank: int, manifest: Mapping[str, Any]) -> str | None:
+    """Return the host of a rank, where the ranks run on several."""
+    hosts, world = manifest.get("hosts") or [], manifest.get("world") or {}
+    if len(hosts) < 2 or len(hosts) != world.get("nodes"):
+        return None
+    return str(hosts[rank * len(hosts) // world["world_size"]])

@@ -1,0 +1,199 @@
+"""Who keeps the others waiting, and where the time goes: on times that are made, and in runs of which a rank sleeps."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from ddpexp.distributed.phases import BACKWARD, COLLECTIVE, DATA, FORWARD, PHASES, UPDATE
+from ddpexp.train.step_times import StepTimes, TimesRecorder, slow_rank
+from ddpexp.train.verdict import Verdict, verdict_of
+from tests.conftest import Ddpexp, Done
+from tests.points import Recipe
+
+USUAL = {DATA: 0.1, FORWARD: 1.0, BACKWARD: 2.0, UPDATE: 0.5}
+
+
+def steps(draw: random.Random, num_ranks: int, num_steps: int, slow: int | None = None) -> list[StepTimes]:
+    """Make steps of equal ranks with noise and hiccups, of which one may be 1.5 times as slow."""
+    phases = [[0.0] * len(PHASES) for _ in range(num_ranks)]
+    collectives: list[list[float]] = [[] for _ in range(num_ranks)]
+    for _ in range(num_steps):
+        busy = []
+        for rank in range(num_ranks):
+            own = {phase: seconds * draw.lognormvariate(0, 0.15) for phase, seconds in USUAL.items()}
+            own[FORWARD] += (1.8 if rank == slow else 0.0) + (draw.expovariate(0.5) if draw.random() < 0.02 else 0.0)
+            busy.append(sum(own.values()))
+            for phase, seconds in own.items():
+                phases[rank][phase] += seconds
+        end = max(busy) + 0.2
+        for rank in range(num_ranks):
+            collectives[rank].append(end - busy[rank])
+            phases[rank][COLLECTIVE] += end - busy[rank]
+    return [StepTimes(0, num_steps, p, c) for p, c in zip(phases, collectives, strict=True)]
+
+
+def recorded(draw: random.Random, num_ranks: int, total: int, log_every: int, slow: int | None) -> Iterator[Any]:
+    recorder = TimesRecorder()
+    for step in range(log_every, total + 1, log_every):
+        yield {"step": step, **recorder.record(steps(draw, num_ranks, log_every, slow))}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("log_every", [1, 10, 50])
+def test_a_slow_rank_is_named_within_100_steps_and_nobody_where_all_are_equal(num_ranks: int, log_every: int) -> None:
+    draw = random.Random(num_ranks * 100 + log_every)
+    for _ in range(3):
+        records = list(recorded(draw, num_ranks, 100, log_every, slow=num_ranks - 1))
+        verdict = verdict_of(records)
+        assert verdict is not None
+        assert (verdict.rank, verdict.phase, verdict.since) == (num_ranks - 1, "forward", 1)
+        assert 1.3 < verdict.factor < 1.7
+    records = list(recorded(draw, num_ranks, 1000, log_every, slow=None))
+    assert [verdict_of(records[: len(records) * part // 10]) for part in range(1, 11)] == [None] * 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_hundred_series(num_ranks: int) -> None:
+    draw = random.Random(num_ranks)
+    for log_every in (10, 20, 50, 100):
+        for number in range(100):
+            slow = number % num_ranks
+            verdict = verdict_of(list(recorded(draw, num_ranks, 100, log_every, slow)))
+            assert verdict is not None
+            assert verdict.rank == slow
+        records = list(recorded(draw, num_ranks, 10_000, log_every, None))
+        assert all(verdict_of(records[:end]) is None for end in range(1, len(records), 10))
+
+
+def test_a_rank_that_is_slow_no_longer_is_not_named() -> None:
+    draw = random.Random(0)
+    recorder = TimesRecorder()
+    records: list[Mapping[str, float]] = [
+        {"step": step, **recorder.record(steps(draw, 2, 50, slow))}
+        for step, slow in ((50, None), (100, 1), (150, 1), (200, 1), (250, None))
+    ]
+    assert verdict_of(records) is None
+    verdict = verdict_of(records[:4])
+    assert verdict is not None
+    assert (verdict.rank, verdict.since) == (1, 51)
+
+
+def test_stages_of_a_pipeline_are_compared_among_themselves() -> None:
+    first = StepTimes(0, 20, [0, 30, 0, 20, 0, 0, 0, 0, 0], [1.0] * 20)
+    last = StepTimes(1, 20, [0, 10, 0, 40, 0, 0, 0, 0, 0], [2.0] * 20)
+    assert slow_rank([first, last]) is None
+    assert slow_rank([first, first, last, last]) is None
+    late = StepTimes(1, 20, [0, 20, 0, 30, 0, 0, 0, 0, 0], [1.5] * 20)
+    assert slow_rank([first, first, last, late]) == (3, 2.0)
+
+
+def test_waiting_and_communication_are_told_apart() -> None:
+    fast = StepTimes(0, 2, [0, 1, 0, 6, 0, 0, 0, 0, 0], [2.0, 4.0])
+    slow = StepTimes(0, 2, [0, 5, 0, 2, 0, 0, 0, 0, 0], [1.0, 1.0])
+    assert {name: value for name, value in TimesRecorder().record([fast, slow]).items() if "least" not in name} == {
+        "times/forward": 1.5, "times/forward_greatest": 2.5, "times/waiting": 1.0, "times/waiting_greatest": 2.0,
+        "times/communication": 1.0, "times/communication_greatest": 1.0,
+    }  # fmt: skip
+    assert TimesRecorder().record([fast]) == {"times/forward": 0.5, "times/communication": 3.0}
+
+
+def test_a_part_of_the_time_is_named_where_it_is_large_and_long() -> None:
+    def records(seconds: float, **phases: float) -> list[dict[str, float]]:
+        each = {f"times/{phase}": seconds * part for phase, part in phases.items()}
+        return [{"step": step, **each} for step in (100, 200, 300)]
+
+    usual = {"forward": 0.25, "backward": 0.5}
+    assert verdict_of(records(1.0, **usual, data=0.125)) is None
+    assert verdict_of(records(1.0, **usual, data=0.75)) == Verdict("data", 0.5, 1)
+    assert verdict_of(records(0.01, **usual, data=0.75)) is None, "the run takes five seconds"
+    assert verdict_of(records(1.0, **usual, evaluation=2.25)) == Verdict("evaluation", 0.75, 1)
+    assert verdict_of(records(1.0, **usual, checkpoint=0.75)) == Verdict("checkpoint", 0.5, 1)
+    assert verdict_of([]) is None
+
+
+@pytest.mark.parametrize(
+    ("verdict", "values", "said"),
+    [
+        (Verdict("forward", 1.42, 1200, 3), {}, "rank 3 on node7 is 1.4 times slower than the others, in forward, since "
+         "step 1,200: they wait for it"),
+        (Verdict("data", 0.62, 1), {"data.num_workers": 0}, "62% of a step waits for data: data.num_workers=2"),
+        (Verdict("data", 0.62, 1), {"data.num_workers": 2, "data._target_": "image_folder", "data.cache": "jpeg"},
+         "62% of a step waits for data: data.num_workers=4, or data.cache=raw"),
+        (Verdict("evaluation", 0.7, 1), {}, "70% of the time goes into evaluations: trainer.eval_every makes them rarer"),
+        (Verdict("checkpoint", 0.3, 1), {}, "30% of the time goes into saving: trainer.checkpoint_every makes it rarer"),
+    ],
+)  # fmt: skip
+def test_a_verdict_is_one_sentence(verdict: Verdict, values: dict[str, Any], said: str) -> None:
+    manifest = {"hosts": ["node6", "node7"], "world": {"nodes": 2, "world_size": 4}}
+    assert verdict.sentence(manifest, values) == said
+
+
+SLEEPS = """
+import torch
+
+class Sleeps(Sides):
+    def __init__(self, seconds, rank):
+        self.seconds, self.rank = seconds, rank
+
+    def step(self, model, batch):
+        time.sleep(0.003)
+        if RANK == self.rank:
+            time.sleep(self.seconds)
+        return super().step(model, batch)
+
+
+class Layers(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+"""
+STEPS = ("trainer.epochs=null", "trainer.eval_every=0", "trainer.log_every=50")
+WAYS = {
+    "ddp in shared memory": ("trainer.gpus=2",),
+    "ddp over the backend": ("trainer.gpus=2", "strategy.reduce_through=backend"),
+    "three workers over the backend": ("trainer.gpus=3", "strategy.reduce_through=backend"),
+    "fsdp": ("trainer.gpus=2", "strategy=fsdp"),
+    "fsdp over the backend": ("trainer.gpus=2", "strategy=fsdp", "strategy.reduce_through=backend"),
+    "a pipeline": ("trainer.gpus=4", "strategy=pipeline", "strategy.pp_size=2", "model._target_=points.Layers",
+                   "~model.hidden", "~model.dropout", "trainer.micro_batch_size=6"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sleeps(tmp_path_factory: pytest.TempPathFactory, warm_environ: dict[str, str]) -> Recipe:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("sleeps"), warm_environ), SLEEPS)
+
+
+def train(sleeps: Recipe, way: str, seconds: float, num_steps: int) -> Done:
+    task = ("task._target_=points.Sleeps", f"+task.seconds={seconds}", "+task.rank=1")
+    done = sleeps(*task, *STEPS, f"trainer.max_steps={num_steps}", *WAYS[way])
+    assert done.code == 0, done.err
+    return done
+
+
+def test_a_rank_that_sleeps_is_named_at_the_end_and_by_status(sleeps: Recipe) -> None:
+    done = train(sleeps, "ddp in shared memory", 0.02, 150)
+    verdict = done.result()["verdict"]
+    assert (verdict["rank"], verdict["phase"], verdict["since"]) == (1, "forward", 1)
+    assert verdict["factor"] > 2
+    said = re.search(
+        r"^times   (rank 1 is \S+ times slower than the others, in forward, since step 1: .*)$", done.out, re.M
+    )
+    assert said is not None
+    status = sleeps.ddpexp("status", str(done.run))
+    assert f"times   {said[1]}" in status.out
+    assert "times/" not in json.loads(sleeps.ddpexp("status", str(done.run), "--json").out)["metrics"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_two_of_five_milliseconds_name_a_rank_and_nobody_is_named_in_plain_runs(sleeps: Recipe, way: str) -> None:
+    assert train(sleeps, way, 0.002, 200).result()["verdict"]["rank"] == 1
+    plain = [train(sleeps, way, 0.0, 200).result()["verdict"] for _ in range(10)]
+    assert plain == [None] * 10
