@@ -260,7 +260,7 @@ def _bind(function: Any, node: Node, where: str, args: Sequence[Any], arguments:
     try:
         inspect.signature(function).bind(*args, **arguments)
     except TypeError as error:
-        advice = _on_unexpected(str(error), function, node, where, len(args))
+        advice = _on_other_keys(str(error), function, node, where, len(args))
         raise RefusedError(
             f"cannot be called with these keys: {error}", key=where, suggestion=advice, place=node.target
         ) from None
@@ -268,8 +268,14 @@ def _bind(function: Any, node: Node, where: str, args: Sequence[Any], arguments:
         pass  # a builtin without a signature: the call itself will tell
 
 
-def _on_unexpected(problem: str, function: Any, node: Node, where: str, num_given: int) -> str:
-    """Return what to do about a key that a class or function does not take, which may come from a chosen option."""
+def _on_other_keys(problem: str, function: Any, node: Node, where: str, num_given: int) -> str:
+    """Return what to do about a key that a class or function does not take, or that it lacks."""
+    lacks = re.search(r"missing a required argument: '(\w+)'", problem)
+    if lacks is not None and "[" not in where:
+        return (
+            f"Add +{where}.{lacks[1]}=..., or give it a default: the configuration of a run that was started before it "
+            "needed the key has none."
+        )
     found = re.search(r"unexpected keyword argument '(\w+)'", problem)
     if found is None or found[1] not in node.kwargs or "[" in where:
         return ""

@@ -56,9 +56,10 @@ class TableArguments:
         ways = [*(["--columns"] if self.columns is not None else []), *whole]
         if len(ways) > 1:
             raise RefusedError(
-                f"{' and '.join(ways)} are incompatible: --format csv, --json and --all have every column",
+                f"{' and '.join(ways)} are incompatible: each of --format csv, --json and --all prints every column in "
+                "a form of its own",
                 place="table",
-                suggestion=f"Use {ways[0]} alone.",
+                suggestion=f"Type only {ways[-1]}, for example.",
             )
         if self.json and (self.format is not None or self.seeds):
             raise RefusedError(
