@@ -224,9 +224,9 @@ into its directory, of anything into the FOLDER behind --out.""",
             Option("--out", "where to write the files", "FOLDER", "tables", values=_FOLDER),
             Option(
                 "--columns",
-                "these columns: keys of the configuration, metrics (the best\n"
-                "value where all keep it; else 'last eval/loss'), status,\n"
-                "step, time, directory",
+                "these columns: keys of the configuration, metrics (the\n"
+                "best value where all keep it; or 'last eval/loss'),\n"
+                "status, step, time, directory",
                 "A,B,...",
                 "optimizer.lr,eval/loss",
             ),
