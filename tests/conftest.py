@@ -416,16 +416,18 @@ def zygotes(plain: dict[str, str], folder: Path) -> Iterator[dict[str, str]]:
     quiet = {name: value for name, value in environ.items() if name != "PYTHONWARNINGS"}  # the forks have them
     with ExitStack() as leaving:
         for name, address in sockets.items():
-            listener = leaving.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            listener.bind(str(address))
-            listener.listen(64)
-            arguments = [str(listener.fileno()), str(os.getpid())]
-            command = [sys.executable, "-m", MODULES[name], *arguments]
-            zygote = leaving.enter_context(
-                subprocess.Popen(
-                    command, cwd=folder, env=quiet, pass_fds=[listener.fileno()], stdout=subprocess.DEVNULL
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:  # then the zygote alone listens
+                listener.bind(str(address))
+                listener.listen(64)
+                zygote = leaving.enter_context(
+                    subprocess.Popen(
+                        [sys.executable, "-m", MODULES[name], str(listener.fileno()), str(os.getpid())],
+                        cwd=folder,
+                        env=quiet,
+                        pass_fds=[listener.fileno()],
+                        stdout=subprocess.DEVNULL,
+                    )
                 )
-            )
             leaving.callback(zygote.kill)
             ZYGOTES.add(zygote.pid)
         yield environ
