@@ -32,6 +32,7 @@ BENCHMARKS = {
     "reading": "Text and tar shards",
     "order": "The order of samples",
     "layers": "Layers divided among workers",
+    "global_loss": "A loss over the global batch",
     "callbacks": "Callbacks in a step",
     "loggers": "Remote loggers",
     "threads": "The same job under every launcher",

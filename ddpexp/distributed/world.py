@@ -143,12 +143,12 @@ class World:
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor, rows: Sequence[int] | None = None) -> Tensor:
         """Return the rows of all ranks, in the order of the ranks.
 
-        Ranks may have differently many rows. Gradients pass through it: in backward, each rank's rows get the sum of
-        the gradients of all ranks' losses, which is right where the losses of the ranks are added up, as `backward` of
-        a micro-batch adds them up.
+        Ranks may have differently many rows; a caller that knows how many, `rows`, saves asking for them. Gradients
+        pass through it: in backward, each rank's rows get the sum of the gradients of all ranks' losses, which is right
+        where the losses of the ranks are added up, as `backward` of a micro-batch adds them up.
 
         Shapes: (rows of this rank, ...) to (rows of all ranks, ...). Ranks: all; communicates, also in backward.
         """
@@ -157,13 +157,16 @@ class World:
             raise DdpexpError("World.gather was given a single number", suggestion="Give it rows: tensor.reshape(1).")
         if self.world_size == 1:
             return tensor
-        return _Gather.apply(tensor, self, self.rows_of_ranks(len(tensor)))  # type: ignore[no-any-return, no-untyped-call]
+        known = self.rows_of_ranks([len(tensor)])[0] if rows is None else rows
+        return _Gather.apply(tensor, self, known)  # type: ignore[no-any-return, no-untyped-call]
 
-    def rows_of_ranks(self, own: int) -> list[int]:
-        """Return how many rows each rank has, given this rank's. Ranks: all; communicates."""
-        rows = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
-        rows[self.rank] = own
-        numbers: list[int] = self.sum(rows).tolist()
+    def rows_of_ranks(self, own: Sequence[int]) -> list[list[int]]:
+        """Return how many rows each rank has of each of some tensors, given this rank's. Ranks: all; communicates."""
+        if self.world_size == 1:
+            return [[number] for number in own]
+        rows = torch.zeros(len(own), self.world_size, dtype=torch.int64, device=self.device)
+        rows[:, self.rank] = torch.tensor(own, device=self.device)
+        numbers: list[list[int]] = self.sum(rows).tolist()
         return numbers
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
@@ -259,7 +262,7 @@ class _Gather(torch.autograd.Function):
     """Rows of all ranks; in backward each rank gets the sum of all ranks' gradients of its own rows."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, world: World, rows: list[int]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, world: World, rows: Sequence[int]) -> Tensor:
         """Receive the rows of each rank, of which there may be differently many. Ranks: all; communicates."""
         ctx.world, ctx.rows = world, rows
         sent = tensor.new_zeros(max(rows), *tensor.shape[1:])

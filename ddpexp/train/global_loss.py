@@ -123,10 +123,11 @@ class GlobalLoss:
         world = self._run.world
         embedded = [[tensor.detach() for tensor in _tensors(one, self._task)] for one in returned]
         leaves, firsts = [], []
-        for parts in zip(*embedded, strict=True):
-            rows = world.rows_of_ranks(sum(map(len, parts)))
+        by_tensor = list(zip(*embedded, strict=True))
+        rows_of_ranks = world.rows_of_ranks([sum(map(len, parts)) for parts in by_tensor])
+        for parts, rows in zip(by_tensor, rows_of_ranks, strict=True):
             firsts.append(sum(rows[: world.rank]))
-            leaf = world.gather(torch.cat(parts))
+            leaf = world.gather(torch.cat(parts), rows)
             leaves.append(leaf.requires_grad_(leaf.is_floating_point()))
         parameters = [p for p in self._run.strategy.parameters() if p.requires_grad]
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
@@ -175,7 +176,7 @@ class GlobalLoss:
 
     def _share(self, number: int, own: Sequence[Tensor]) -> Sums:
         """Return a micro-batch's share of the loss: all shares have its gradient, and the first one its value."""
-        known, num_micro_batches = self._known, len(self._micro_batches) * self._run.world.world_size
+        known, divisor = self._known, len(self._micro_batches) * self._run.world.world_size  # of the loop
         is_first = float(number == 0 and self._run.world.is_rank_zero)
         pairs = [
             (tensor, slope)
@@ -186,8 +187,7 @@ class GlobalLoss:
         if not pairs:
             raise DdpexpError("returned nothing that requires a gradient", place=named(self._task.embed))
         tensors, slopes = zip(*pairs, strict=True)
-        # The loop divides by their number.
-        value: Tensor = _WithSlopes.apply(known.value * is_first, slopes, *tensors) * num_micro_batches  # type: ignore[no-untyped-call]
+        value = _WithSlopes.apply(known.value, is_first * divisor, slopes, divisor, *tensors)  # type: ignore[no-untyped-call]
         return value, 1, {name: (total * is_first, n * is_first) for name, (total, n) in known.metrics.items()}
 
     def _check_repeated(self, own: Sequence[Tensor], before: Sequence[Tensor]) -> None:
@@ -204,19 +204,22 @@ class GlobalLoss:
 
 
 class _WithSlopes(torch.autograd.Function):
-    """A value whose gradient with respect to some tensors is known."""
+    """A value whose gradient with respect to some tensors is known; both times a factor."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, slopes: Sequence[Tensor], *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, factor: float, slopes: Sequence[Tensor], factor_of_slopes: int, *tensors: Tensor
+    ) -> Tensor:
         """Return the value."""
-        ctx.slopes = slopes
-        return value.clone()
+        ctx.slopes, ctx.factor = slopes, factor_of_slopes
+        return value * factor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the slopes, which autograd brings into the precision of the tensors."""
-        return None, None, *(slope * gradient for slope in ctx.slopes)
+        gradient = gradient * ctx.factor
+        return None, None, None, None, *[slope * gradient for slope in ctx.slopes]
 
 
 @dataclass(frozen=True)
