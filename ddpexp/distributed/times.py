@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ddpexp.distributed.phases import COLLECTIVE, OTHER, PHASES
+from ddpexp.distributed.phases import CHECKPOINT, COLLECTIVE, EVALUATION, OTHER, PHASES
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,8 @@ class Window(NamedTuple):
     Attributes:
         num_steps: Their number.
         phases: The time in each phase. Shapes: (len(PHASES),).
-        collectives: The time in collectives of each of the last steps. Shapes: (at most MOST_STEPS,).
+        collectives: The time in collectives of each of the last steps, negative where an evaluation or a checkpoint
+            came before the step, for which ranks need differently long. Shapes: (at most MOST_STEPS,).
     """
 
     num_steps: int
@@ -51,7 +52,7 @@ class Times:
         self._seconds_between: Callable[[Sequence[Any]], Any] = np.diff
         self._marks: list[tuple[int, Any]] = []
         self._window = _empty()
-        self._in_collectives = 0.0  # in the step in progress, as far as it is added up
+        self._in_collectives = 0.0  # in the step in progress, as far as it is added up, with the sign of a window's
 
     def start(self, device: torch.device) -> None:
         """Begin to mark, with the clock of the device."""
@@ -102,7 +103,10 @@ class Times:
         seconds = self._seconds_between(times)
         steps = np.cumsum(ends_step)
         collectives = np.bincount(steps, np.where(is_collective, seconds, 0.0))
-        collectives[0] += self._in_collectives
+        interrupted = np.bincount(steps, (codes == EVALUATION) | (codes == CHECKPOINT)) > 0
+        collectives[0] += abs(self._in_collectives)
+        interrupted[0] |= self._in_collectives < 0
+        collectives = np.where(interrupted, -np.maximum(collectives, 1e-12), collectives)
         self._in_collectives = collectives[-1]
         window = self._window
         self._window = Window(

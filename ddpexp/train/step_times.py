@@ -27,7 +27,7 @@ class StepTimes:
         stage: Of a pipeline: ranks of one stage do the same work.
         num_steps: The number of steps.
         phases: The time in each of `PHASES`.
-        collectives: The time in collectives of each of the last steps.
+        collectives: The time in collectives of each of the last steps, negative behind an evaluation or a checkpoint.
     """
 
     stage: int
@@ -96,7 +96,7 @@ def slow_rank(ranks: Sequence[StepTimes]) -> tuple[int, float] | None:
     """
     for stage in {rank.stage for rank in ranks}:
         members = [number for number, rank in enumerate(ranks) if rank.stage == stage]
-        steps = list(zip(*(ranks[member].collectives for member in members), strict=True))
+        steps = [step for step in _steps([ranks[member] for member in members]) if min(step) >= 0]
         last = Counter(members[step.index(min(step))] for step in steps if max(step) > min(step))
         if len(members) < 2 or not last:
             continue
@@ -127,6 +127,11 @@ def _spreads(ranks: Sequence[StepTimes]) -> Iterable[tuple[str, float]]:
 
 def _parts_of_waiting(ranks: Sequence[StepTimes]) -> list[float]:
     """Return the part of each rank's time in collectives in which it waits for others."""
-    least = sum(min(step) for step in zip(*(rank.collectives for rank in ranks), strict=True))
-    totals = [sum(rank.collectives) for rank in ranks]
+    least = sum(min(map(abs, step)) for step in _steps(ranks))
+    totals = [sum(map(abs, rank.collectives)) for rank in ranks]
     return [1 - least / total if total > 0 else 0.0 for total in totals]
+
+
+def _steps(ranks: Sequence[StepTimes]) -> list[tuple[float, ...]]:
+    """Return the times of the ranks in the collectives of each step."""
+    return list(zip(*(rank.collectives for rank in ranks), strict=True))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from ddpexp.run.directory import RunDir
@@ -11,7 +13,9 @@ from ddpexp.settings.metrics import TIMES
 from ddpexp.system.json_lines import json_lines
 from ddpexp.train.step_times import SLOW_FACTOR, SLOW_RANK, STEP_PHASES
 
-_STREAK = 100  # steps in which a rank is slow, one after the other, before it is named
+_STREAK = 100  # steps in nearly all of which a rank is slow before it is named
+_SLOWER = 1.25  # times what the others take, in half of them: other programs slow a rank down by less, or not as long
+_NEARLY_ALL = 0.8  # of the records of these steps
 _SECONDS = 30.0  # of training, before a part of its time is named
 _LARGE = {"data": 0.25, "evaluation": 0.5, "checkpoint": 0.25}  # parts of the time that are named
 
@@ -70,24 +74,27 @@ def verdict_of(records: Sequence[Mapping[str, float]]) -> Verdict | None:
 
 
 def _slow_rank(records: Sequence[Mapping[str, float]]) -> Verdict | None:
-    """Return the rank that is the slow one at the end, if it is for long enough."""
+    """Return the rank that is the slow one in nearly all of the last steps, if one is."""
     judged = [record for record in records if SLOW_RANK in record]
-    if not judged or judged[-1][SLOW_RANK] < 0:
+    begins = [records[0]["step"] - _num_steps(records, 0), *(record["step"] for record in judged)]  # one more than them
+    first = next((number for number in reversed(range(len(judged))) if begins[-1] - begins[number] >= _STREAK), None)
+    if first is None:
         return None
-    rank, first = judged[-1][SLOW_RANK], len(judged) - 1
+    [(rank, _)] = Counter(record[SLOW_RANK] for record in judged[first:]).most_common(1)
     while first > 0 and judged[first - 1][SLOW_RANK] == rank:
         first -= 1
-    since = int(judged[first - 1]["step"]) if first else int(records[0]["step"] - _num_steps(records, 0))
-    if judged[-1]["step"] - since < _STREAK:
+    slow = [record for record in judged[first:] if record[SLOW_RANK] == rank]
+    if rank < 0 or len(slow) < _NEARLY_ALL * len(judged[first:]):
         return None
-    factors = sorted(record[SLOW_FACTOR] for record in judged[first:])
-    last = judged[-1]
-    excess = {
-        phase: last[f"{TIMES}{phase}_greatest"] - last[f"{TIMES}{phase}"]
-        for phase in STEP_PHASES
-        if f"{TIMES}{phase}_greatest" in last
-    }
-    return Verdict(max(excess, key=lambda phase: excess[phase]), factors[len(factors) // 2], since + 1, int(rank))
+    factor = median(record[SLOW_FACTOR] for record in slow)
+    excess = {phase: _beyond_median(slow[-1], phase) for phase in STEP_PHASES}
+    slowest = max(excess, key=lambda phase: excess[phase])
+    return Verdict(slowest, factor, int(begins[first]) + 1, int(rank)) if factor >= _SLOWER else None
+
+
+def _beyond_median(record: Mapping[str, float], phase: str) -> float:
+    name = f"{TIMES}{phase}"
+    return record.get(f"{name}_greatest", 0.0) - record.get(name, 0.0)
 
 
 def _large_phase(records: Sequence[Mapping[str, float]]) -> Verdict | None:

@@ -82,11 +82,17 @@ def test_what_is_done_apart_belongs_to_one_phase(clock: Clock) -> None:
             clock.spend(4)
         clock.spend(8)
     clock.spend(16)
+    with times.collective:
+        clock.spend(32)
+    times.end_step()
+    with times.collective:
+        clock.spend(64)
+    times.end_step()
     with times.apart(RECORD):
         window = times.take()
+    assert window.collectives.tolist() == [-32, 64]
     assert window.phases[EVALUATION] == 15
-    assert window.phases.sum() == 31
-    assert window.num_steps == 0
+    assert window.phases.sum() == 127
 
 
 def test_nothing_is_marked_before_the_start() -> None:
@@ -104,10 +110,15 @@ def test_all_time_is_counted_once(monkeypatch: pytest.MonkeyPatch, seed: int) ->
     monkeypatch.setattr(module, "_MOST_MARKS", seed % 7)  # added up in pieces
     clock, draw = Clock(monkeypatch), random.Random(seed)
     times, expected, steps, inside = clock.times, [0.0] * len(PHASES), [0.0], 0.0
-    phase = OTHER
+    phase, sign = OTHER, 1
     for _ in range(400):
         seconds = draw.choice((0.0, 0.25, 0.5, 2.0))
-        match draw.randrange(4):
+        match draw.randrange(5):
+            case 4:
+                with times.apart(CHECKPOINT):
+                    clock.spend(seconds)
+                expected[CHECKPOINT] += seconds
+                phase, sign = OTHER, -1
             case 0:
                 with times.collective:
                     clock.spend(seconds)
@@ -115,7 +126,7 @@ def test_all_time_is_counted_once(monkeypatch: pytest.MonkeyPatch, seed: int) ->
                 inside += seconds
             case 1:
                 times.end_step()
-                steps, inside, phase = [*steps, inside], 0.0, OTHER
+                steps, inside, sign, phase = [*steps, max(inside, 1e-12) * sign if sign < 0 else inside], 0.0, 1, OTHER
                 clock.spend(seconds)
                 expected[phase] += seconds
             case 2:
