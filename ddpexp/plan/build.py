@@ -8,7 +8,6 @@ configuration.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,16 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ddpexp.compat import lazy_dynamo
 from ddpexp.config.instantiate import instantiate
-from ddpexp.config.parse import load
 from ddpexp.config.sampling import training_plan
 from ddpexp.config.schema import Experiment
 from ddpexp.config.strategies import estimator_of
 from ddpexp.data.adapters import MapStyle, sized
 from ddpexp.data.base import Subset
 from ddpexp.data.batch_plan import BatchPlan
-from ddpexp.data.batches import EvalBatches, TrainBatches
+from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Splits, device_bytes, prefer_device
 from ddpexp.data.order import Listed
 from ddpexp.data.samples import tensors_of
@@ -39,18 +36,17 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.plan.activations import measure
+from ddpexp.plan.meta import build_on_meta, first_batch, found_or_error, load_experiment
 from ddpexp.plan.rate_curves import curves_of
 from ddpexp.strategy.estimator import Facts, Parameter, ParamGroup
 from ddpexp.strategy.replica import Models, modules_of
-from ddpexp.system.limits import reason
-from ddpexp.system.oom import bound_memory
-from ddpexp.train.build import build_model, count_steps, open_data
+from ddpexp.train.build import count_steps, open_data
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.freezing import LateStarts
 from ddpexp.train.optimizer_average import HasModes
 from ddpexp.train.param_groups import describe, groups_of
 
-_META, _CPU = torch.device("meta"), torch.device("cpu")
+_CPU = torch.device("cpu")
 _MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it
 
 
@@ -64,20 +60,14 @@ def _result(
     run: Mapping[str, Any], prepared: Mapping[str, Any] | None, num_samples: int | None, curves: bool
 ) -> dict[str, Any]:
     """Return the facts about a run, with the learning rates if `curves`, or why there are none."""
-    try:
-        experiment, layout = load(run["config"]), Layout(**run["layout"])
-        experiment.trust.make_importable()
-        if not experiment.trainer.compile:
-            lazy_dynamo.defer(on_meta=True)
+
+    def find() -> dict[str, Any]:
+        experiment, layout = load_experiment(run["config"]), Layout(**run["layout"])
         facts, steps, optimizers = collect(experiment, layout, prepared, num_samples)
         lines = curves_of(experiment, optimizers, **steps) if curves else {}
         return {"facts": asdict(facts), "steps": steps, "curves": lines}
-    except RefusedError as error:
-        return {"refused": error.as_dict()}
-    except Exception as error:  # of the user's own code, as it would end a run
-        traceback.print_exc()
-        limit = reason(error)
-        return {"failed": f"{type(error).__name__}: {error}{f' ({limit})' if limit else ''}"}
+
+    return found_or_error(find)
 
 
 def collect(
@@ -158,7 +148,7 @@ class _Built:
     @classmethod
     def of(cls, experiment: Experiment) -> _Built:
         notes: dict[str, str] = {}
-        built, device = _model(experiment, notes)
+        built, device = build_on_meta(experiment, notes)
         models, is_single = modules_of(built), isinstance(built, nn.Module)
         for name, module in models.items():
             if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
@@ -243,21 +233,6 @@ class _Built:
                 p.grad = None
 
 
-def _model(experiment: Experiment, notes: dict[str, str]) -> tuple[Any, torch.device]:
-    """Build the model or models as a worker does, without memory; where their code does not work so, in memory."""
-    try:
-        with _META:
-            return build_model(experiment), _META
-    except RefusedError:
-        raise
-    except Exception as error:
-        notes["model"] = (
-            f"built in memory, because its code does not work on torch's meta device ({type(error).__name__}: {error})"
-        )
-    bound_memory()
-    return build_model(experiment), _CPU
-
-
 def _described(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Parameter]:
     for name, p in named:
         dtype = str(p.dtype).removeprefix("torch.")
@@ -274,8 +249,7 @@ def _of_a_pass(built: _Built, train: Any, num_samples: int, num_passes: int) -> 
     """Return the facts about a pass, by the fields of `Facts`: its batch, and what is kept for backward."""
     experiment = built.experiment
     samples = min(num_samples, len(train), _MOST_SAMPLES)
-    on_device = experiment.data.on_device is True
-    batch = to_device(EvalBatches(train, samples, 0, 1, _CPU, on_device=on_device).first(), built.device)
+    batch = to_device(first_batch(experiment, train, samples), built.device)
     scale = num_samples / samples
     found: dict[str, Any] = {
         "batch_bytes": round(scale * sum(t.numel() * t.element_size() for t in tensors_of(batch))),

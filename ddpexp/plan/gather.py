@@ -40,20 +40,36 @@ def gather(
     """
     requested = [{"config": text, "layout": asdict(layout)} for text, layout in runs]
     request = {"runs": requested, "data": prepared, "num_samples": num_samples, "curves": curves}
+    return list(map(_gathered, ask("ddpexp.plan.build:collect_all", request)))
+
+
+def ask(function: str, request: Mapping[str, Any]) -> Any:
+    """Call a function that builds models in a separate process; what their code prints goes to the standard error.
+
+    Raises:
+        DdpexpError: the process has died, such as for lack of memory.
+    """
     try:
-        results = separate_process.call("ddpexp.plan.build:collect_all", request, stdout=sys.stderr.fileno())
+        return separate_process.call(function, request, stdout=sys.stderr.fileno())
     except separate_process.NoAnswerError as error:
         raise DdpexpError(
             f"the model could not be built: the process that built it ended with exit code {error.status}."
         ) from None
-    return list(map(_gathered, results))
 
 
-def _gathered(result: Mapping[str, Any]) -> Gathered | DdpexpError:
+def error_of(result: Mapping[str, Any]) -> DdpexpError | None:
+    """Return why a function that was asked has found nothing; None if it has found something."""
     if "refused" in result:
         return RefusedError.from_dict(result["refused"])
     if "failed" in result:
         return DdpexpError(f"the model could not be built: {result['failed']}")
+    return None
+
+
+def _gathered(result: Mapping[str, Any]) -> Gathered | DdpexpError:
+    error = error_of(result)
+    if error is not None:
+        return error
     facts = result["facts"]
     parameters = [Parameter(**parameter) for parameter in facts["parameters"]]
     divided = [Parameter(**parameter) for parameter in facts["divided"]]

@@ -336,7 +336,7 @@ def test_activations_are_what_goes_into_each_layer(
 def test_code_that_does_not_work_without_memory_is_built_and_reported(
     mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpexp.plan.build.bound_memory", lambda: None)  # it would bind this process
+    monkeypatch.setattr("ddpexp.plan.meta.bound_memory", lambda: None)  # it would bind this process
     found, steps, _ = collect(experiment_of(mine, "model=counting"), layout(), None, 640)
     assert steps == {"steps_per_epoch": 5, "num_steps": 10}
     assert found.state_bytes == {"model": 7850 * 4}
