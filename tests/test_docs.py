@@ -28,6 +28,7 @@ from ddpexp.cli.predict import prediction_of
 from ddpexp.cli.rerun import run_of
 from ddpexp.cli.resume import resumed_run
 from ddpexp.cli.schema import schema_of
+from ddpexp.cli.summary import SummaryArguments
 from ddpexp.cli.verb import Call
 from ddpexp.config.build import build
 from ddpexp.config.compose import compose_command
@@ -268,6 +269,8 @@ def accept(words: Sequence[str]) -> None:
         accept_run(call.operands)
         if verb.name == "plan":
             arguments_of(call)
+        if verb.name == "summary":
+            call.typed(SummaryArguments(call.operands))
         return
     if verb.name == "resume" and SweepDir(Path(words[1])).is_sweep():
         accept_sweep(resumed(words[1:], ["ddpexp", *words]))

@@ -54,6 +54,7 @@ VERBS = {
     "diff": ("DIGITS TEXT", r"recipe"),
     "rerun": ("DIGITS trainer.gpus=1 run.dir=again", r"trainer\.gpus"),
     "plan": ("recipe=mnist data.source=embedded trainer.gpus=2", r"GB|MB"),
+    "summary": ("recipe=mnist data.source=embedded", r"Conv2d"),
     "doctor": ("recipe=mnist data.source=embedded", r"versions"),
     "check": ("recipe=mnist model=linear data.source=embedded", r"gradient"),
     "data": ("recipe=mnist data.source=embedded", r"synthetic digits"),
@@ -69,7 +70,7 @@ def test_every_verb_is_tried() -> None:
     assert sorted(VERBS) == sorted(NAMES)
 
 
-LONGER = ("plan", "export", "generate", "check", "doctor", "rerun")
+LONGER = ("plan", "summary", "export", "generate", "check", "doctor", "rerun")
 """With real runs in tests of their own; with other Pythons they are tried here."""
 
 

@@ -292,6 +292,20 @@ trainer.nodes=512 plans for 4,096 GPUs.""",
         also=("estimate", "profile", "dry-run"),
     ),
     Verb(
+        "summary",
+        "[key=value ...] [--config-dir DIR] [--depth N] [--json]",
+        "the modules of a model, with shapes, parameters and FLOPs",
+        about="""\
+Show the model of a run with these overrides as a tree: what each module returns
+for samples of the run's data, its parameters (frozen and shared ones too) and
+FLOPs; then the totals, and the memory of the activations. Nothing is trained,
+and the model takes no memory where its code works on torch's meta device.""",
+        is_interruptible=True,
+        options=(Option("--depth", "levels of modules below the model; default: 3", "N", "2"), _JSON),
+        notes="docs/summary.md.",
+        also=("summarize", "torchinfo", "torchsummary", "model", "modules", "layers", "parameters", "flops"),
+    ),
+    Verb(
         "doctor",
         "[key=value ...] [--config-dir DIR] [--json]",
         "what a run would meet on these machines",
