@@ -159,7 +159,6 @@ WAYS = {
     "ddp over the backend": ("trainer.gpus=2", "strategy.reduce_through=backend"),
     "three workers over the backend": ("trainer.gpus=3", "strategy.reduce_through=backend"),
     "fsdp": ("trainer.gpus=2", "strategy=fsdp"),
-    "fsdp over the backend": ("trainer.gpus=2", "strategy=fsdp", "strategy.reduce_through=backend"),
     "a pipeline": ("trainer.gpus=4", "strategy=pipeline", "strategy.pp_size=2", "model._target_=points.Layers",
                    "~model.hidden", "~model.dropout", "trainer.micro_batch_size=6"),
 }  # fmt: skip
