@@ -171,7 +171,11 @@ def _advice(target: str, trust: Trust, key: str) -> str:
     if "-" in head:
         renamed = head.replace("-", "_")
         return f"The name of a module has no dash: rename its file, and write {renamed}.{name}."
-    beside = [path.stem for path in trust.code.iterdir() if path.suffix == ".py" or path.is_dir()] if trust.code else []
+    beside = (
+        [path.stem for path in trust.code.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))]
+        if trust.code
+        else []
+    )
     near = difflib.get_close_matches(root, beside, n=1, cutoff=0.6)
     if near and _may_define(near[0], rest, trust):
         return f"Did you mean {near[0]}.{rest}?"

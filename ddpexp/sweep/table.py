@@ -230,7 +230,7 @@ def mean_text(name: str, sample: Sample) -> str:
     if mean is None or std is None or not math.isfinite(std) or std == 0:
         return shown(name, mean) if not std else f"{shown(name, mean)} ± {shown(name, std)}"
     factor, unit = (100, " %") if shown(name, 1.0).endswith("%") else (1, "")
-    decimals = max(0, 1 - math.floor(math.log10(factor * std)))
+    decimals = max(0, 1 - int(f"{factor * std:.1e}".partition("e")[2]))  # 0.0999... has the digits of 0.10
     if decimals > _DECIMALS:
         return f"{mean:.4g} ± {std:.2g}"
     return f"{factor * mean:.{decimals}f} ± {factor * std:.{decimals}f}{unit}"

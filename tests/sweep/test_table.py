@@ -506,3 +506,16 @@ def test_all_columns_are_all_keys_that_differ_and_all_metrics() -> None:
     rows[0] = replace(rows[0], overrides={"recipe": "a"}, values={**rows[0].values, "trainer.y": "1"}, resolved={})
     assert comparison.varying(rows) == ["recipe"]
     assert table.all_columns(rows, LOSS)[:5] == ["recipe", "model.x", "trainer.y", "eval/loss", "train/loss"]
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "plain"),
+    [
+        ((0.14, 0.15, 0.16), "15.0 ± 1.0 %", "0.150 ± 0.010"),  # of which the deviation is 0.00999...
+        ((0.09, 0.09), "9.00%", "0.09"),
+        ((0.5, 0.9), "70 ± 28 %", "0.70 ± 0.28"),
+    ],
+)
+def test_a_mean_has_two_digits_of_its_deviation(values: tuple[float, ...], percent: str, plain: str) -> None:
+    sample = comparison.Sample(values)
+    assert (table.mean_text("test/accuracy", sample), table.mean_text("test/loss", sample)) == (percent, plain)
