@@ -68,7 +68,9 @@ def prediction_of(call: Call) -> tuple[Launcher, Prediction]:
         )
     if given is not None:
         if not given.exists():
-            raise RefusedError("There is no such file", place=f"--input {given}", suggestion=_meant(given))
+            raise RefusedError(
+                "There is no such file", place=f"--input {call.options['--input']}", suggestion=_meant(given)
+            )
         overrides = [*_here(overrides), *overrides]
     weights = find_weights(source, overrides, call.name, call.restate, call.checkpoint)
     return weights.run.experiment.launcher, Prediction(weights, out, call.options.get("--split"), given)
@@ -85,5 +87,5 @@ def _meant(given: Path) -> str:
     if re.match(r"\w+:/", str(given)):
         return "Download it, and name the file."
     if set("*?") & set(str(given)):
-        return f"Name the folder: --input {shlex.quote(str(given.parent))}."
+        return f"Type --input {shlex.quote(str(given.parent))} for all files of the folder."
     return "" if given.suffix or not str(given).count(" ") else "Write the text to a file, and name that."

@@ -118,7 +118,7 @@ class Verb:
                 operands += [word] if equals else [word, *words[:1]]
                 words = words if equals else words[1:]
             elif word.startswith("-"):
-                raise self._no_option(word, value or "".join(words[:1]))
+                raise self._no_option(word, value or "".join(words[:1]), words)
             elif self.operands == "overrides" and not equals and os.path.isdir(word):
                 raise RefusedError(
                     "The command takes key=value, as a training does, and no directory",
@@ -155,8 +155,9 @@ class Verb:
                 suggestion=f"For example, type {option.name} {option.example}.",
             )
 
-    def _no_option(self, word: str, value: str) -> RefusedError:
+    def _no_option(self, word: str, value: str, others: Sequence[str]) -> RefusedError:
         """Refuse an unknown option, with the nearest one, or the key that it may stand for."""
+        from ddpexp.config.arguments import as_overrides
         from ddpexp.config.build import did_you_mean
         from ddpexp.config.declared import section_with
         from ddpexp.config.foreign import advice_on_key
@@ -170,7 +171,12 @@ class Verb:
         key = name.lstrip("-").replace("-", "_")
         suggestion = self.foreign_options.get(key, "")
         if not suggestion and self.takes_overrides:
-            suggestion = answer([f"{key}={value}"]) or advice_on_key(key)
+            unknown = [
+                meant for other, meant in as_overrides(others) if other.partition("=")[0] not in self.option_names
+            ]
+            keys = [other for other in others if "=" in other and not other.startswith("-")]
+            suggestion = answer([meant := f"{key}={value}"]) and answer([meant, *unknown, *keys])
+            suggestion = suggestion or advice_on_key(key)
             if not suggestion and (section := section_with(key)) is not None:
                 suggestion = f"Did you mean {section}.{key}={value or '...'}?"
         suggestion = suggestion or did_you_mean(name, self.option_names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal import defaults_list
@@ -16,6 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn
 from hydra.types import HydraContext
 from hydra.version import VersionBase
 from omegaconf import DictConfig
@@ -89,3 +90,21 @@ def own_globals() -> Iterator[None]:
         yield
     finally:
         instances.update(outer)
+
+
+class FailedJob(JobReturn):
+    """A job that has failed, of which a sweeper reads the exception.
+
+    Private: `JobReturn._return_value` of 1.3 and 1.4.
+    Why: Hydra's own class writes the failure to stderr at each reading, and the sweep has printed it already.
+    When it goes: `JobReturn` itself, once it only raises.
+    """
+
+    @property
+    def return_value(self) -> NoReturn:
+        """Raise what the job has failed with."""
+        raise self._return_value
+
+    @return_value.setter
+    def return_value(self, value: Any) -> None:
+        self._return_value = value

@@ -163,8 +163,8 @@ def _no_option(argument: str, argv: Sequence[str]) -> RefusedError:
             "torchrun, trainer.gpus=2 starts the workers.",
             place=argument,
         )
-    typed = [override for word, override in _as_overrides(argv) if word == argument]
-    advice = answer([*typed, *(override for _, override in _as_overrides(argv))]) if answer(typed) else ""
+    typed = [override for word, override in as_overrides(argv) if word == argument]
+    advice = answer([*typed, *(override for _, override in as_overrides(argv))]) if answer(typed) else ""
     advice = advice or advice_on_key(key)
     section = section_with(key)
     if not advice and section is not None:
@@ -175,9 +175,9 @@ def _no_option(argument: str, argv: Sequence[str]) -> RefusedError:
     )
 
 
-def _as_overrides(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+def as_overrides(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each option with the override that it may stand for, as `--lr 0.1` for `lr=0.1`."""
-    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+    for word, after in zip(argv, [*argv, ""][1:], strict=True):
         if match := re.fullmatch(r"--?([A-Za-z][\w-]*)(?:=(.*))?", word):
             value = match[2] or ("" if after.startswith("-") or "=" in after else after)
             yield word, f"{match[1].replace('-', '_')}={value}"

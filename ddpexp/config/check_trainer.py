@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ddpexp.errors import RefusedError
 from ddpexp.settings.metrics import check_is_evaluated, check_not_test
 from ddpexp.settings.trainer import Trainer
@@ -81,6 +83,14 @@ def _check_keep_best(trainer: Trainer) -> None:
                 suggestion="Type it as well, for example trainer.keep_best=max:eval/accuracy.",
             )
         return
+    first, *others = re.split(",(?=max:|min:)", trainer.keep_best)
+    if others:
+        raise RefusedError(
+            "names several metrics, and a run keeps the best weights by one",
+            key="trainer.keep_best",
+            value=trainer.keep_best,
+            suggestion=f"Did you mean trainer.keep_best={first}?",
+        )
     check_not_test("trainer.keep_best", trainer.keep_best, trainer.keep_best.partition(":")[2])
     check_is_evaluated("trainer.keep_best", trainer.keep_best, trainer.eval_every)
 

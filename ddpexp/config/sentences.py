@@ -207,6 +207,8 @@ def _several_values(override: str) -> RefusedError:
     """Return the error for several values of one run, which may be meant as a list or as one number."""
     key, _, value = override.partition("=")
     or_list = f", or write a list as {key}=[{value}]" if key in LISTED or takes_list(key) else ""
+    if key == "trainer.keep_best":
+        or_list = f", or name one metric, as in {override.partition(',')[0]}"
     if key == "callbacks" and "none" in value.split(","):
         or_list = ""
     if takes_number(key) and not takes_fraction(key) and re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value):

@@ -345,6 +345,11 @@ def _answer_habit(error: ConfigCompositionException, overrides: Sequence[str]) -
     typed = [override for override in overrides if unknown and override.lstrip("+").partition("=")[0] == unknown[1]]
     if unknown is not None and answer(typed):
         raise RefusedError("is not a known key", key=unknown[1], suggestion=answer([*typed, *overrides])) from None
+    if unknown is not None and (others := answer(overrides)):
+        refused = _refusal(error)
+        said = refused.suggestion.removeprefix("Add ").removesuffix(".")
+        refused.suggestion = others if said in others else f"{refused.suggestion} {others}"
+        raise refused from None
 
 
 def _nothing_to_delete(files: _Files, key: str, overrides: Sequence[str]) -> RefusedError:

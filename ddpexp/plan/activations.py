@@ -53,7 +53,8 @@ def measure(
             step_of(task, CurrentProgress())(staged or (models["model"] if single else models), batch)
     except Exception as error:
         notes["activations"] = (
-            f"left out: a forward pass without memory is not possible ({type(error).__name__}: {error})"
+            f"left out: a forward pass without memory is not possible ({type(error).__name__}: {error}); "
+            "python -m ddpexp check shows whether the model takes the data"
         )
         return None
     notes["activations"] = "kept for backward" + (

@@ -12,7 +12,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import open_dict
 
-from ddpexp.compat.hydra import sweeper_context
+from ddpexp.compat.hydra import FailedJob, sweeper_context
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.keys import override_key
 from ddpexp.config.sweeps import Swept
@@ -48,7 +48,8 @@ class _Launcher:
 
     def _returned(self, overrides: Sequence[str], ended: Ended) -> JobReturn:
         if ended.status == "failed" and self._counts_failures:
-            return JobReturn(overrides=overrides, status=JobStatus.FAILED, _return_value=JobFailed(ended.message))
+            failure = JobFailed("its line says why")  # which the sweep has printed
+            return FailedJob(overrides=overrides, status=JobStatus.FAILED, _return_value=failure)
         return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=ended.objective)
 
 

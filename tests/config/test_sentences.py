@@ -391,6 +391,25 @@ trainer.devices is not a known key. Did you mean trainer.gpus=8 trainer.device=c
 trainer.max_epochs is not a known key. Did you mean trainer.epochs=3?
 > trainer=gpu experiment=mnist trainer.max_epochs=3
 trainer=gpu is not a known option. Did you mean trainer.device=cuda recipe=mnist trainer.epochs=3?
+> data.batch_size=64 trainer.gpus=4 trainer.accumulate_grad_batches=4
+data.batch_size is not a known key. Did you mean trainer.global_batch_size=1024 trainer.micro_batch_size=64? The first
+> data.batch_size=64 trainer.devices=4 trainer.num_nodes=2 trainer.accumulate_grad_batches=2
+data.batch_size is not a known key. Did you mean trainer.global_batch_size=1024 trainer.micro_batch_size=64 trainer.gpus
+> data.batch_size=64 trainer.accumulate_grad_batches=4
+data.batch_size is not a known key. Did you mean trainer.global_batch_size, the samples of a step over all workers? Did
+> logger=many_loggers callbacks=model_checkpoint callbacks.model_checkpoint.monitor=val/acc \
+callbacks.model_checkpoint.mode=max callbacks.model_checkpoint.save_top_k=3
+callbacks=model_checkpoint is not a known option. Did you mean trainer.keep_best=max:eval/accuracy trainer.keep_best_k=3
+> logger.wandb.project=digits logger.wandb.offline=True
+logger.wandb.project is not a known key: it is a key of logger=wandb. Did you mean 'logger=[tensorboard,wandb]' logger.w
+> logger.wandb.offline=True logger=wandb
+logger.wandb.offline is not a known key. Did you mean logger.wandb.mode=offline?
+> logger.wandb.project=digits trainer.max_epochs=2
+logger.wandb.project is not a known key: it is a key of logger=wandb. Add 'logger=[tensorboard,wandb]'. Did you mean tra
+> trainer.keep_best="max:eval/accuracy,min:eval/loss"
+trainer.keep_best=max:eval/accuracy,min:eval/loss names several metrics, and a run keeps the best weights by one. Did yo
+> trainer.keep_best=max:eval/accuracy,min:eval/loss
+trainer.keep_best=max:eval/accuracy,min:eval/loss gives several values. Add -m for a run with each, or name one metric,
 > experiment=mnist debug=fdr
 experiment is not a known key. Did you mean recipe=mnist? python -m ddpexp check recipe=mnist tries two steps and an e
 > experiment=mnist

@@ -66,7 +66,8 @@ def test_a_trial_that_diverges_neither_ends_a_study_nor_is_repeated(sweeps: Swee
     sweep = sweeps(*overrides)
     assert sweep.code == 1
     assert sorted(event["status"] for event in sweep.events("ended")) == ["done", "failed"]
-    assert "NonFiniteError" in sweep.err
+    assert sweep.err.count("NonFiniteError") == 1
+    assert "Error executing job" not in sweep.err
     again = sweeps.again(sweep.path)
     assert (again.code, len(again.events("started"))) == (1, 2)
     assert "trainer.nonfinite=skip" in again.err
