@@ -59,7 +59,7 @@ _SENTENCES = {
     "debug fast_dev_run num_sanity_val_steps": _CHECK,
     "hparams_search": _SEARCH,
     "n_trials num_trials": "hydra.sweeper.n_trials=10 is a key of a search: -m recipe=mnist hydra/sweeper=optuna.",
-    "sweep multirun": "-m makes a sweep: python -m ddpexp -m recipe=mnist optimizer.lr=0.1,0.01.",
+    "multirun": "-m makes a sweep: python -m ddpexp -m recipe=mnist optimizer.lr=0.1,0.01.",
     "dry_run": "launcher=slurm launcher.dry_run=true prints the script of a job.",
     "train do_train run_train": "A run is trained; without training it is python -m ddpexp evaluate RUN_DIR.",
     "split": "The commands evaluate and predict take --split test, and data=hf has the key data.split.",

@@ -64,9 +64,12 @@ class Predict:
 class SweepSettings:
     """How a sweep runs its jobs; conf/config.yaml has the default of every key and explains it."""
 
-    slots: Annotated[Auto | int, Key(at_least=1)]
-    objective: Annotated[str | None, Key(also="optimized_metric")]
-    mode: Annotated[Literal["min", "max"], Key(synonyms={"max": "maximize maximise", "min": "minimize minimise"})]
+    slots: Annotated[Auto | int, Key(at_least=1, also="n_jobs num_parallel max_concurrent")]
+    objective: Annotated[str | None, Key(also="optimized_metric metric")]
+    mode: Annotated[
+        Literal["min", "max"],
+        Key(also="direction goal", synonyms={"max": "maximize maximise", "min": "minimize minimise"}),
+    ]
     picture: bool
     on_failure: Literal["continue", "stop"]
     early_stop: Literal["median", "halving"] | None

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from ddpexp.settings.metrics import TEST_SET
 from ddpexp.sweep.comparison import (
     FOLD,
     LAST,
@@ -39,6 +40,7 @@ FACTS = ("status", "step", "time", DIRECTORY)
 _STAY = 2  # keys that tell most jobs apart, which stay longer than other columns
 _SHORT = 24  # characters of a name that is shown beside other things
 _METRICS = 4  # columns, if no objective is set
+_BEST = "best "  # begins the name of a column
 _DECIMALS = 8  # of a mean and its deviation; smaller numbers are written with an exponent
 _MESSAGES = 10  # of failures, below a table
 _LIVE_MESSAGES = 3
@@ -94,12 +96,15 @@ def jobs_grid(
             return name in ("step", "time")
         return name in known or all(is_number(row.values.get(name) or "0") for row in every)
 
+    bests = [f"{_BEST}{row.best.metric}" for row in every if row.best is not None]
+
     def column(name: str) -> Column:
         cells = [cell(row, name) for row in rows]
+        head = _beside(name, bests) if name in known else name
         if name == DIRECTORY:
             return Column(name, cells, drop=drops.get(name, math.inf), cut="end" if repeats else "start")
         cut: Literal["middle"] | None = "middle" if name in keys else None
-        return Column(cell_text(name), cells, is_right(name), drops.get(name, math.inf), cut)
+        return Column(cell_text(head), cells, is_right(name), drops.get(name, math.inf), cut)
 
     line = next((number for number, row in enumerate(rows) if row is best), None)
     return Grid([column(name) for name in names], line)
@@ -120,8 +125,13 @@ def metric_columns(rows: Sequence[Row], goal: Goal, every: bool = False) -> list
 
 
 def _beside(name: str, columns: Collection[str]) -> str:
-    """Return the name of a metric's last value, among columns that may have its best one."""
-    return f"{LAST}{name}" if f"best {name}" in columns else name
+    """Return the name of a metric's value: the last one of an evaluation, where columns have a value of best weights.
+
+    The set `test` is evaluated once, by the weights that the run says.
+    """
+    has_best = any(column.startswith(_BEST) for column in columns)
+    is_plain = name.startswith(("train/", f"{TEST_SET}/", _BEST, LAST)) or "/" not in name
+    return name if is_plain or not has_best else f"{LAST}{name}"
 
 
 def all_columns(rows: Sequence[Row], goal: Goal) -> list[str]:

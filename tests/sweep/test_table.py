@@ -454,14 +454,14 @@ def of_seeds() -> tuple[list[Row], Goal]:
 def test_a_paper_gets_means_with_their_deviation_in_sensible_digits() -> None:
     rows, goal = of_seeds()
     markdown = table_files.as_text(rows, goal, "markdown", seeds_only=True).splitlines()
-    assert markdown[2].startswith("| optimizer.lr | best eval/loss | last eval/loss | eval/accuracy |")
+    assert markdown[2].startswith("| optimizer.lr | best eval/loss | last eval/loss | last eval/accuracy |")
     assert markdown[4].startswith("| **0.1** | **0.510 ± 0.010** | **1.010 ± 0.010** | **90.10 ± 0.10 %** |")
     latex = table_files.as_text(rows, goal, "latex")
     assert latex.count("\\toprule") == latex.count("\\bottomrule") == 2
     assert "0.540 $\\pm$ 0.010 & 1.040 $\\pm$ 0.010 & 90.40 $\\pm$ 0.10 \\% & 0.5152 to 0.5648 & 3 \\\\" in latex
     assert "status" not in latex
     chosen = table_files.as_text(rows, goal, "markdown", ["optimizer.lr", "eval/accuracy"]).splitlines()
-    assert sum(line.count("| eval/accuracy |") for line in chosen) == 2  # of the runs, and over the seeds
+    assert sum(line.count("| last eval/accuracy |") for line in chosen) == 2  # of the runs, and over the seeds
     assert not any("| eval/loss |" in line for line in chosen)
     seeds = text_of(table.render(rows, goal, columns=["last eval/loss"], seeds_only=True))
     assert "95 % interval of last eval/loss" in seeds
