@@ -148,7 +148,7 @@ def _drops(
     jobs apart. The key that tells most apart, the metric that is compared and the status stay.
     """
     weak = list(_weakest_first(every, keys))
-    compared = goal.name or metrics[0]
+    compared = goal.name or next(iter(metrics), "")
     further = [name for name in metrics if name not in (compared, f"{LAST}{compared}")]
     order = [
         "time", "step", *([DIRECTORY] if repeats else []), *reversed(further[1:]), *weak[:-_STAY], *further[:1],
