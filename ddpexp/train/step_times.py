@@ -10,6 +10,7 @@ from statistics import median
 from ddpexp.distributed.phases import COLLECTIVE, OTHER, PHASES
 from ddpexp.settings.metrics import TIMES
 
+NOBODY, NOT_KNOWN = -1, -2
 SLOW_RANK, SLOW_FACTOR = f"{TIMES}slow_rank", f"{TIMES}slow_factor"
 STEP_PHASES = tuple(phase for number, phase in enumerate(PHASES[: OTHER + 1]) if number != COLLECTIVE)
 _DIGITS = 9  # nanoseconds
@@ -67,9 +68,10 @@ class TimesRecorder:
     def __init__(self) -> None:
         """Start without steps."""
         self._block: list[StepTimes] = []  # of each rank, too few steps to judge
+        self._slow = (NOT_KNOWN, 1.0)  # by the last block that was judged
 
     def record(self, ranks: Sequence[StepTimes]) -> dict[str, float]:
-        """Return the time of a step in each phase, and which rank is slow, if that is known now (-1: none).
+        """Return the time of a step in each phase, and which rank is slow (`NOBODY`, or `NOT_KNOWN` yet).
 
         Of several ranks it is the median, and the least and the greatest beside it. A collective ends at about the same
         time everywhere, so the least time of a rank in those of a step is communication, and what other ranks spend
@@ -80,11 +82,11 @@ class TimesRecorder:
         values = dict(_spreads(ranks))
         block = [a.plus(b) for a, b in zip(self._block, ranks, strict=True)] if self._block else list(ranks)
         self._block = block if block[0].num_steps < _BLOCK else []
-        if not self._block and len(ranks) > 1:
-            slow = slow_rank(block)
-            values[SLOW_RANK] = -1.0 if slow is None else float(slow[0])
-            if slow is not None:
-                values[SLOW_FACTOR] = round(slow[1], 3)
+        if len(ranks) > 1:
+            if not self._block:
+                self._slow = slow_rank(block) or (NOBODY, 1.0)
+            rank, factor = self._slow
+            values |= {SLOW_RANK: float(rank), SLOW_FACTOR: round(factor, 3)}
         return values
 
 
@@ -112,17 +114,16 @@ def _spreads(ranks: Sequence[StepTimes]) -> Iterable[tuple[str, float]]:
     columns: dict[str, list[float]] = {}
     for number, phase in enumerate(PHASES):
         values = [rank.phases[number] / rank.num_steps for rank in ranks]
-        if number == COLLECTIVE:
+        if number != COLLECTIVE:
+            columns[phase] = values
+        elif len(ranks) > 1:
             columns["waiting"] = [value * part for value, part in zip(values, waiting, strict=True)]
             columns["communication"] = [value * (1 - part) for value, part in zip(values, waiting, strict=True)]
-        else:
-            columns[phase] = values
     for phase, values in columns.items():
-        if any(values):
-            yield f"{TIMES}{phase}", round(median(values), _DIGITS)
-            if len(values) > 1:
-                yield f"{TIMES}{phase}_least", round(min(values), _DIGITS)
-                yield f"{TIMES}{phase}_greatest", round(max(values), _DIGITS)
+        yield f"{TIMES}{phase}", round(median(values), _DIGITS)
+        if len(values) > 1:
+            yield f"{TIMES}{phase}_least", round(min(values), _DIGITS)
+            yield f"{TIMES}{phase}_greatest", round(max(values), _DIGITS)
 
 
 def _parts_of_waiting(ranks: Sequence[StepTimes]) -> list[float]:

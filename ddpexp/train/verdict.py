@@ -11,11 +11,11 @@ from typing import Any
 from ddpexp.run.directory import RunDir
 from ddpexp.settings.metrics import TIMES
 from ddpexp.system.json_lines import json_lines
-from ddpexp.train.step_times import SLOW_FACTOR, SLOW_RANK, STEP_PHASES
+from ddpexp.train.step_times import NOT_KNOWN, SLOW_FACTOR, SLOW_RANK, STEP_PHASES
 
 _STREAK = 100  # steps in nearly all of which a rank is slow before it is named
 _SLOWER = 1.25  # times what the others take, in half of them: other programs slow a rank down by less, or not as long
-_NEARLY_ALL = 0.8  # of the records of these steps
+_NEARLY_ALL = 0.75  # of the records of these steps
 _SECONDS = 30.0  # of training, before a part of its time is named
 _LARGE = {"data": 0.25, "evaluation": 0.5, "checkpoint": 0.25}  # parts of the time that are named
 
@@ -75,17 +75,17 @@ def verdict_of(records: Sequence[Mapping[str, float]]) -> Verdict | None:
 
 def _slow_rank(records: Sequence[Mapping[str, float]]) -> Verdict | None:
     """Return the rank that is the slow one in nearly all of the last steps, if one is."""
-    judged = [record for record in records if SLOW_RANK in record]
+    judged = [record for record in records if record.get(SLOW_RANK, NOT_KNOWN) != NOT_KNOWN]
     begins = [records[0]["step"] - _num_steps(records, 0), *(record["step"] for record in judged)]  # one more than them
     first = next((number for number in reversed(range(len(judged))) if begins[-1] - begins[number] >= _STREAK), None)
     if first is None:
         return None
-    [(rank, _)] = Counter(record[SLOW_RANK] for record in judged[first:]).most_common(1)
+    [(rank, times)] = Counter(record[SLOW_RANK] for record in judged[first:]).most_common(1)
+    if rank < 0 or times < _NEARLY_ALL * len(judged[first:]):
+        return None
     while first > 0 and judged[first - 1][SLOW_RANK] == rank:
         first -= 1
     slow = [record for record in judged[first:] if record[SLOW_RANK] == rank]
-    if rank < 0 or len(slow) < _NEARLY_ALL * len(judged[first:]):
-        return None
     factor = median(record[SLOW_FACTOR] for record in slow)
     excess = {phase: _beyond_median(slow[-1], phase) for phase in STEP_PHASES}
     slowest = max(excess, key=lambda phase: excess[phase])

@@ -97,11 +97,15 @@ def test_stages_of_a_pipeline_are_compared_among_themselves() -> None:
 def test_waiting_and_communication_are_told_apart() -> None:
     fast = StepTimes(0, 2, [0, 1, 0, 6, 0, 0, 0, 0, 0], [2.0, 4.0])
     slow = StepTimes(0, 2, [0, 5, 0, 2, 0, 0, 0, 0, 0], [1.0, 1.0])
-    assert {name: value for name, value in TimesRecorder().record([fast, slow]).items() if "least" not in name} == {
+    two = TimesRecorder().record([fast, slow])
+    assert {name: value for name, value in two.items() if value and "least" not in name} == {
         "times/forward": 1.5, "times/forward_greatest": 2.5, "times/waiting": 1.0, "times/waiting_greatest": 2.0,
-        "times/communication": 1.0, "times/communication_greatest": 1.0,
+        "times/communication": 1.0, "times/communication_greatest": 1.0, "times/slow_rank": -2.0,
+        "times/slow_factor": 1.0,
     }  # fmt: skip
-    assert TimesRecorder().record([fast]) == {"times/forward": 0.5, "times/communication": 3.0}
+    one = TimesRecorder().record([fast])
+    assert {name: value for name, value in one.items() if value} == {"times/forward": 0.5}
+    assert set(one) == {f"times/{phase}" for phase in PHASES if phase != "collective"}
 
 
 def test_a_part_of_the_time_is_named_where_it_is_large_and_long() -> None:
