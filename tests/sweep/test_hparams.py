@@ -55,7 +55,7 @@ def test_the_tab_has_one_session_a_run_with_its_values_and_metrics(
         found = sessions[f"{row.name}/tb"]
         assert found["hparams"]["optimizer.lr"] == float(row.overrides["optimizer.lr"])
         assert found["hparams"]["model.hidden"] == float(row.overrides["model.hidden"])
-        values = {metric["name"]["tag"]: metric["value"] for metric in found["sessions"][0]["metricValues"]}
+        values = {metric["name"]["tag"]: metric.get("value", 0.0) for metric in found["sessions"][0]["metricValues"]}
         assert values["eval/loss"] == pytest.approx(row.objective, rel=1e-6)
         assert values["eval/accuracy"] == pytest.approx(row.metrics["eval/accuracy"], rel=1e-6)
         assert found["sessions"][0]["status"] == "STATUS_SUCCESS"
@@ -97,7 +97,7 @@ def test_a_run_that_is_made_longer_is_still_one_session(tmp_path: Path, environ:
     ]
     assert tags == ["session_start_info", "session_end_info"]
     [group] = hparams_session(done.run)[1]
-    values = {metric["name"]["tag"]: metric["value"] for metric in group["sessions"][0]["metricValues"]}
+    values = {metric["name"]["tag"]: metric.get("value", 0.0) for metric in group["sessions"][0]["metricValues"]}
     result = json.loads((done.run / "result.json").read_text())
     assert values["best/eval/loss"] == pytest.approx(result["best"]["value"], rel=1e-6)
     assert values["best/step"] == result["best"]["step"] < result["step"]
