@@ -115,7 +115,7 @@ def wrong_sums(subject: Subject, batch: Any) -> list[str]:
         what = "the loss" if name == "loss" else f"the {'metric' if short == name else 'loss'} {short!r}"
         problems.append(
             f"{named(step)} returns {what}{line_of(step, repr(short)) or line_of(step, chr(34) + short + chr(34))}, "
-            f"which is not a sum over samples: {_shown(total)} over {_shown(count)} for a batch, and together "
+            f"but it must be a sum over samples: {_shown(total)} over {_shown(count)} for a batch, and together "
             f"{_shown(added)} over {_shown(counted)} for its two parts. An evaluation would depend on the batch size "
             "and on the number of workers: return sums and counts over the samples."
         )

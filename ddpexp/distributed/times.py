@@ -19,8 +19,8 @@ from ddpexp.distributed.phases import CHECKPOINT, COLLECTIVE, EVALUATION, OTHER,
 if TYPE_CHECKING:
     import torch
 
-_BACK = len(PHASES)  # the phase that a collective has interrupted goes on
-_STEP = _BACK + 1  # a step ends
+_BACK = len(PHASES)  # a mark: a collective ends, and the phase before it continues
+_STEP = _BACK + 1  # a mark: a step ends
 MOST_STEPS = 100  # whose collectives are kept one by one
 _MOST_MARKS = 20_000  # kept until they are added up
 
@@ -97,7 +97,7 @@ class Times:
         marks, times = zip(*self._marks, strict=True)
         codes = np.array(marks[:-1])
         is_collective, ends_step = codes == COLLECTIVE, codes == _STEP
-        # After a collective the phase before it goes on.
+        # The phase before a collective continues after it.
         own = np.where(is_collective | (codes == _BACK), 0, np.arange(len(codes)))
         phases = np.where(ends_step, OTHER, codes)[np.maximum.accumulate(own)]
         seconds = self._seconds_between(times)

@@ -26,7 +26,8 @@ class Verdict:
 
     Attributes:
         phase: Of a step, or `evaluation` or `checkpoint`.
-        factor: The time of the rank's steps over that of the others; without a rank the part of the time.
+        factor: The time of the rank's steps over that of the others' steps. Where no rank is named, it is the part of
+            all time that the phase takes.
         since: The first step of which that is known. Units: steps, from 1.
         rank: The rank that the others wait for; None: all ranks alike.
     """

@@ -1,4 +1,4 @@
-"""Classes of pictures of which few have a label: a slowly moving teacher guesses those of the others.
+"""A classifier of pictures of which few have labels: a slowly moving teacher guesses the labels of the others.
 
 Source: Sohn et al., "FixMatch: simplifying semi-supervised learning with consistency and confidence", 2020; Tarvainen
 and Valpola, "Mean teachers are better role models", 2017.

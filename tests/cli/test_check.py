@@ -90,7 +90,7 @@ def test_a_mean_for_a_sum_is_found() -> None:
 def test_a_metric_that_is_no_sum_is_found() -> None:
     [problem] = trials.wrong_sums(subject(broken.NotAdditive()), batch())
     place = line('{"spread"').rpartition(":")[2]
-    assert f"returns the metric 'spread' in line {place}, which is not a sum over samples: " in problem
+    assert f"returns the metric 'spread' in line {place}, but it must be a sum over samples: " in problem
 
 
 def test_what_draws_random_numbers_in_an_evaluation_is_left_out() -> None:
@@ -128,7 +128,7 @@ def test_a_loss_that_is_normalized_by_its_micro_batch_is_found() -> None:
     [problem] = trials.wrong_sums(subject(broken.ByMicroBatch()), batch())
     assert f"Parts.step ({FILE}:" in problem
     assert "returns the loss 'ones' in line " in problem
-    assert "which is not a sum over samples: " in problem
+    assert "but it must be a sum over samples: " in problem
 
 
 def test_an_embed_that_mixes_samples_and_a_mean_over_the_global_batch_are_found() -> None:

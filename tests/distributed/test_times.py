@@ -52,7 +52,7 @@ def test_a_step_is_divided_into_its_phases(clock: Clock) -> None:
             clock.spend(seconds)
         with times.collective:
             clock.spend(8)
-        clock.spend(16)  # of the backward pass, which goes on
+        clock.spend(16)  # the backward pass continues
         times.begin(UPDATE)
         clock.spend(32)
         times.end_step()
