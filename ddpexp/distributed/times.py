@@ -82,7 +82,10 @@ class Times:
             begin(OTHER)
 
     def take(self) -> Window:
-        """Return what the steps since the last call have taken, and start again; inside of `apart`."""
+        """Return what the steps since the last call have taken, and start again.
+
+        Inside of `apart`, and when the host has waited for the device anyway.
+        """
         self._add_up()
         window, self._window = self._window, _empty()
         return window
@@ -143,6 +146,8 @@ def _event() -> Any:
 
 
 def _seconds_between_events(events: Sequence[Any]) -> Any:
+    for event in events:
+        event.synchronize()  # which the device has reached already: see `Times.take`
     return np.array([begin.elapsed_time(end) / 1000 for begin, end in pairwise(events)])
 
 

@@ -17,6 +17,7 @@ _STREAK = 100  # steps in nearly all of which a rank is slow before it is named
 _SLOWER = 1.25  # times what the others take, in half of them: other programs slow a rank down by less, or not as long
 _NEARLY_ALL = 0.75  # of the records of these steps
 _SECONDS = 30.0  # of training, before a part of its time is named
+_MOST = 1e15  # of a step or a time: nobody trains that long
 _LARGE = {"data": 0.25, "evaluation": 0.5, "checkpoint": 0.25}  # parts of the time that are named
 
 
@@ -53,9 +54,10 @@ class Verdict:
         share = f"{self.factor:.0%}"
         match self.phase:
             case "data":
-                workers = int(values.get("data.num_workers") or 0)
+                workers = values.get("data.num_workers")
+                more = 2 * workers if isinstance(workers, int) and workers > 0 else 2
                 cache = values.get("data._target_") == "image_folder" and values.get("data.cache") != "raw"
-                return f"{share} of a step waits for data: data.num_workers={2 * workers or 2}" + (
+                return f"{share} of a step waits for data: data.num_workers={more}" + (
                     ", or data.cache=raw" if cache else ""
                 )
             case "evaluation":
@@ -65,8 +67,15 @@ class Verdict:
 
 
 def read_verdict(run: RunDir) -> Verdict | None:
-    """Return the verdict on what a run has recorded so far."""
-    return verdict_of(list(json_lines(run.metrics, f"{TIMES}forward")))
+    """Return the verdict on what a run has recorded so far; records of other contents do not count."""
+    return verdict_of([record for line in json_lines(run.metrics, f"{TIMES}forward") if (record := _numbers(line))])
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the step and the times of a record, or nothing if one of them is no plain number."""
+    found = {name: value for name, value in line.items() if name == "step" or name.startswith(TIMES)}
+    is_plain = all(type(value) in (int, float) and abs(value) < _MOST for value in found.values())
+    return found if is_plain and found.get("step", 0) > 0 and f"{TIMES}forward" in found else {}
 
 
 def verdict_of(records: Sequence[Mapping[str, float]]) -> Verdict | None:
@@ -87,7 +96,7 @@ def _slow_rank(records: Sequence[Mapping[str, float]]) -> Verdict | None:
     while first > 0 and judged[first - 1][SLOW_RANK] == rank:
         first -= 1
     slow = [record for record in judged[first:] if record[SLOW_RANK] == rank]
-    factor = median(record[SLOW_FACTOR] for record in slow)
+    factor = median(record.get(SLOW_FACTOR, 1.0) for record in slow)
     excess = {phase: _beyond_median(slow[-1], phase) for phase in STEP_PHASES}
     slowest = max(excess, key=lambda phase: excess[phase])
     return Verdict(slowest, factor, int(begins[first]) + 1, int(rank)) if factor >= _SLOWER else None
@@ -129,7 +138,8 @@ def _num_steps(records: Sequence[Mapping[str, float]], number: int) -> float:
 
 def _host(rank: int, manifest: Mapping[str, Any]) -> str | None:
     """Return the host of a rank, where the ranks run on several."""
-    hosts, world = manifest.get("hosts") or [], manifest.get("world") or {}
-    if len(hosts) < 2 or len(hosts) != world.get("nodes"):
+    hosts, world = manifest.get("hosts"), manifest.get("world")
+    if not isinstance(hosts, list) or not isinstance(world, dict) or len(hosts) < 2 or len(hosts) != world.get("nodes"):
         return None
-    return str(hosts[rank * len(hosts) // world["world_size"]])
+    size = world.get("world_size")
+    return str(hosts[rank * len(hosts) // size]) if isinstance(size, int) and rank < size else None

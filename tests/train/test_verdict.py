@@ -6,13 +6,15 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddpexp.distributed.phases import BACKWARD, COLLECTIVE, DATA, FORWARD, PHASES, UPDATE
+from ddpexp.run.directory import RunDir
 from ddpexp.train.step_times import StepTimes, TimesRecorder, slow_rank
-from ddpexp.train.verdict import Verdict, verdict_of
+from ddpexp.train.verdict import Verdict, read_verdict, verdict_of
 from tests.conftest import Ddpexp, Done
 from tests.points import Recipe
 
@@ -137,6 +139,40 @@ def test_a_part_of_the_time_is_named_where_it_is_large_and_long() -> None:
 def test_a_verdict_is_one_sentence(verdict: Verdict, values: dict[str, Any], said: str) -> None:
     manifest = {"hosts": ["node6", "node7"], "world": {"nodes": 2, "world_size": 4}}
     assert verdict.sentence(manifest, values) == said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"times/forward": 1.0},
+        {"step": "many", "times/forward": 1.0},
+        {"step": 0, "times/forward": 1.0},
+        {"step": 100, "times/forward": None},
+        {"step": 100, "times/forward": [1.0], "times/slow_rank": 1},
+        {"step": 100, "times/forward": True},
+        {"step": 10**400, "times/forward": 1.0},
+        {"step": 100, "times/forward": 1e300, "times/data": 1e308},
+    ],
+)
+def test_records_that_somebody_else_has_written_are_left_out(tmp_path: Path, line: dict[str, Any]) -> None:
+    run = RunDir(tmp_path)
+    mine = [{"step": step, "times/forward": 1.0, "times/slow_rank": 1, "times/slow_factor": 2.0} for step in (100, 200)]
+    run.metrics.write_text("".join(f"{json.dumps(one)}\n" for one in (line, *mine, line)))
+    assert read_verdict(run) == Verdict("data", 2.0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        {"hosts": 5, "world": 5}, {"hosts": ["a", "b"], "world": {"nodes": 2}}, {"hosts": "ab", "world": {"nodes": 2}},
+        {"hosts": ["a", "b"], "world": {"nodes": 2, "world_size": 0}},
+        {"hosts": ["a", "b"], "world": {"nodes": 2, "world_size": 2}},
+    ],
+)  # fmt: skip
+def test_a_manifest_that_does_not_know_the_host_names_none(manifest: dict[str, Any]) -> None:
+    assert Verdict("forward", 1.5, 1, 3).sentence(manifest, {}).startswith("rank 3 is 1.5 times slower")
+    values = {"data.num_workers": "many"}
+    assert Verdict("data", 0.5, 1).sentence(manifest, values) == "50% of a step waits for data: data.num_workers=2"
 
 
 SLEEPS = """
