@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpexp.settings.metrics import TIMES
+from ddpexp.settings.metrics import MEASURED
 
 
 def timeless(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -13,5 +13,5 @@ def timeless(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in record.items()
-        if name != "time" and not name.endswith("_per_second") and not name.startswith(TIMES)
+        if name != "time" and not name.endswith("_per_second") and not name.startswith(MEASURED)
     }

@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 
 from ddpexp.checkpoint.format import complete_checkpoints, scan, seal
-from ddpexp.settings.metrics import TIMES
+from ddpexp.settings.metrics import MEASURED
 from ddpexp.system.text import counted
 from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, finish, living
 from tests.points import Recipe, session
@@ -170,7 +170,7 @@ def points_of_tensorboard(run: Path) -> Counter[tuple[str, int]]:
         for data in RawEventFileLoader(str(path)).Load():
             event = Event.FromString(data)
             tags = [value.tag for value in event.summary.value if "/" in value.tag]
-            found.update((tag, event.step) for tag in tags if not tag.startswith(TIMES))
+            found.update((tag, event.step) for tag in tags if not tag.startswith(MEASURED))
     return found
 
 

@@ -151,7 +151,7 @@ def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableT
         "best": "" if best is None else f"{best.metric} {tables.shown(best.metric, best.value)} at step {best.step:,}",
         "since": _since(row),
         "where": _where(row, queue),
-        "times": _verdict(row),
+        "verdict": _verdict(row),
         "why": row.message or "",
         "resume": _resume(row),
         "folder": files.relative(row.path),

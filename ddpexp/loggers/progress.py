@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
-from ddpexp.settings.metrics import TIMES
+from ddpexp.settings.metrics import MEASURED
 from ddpexp.system.text import metric_text, one_line
 
 _MAX_RATES = 4  # of parameter groups, shown one by one
@@ -27,7 +27,7 @@ class ProgressLogger(Logger):
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         """Show training metrics as progress, and evaluations as lines."""
         if any(name.startswith("train/") for name in values):
-            training = {name.removeprefix("train/"): v for name, v in values.items() if not name.startswith(TIMES)}
+            training = {name.removeprefix("train/"): v for name, v in values.items() if not name.startswith(MEASURED)}
             shown = "  ".join(_training_texts(training))
             line = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  epoch {epoch:5.2f}  {shown}"
             brief = "  ".join(

@@ -40,6 +40,7 @@ from ddpexp.plan.meta import build_on_meta, first_batch, found_or_error, load_ex
 from ddpexp.plan.rate_curves import curves_of
 from ddpexp.strategy.estimator import Facts, Parameter, ParamGroup
 from ddpexp.strategy.replica import Models, modules_of
+from ddpexp.system.process import anonymous_bytes
 from ddpexp.train.build import count_steps, open_data
 from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.freezing import LateStarts
@@ -79,14 +80,14 @@ def collect(
         RefusedError: as a run would.
     """
     plan = training_plan(experiment, experiment.strategy.data_rank(0, layout.world_size).size)
-    before = _own_memory()
+    before = anonymous_bytes()
     with_data = num_samples is None
     if num_samples is None:
         splits = open_data(experiment, prepared, World.alone())
     else:
         splits = _placeholder(experiment, num_samples)
     on_device = with_data and _on_device(experiment, splits)
-    data_bytes = max(0, _own_memory() - before) if with_data else None
+    data_bytes = max(0, anonymous_bytes() - before) if with_data else None
     train, steps_per_epoch, samples_per_epoch = _sized(experiment, splits, plan)
     built = _Built.of(experiment)
     built.notes["data"] = "measured: what each worker has for itself" if with_data else "left out: --num_samples"
@@ -274,9 +275,3 @@ def _placeholder(experiment: Experiment, num_samples: int) -> Splits:
 def _num_bytes(tensors: Iterable[Any]) -> int:
     """Add up the tensors among some values, each once."""
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors if isinstance(t, Tensor)}.values())
-
-
-def _own_memory() -> int:
-    """Return the memory that this process has for itself alone. Units: bytes. Source: proc(5), RssAnon."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))

@@ -7,6 +7,15 @@ from ddpexp.errors import RefusedError
 TIMES = "times/"
 """The metrics that say where the time of a step goes begin with it. Units: seconds a step."""
 
+MEMORY = "memory/"
+"""The metrics of memory begin with it. Units: GiB."""
+
+GPU = "gpu/"
+"""The metrics of how busy GPUs are begin with it."""
+
+MEASURED = (TIMES, MEMORY, GPU)
+"""Metrics that begin with these say how the training runs: they are no results of it."""
+
 TEST_SET = "test"
 """The evaluation set that is evaluated at the end only, and by which nothing is chosen."""
 

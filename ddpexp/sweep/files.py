@@ -20,7 +20,7 @@ from ddpexp.run.differences import Value, over_steps
 from ddpexp.run.directory import RunDir
 from ddpexp.run.history import periods_of
 from ddpexp.run.manifest import moment_of
-from ddpexp.settings.metrics import TIMES
+from ddpexp.settings.metrics import MEASURED
 from ddpexp.system import files
 from ddpexp.system.files import open_regular, read_json
 from ddpexp.system.json_lines import json_lines, parse_line
@@ -219,7 +219,7 @@ def _metrics(record: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: value
         for name in record
-        if "/" in name and not name.startswith(TIMES) and (value := number_of(record[name])) is not None
+        if "/" in name and not name.startswith(MEASURED) and (value := number_of(record[name])) is not None
     }
 
 

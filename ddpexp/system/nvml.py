@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Return values of NVML. Source: its API reference, nvmlReturn_t
-_SUCCESS = 0
+SUCCESS = 0
 _NO_PERMISSION = 4
 _FUNCTION_NOT_FOUND = 13  # also: this library is older than the function
 _TEXT_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE, as long as any
@@ -48,26 +48,65 @@ class Driver:
     version: str = ""  # its own, likewise
 
 
+class Nvml:
+    """The functions of the driver's library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Take the library."""
+        self._library = library
+
+    def call(self, name: str, *arguments: object) -> int:
+        """Call a function, and return its status."""
+        try:
+            function: Callable[..., int] = getattr(self._library, name)
+        except AttributeError:
+            return _FUNCTION_NOT_FOUND
+        return function(*arguments)
+
+    def number(self, name: str, *handle: ctypes.c_void_p) -> int | None:
+        """Return the number that a function finds; None if it finds none."""
+        value = ctypes.c_uint(0)
+        return int(value.value) if self.call(name, *handle, ctypes.byref(value)) == SUCCESS else None
+
+    def text(self, name: str, *handle: ctypes.c_void_p) -> str:
+        """Return the text that a function finds; empty if it finds none."""
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        found = self.call(name, *handle, text, len(text)) == SUCCESS
+        return text.value.decode(errors="replace") if found else ""
+
+    def error(self, status: int) -> str:
+        """Return the library's text for a status."""
+        function = self._library.nvmlErrorString
+        function.restype = ctypes.c_char_p
+        return (function(status) or b"").decode(errors="replace") or f"error {status}"
+
+
+def load_nvml() -> Nvml | None:
+    """Return the driver's library; None where there is none."""
+    try:
+        return Nvml(ctypes.CDLL(_LIBRARY))
+    except OSError:
+        return None
+
+
 @functools.cache
 def driver() -> Driver:
     """Return what the driver answers; no GPUs where there is neither a driver nor a GPU.
 
     Cached: without persistence mode the driver initialises every GPU for the first question, which takes seconds.
     """
-    try:
-        library = ctypes.CDLL(_LIBRARY)
-    except OSError:
+    nvml = load_nvml()
+    if nvml is None:
         trace = trace_of_gpus(Path("/"))
         return Driver(error=f"{trace} shows one, but {_LIBRARY} is not found{_REMEDY}" if trace else "")
-    nvml = _Nvml(library)
     status = nvml.call("nvmlInit_v2")
-    if status != _SUCCESS:
+    if status != SUCCESS:
         # The library without a driver is no fault: it is in many container images, and on login nodes.
         return Driver(error=_reported(nvml, status) if os.path.exists("/dev/nvidiactl") else "")
     try:
         count = ctypes.c_uint(0)
         status = nvml.call("nvmlDeviceGetCount_v2", ctypes.byref(count))
-        if status != _SUCCESS:
+        if status != SUCCESS:
             return Driver(error=_reported(nvml, status))
         version = nvml.number("nvmlSystemGetCudaDriverVersion_v2") or 0  # 13020 is 13.2
         cuda = f"{version // 1000}.{version % 1000 // 10}" if version else ""
@@ -106,19 +145,19 @@ def obstacle(status: int, text: str, node_error: int | None) -> str:
     """
     if status == _NO_PERMISSION or node_error == errno.EPERM:
         return "not in this process's device control group"
-    if status != _SUCCESS:
+    if status != SUCCESS:
         return text
     return "" if node_error in (None, errno.ENOENT) else os.strerror(node_error)
 
 
-def _reported(nvml: _Nvml, status: int) -> str:
+def _reported(nvml: Nvml, status: int) -> str:
     return f"the driver's library reports: {nvml.error(status)}"
 
 
-def _gpu(nvml: _Nvml, index: int) -> Gpu:
+def _gpu(nvml: Nvml, index: int) -> Gpu:
     handle = ctypes.c_void_p()
     status = nvml.call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle))
-    if status != _SUCCESS:
+    if status != SUCCESS:
         return Gpu(f"GPU {index}", obstacle(status, nvml.error(status), None))
     minor = nvml.number("nvmlDeviceGetMinorNumber", handle)
     hindrance = obstacle(status, "", None if minor is None else _open_error(f"/dev/nvidia{minor}"))
@@ -126,15 +165,15 @@ def _gpu(nvml: _Nvml, index: int) -> Gpu:
     return Gpu(uuid or f"GPU {index}", hindrance, _instances(nvml, handle), name)
 
 
-def _instances(nvml: _Nvml, gpu: ctypes.c_void_p) -> tuple[MigInstance, ...] | None:
+def _instances(nvml: Nvml, gpu: ctypes.c_void_p) -> tuple[MigInstance, ...] | None:
     current, pending = ctypes.c_uint(0), ctypes.c_uint(0)
     status = nvml.call("nvmlDeviceGetMigMode", gpu, ctypes.byref(current), ctypes.byref(pending))
-    if status != _SUCCESS or not current.value:
+    if status != SUCCESS or not current.value:
         return None
     instances = []
     for index in range(nvml.number("nvmlDeviceGetMaxMigDeviceCount", gpu) or 0):
         handle = ctypes.c_void_p()  # instances that do not exist, or that this process may not use, have none
-        if nvml.call("nvmlDeviceGetMigDeviceHandleByIndex", gpu, index, ctypes.byref(handle)) == _SUCCESS:
+        if nvml.call("nvmlDeviceGetMigDeviceHandleByIndex", gpu, index, ctypes.byref(handle)) == SUCCESS:
             numbers = [nvml.number(f"nvmlDeviceGet{kind}InstanceId", handle) for kind in ("Gpu", "Compute")]
             uuid = nvml.text("nvmlDeviceGetUUID", handle)
             if uuid:
@@ -149,31 +188,3 @@ def _open_error(path: str) -> int | None:
     except OSError as error:
         return error.errno
     return None
-
-
-class _Nvml:
-    """The library's functions."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-
-    def call(self, name: str, *arguments: object) -> int:
-        try:
-            function: Callable[..., int] = getattr(self._library, name)
-        except AttributeError:
-            return _FUNCTION_NOT_FOUND
-        return function(*arguments)
-
-    def number(self, name: str, *handle: ctypes.c_void_p) -> int | None:
-        value = ctypes.c_uint(0)
-        return int(value.value) if self.call(name, *handle, ctypes.byref(value)) == _SUCCESS else None
-
-    def text(self, name: str, *handle: ctypes.c_void_p) -> str:
-        text = ctypes.create_string_buffer(_TEXT_BYTES)
-        found = self.call(name, *handle, text, len(text)) == _SUCCESS
-        return text.value.decode(errors="replace") if found else ""
-
-    def error(self, status: int) -> str:
-        function = self._library.nvmlErrorString
-        function.restype = ctypes.c_char_p
-        return (function(status) or b"").decode(errors="replace") or f"error {status}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -31,6 +31,7 @@ from ddpexp.train.due import INTERRUPTED, NOTHING, NOTHING_ASKED, Asked, Due, En
 from ddpexp.train.evaluation import Evaluation
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.learning_rates import LearningRates
+from ddpexp.train.memory_growth import GrowthWatch, point_of
 from ddpexp.train.metrics import Clock, MetricAccumulator, MetricError, nonfinite_error
 from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import OptimizerStates, parameter_names
@@ -47,9 +48,10 @@ from ddpexp.train.states import (
     States,
     StreamPositions,
 )
-from ddpexp.train.step_times import StepTimes, TimesRecorder
+from ddpexp.train.step_times import NOBODY, SLOW_RANK, StepTimes, TimesRecorder
 from ddpexp.train.task_checks import warn_of_a_mean
 from ddpexp.train.task_step import function_of
+from ddpexp.train.usage import UsageMeter, slow_gpu, usage_columns
 
 
 class Loop:
@@ -89,6 +91,8 @@ class Loop:
         self._clock = Clock()
         self._times = run.world.times
         self._times_recorder = TimesRecorder()
+        self._usage = UsageMeter(run.world.device)
+        self._growth = GrowthWatch(run.world.local_world_size, run.num_steps)
         self._first_step_at = math.nan
         self._next_due = 0  # nothing is due after the steps before it
         self.states: dict[str, Stateful] = {
@@ -306,19 +310,35 @@ class Loop:
         self._step.check()
         num_steps = len(self._metrics)
         stop = run.options.nonfinite == "stop"
-        own = self._own_times if self._times.started else None
+        own = self._own_measures if self._times.started else None
         means = self._metrics.reduce(self.progress.step - num_steps + 1, stop, self.callbacks.pending, own)
         values = {f"train/{name}": value for name, value in means.items()}
         values |= {f"train/lr{suffix}": rate for suffix, rate in self._rates.recorded().items()} | self._check_norms()
         speed = num_steps * run.train.samples_per_step / self._clock.lap()
         values |= {f"train/{name}_per_second": speed * number for name, number in self._units_per_sample.items()}
-        if windows := [StepTimes.of(row) for row in self._metrics.of_ranks]:
-            values |= self._times_recorder.record(windows)
+        if self._metrics.of_ranks:
+            values |= self._measured(self._metrics.of_ranks)
         fault_point("record")
         self.logger.scalars(self.progress.step, run.epoch_after(self.progress.step), values)
 
-    def _own_times(self) -> list[float]:
-        return StepTimes(self.run.strategy.stage, *self._times.take()).row(self.run.world.world_size)
+    def _own_measures(self) -> list[float]:
+        times = StepTimes(self.run.strategy.stage, *self._times.take())
+        return [*self._usage.row(), *times.row(self.run.world.world_size)]
+
+    def _measured(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Return what a record says of the times and the memory of all ranks, by the numbers that each has passed."""
+        names = self._usage.names
+        usage = [row[: len(names)] for row in rows]
+        values = self._times_recorder.record([StepTimes.of(row[len(names) :]) for row in rows])
+        slow = int(values.get(SLOW_RANK, NOBODY))
+        if slow >= 0:
+            values |= slow_gpu(names, usage[slow])
+        values |= usage_columns(names, usage)
+        if self.run.world.is_rank_zero:
+            record = {"step": self.progress.step, "epoch": self.run.epoch_after(self.progress.step), **values}
+            if (point := point_of(record)) is not None and (sentence := self._growth.add(point)):
+                logging.getLogger("ddpexp").warning(sentence)
+        return values
 
     def _requested(self) -> Asked:
         """Return what callbacks of any rank have requested. Ranks: all; communicates."""

@@ -178,7 +178,7 @@ class Report:
             options = {"_target_": data.target, "num_workers": data.num_workers, "cache": data.options.get("cache")}
             values = {f"data.{key}": value for key, value in options.items()}
             manifest = self.context.run.read(self.context.run.manifest)
-            why += f"times   {verdict.sentence(manifest, values)}\n"
+            why += f"verdict {verdict.sentence(manifest, values)}\n"
         return f"{why}done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.context.run.path)}"
 
 

@@ -12,6 +12,7 @@ from ddpexp.settings.metrics import TIMES
 
 NOBODY, NOT_KNOWN = -1, -2
 SLOW_RANK, SLOW_FACTOR = f"{TIMES}slow_rank", f"{TIMES}slow_factor"
+SLOW_CLOCK, SLOW_MOST_CLOCK, SLOW_REASONS = (f"{TIMES}slow_{name}" for name in ("clock", "most_clock", "reasons"))
 STEP_PHASES = tuple(phase for number, phase in enumerate(PHASES[: OTHER + 1]) if number != COLLECTIVE)
 _DIGITS = 9  # nanoseconds
 _MOST_NUMBERS = 1 << 16  # of single steps, that all ranks together pass on in a record

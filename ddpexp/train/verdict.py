@@ -1,4 +1,4 @@
-"""What the times of a run's steps say a person should do: nothing, or one sentence. Free of torch."""
+"""What the records of a run say a person should do: nothing, or one sentence. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,34 +9,47 @@ from statistics import median
 from typing import Any
 
 from ddpexp.run.directory import RunDir
-from ddpexp.settings.metrics import TIMES
+from ddpexp.settings.metrics import MEASURED, TIMES
+from ddpexp.system.gpu_state import reason_of
 from ddpexp.system.json_lines import json_lines
-from ddpexp.train.step_times import NOT_KNOWN, SLOW_FACTOR, SLOW_RANK, STEP_PHASES
+from ddpexp.train.memory_growth import LEAKS, growth_of, point_of
+from ddpexp.train.step_times import (
+    NOT_KNOWN,
+    SLOW_CLOCK,
+    SLOW_FACTOR,
+    SLOW_MOST_CLOCK,
+    SLOW_RANK,
+    SLOW_REASONS,
+    STEP_PHASES,
+)
 
 _STREAK = 100  # steps in nearly all of which a rank is slow before it is named
 _SLOWER = 1.25  # times what the others take, in half of them: other programs slow a rank down by less, or not as long
 _NEARLY_ALL = 0.75  # of the records of these steps
 _SECONDS = 30.0  # of training, before a part of its time is named
 _MOST = 1e15  # of a step or a time: nobody trains that long
+_LOW_CLOCK = 0.9  # of the most, from which on it is no reason
 _LARGE = {"data": 0.25, "evaluation": 0.5, "checkpoint": 0.25}  # parts of the time that are named
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where time goes that need not go there.
+    """Where time or memory goes that need not go there.
 
     Attributes:
-        phase: Of a step, or `evaluation` or `checkpoint`.
+        phase: Of a step, or `evaluation` or `checkpoint`, or `memory`.
         factor: The time of the rank's steps over that of the others' steps. Where no rank is named, it is the part of
-            all time that the phase takes.
+            all time that the phase takes; of memory, how many times as much it is as it was.
         since: The first step of which that is known. Units: steps, from 1.
         rank: The rank that the others wait for; None: all ranks alike.
+        reason: Why it is slow, if its GPU says so.
     """
 
     phase: str
     factor: float
     since: int
     rank: int | None = None
+    reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return what result.json has of it."""
@@ -47,9 +60,10 @@ class Verdict:
         if self.rank is not None:
             host = _host(self.rank, manifest)
             where = "" if host is None else f" on {host}"
+            why = f" ({self.reason})" if self.reason else ""
             return (
                 f"rank {self.rank}{where} is {self.factor:.2g} times slower than the others, in {self.phase}, since "
-                f"step {self.since:,}: they wait for it"
+                f"step {self.since:,}{why}: they wait for it"
             )
         share = f"{self.factor:.0%}"
         match self.phase:
@@ -62,6 +76,11 @@ class Verdict:
                 )
             case "evaluation":
                 return f"{share} of the time goes into evaluations: trainer.eval_every makes them rarer"
+            case "memory":
+                return (
+                    f"the memory of a worker grows without end, and is {self.factor:.2g} times as large as after step "
+                    f"{self.since:,}; {LEAKS}"
+                )
             case _:
                 return f"{share} of the time goes into saving: trainer.checkpoint_every makes it rarer"
 
@@ -72,15 +91,15 @@ def read_verdict(run: RunDir) -> Verdict | None:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the step and the times of a record, or nothing if one of them is no plain number."""
-    found = {name: value for name, value in line.items() if name == "step" or name.startswith(TIMES)}
+    """Return what has been measured in a record, with its step; nothing if one of the values is no plain number."""
+    found = {name: value for name, value in line.items() if name in ("step", "epoch") or name.startswith(MEASURED)}
     is_plain = all(type(value) in (int, float) and abs(value) < _MOST for value in found.values())
     return found if is_plain and found.get("step", 0) > 0 and f"{TIMES}forward" in found else {}
 
 
 def verdict_of(records: Sequence[Mapping[str, float]]) -> Verdict | None:
     """Return what is worth a sentence after these records of metrics.jsonl, all with times, if anything is."""
-    return (_slow_rank(records) or _large_phase(records)) if records else None
+    return (_slow_rank(records) or _large_phase(records) or _growing_memory(records)) if records else None
 
 
 def _slow_rank(records: Sequence[Mapping[str, float]]) -> Verdict | None:
@@ -99,7 +118,18 @@ def _slow_rank(records: Sequence[Mapping[str, float]]) -> Verdict | None:
     factor = median(record.get(SLOW_FACTOR, 1.0) for record in slow)
     excess = {phase: _beyond_median(slow[-1], phase) for phase in STEP_PHASES}
     slowest = max(excess, key=lambda phase: excess[phase])
-    return Verdict(slowest, factor, int(begins[first]) + 1, int(rank)) if factor >= _SLOWER else None
+    if factor < _SLOWER:
+        return None
+    return Verdict(slowest, factor, int(begins[first]) + 1, int(rank), _why_slow(slow[-1]))
+
+
+def _why_slow(record: Mapping[str, float]) -> str:
+    """Return what the slow rank's GPU says about its clock; empty if it is high, or not known."""
+    clock, most = record.get(SLOW_CLOCK, 0.0), record.get(SLOW_MOST_CLOCK, 0.0)
+    if not 0 < clock < _LOW_CLOCK * most:
+        return ""
+    reason = reason_of(int(record.get(SLOW_REASONS, 0.0)))
+    return f"GPU clock {clock:,.0f} of {most:,.0f} MHz{f': {reason}' if reason else ''}"
 
 
 def _beyond_median(record: Mapping[str, float], phase: str) -> float:
@@ -127,6 +157,12 @@ def _large_phase(records: Sequence[Mapping[str, float]]) -> Verdict | None:
     if parts[phase] < _LARGE[phase]:
         return None
     return Verdict(phase, parts[phase], int(records[0]["step"] - _num_steps(records, 0)) + 1)
+
+
+def _growing_memory(records: Sequence[Mapping[str, float]]) -> Verdict | None:
+    """Return that memory grows without end, if it does."""
+    growth = growth_of([point for record in records if (point := point_of(record)) is not None])
+    return None if growth is None else Verdict("memory", growth.now / max(growth.before, 1e-9), growth.since)
 
 
 def _num_steps(records: Sequence[Mapping[str, float]], number: int) -> float:

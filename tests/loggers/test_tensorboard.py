@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.util import tensor_util
 
-from ddpexp.settings.metrics import TIMES
+from ddpexp.settings.metrics import MEASURED
 from tests.conftest import SMALL, Ddpexp, Done
 
 
@@ -46,7 +46,7 @@ def test_the_scalars_are_those_of_metrics_jsonl_with_the_step_as_x_axis(done: Do
                 expected.setdefault(name, []).append((record["step"], value))
     assert [step for step, _ in expected["train/loss"]] == [3, 6, 9, 10]
     assert [step for step, _ in expected["eval/loss"]] == [5, 10]
-    assert {name for name in expected if not name.startswith(TIMES)} == {
+    assert {name for name in expected if not name.startswith(MEASURED)} == {
         "train/loss", "train/accuracy", "train/lr", "train/grad_norm", "train/samples_per_second", "eval/loss",
         "eval/accuracy",
     }  # fmt: skip
@@ -59,7 +59,7 @@ def test_the_scalars_are_those_of_metrics_jsonl_with_the_step_as_x_axis(done: Do
 def test_a_record_is_one_event(done: Done) -> None:
     [path] = (done.run / "tb").iterdir()
     events = EventFileLoader(str(path)).Load()
-    tags = [{value.tag for value in event.summary.value if not value.tag.startswith(TIMES)} for event in events]
+    tags = [{value.tag for value in event.summary.value if not value.tag.startswith(MEASURED)} for event in events]
     assert [names for names in tags if "train/loss" in names] == [
         {"train/loss", "train/accuracy", "train/lr", "train/grad_norm", "train/samples_per_second"}
     ] * 4

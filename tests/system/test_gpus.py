@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib.util
+import math
 import re
 from pathlib import Path
 
 import pytest
 
 from ddpexp.system import amd, hardware, nvml
+from ddpexp.system.gpu_state import GpuState, open_gpu, reason_of
 from ddpexp.system.gpus import shared_gpu, visible, why_hidden, worker_variables
 from ddpexp.system.nvml import Driver, Gpu, MigInstance, obstacle
 
@@ -324,6 +326,20 @@ def test_a_library_gives_its_gpus_instances_and_what_cannot_be_opened(monkeypatc
         nvml.driver.cache_clear()
 
 
+def test_the_state_of_a_gpu_and_what_holds_its_clock_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Library())
+    gpu = open_gpu("GPU-1")
+    assert gpu is not None
+    assert gpu.read() == GpuState(0.87, 1095.0, 1980.0, 0x44)
+    assert (reason_of(0x44), reason_of(0x4), reason_of(0x1), reason_of(0)) == ("thermal", "power limit", "", "")
+    assert open_gpu("MIG-1") is None
+    old = open_gpu("GPU-2")  # of which the driver tells nothing
+    assert old is not None
+    assert all(map(math.isnan, (old.read().utilization, old.read().clock, old.read().most_clock)))
+    monkeypatch.undo()
+    assert open_gpu("GPU-1") is None  # no driver here
+
+
 class Library:
     """NVML's functions with four GPUs: a fake, for there is none here. Handles are numbers; instances are above 100."""
 
@@ -373,6 +389,22 @@ class Library:
 
     def nvmlDeviceGetComputeInstanceId(self, handle: object, number: object) -> int:
         return self._set(number, 0)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: object) -> int:
+        return self._set(handle, int(uuid.removeprefix(b"GPU-"))) if uuid.startswith(b"GPU-") else 6
+
+    def nvmlDeviceGetUtilizationRates(self, handle: object, rates: object) -> int:
+        rates._obj[0] = 87  # type: ignore[attr-defined]
+        return 0 if handle.value == 1 else 3  # type: ignore[attr-defined]
+
+    def nvmlDeviceGetClockInfo(self, handle: object, kind: int, clock: object) -> int:
+        return self._set(clock, 1095) if (handle.value, kind) == (1, 1) else 3  # type: ignore[attr-defined]
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: object, kind: int, clock: object) -> int:
+        return self._set(clock, 1980) if (handle.value, kind) == (1, 1) else 3  # type: ignore[attr-defined]
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object, reasons: object) -> int:
+        return self._set(reasons, 0x44)
 
     @staticmethod
     def _set(reference: object, value: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpexp.data.order import Permutation
-from ddpexp.settings.metrics import TIMES
+from ddpexp.settings.metrics import MEASURED
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.train.metrics import MetricAccumulator, NonFiniteError
 from ddpexp.train.optimizer_step import Step
@@ -241,7 +241,7 @@ def test_records_have_exactly_their_names_at_their_steps(points: Any, fit: Calla
         ("train", 3), ("eval", 4), ("train", 6), ("eval", 8), ("train", 9), ("train", 10), ("eval", 10),
     ]  # fmt: skip
     for kind, record in zip(kinds, once.records, strict=True):
-        assert [name for name in record if not name.startswith(TIMES)] == named[kind]
+        assert [name for name in record if not name.startswith(MEASURED)] == named[kind]
         assert record["epoch"] == record["step"] / 4
     _, losses, _ = manual(points, num_steps=10)
     found = {record["step"]: record["train/loss"] for record in once.records if "train/loss" in record}

@@ -46,6 +46,21 @@ def recorded(draw: random.Random, num_ranks: int, total: int, log_every: int, sl
         yield {"step": step, **recorder.record(steps(draw, num_ranks, log_every, slow))}
 
 
+def test_the_clock_of_a_slow_gpu_is_the_reason_where_it_is_low() -> None:
+    records = list(recorded(random.Random(0), 2, 200, 10, slow=1))
+    gpu = {"times/slow_clock": 1095.0, "times/slow_most_clock": 1980.0, "times/slow_reasons": 32.0}
+    verdict = verdict_of([{**record, **gpu} for record in records])
+    assert verdict is not None
+    assert verdict.sentence({}, {}) == (
+        f"rank 1 is {verdict.factor:.2g} times slower than the others, in forward, since step 1 (GPU clock 1,095 of "
+        "1,980 MHz: thermal): they wait for it"
+    )
+    for values in ({"times/slow_clock": 1950.0}, {"times/slow_clock": 0.0}):
+        verdict = verdict_of([{**record, **gpu, **values} for record in records])
+        assert verdict is not None
+        assert verdict.reason == ""
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("log_every", [1, 10, 50])
 def test_a_slow_rank_is_named_within_100_steps_and_nobody_where_all_are_equal(num_ranks: int, log_every: int) -> None:
@@ -222,11 +237,11 @@ def test_a_rank_that_sleeps_is_named_at_the_end_and_by_status(sleeps: Recipe) ->
     assert (verdict["rank"], verdict["phase"], verdict["since"]) == (1, "forward", 1)
     assert verdict["factor"] > 2
     said = re.search(
-        r"^times   (rank 1 is \S+ times slower than the others, in forward, since step 1: .*)$", done.out, re.M
+        r"^verdict (rank 1 is \S+ times slower than the others, in forward, since step 1: .*)$", done.out, re.M
     )
     assert said is not None
     status = sleeps.ddpexp("status", str(done.run))
-    assert f"times   {said[1]}" in status.out
+    assert f"verdict {said[1]}" in status.out
     assert "times/" not in json.loads(sleeps.ddpexp("status", str(done.run), "--json").out)["metrics"]
 
 
