@@ -102,6 +102,17 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class HasFlops(Protocol):
+    """A task that knows what a sample takes, for `train/mfu`; of others it is counted: see docs/times.md.
+
+    flops_per_sample = 6 * 124e6 * 1024  # parameters times tokens
+    """
+
+    flops_per_sample: float
+    """The operations of forward and backward. Units: FLOPs, of which a multiplication and an addition are two."""
+
+
+@runtime_checkable
 class HasFinish(Protocol):
     """A task with metrics of an evaluation that are not means: perplexity, F1, figures from a confusion matrix."""
 

@@ -13,5 +13,5 @@ def timeless(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in record.items()
-        if name != "time" and not name.endswith("_per_second") and not name.startswith(MEASURED)
+        if name != "time" and not name.endswith(("_per_second", "/mfu")) and not name.startswith(MEASURED)
     }

@@ -57,6 +57,7 @@ def _check(request: Mapping[str, Any], control: Control) -> None:
         bound_memory()
     context = RunContext(
         run=run,
+        config=request["config"],
         experiment=experiment,
         layout=layout,
         prepared=request["data"],

@@ -271,9 +271,13 @@ class EvalBatches:
             yield start, min(start + self.batch_size, self.num_samples)
 
 
-def units_per_sample(data: Any) -> dict[str, int]:
-    """Return what the speed is recorded in, with the number in a sample: samples and, of sequences, tokens."""
-    tokens = getattr(data, "tokens_per_sample", None)
+def units_per_sample(data: Any, order: TrainingOrder | None = None) -> dict[str, float]:
+    """Return what the speed is recorded in, with the number in a sample: samples and, of sequences, tokens.
+
+    In batches by tokens it is the mean, without padding.
+    """
+    own = getattr(data, "tokens_per_sample", None)
+    tokens = float(order.lengths.mean()) if isinstance(order, ByTokens) else own
     return {"samples": 1, **({"tokens": tokens} if tokens else {})}
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddpexp.plan.model_tree import Module, Summary
 from ddpexp.sweep import grid
-from ddpexp.system.text import counted, first_few, one_line, size_text
+from ddpexp.system.text import counted, first_few, flops_text, one_line, size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -97,11 +97,3 @@ def _totals(summary: Summary) -> dict[str, str]:
     if summary.activations_bytes is not None:
         lines["activations"] = f"{size_text(summary.activations_bytes)} a sample, {summary.notes['activations']}"
     return lines
-
-
-def flops_text(flops: int) -> str:
-    """Return a number of floating-point operations as text. Units: M is 10^6."""
-    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if flops >= 0.9995 * size:  # 999,999 is 1 M
-            return f"{flops / size:.3g} {unit}"
-    return str(flops)

@@ -30,6 +30,7 @@ from ddpexp.plan.meta import META, build_in_memory, build_on_meta, first_batch, 
 from ddpexp.plan.model_tree import Module, Summary
 from ddpexp.strategy.base import num_elements
 from ddpexp.strategy.replica import Models, modules_of
+from ddpexp.system.oom import bound_memory
 from ddpexp.system.text import first_few, message_of
 from ddpexp.task import HasTrainStep
 from ddpexp.train.build import open_data
@@ -43,6 +44,8 @@ _LINE = 160  # characters of an error
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the summary that a request asks for, or why there is none."""
+    if "memory_part" in request:
+        bound_memory(request["memory_part"])
 
     def find() -> dict[str, Any]:
         return summarize(load_experiment(request["config"]), request["data"], request["without_data"]).as_dict()

@@ -234,6 +234,9 @@ class Trainer:
     freeze_until: FreezeUntil | tuple[FreezeUntil, ...] | None
     lora: Annotated[LoRA | None, Key(fixed_because="the adapters in the checkpoint belong to the old one")]
     numa_binding: Annotated[bool, Key(on_resume="free")]
+    peak_tflops: Annotated[
+        float | None, Key(above=0, below=math.inf, on_resume="free", also="peak_flops gpu_peak_flops")
+    ]
 
     @property
     def computes_in(self) -> Literal["fp32", "bf16", "fp16"]:

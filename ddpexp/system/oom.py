@@ -110,10 +110,13 @@ def available_bytes(root: Path = Path("/")) -> int:
     return free if left is None else min(free, left)
 
 
-def bound_memory() -> None:
-    """Let an allocation that this machine has no memory for fail, instead of waking the kernel's OOM killer."""
-    limit, hard = private_bytes() + available_bytes(), resource.getrlimit(resource.RLIMIT_DATA)[1]
-    if hard == resource.RLIM_INFINITY or limit < hard:
+def bound_memory(part: float = 1.0) -> None:
+    """Let an allocation that this machine has no memory for fail, instead of waking the kernel's OOM killer.
+
+    `part`: of the memory that is free, how much this process may take.
+    """
+    limit, (soft, hard) = private_bytes() + int(part * available_bytes()), resource.getrlimit(resource.RLIMIT_DATA)
+    if soft == resource.RLIM_INFINITY or limit < soft:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 

@@ -27,11 +27,15 @@ class NoAnswerError(DdpexpError):
 
 
 def call(
-    function: str, request: Any, environ: Mapping[str, str] = MappingProxyType({}), stdout: int | None = None
+    function: str,
+    request: Any,
+    environ: Mapping[str, str] = MappingProxyType({}),
+    stdout: int | None = None,
+    stderr: int | None = None,
 ) -> Any:
     """Return what a function (module:function) returns for a request. Both are values that JSON can hold.
 
-    The process ends with this one. `environ` are further variables, `stdout` is the descriptor for its output.
+    The process ends with this one. `environ` are further variables; `stdout` and `stderr` are descriptors for output.
 
     Raises:
         RefusedError: the function raised it. NoAnswerError: the process ended otherwise.
@@ -43,6 +47,7 @@ def call(
             pass_fds=[writing, described],
             env={**os.environ, **environ},
             stdout=stdout,
+            stderr=stderr,
         )
     os.close(writing)
     with open(reading) as file:

@@ -107,11 +107,19 @@ def binary_size_text(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes"
 
 
+def flops_text(flops: float) -> str:
+    """Return a number of floating-point operations as text. Units: M is 10^6."""
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if flops >= 0.9995 * size:  # 999,999 is 1 M
+            return f"{flops / size:.3g} {unit}"
+    return f"{flops:.0f}"
+
+
 def metric_text(name: str, value: float | None) -> str:
-    """Return the value of a metric as text: an accuracy in percent. JSON has no number for one that is not finite."""
+    """Return the value of a metric as text: accuracies and MFU in percent. JSON has no number that is not finite."""
     if value is None:
         return "not finite"
-    return f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"
+    return f"{value:.2%}" if "accuracy" in name or name.endswith("mfu") else f"{value:.4g}"
 
 
 def message_of(error: BaseException) -> str:

@@ -71,6 +71,7 @@ from ddpexp.train.states import RandomNumbers
 from ddpexp.train.torch_rates import TorchRates
 from ddpexp.train.torch_schedule import TorchSchedule
 from ddpexp.train.transform_samples import sample_nodes
+from ddpexp.train.utilization import utilization_of
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class RunContext:
     """What a rank knows before anything of its run is built."""
 
     run: RunDir
+    config: str  # its text, as it was checked
     experiment: Experiment
     layout: Layout
     prepared: Mapping[str, Any] | None  # what `prepare` of the data section returned
@@ -391,4 +393,17 @@ def build_loop(
         num_steps=num_steps,
     )
     average = average_of(average, strategy.modules, optimizers, trainer)
-    return Loop(run, evals, logger, checkpointer, average, callbacks, {"rank/random": random})
+    request = {"config": context.config, "data": context.prepared, "without_data": None}
+    utilization = None
+    if world.is_rank_zero:
+        utilization = utilization_of(trainer, world.device, world.world_size, task, train, request)
+    return Loop(
+        run,
+        evals,
+        logger,
+        checkpointer,
+        average,
+        callbacks,
+        further_states={"rank/random": random},
+        utilization=utilization,
+    )

@@ -52,6 +52,7 @@ from ddpexp.train.step_times import NOBODY, SLOW_RANK, StepTimes, TimesRecorder
 from ddpexp.train.task_checks import warn_of_a_mean
 from ddpexp.train.task_step import function_of
 from ddpexp.train.usage import UsageMeter, slow_gpu, usage_columns
+from ddpexp.train.utilization import Utilization
 
 
 class Loop:
@@ -72,6 +73,7 @@ class Loop:
         average: WeightAverage | None = None,
         callbacks: Callbacks | None = None,
         further_states: States | None = None,
+        utilization: Utilization | None = None,
     ) -> None:
         """Build what the steps, the records and the evaluations need, before a checkpoint changes anything."""
         self.run = run
@@ -80,9 +82,10 @@ class Loop:
         self.checkpointer = checkpointer
         self.average = average
         self.callbacks = callbacks = callbacks or Callbacks()
+        self.utilization = utilization
         self.progress = TrainingProgress()
         self.dependent = ""
-        self._units_per_sample = units_per_sample(run.train.data)
+        self._units_per_sample = units_per_sample(run.train.data, getattr(run.train, "order", None))
         self._rates = LearningRates(run.optimizers, run.schedule, run.num_steps, run.train.steps_per_epoch)
         self._step = Step(run, callbacks.call_on_gradients if callbacks.on_gradients else None)
         self._comparison = ReplicaComparison(run.strategy, run.world)
@@ -316,6 +319,8 @@ class Loop:
         values |= {f"train/lr{suffix}": rate for suffix, rate in self._rates.recorded().items()} | self._check_norms()
         speed = num_steps * run.train.samples_per_step / self._clock.lap()
         values |= {f"train/{name}_per_second": speed * number for name, number in self._units_per_sample.items()}
+        if self.utilization is not None:
+            values |= self.utilization.column(speed)
         if self._metrics.of_ranks:
             values |= self._measured(self._metrics.of_ranks)
         fault_point("record")

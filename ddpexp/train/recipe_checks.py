@@ -6,6 +6,7 @@ Every refusal names the function with its file and line, and what belongs in the
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
@@ -214,6 +215,14 @@ def check_task(task: Any, target: str, evaluates: bool) -> None:
     Raises:
         RefusedError: with the method as it is written.
     """
+    flops = getattr(task, "flops_per_sample", None)
+    if flops is not None and not (isinstance(flops, int | float) and 0 < flops < math.inf):
+        raise RefusedError(
+            f"gave a task whose flops_per_sample is {shown(flops)}, where a number above 0 belongs",
+            key="task._target_",
+            value=target,
+            suggestion="Leave it out, and they are counted where they can be.",
+        )
     if isinstance(task, HasTrainStep):
         check_signature(task.train_step, "train_step", ("update", "batches"))
     if isinstance(task, _HasStep):

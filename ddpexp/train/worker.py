@@ -136,7 +136,8 @@ def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None
 
 def join(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> RunContext:
     """Read the configuration and join the other ranks. Ranks: all; returns when all have joined."""
-    experiment, layout = load(_read_configuration(run, worker_args.get("config"))), run.layout()
+    config = _read_configuration(run, worker_args.get("config"))
+    experiment, layout = load(config), run.layout()
     control.status.set_phase("join")
     world = join_world(experiment, layout, control)
     log = open_log(world, control, run.log)
@@ -144,6 +145,7 @@ def join(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> RunCo
         log.info(note)
     return RunContext(
         run=run,
+        config=config,
         experiment=experiment,
         layout=layout,
         prepared=worker_args["data"],

@@ -14,9 +14,10 @@ from ddpexp.cli.summary import summary
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.plan.model_tree import Module, Summary
-from ddpexp.plan.show_summary import flops_text, show
+from ddpexp.plan.show_summary import show
 from ddpexp.plan.summarize import summarize
 from ddpexp.run.prepare import prepare
+from ddpexp.system.text import flops_text
 from ddpexp.train.build import build_model
 from tests.conftest import SMALL, Ddpexp
 from tests.refusals import refused

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ddpexp.data.base import IndexData
 from ddpexp.data.datasets import Splits
-from ddpexp.errors import DdpexpError
+from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.loggers.base import Logger
 from ddpexp.loggers.collection import LoggerCollection
 from ddpexp.train.process import message_or_place
@@ -228,3 +228,11 @@ def test_an_assert_without_a_message_is_reported_with_its_place() -> None:
         exec(compile("assert 1 == 2", "mine.py", "exec"))
     assert message_or_place(raised.value).endswith("(mine.py:1)")
     assert message_or_place(ValueError("text")) == "text"
+
+
+@pytest.mark.parametrize("flops", ["many", 0, -1.0, float("inf"), float("nan")])
+def test_the_flops_of_a_sample_are_a_number_above_0(flops: Any) -> None:
+    task = Tasked()
+    task.flops_per_sample = flops  # type: ignore[attr-defined]
+    with pytest.raises(RefusedError, match="flops_per_sample is .*, where a number above 0 belongs"):
+        check_task(task, "mine.Task", True)
