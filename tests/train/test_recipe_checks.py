@@ -234,5 +234,5 @@ def test_an_assert_without_a_message_is_reported_with_its_place() -> None:
 def test_the_flops_of_a_sample_are_a_number_above_0(flops: Any) -> None:
     task = Tasked()
     task.flops_per_sample = flops  # type: ignore[attr-defined]
-    with pytest.raises(RefusedError, match="flops_per_sample is .*, where a number above 0 belongs"):
+    with pytest.raises(RefusedError, match=r"flops_per_sample is .*, where a number above 0 belongs"):
         check_task(task, "mine.Task", True)
