@@ -23,6 +23,7 @@ from ddpexp.data.order import Permutation
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.jsonl import JsonLines
+from ddpexp.run.directory import RunDir
 from ddpexp.settings.data import DATA_KEYS, CommonData, Data
 from ddpexp.settings.experiment import ExperimentSettings
 from ddpexp.settings.node import Node
@@ -131,6 +132,7 @@ def loop_alone(
     data: Any = None,
     callbacks: Callbacks | None = None,
     control: Control | None = None,
+    directory: RunDir | None = None,
     **keys: Any,
 ) -> tuple[Loop, Path]:
     """Build a run of this process alone, of the recipe `points` and `trainer` keys.
@@ -161,7 +163,7 @@ def loop_alone(
         precision=Precision(options.precision, ALONE.device, options.nonfinite == "skip"), world=ALONE,
         control=control or Control(None),
         train=TrainBatches(points.points(96, 0) if data is None else data, cut, 0, options.seed, ALONE.device),
-        options=options, num_steps=num_steps,
+        options=options, num_steps=num_steps, directory=directory,
     )  # fmt: skip
     batches = {name: EvalBatches(part, cut.micro_batch_size, 0, 1, ALONE.device) for name, part in sets.items()}
     average = WeightAverage.from_config(strategy.modules, options, 4)

@@ -89,6 +89,7 @@ EXCEPTIONS: dict[str, str] = {
     "system/terminal_mode.py:descriptor_of_terminal": NOTHING,
     "system/terminal_mode.py:close": NOTHING,
     "train/debugger.py:_resending_interrupts": NUMBERS,
+    "train/profiler.py:_write": "names of operators, and times",
     "predict/worker.py:_write": MASKED,  # by `files.contents`
     "predict/files.py:_npz": MASKED,
     "predict/files.py:_npy": NUMBERS,

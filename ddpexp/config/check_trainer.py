@@ -6,6 +6,7 @@ import re
 
 from ddpexp.errors import RefusedError
 from ddpexp.settings.metrics import check_is_evaluated, check_not_test
+from ddpexp.settings.profile import check_profiled
 from ddpexp.settings.trainer import Trainer
 
 
@@ -30,6 +31,7 @@ def check_trainer(trainer: Trainer) -> None:
             value=samples,
             suggestion=f"Use trainer.limit_train_samples={size}, or trainer.global_batch_size={samples}.",
         )
+    check_profiled(trainer, trainer.max_steps)
     _check_keep_best(trainer)
     _check_average(trainer)
     check_param_dtype(trainer)

@@ -71,7 +71,7 @@ _SENTENCES = {
         "evaluation set of recipe=mnist such a set."
     ),
     "tags extras paths": _NAMED,
-    "profiler": "launcher=inline runs below any profiler (docs/debugging.md).",
+    "profiler": "trainer.profile=100:110 profiles the ten steps after step 100, on every worker (docs/profiling.md).",
     "find_unused_parameters": _UNUSED,
     "max_time": "trainer.max_seconds=43200 ends a run after 12 hours, saved.",
     "min_epochs min_steps": f"{_NOTHING}only callbacks end a run early, and it is resumed without them.",

@@ -18,6 +18,7 @@ from ddpexp.settings.key import annotations_of, declaration
 _OVERRIDE = re.compile(
     r"(?<![\w./$+~-])[+~]{0,2}(?P<key>[a-z_]\w*(?:\.\w+)*)=(?P<value>\[[^\]]*\]|\{[^}]*\}|'[^']*'|\"[^\"]*\"|[^\s,;)`]*)"
 )
+_RANGE = re.compile(r"\d+:\d+")
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*|.*\.\.\.|.*[{<$].*|\w+\(.*")  # stands for a value of the user's, or a sweep
 
 
@@ -53,7 +54,8 @@ def _typed_refusals(key: str, value: str) -> Iterator[str]:
         yield f"{key} is not a key"
     elif value and not is_placeholder(value):
         try:
-            convert(yaml.safe_load(value), hint, key)
+            # YAML reads 5:15 as a number to the base of 60, Hydra as a text.
+            convert(value if _RANGE.fullmatch(value) else yaml.safe_load(value), hint, key)
         except RefusedError as error:
             yield str(error)
         except yaml.YAMLError:

@@ -41,6 +41,13 @@ def check_layout(experiment: Experiment, layout: Layout) -> None:
             value="reduce-overhead",
             suggestion="Use trainer.compile=true.",
         )
+    if trainer.memory_snapshot is not None and layout.device == "cpu":
+        raise RefusedError(
+            "shows the memory of GPUs, and the workers have none",
+            key="trainer.memory_snapshot",
+            value=trainer.memory_snapshot,
+            suggestion="Leave it out.",
+        )
     experiment.strategy.check_layout(experiment, layout, batch.gradient_accumulation_steps)
 
 

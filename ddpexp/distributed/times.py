@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _BACK = len(PHASES)  # a mark: a collective ends, and the phase before it continues
 _STEP = _BACK + 1  # a mark: a step ends
+NOWHERE = _STEP + 1  # in place of a phase: time that counts nowhere
 MOST_STEPS = 100  # whose collectives are kept one by one
 _MOST_MARKS = 20_000  # kept until they are added up
 
@@ -40,6 +42,19 @@ class Window(NamedTuple):
     collectives: Any
 
 
+class Observer(Protocol):
+    """What is told of phases as they begin: see `Times.observe`."""
+
+    def begin_phase(self, phase: int) -> None:
+        """The phase before it ends, and a collective in it."""
+
+    def begin_collective(self) -> None:
+        """The phase continues when it ends."""
+
+    def end_collective(self) -> None:
+        """End the collective, and return to the phase before it."""
+
+
 class Times:
     """Marks of the training thread; before `start`, and inside of `apart`, nothing is marked."""
 
@@ -53,6 +68,7 @@ class Times:
         self._marks: list[tuple[int, Any]] = []
         self._window = _empty()
         self._in_collectives = 0.0  # in the step in progress, as far as it is added up, with the sign of a window's
+        self._observer: Observer | None = None
 
     def start(self, device: torch.device) -> None:
         """Begin to mark, with the clock of the device."""
@@ -60,8 +76,14 @@ class Times:
             self._read, self._seconds_between = _event, _seconds_between_events
         self._marks = [(OTHER, self._read())]
         self._window, self._in_collectives = _empty(), 0.0
-        self.begin = self._mark
         self.started = True
+        self.observe(self._observer)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tell an observer of all that begins and ends from now on, whether or not it is marked; None: nobody."""
+        self._observer = observer
+        mark = self._mark if self.started else _ignore
+        self.begin = mark if observer is None else partial(_mark_and_tell, mark, observer)
 
     def end_step(self) -> None:
         """End a step."""
@@ -71,7 +93,7 @@ class Times:
 
     @contextmanager
     def apart(self, phase: int) -> Iterator[None]:
-        """Spend the time inside in one phase, whatever is done there."""
+        """Spend the time inside in one phase, or `NOWHERE`, whatever is done there."""
         begin = self.begin
         begin(phase)
         self.begin = _ignore
@@ -114,7 +136,7 @@ class Times:
         window = self._window
         self._window = Window(
             window.num_steps + int(steps[-1]),
-            window.phases + np.bincount(np.where(is_collective, COLLECTIVE, phases), seconds, len(PHASES)),
+            window.phases + np.bincount(np.where(is_collective, COLLECTIVE, phases), seconds, NOWHERE)[:_BACK],
             np.concatenate([window.collectives, collectives[:-1]])[-MOST_STEPS:],
         )
         self._marks = [self._marks[-1]]
@@ -135,6 +157,16 @@ class _Collective(AbstractContextManager[None]):
 
 def _ignore(phase: int) -> None:
     """Mark nothing."""
+
+
+def _mark_and_tell(mark: Callable[[int], None], observer: Observer, phase: int) -> None:
+    mark(phase)
+    if phase == COLLECTIVE:
+        observer.begin_collective()
+    elif phase == _BACK:
+        observer.end_collective()
+    elif phase < len(PHASES):
+        observer.begin_phase(phase)
 
 
 def _event() -> Any:

@@ -98,6 +98,15 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def profiles(self) -> Path:
+        """The folder of the profiles."""
+        return self.path / "profiles"
+
+    def profile(self, step: int) -> Path:
+        """Return the folder of the profile that begins after a step."""
+        return self.profiles / f"step{step}"
+
+    @property
     def result(self) -> Path:
         """The status of the run, and how it ended."""
         return self.path / "result.json"
@@ -358,7 +367,7 @@ def written_paths(run: RunDir) -> Iterator[tuple[Path, Sequence[str]]]:
     for path in (*files, *(run.path / name for name in names)):
         yield path, ["a file"]
     yield run.path / "wandb", ["a folder"]  # in which wandb makes links
-    for folder in (run.ranks, run.tensorboard, run.checkpoints, run.path / "csv", run.path / "remote"):
+    for folder in (run.ranks, run.tensorboard, run.checkpoints, run.profiles, run.path / "csv", run.path / "remote"):
         yield folder, ["a folder"]
         for path in folder.iterdir() if folder.is_dir() else ():
             yield path, ["a file", "a folder"]

@@ -237,6 +237,24 @@ class Trainer:
     peak_tflops: Annotated[
         float | None, Key(above=0, below=math.inf, on_resume="free", also="peak_flops gpu_peak_flops")
     ]
+    profile: Annotated[
+        str | None,
+        Key(
+            pattern=r"\d{1,15}:\d{1,15}",
+            use="a range of steps, such as 100:110, or null",
+            on_resume="free",
+            short_run=None,
+            synonyms={"null": _OFF},
+            advice={
+                r"\d+": "Ten steps after step 100 are trainer.profile=100:110, in a YAML file '100:110'.",
+                "true|simple|advanced|pytorch": "trainer.profile=100:110 profiles the ten steps after step 100.",
+            },
+        ),
+    ]
+    memory_snapshot: Annotated[
+        Literal["oom"] | int | None,
+        Key(at_least=1, use="oom, a step from 1, or null", on_resume="free", short_run=None, synonyms={"null": _OFF}),
+    ]
 
     @property
     def computes_in(self) -> Literal["fp32", "bf16", "fp16"]:

@@ -391,6 +391,7 @@ def build_loop(
         train=train,
         options=trainer,
         num_steps=num_steps,
+        directory=context.run,
     )
     average = average_of(average, strategy.modules, optimizers, trainer)
     request = {"config": context.config, "data": context.prepared, "without_data": None}

@@ -44,11 +44,13 @@ class Asked(NamedTuple):
 
     save: bool = False  # a checkpoint, by a callback, by the metric to keep, by the time since the last one or a signal
     end: End | None = None
+    profile: int = 0  # this many steps, from here on
 
     def __or__(self, other: Asked) -> Asked:
         """Return what either asks for; an interruption counts most, then the first reason."""
         ends = [asked.end for asked in (self, other) if asked.end is not None]
-        return Asked(self.save or other.save, min(ends, key=lambda end: end.stopped is not None, default=None))
+        end = min(ends, key=lambda end: end.stopped is not None, default=None)
+        return Asked(self.save or other.save, end, max(self.profile, other.profile))
 
 
 NOTHING_ASKED = Asked()

@@ -35,6 +35,7 @@ from ddpexp.train.memory_growth import GrowthWatch, point_of
 from ddpexp.train.metrics import Clock, MetricAccumulator, MetricError, nonfinite_error
 from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import OptimizerStates, parameter_names
+from ddpexp.train.profiler import Profiler
 from ddpexp.train.progress import Outcome, TrainingProgress
 from ddpexp.train.run import TrainingRun
 from ddpexp.train.states import (
@@ -91,7 +92,8 @@ class Loop:
         self._comparison = ReplicaComparison(run.strategy, run.world)
         self._evaluation = Evaluation(run, evals, logger, average)
         self._metrics = self._new_accumulator()  # of the steps since the last record
-        self._clock = Clock()
+        self._clock = clock = Clock()
+        self._profiler = Profiler(run, clock)
         self._times = run.world.times
         self._times_recorder = TimesRecorder()
         self._usage = UsageMeter(run.world.device)
@@ -124,27 +126,47 @@ class Loop:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss that is not finite; on all ranks alike.
         """
         with self._collectives_watched():
-            return self._fit()
+            try:
+                return self._fit()
+            finally:
+                self._profiler.discard()  # nothing, unless an error or an interruption ends the run within its steps
 
     def _fit(self) -> Outcome:
         asked = self._start()
         for step, micro_batches in self._remaining_steps(asked):
             due = self._due_after(step + 1)
             self._train_step(step, micro_batches, due)
-            asked = NOTHING_ASKED
-            if due.record:
-                asked |= self._record()
-            if due.evaluation:
-                asked |= self._evaluate()
+            asked = NOTHING_ASKED if due is NOTHING else self._observe(due)
             if due.is_last or asked.end is not None:
                 break
             asked = self._poll(asked)
-            if asked.end is not None:
-                break
-            if due.checkpoint or asked.save:
-                self._save(end=False)
+            if due is not NOTHING or asked is not NOTHING_ASKED:
+                if asked.end is not None:
+                    break
+                self._act(due, asked)
             self._wait_for_data()
         return self._finish(asked.end)
+
+    def _observe(self, due: Due) -> Asked:
+        """Do what is due of profiles, records and evaluations after a step; return what follows."""
+        self._profiler.end(self.progress.step)
+        asked = NOTHING_ASKED
+        if due.record:
+            asked |= self._record()
+        if due.evaluation:
+            asked |= self._evaluate()
+        return asked
+
+    def _act(self, due: Due, asked: Asked) -> None:
+        """Save, and begin a profile, if that is due or asked for."""
+        if due.checkpoint or asked.save:
+            self._save(end=False)
+        self._begin_profile(asked.profile)
+
+    def _begin_profile(self, requested: int = 0) -> None:
+        step = self.progress.step
+        self._profiler.begin(step, requested, self.run.num_steps)
+        self._next_due = min(self._next_due, self._profiler.next_after(step))
 
     def _collectives_watched(self) -> AbstractContextManager[None]:
         """Watch what the task's functions call; one worker alone has no collectives."""
@@ -187,7 +209,11 @@ class Loop:
                 )
             )
         asked |= self._evaluate_before_steps()
+        if asked.end is None and self.progress.step < run.num_steps:
+            self._profiler.say_if_past(self.progress.step)
+            self._begin_profile()
         run.strategy.train(True)
+        self._times.begin(DATA)
         run.control.status.set_phase("data")
         return asked
 
@@ -236,7 +262,8 @@ class Loop:
             return NOTHING
         run = self.run
         due = Due.after(step, run.num_steps, run.train.steps_per_epoch, run.options)
-        self._next_due = next_due(step, run.num_steps, run.train.steps_per_epoch, run.options)
+        next_of_periods = next_due(step, run.num_steps, run.train.steps_per_epoch, run.options)
+        self._next_due = min(next_of_periods, self._profiler.next_after(step))
         if due.evaluation or due.checkpoint:
             return due._replace(
                 evaluation=due.evaluation and bool(self._evaluation.periodic),
@@ -255,12 +282,12 @@ class Loop:
         match run.control.poll(self.progress.step, save, end):
             case None:
                 return asked
-            case "save":
-                return asked._replace(save=True)
             case "end":
                 return Asked(end=self._out_of_time())
             case "stop":
                 return INTERRUPTED
+            case what:
+                return asked | Asked(save=what == "save", profile=run.control.profile_steps)
 
     def _out_of_time(self) -> End:
         limit = f"trainer.max_seconds={self.run.options.max_seconds:.15g}"
@@ -447,6 +474,8 @@ class Loop:
         """Record, evaluate, test and save what a run that is done has, or save where it was interrupted."""
         stopped = None if end is None else end.stopped
         interrupted = end is not None and stopped is None
+        if not interrupted:  # else the time is limited
+            self._profiler.end(self.progress.step, early=True)
         if stopped is not None:
             interrupted = self._complete_early_end()
         if not interrupted:

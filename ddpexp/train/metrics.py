@@ -344,6 +344,14 @@ class Clock:
         self._away += away
         self._lap += away
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Exclude the enclosed code from all times."""
+        begin = time.perf_counter()
+        with self.paused():
+            yield
+        self._began += time.perf_counter() - begin
+
 
 def _stride(slots: Sequence[int]) -> int:
     return slots[1] - slots[0] if len(slots) > 1 else 1

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ddpexp.data.streams import Batches
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
+from ddpexp.run.directory import RunDir
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.task import Schedule, Task
@@ -33,6 +34,7 @@ class TrainingRun:
     train: Batches
     options: Trainer
     num_steps: int
+    directory: RunDir | None = None  # without one nothing is profiled
 
     @cached_property
     def current(self) -> CurrentProgress:

@@ -41,6 +41,7 @@ from ddpexp.launch.workers.control import Control
 from ddpexp.run.directory import RunDir
 from ddpexp.run.history import record_start
 from ddpexp.run.resume_arguments import typed_arguments
+from ddpexp.settings.profile import check_profiled
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.mesh import DataRank
@@ -79,6 +80,7 @@ from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.load_data import build_batches, warn_of_streams
 from ddpexp.train.loop import Loop
+from ddpexp.train.memory_snapshot import on_oom
 from ddpexp.train.metrics import MetricError
 from ddpexp.train.offline import forbid_downloads
 from ddpexp.train.optimizer_average import averages_itself
@@ -128,7 +130,9 @@ def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None
     Ranks: all.
     """
     context = join(run, worker_args, control)
-    with collectives.explained(), gpu_memory.explained(lambda: situation(context.experiment, context.world, control)):
+    snapshot = on_oom(context.experiment.trainer.memory_snapshot, run, context.world)
+    now = partial(situation, context.experiment, context.world, control)
+    with collectives.explained(), gpu_memory.explained(now), snapshot:
         built = build(context)
         restore(context, built)
         fit(context, built)
@@ -203,6 +207,8 @@ def build(context: RunContext) -> Built:
         raise RefusedError(
             reason, suggestion="Increase trainer.max_steps or trainer.epochs, or evaluate the run as it is."
         )
+
+    check_profiled(trainer, num_steps)
 
     logger = build_logger(context, num_steps)
     positions = truncate_records(run, logger, newest)

@@ -538,7 +538,7 @@ FOREIGN = [
     ("debug=default", "python -m ddpexp check recipe=mnist tries two steps"),
     ("hparams_search=x", "A search is a sweep: -m recipe=mnist hydra/sweeper=optuna sweep.objective=eval/loss"),
     ("tags=[a]", "A run has a name and a folder: recipe.name=first, run.dir=outputs/first."),
-    ("trainer.profiler=simple", "launcher=inline runs below any profiler (docs/debugging.md)."),
+    ("trainer.profiler=simple", "trainer.profile=100:110 profiles the ten steps after step 100"),
     ("callbacks.model_checkpoint.monitor=x", "The best checkpoints are kept by trainer.keep_best=min:eval/loss"),
     ("checkpoint=best", "Of a run a checkpoint is chosen by --checkpoint best, last or a step behind it."),
     ("output_dir=x", "Did you mean run.dir?"),

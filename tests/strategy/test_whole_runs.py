@@ -116,7 +116,8 @@ def test_all_that_a_run_does_works_with_every_strategy(
     way = WAYS[name]
     if way.numbers == "other":  # these are refused with it: see test_local.py
         options = ()
-    whole = done(recipe(*COMMON, *options, *way.overrides))
+    whole = done(recipe(*COMMON, *options, *way.overrides, "trainer.profile=1:3"))
+    assert len(list((whole.run / "profiles/step1").glob("rank*"))) == 2 * 4
     interrupted = recipe(*COMMON, *options, *way.overrides, environ={"DDPEXP_FAULT": "evaluate:term:1:2"})
     assert interrupted.code == 143, interrupted
     resumed = done(recipe(*COMMON, *options, *way.overrides, run=interrupted.run))

@@ -48,7 +48,7 @@ class _Silence:
 
     progress: tuple[int, int, int]
     seconds: float = 0.0
-    busy_seconds: float = 0.0  # in addition, while it was busy importing or building
+    busy_seconds: float = 0.0  # in addition, while it was busy importing, building or writing a profile
     activity: tuple[int, ...] = ()
     delays: Mapping[int, int] = field(default_factory=dict)  # of its threads at the last look, see `cpu_delays`
     starved_seconds: float = 0.0  # waited for a CPU, and not subtracted yet
@@ -208,7 +208,7 @@ class Watchdog:
             counted = min(starved, _STARVED_MOST * seconds)
             silence.delays, silence.starved_seconds = delays, starved - counted
             silent = seconds - counted
-            if worker.page.status.phase in ("start", "build"):
+            if worker.page.status.phase in ("start", "build", "profile"):
                 activity = activity_of(pid)
                 if activity != silence.activity:
                     silence.activity, silence.busy_seconds = activity, silence.busy_seconds + silent
@@ -244,7 +244,7 @@ class Watchdog:
             return timeout.init_seconds, "init_seconds"
         if phase == "data":
             return timeout.data_seconds + LOADER_SECONDS, "data_seconds"
-        if phase == "save":
+        if phase in ("save", "profile"):
             return timeout.save_seconds, "save_seconds"
         return timeout.step_seconds + (timeout.init_seconds if is_first and phase == "train" else 0.0), "step_seconds"
 

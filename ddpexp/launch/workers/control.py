@@ -58,6 +58,7 @@ class Control:
         self._agreements = self._page.agreements
         self._leads = leads
         self._acted = 0  # the newest agreement that was acted upon
+        self.profile_steps = 0  # to profile after the step where something was due last
         self._turns = 0  # requests for the terminal
         self.terminal: int | None = None  # a descriptor of the command's terminal, for debuggers
         self.at_prompt = False  # a debugger reads from the terminal: SIGINT is for it, others are forwarded by hand
@@ -107,7 +108,9 @@ class Control:
             agreements.request(self._acted + 1, what)
         if agreements.newest[0] == self._acted:
             return None
-        self._acted, due = agreements.due(self._acted, done)
+        before = self._acted
+        self._acted, due = agreements.due(before, done)
+        self.profile_steps = agreements.profile(before, self._acted)
         return due
 
     @property

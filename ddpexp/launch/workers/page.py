@@ -18,9 +18,10 @@ from typing import Literal, TypeAlias
 from ddpexp.errors import DdpexpError
 from ddpexp.launch.workers.collectives import Record, pack
 
-What = Literal["save", "end", "stop"]  # save and continue; end the run early, as configured; save and leave
+# Profile some steps; save and continue; end the run early, as configured; save and leave.
+What = Literal["profile", "save", "end", "stop"]
 _WHATS: tuple[What, ...] = typing.get_args(What)  # of several at one step the last in this order is done
-Phase = Literal["start", "join", "build", "data", "train", "evaluate", "save", "leave"]
+Phase = Literal["start", "join", "build", "data", "train", "evaluate", "save", "profile", "leave"]
 PHASES: tuple[Phase, ...] = typing.get_args(Phase)  # in the order of a run's first ones
 _NUMBERS = {name: number for number, name in enumerate(PHASES)}
 
@@ -50,7 +51,10 @@ class Page:
             waits_at=words[4],
             wish=words[5],
             newest=words[16],
-            slots=[AgreementSlot(number=words[at], agreed=words[at + 1]) for at in range(17, 33, 2)],
+            slots=[
+                AgreementSlot(number=words[at], agreed=words[at + 1], profile=words[36 + slot])
+                for slot, at in enumerate(range(17, 33, 2))
+            ],
         )
         self.stop = StopRequest(signal=words[33], at_once=words[34])
         self.terminal = TerminalTurn(decision=words[35])
@@ -111,8 +115,9 @@ class RankStatus:
 class AgreementSlot:
     """The step and the action of one agreement."""
 
-    number: Word  # of the agreement; written last: it makes the other word valid
+    number: Word  # of the agreement; written last: it makes the other words valid
     agreed: Word  # its step and action
+    profile: Word  # how many steps to profile
 
 
 @dataclass
@@ -147,10 +152,11 @@ class Agreements:
         """
         return self.waits_at[0] if self.waits_for[0] == number else self.current_step[0]
 
-    def commit(self, number: int, step: int, what: What) -> None:
+    def commit(self, number: int, step: int, what: What, profile: int = 0) -> None:
         """Publish the step of this agreement."""
         slot = self._slot(number)
         slot.agreed[0] = _pack(step, _WHATS.index(what))
+        slot.profile[0] = profile
         slot.number[0] = number  # last
 
     def due(self, acted: int, done: int) -> tuple[int, What | None]:
@@ -177,6 +183,10 @@ class Agreements:
             acted += 1
             strongest = max(strongest, what)
         return acted, _WHATS[strongest] if strongest >= 0 else None
+
+    def profile(self, before: int, acted: int) -> int:
+        """Return how many steps to profile by the agreements after `before` up to `acted`, whatever else they are."""
+        return max((self._slot(number).profile[0] for number in range(before + 1, acted + 1)), default=0)
 
     def _wait_for_step(self, done: int) -> int:
         """Wait until the newest agreement has its step, and return its number. They are committed in order."""
