@@ -27,8 +27,8 @@ from ddpexp.system import files
 from ddpexp.system.job_schedulers import ScheduledJob, states
 from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
 from ddpexp.system.terminal import print_json
-from ddpexp.system.text import one_line
-from ddpexp.train.verdict import read_verdict
+from ddpexp.system.text import duration, one_line
+from ddpexp.train.verdict import Verdict, read_records, times_text, verdict_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -143,7 +143,7 @@ def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableT
     from rich.console import Group as Lines
     from rich.text import Text
 
-    best = row.best
+    best, records = row.best, read_records(RunDir(row.path))
     facts = {
         "status": f"{row.status}: {STATUSES[row.status]}",
         "step": "" if row.step is None else f"{row.step:,}",
@@ -151,7 +151,8 @@ def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableT
         "best": "" if best is None else f"{best.metric} {tables.shown(best.metric, best.value)} at step {best.step:,}",
         "since": _since(row),
         "where": _where(row, queue),
-        "verdict": _verdict(row),
+        "times": times_text(records[-1]) if records else "",
+        "verdict": _verdict(row, verdict_of(records)),
         "why": row.message or "",
         "resume": _resume(row),
         "folder": files.relative(row.path),
@@ -159,10 +160,9 @@ def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableT
     return Lines(*(Text(f"{name:<8}{one_line(text)}") for name, text in facts.items() if text))
 
 
-def _verdict(row: Row) -> str:
-    """Return what the times of the steps say a person should do, if anything."""
+def _verdict(row: Row, verdict: Verdict | None) -> str:
+    """Return what the records say a person should do, if anything."""
     run = RunDir(row.path)
-    verdict = read_verdict(run)
     if verdict is None:
         return ""
     try:
@@ -177,7 +177,7 @@ def _since(row: Row) -> str:
     moment = row.ended if row.ended is not None else row.started
     if moment is None or not 0 <= moment < 1e11:
         return ""
-    ago = tables.duration(max(0.0, time.time() - moment))
+    ago = duration(max(0.0, time.time() - moment))
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(moment))}{f' ({ago} ago)' if ago else ''}"
 
 

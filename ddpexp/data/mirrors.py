@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ddpexp.data.cache import CACHES, put, wait_for_lock
 from ddpexp.data.published_files import PublishedFile, WrongError, is_web_page
 from ddpexp.data.user_cache import user_cache
+from ddpexp.system.preparation import preparation
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse
@@ -202,10 +203,14 @@ def _receive(answer: Answer, file: PublishedFile, end: float) -> bytes:
     from http.client import HTTPException
 
     content = bytearray(answer.start)
-    with answer.response:
+    length = answer.response.headers.get("Content-Length") or ""
+    size = int(length) if length.isdecimal() else file.size
+    with answer.response, preparation(size, f"downloading {file.remote_name}", "bytes") as advance:
+        advance(len(content))
         try:
             while chunk := answer.response.read1(_CHUNK):
                 content += chunk
+                advance(len(chunk))
                 if len(content) > file.size:
                     raise WrongError(f"continues after {file.size:,} bytes")
                 if time.monotonic() > end:

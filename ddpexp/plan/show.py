@@ -9,8 +9,7 @@ from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import crowd
 from ddpexp.strategy.estimator import Traffic
 from ddpexp.sweep import grid
-from ddpexp.sweep.table import duration
-from ddpexp.system.text import counted, one_line, size_text
+from ddpexp.system.text import counted, duration, one_line, size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

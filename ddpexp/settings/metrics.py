@@ -7,6 +7,9 @@ from ddpexp.errors import RefusedError
 TIMES = "times/"
 """The metrics that say where the time of a step goes begin with it. Units: seconds a step."""
 
+STEP_PARTS = ("data", "forward", "backward", "waiting", "communication", "optimizer", "other")
+"""Of these the time of a step consists, each behind `TIMES`; records, evaluations and checkpoints are between steps."""
+
 MEMORY = "memory/"
 """The metrics of memory begin with it. Units: GiB."""
 

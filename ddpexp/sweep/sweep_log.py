@@ -12,10 +12,11 @@ from ddpexp.sweep.folder import EventLog, SweepDir
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.job_result import Ended
 from ddpexp.sweep.record import Goal
-from ddpexp.sweep.table import duration, shown
+from ddpexp.sweep.table import shown
 from ddpexp.sweep.view import View
 from ddpexp.system import files
 from ddpexp.system.terminal import print_message
+from ddpexp.system.text import duration
 
 
 class SweepLog:

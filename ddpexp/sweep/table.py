@@ -28,7 +28,7 @@ from ddpexp.sweep.job_status import STATUSES
 from ddpexp.sweep.record import Goal, is_finite
 from ddpexp.sweep.rows import Row
 from ddpexp.system import files
-from ddpexp.system.text import is_number, metric_text, one_line
+from ddpexp.system.text import duration, is_number, metric_text, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -320,16 +320,6 @@ def shown(name: str, value: float | None, missing: str = "") -> str:
     if not math.isfinite(value):
         return str(value)
     return metric_text(name, value)
-
-
-def duration(seconds: float | None) -> str:
-    """Format a duration."""
-    if seconds is None or not 0 <= seconds < 1e9:
-        return ""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _called(row: Row) -> str:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _QUEUE = 10_000  # lines queued for a slow terminal; far more than anybody scrolls back
 _WAIT_SECONDS = 1.0  # how long to wait for a slow terminal before lines are dropped
+_MOMENT_SECONDS = 0.5  # an activity that takes no longer is not shown
 _PATIENCE_SECONDS = 2.0  # how long to wait for queued lines at the end
 _LEFT_OUT = "... {count:,} lines omitted because nobody read them; the run's log has all of them ..."
 
@@ -50,6 +51,11 @@ class Terminal:
         """Show progress: `done` of `total` with `text` beside the bar; without a terminal, print `line` instead."""
         if not self._paused or not self._screen.is_live:
             self._put(lambda: self._screen.progress(message))
+
+    def activity(self, text: str, done: int, total: int) -> None:
+        """Show below the bar what is done between two steps, until all of it is done."""
+        if not self._paused:
+            self._put(lambda: self._screen.activity(text, done, total))
 
     def pause(self) -> None:
         """Write queued lines, end the bar, and keep later lines until `resume`: somebody else uses the terminal."""
@@ -139,7 +145,9 @@ class _Screen:
             sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and "OMPI_COMM_WORLD_RANK" not in os.environ
         )
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._steps: TaskID | None = None  # None: no step is recorded yet, or the last one is
+        self._activity: TaskID | None = None
+        self._named = ""  # the activity
         self._for_caller = caller.is_live()
 
     def line(self, text: str) -> None:
@@ -162,20 +170,43 @@ class _Screen:
             self.line(message["line"])
             return
         try:
-            if self._bar is None:
-                self._bar, self._task = _new_bar(total)
-            assert self._task is not None
-            self._bar.update(self._task, completed=done, text=text)
+            self._bar = self._bar or _new_bar()
+            if self._steps is None:
+                self._steps = self._bar.add_task("steps", total=total, text="")
+            self._end_activity(self._bar)
+            self._bar.update(self._steps, completed=done, text=text)
         except (OSError, ValueError):
             self.is_live, self._bar = False, None
         if done >= total:
             self.close()  # later lines are printed below it
 
+    def activity(self, text: str, done: int, total: int) -> None:
+        if not self.is_live or self._for_caller:
+            return
+        try:
+            self._bar = self._bar or _new_bar()
+            if text != self._named:
+                self._end_activity(self._bar)
+            if self._activity is None:
+                self._activity, self._named = self._bar.add_task("activity", total=total or None, text=text), text
+            self._bar.update(self._activity, completed=done)
+            if total and done >= total:
+                self._end_activity(self._bar)
+        except (OSError, ValueError):
+            self.is_live, self._bar = False, None
+        if self._activity is None and self._steps is None:
+            self.close()
+
+    def _end_activity(self, bar: Progress) -> None:
+        if self._activity is not None:
+            bar.remove_task(self._activity)
+            self._activity = None
+
     def close(self) -> None:
         if self._bar is not None:
             with suppress(OSError, ValueError):
                 self._bar.stop()
-            self._bar = None
+            self._bar = self._steps = self._activity = None
 
 
 def print_message(text: str, to: TextIO | None = None) -> None:
@@ -215,17 +246,25 @@ def within_patience(work: Callable[[], None]) -> None:
         thread.join(_PATIENCE_SECONDS)
 
 
-def _new_bar(total: int) -> tuple[Progress, TaskID]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def _new_bar() -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
+    from rich.table import Table
 
-    bar = Progress(
+    class Bars(Progress):
+        """A bar of the steps, and another one of an activity that takes longer than a moment."""
+
+        def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
+            return super().make_tasks_table(
+                [task for task in tasks if task.description == "steps" or (task.elapsed or 0) > _MOMENT_SECONDS]
+            )
+
+    bar = Bars(
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TextColumn("{task.fields[text]}", markup=False),
-        TimeRemainingColumn(),
         # rich would redirect standard error through the terminal too, where it may block forever.
         redirect_stdout=False,
         redirect_stderr=False,
     )
     bar.start()
-    return bar, bar.add_task("steps", total=total, text="")
+    return bar

@@ -107,6 +107,16 @@ def binary_size_text(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes"
 
 
+def duration(seconds: float | None) -> str:
+    """Format a duration."""
+    if seconds is None or not 0 <= seconds < 1e9:
+        return ""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
 def flops_text(flops: float) -> str:
     """Return a number of floating-point operations as text. Units: M is 10^6."""
     for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -119,6 +129,8 @@ def metric_text(name: str, value: float | None) -> str:
     """Return the value of a metric as text: accuracies and MFU in percent. JSON has no number that is not finite."""
     if value is None:
         return "not finite"
+    if name.endswith("_per_second") and abs(value) >= 100:
+        return f"{value:,.0f}"
     return f"{value:.2%}" if "accuracy" in name or name.endswith("mfu") else f"{value:.4g}"
 
 

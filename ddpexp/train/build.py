@@ -48,6 +48,7 @@ from ddpexp.train.build_optimizers import build_optimizers
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.checkpointer import Checkpointer
 from ddpexp.train.choose_samples import arrange
+from ddpexp.train.due import next_evaluation
 from ddpexp.train.evaluate import batches_for, no_test
 from ddpexp.train.freezing import freeze
 from ddpexp.train.keep_best import check_set
@@ -274,7 +275,7 @@ def build_evals(
     return evals
 
 
-def build_logger(context: RunContext, num_steps: int) -> Logger:
+def build_logger(context: RunContext, num_steps: int, steps_per_epoch: int) -> Logger:
     """Return the logger of this rank: rank zero records, the others do nothing.
 
     Raises:
@@ -283,7 +284,12 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
     if not context.world.is_rank_zero:
         return Logger()
     run = context.run
-    loggers: list[Logger] = [JsonLines(run.metrics), ProgressLogger(context.control, context.log, num_steps)]
+
+    def when_evaluated(step: int) -> int | None:
+        return next_evaluation(step, num_steps, steps_per_epoch, context.experiment.trainer)
+
+    progress = ProgressLogger(context.control, context.log, num_steps, when_evaluated)
+    loggers: list[Logger] = [JsonLines(run.metrics), progress]
     remote = [name for name in context.experiment.logger if is_remote(context.experiment, name)]
     if remote:
         limits = {name: remote_keys(context.experiment, name).end_seconds for name in remote}

@@ -65,6 +65,12 @@ def next_due(step: int, num_steps: int, steps_per_epoch: int, trainer: Trainer) 
     return min([num_steps, *(step + length - step % length for length in lengths if length)])
 
 
+def next_evaluation(step: int, num_steps: int, steps_per_epoch: int, trainer: Trainer) -> int | None:
+    """Return the first step after `step` that is evaluated; None if no step is. Units: steps done."""
+    length = _length(trainer.eval_every, steps_per_epoch)
+    return min(num_steps, step + length - step % length) if length else None
+
+
 def is_due(step: int, every: int | str, steps_per_epoch: int) -> bool:
     """Return whether `step` ends a period of `every` steps, or an epoch; 0 is never."""
     length = _length(every, steps_per_epoch)

@@ -85,6 +85,7 @@ class Evaluator:
                     uncounted = _sums(task, step(model, batch), metrics, check=not sums, counts=False)
                     break
                 sums.append(_sums(task, step(model, batch), metrics, check=not sums))
+                self.control.show_activity(f"evaluation of {batches.name}", len(sums) * data.size, batches.num_batches)
                 if metrics.states.is_due() and metrics.states.fold():
                     return None
             if not sums:  # fewer batches than ranks: take the names of the metrics from any batch, and count nothing

@@ -462,7 +462,9 @@ class Loop:
             self._comparison.compare(self.progress.step)
             self._evaluation.refresh_average(estimate=not interrupted)  # else the time is limited
             epoch = run.epoch_after(self.progress.step)
+            run.control.show_activity("saving")
             digest = self.checkpointer.save(self.states, self.progress, epoch, end)
+            run.control.show_activity("saving", 1, 1)
         self._clock.saved()
         if self.callbacks.failed:
             self.checkpointer.finish()  # no step so far is lost

@@ -9,9 +9,10 @@ from statistics import median
 from typing import Any
 
 from ddpexp.run.directory import RunDir
-from ddpexp.settings.metrics import MEASURED, TIMES
+from ddpexp.settings.metrics import MEASURED, STEP_PARTS, TIMES
 from ddpexp.system.gpu_state import reason_of
 from ddpexp.system.json_lines import json_lines
+from ddpexp.system.text import duration
 from ddpexp.train.memory_growth import LEAKS, growth_of, point_of
 from ddpexp.train.step_times import (
     NOT_KNOWN,
@@ -28,6 +29,7 @@ _SLOWER = 1.25  # times what the others take, in half of them: other programs sl
 _NEARLY_ALL = 0.75  # of the records of these steps
 _SECONDS = 30.0  # of training, before a part of its time is named
 _MOST = 1e15  # of a step or a time: nobody trains that long
+_SHOWN = 0.005  # of a step: smaller parts would be shown as 0 %
 _LOW_CLOCK = 0.9  # of the most, from which on it is no reason
 _LARGE = {"data": 0.25, "evaluation": 0.5, "checkpoint": 0.25}  # parts of the time that are named
 
@@ -85,9 +87,25 @@ class Verdict:
                 return f"{share} of the time goes into saving: trainer.checkpoint_every makes it rarer"
 
 
+def read_records(run: RunDir) -> list[dict[str, float]]:
+    """Return what a run has measured so far, record by record; records of other contents do not count."""
+    return [record for line in json_lines(run.metrics, f"{TIMES}forward") if (record := _numbers(line))]
+
+
 def read_verdict(run: RunDir) -> Verdict | None:
-    """Return the verdict on what a run has recorded so far; records of other contents do not count."""
-    return verdict_of([record for line in json_lines(run.metrics, f"{TIMES}forward") if (record := _numbers(line))])
+    """Return the verdict on what a run has recorded so far."""
+    return verdict_of(read_records(run))
+
+
+def times_text(record: Mapping[str, float]) -> str:
+    """Return how long a step takes, and which part of it each phase that shows."""
+    parts = {name: record.get(f"{TIMES}{name}", 0.0) for name in STEP_PARTS}
+    total = sum(parts.values())
+    if not total > 0:
+        return ""
+    shown = sorted((name for name in parts if parts[name] >= _SHOWN * total), key=lambda name: -parts[name])
+    shares = ", ".join(f"{name} {parts[name] / total:.0%}" for name in shown)
+    return f"{duration(total) if total >= 1 else f'{1000 * total:.3g} ms'} a step: {shares}"
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:

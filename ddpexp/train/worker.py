@@ -210,7 +210,7 @@ def build(context: RunContext) -> Built:
 
     check_profiled(trainer, num_steps)
 
-    logger = build_logger(context, num_steps)
+    logger = build_logger(context, num_steps, batches.steps_per_epoch)
     positions = truncate_records(run, logger, newest)
     average = build_average(strategy, trainer, batches.steps_per_epoch, num_steps)
     check_models(strategy)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 
 import pytest
 
 from ddpexp.launch.workers.control import Control
 from ddpexp.launch.workers.lines import Lines
 from ddpexp.loggers.progress import ProgressLogger, _training_texts
+from ddpexp.train.due import next_evaluation
+from tests.fitting import asked
 
 TRAIN = {
     "train/loss": 0.123456, "train/accuracy": 0.98765, "train/lr": 0.05, "train/grad_norm": 1.5,
@@ -67,3 +70,54 @@ def test_many_rates_are_shown_as_the_lowest_and_the_highest() -> None:
     ]
     few = {"loss": 1.0, "lr/a": 0.1, "lr/b": 0.2}
     assert _training_texts(few) == ["loss 1", "lr/a 0.1", "lr/b 0.2"]
+
+
+def test_the_time_that_is_left_and_the_wait_for_data_are_shown(
+    log: logging.Logger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    times = {"times/data": 0.5, "times/forward": 1.0, "times/backward": 0.5, "times/evaluation": 7.0}
+    ours, theirs = socket.socketpair()
+    control = Control(theirs, leads=True)
+    console = ProgressLogger(control, log, 1000, lambda step: 300 if step < 300 else 1000)
+    for step, now in ((50, 100.0), (100, 300.0), (300, 1100.0), (1000, 4000.0)):  # noqa: B007
+        console.scalars(step, 0.0, {"train/loss": 2.0, **times})
+    texts = [message["text"] for message in Lines(ours).read()[0]]
+    assert texts == [
+        "loss 2  waits for data 25%  evaluation in 8:20",
+        "loss 2  waits for data 25%  1:00:00 left, evaluation in 6:40",
+        "loss 2  waits for data 25%  46:40 left",  # the next one is that at the end
+        "loss 2  waits for data 25%",
+    ]
+    assert caplog.messages[1] == "step  100/1000  epoch  0.00  loss 2  waits for data 25%  1:00:00 left"
+    console.scalars(50, 0.0, {"train/loss": 2.0, "times/data": 0.01, "times/forward": 1.0})
+    assert "waits" not in caplog.messages[-1]
+    ours.close()
+    theirs.close()
+
+
+def test_an_activity_is_sent_now_and_then_but_always_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    ours, theirs = socket.socketpair()
+    control = Control(theirs, leads=True)
+    for now, done in ((100.0, 0), (100.01, 1), (100.3, 2), (100.31, 3), (100.32, 4)):  # noqa: B007
+        control.show_activity("evaluation of eval", done, 4)
+    Control(theirs).show_activity("evaluation of eval", 0, 4)  # of another rank
+    messages = Lines(ours).read()[0]
+    assert [(message["kind"], message["text"], message["done"]) for message in messages] == [
+        ("activity", "evaluation of eval", 0),
+        ("activity", "evaluation of eval", 2),
+        ("activity", "evaluation of eval", 4),
+    ]
+    ours.close()
+    theirs.close()
+
+
+def test_the_next_evaluation_follows_from_the_period() -> None:
+    trainer = asked(eval_every=30).trainer
+    assert [next_evaluation(step, 100, 50, trainer) for step in (0, 29, 30, 95)] == [30, 30, 60, 100]
+    trainer = asked(eval_every="epoch").trainer
+    assert [next_evaluation(step, 100, 40, trainer) for step in (1, 40, 81)] == [40, 80, 100]
+    assert next_evaluation(1, 100, 40, asked(eval_every=0).trainer) is None

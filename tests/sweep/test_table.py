@@ -23,6 +23,7 @@ from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row, rows_of
 from ddpexp.system.job_schedulers import ScheduledJob
 from ddpexp.system.job_schedulers.slurm import SLURM
+from ddpexp.system.text import duration
 from tests.refusals import refused
 from tests.sweep.made import Made
 
@@ -360,7 +361,7 @@ def test_files_are_replaced_as_a_whole_and_a_link_is_not_followed(tmp_path: Path
      (math.nan, ""), (-1.0, "")],
 )  # fmt: skip
 def test_times_are_for_people(seconds: float | None, text: str) -> None:
-    assert table.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 def test_folds_have_a_mean_and_an_interval_by_students_t() -> None:

@@ -13,7 +13,7 @@ import pexpect
 import pytest
 
 from ddpexp.system.text import line_of_output
-from tests.conftest import PATIENCE, SMALL, Ddpexp, finish
+from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, finish
 from tests.points import wait_for
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -132,3 +132,36 @@ def test_a_reader_that_leaves_does_not_end_the_run(ddpexp: Ddpexp) -> None:
     _, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (0, "")
     assert (run / "result.json").is_file()
+
+
+ACTIVITIES = """
+import time
+from ddpexp.system import terminal
+terminal._MOMENT_SECONDS = 0.2
+shown = terminal.Terminal()
+shown.activity("evaluation of eval", 1, 4)  # before the first step
+time.sleep(0.6)
+shown.activity("evaluation of eval", 4, 4)
+shown.progress({"done": 3, "total": 9, "text": "loss 2", "line": ""})
+shown.activity("saving", 0, 0)
+shown.activity("saving", 1, 1)  # a moment
+shown.activity("evaluation of other", 2, 5)
+time.sleep(0.6)
+shown.progress({"done": 9, "total": 9, "text": "loss 1", "line": ""})  # whose end was not sent
+shown.line("done")
+shown.close()
+"""
+
+
+def test_an_evaluation_and_a_save_have_a_bar_below_that_of_the_steps_if_they_take_a_while() -> None:
+    child = pexpect.spawn(
+        sys.executable, ["-c", ACTIVITIES], cwd=str(ROOT), env={**os.environ, "TERM": "xterm-256color"},
+        encoding="utf-8", dimensions=(40, 100), timeout=PATIENCE,
+    )  # fmt: skip
+    child.expect(pexpect.EOF)
+    child.close()
+    text = CONTROL.sub("", child.before)
+    for bar in ("1/4 +evaluation of eval", "3/9 +loss 2", "2/5 +evaluation of other", "9/9 +loss 1"):
+        assert re.search(rf"━ {bar}", text) or re.search(rf"━ +{bar}", text), (bar, text)
+    assert "saving" not in text
+    assert screen(child.before)[-2].startswith("done")

@@ -14,7 +14,7 @@ import pytest
 from ddpexp.distributed.phases import BACKWARD, COLLECTIVE, DATA, FORWARD, PHASES, UPDATE
 from ddpexp.run.directory import RunDir
 from ddpexp.train.step_times import StepTimes, TimesRecorder, slow_rank
-from ddpexp.train.verdict import Verdict, read_verdict, verdict_of
+from ddpexp.train.verdict import Verdict, read_verdict, times_text, verdict_of
 from tests.conftest import Ddpexp, Done
 from tests.points import Recipe
 
@@ -44,6 +44,13 @@ def recorded(draw: random.Random, num_ranks: int, total: int, log_every: int, sl
     recorder = TimesRecorder()
     for step in range(log_every, total + 1, log_every):
         yield {"step": step, **recorder.record(steps(draw, num_ranks, log_every, slow))}
+
+
+def test_the_parts_of_a_step_are_shown_from_the_largest() -> None:
+    record = {"times/forward": 0.002, "times/backward": 0.0075, "times/data": 0.0005, "times/other": 1e-6}
+    assert times_text(record) == "10 ms a step: backward 75%, forward 20%, data 5%"
+    assert times_text({"times/forward": 75.0}) == "1:15 a step: forward 100%"
+    assert times_text({"times/forward": 0.0}) == ""
 
 
 def test_the_clock_of_a_slow_gpu_is_the_reason_where_it_is_low() -> None:
@@ -242,6 +249,7 @@ def test_a_rank_that_sleeps_is_named_at_the_end_and_by_status(sleeps: Recipe) ->
     assert said is not None
     status = sleeps.ddpexp("status", str(done.run))
     assert f"verdict {said[1]}" in status.out
+    assert re.search(r"^times   \S+ ms a step: (forward|waiting) \d+%, (forward|waiting) \d+%", status.out, re.M)
     assert "times/" not in json.loads(sleeps.ddpexp("status", str(done.run), "--json").out)["metrics"]
 
 

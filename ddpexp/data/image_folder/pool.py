@@ -8,7 +8,6 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
@@ -19,11 +18,10 @@ import xxhash
 from ddpexp.data.image_folder.options import StoredSize
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import open_regular
+from ddpexp.system.preparation import preparation
 from ddpexp.system.process import die_with_parent, how_ended
 from ddpexp.system.programs import python
-from ddpexp.system.terminal import print_message
 
-_LINE_SECONDS = 10.0  # between lines about the progress, without a terminal
 _ALONE = 32  # this many images are done here: processes would take longer to start
 
 
@@ -59,13 +57,13 @@ class Pool:
         Raises:
             OSError: nothing can be written. RefusedError: a process ended.
         """
-        total, done = sum(len(chunk["images"]) for chunk in chunks), 0
-        with _progress(total, title) as report, closing(self._answers(chunks)) as answers:
+        total = sum(len(chunk["images"]) for chunk in chunks)
+        with preparation(total, title, "images") as advance, closing(self._answers(chunks)) as answers:
             for number, answer in answers:
                 if "error" in answer:
                     raise OSError(*answer["error"])
                 finish(number, answer)
-                report(done := done + len(chunks[number]["images"]))
+                advance(len(chunks[number]["images"]))
 
     def _answers(self, chunks: Sequence[dict[str, Any]]) -> Generator[tuple[int, dict[str, Any]], None, None]:
         """Yield the number of each chunk and its answer, in any order; ends the processes if it is closed before."""
@@ -194,28 +192,3 @@ def _death(code: int) -> RefusedError:
         key="data.root",
         suggestion="Start again to resume the preparation.",
     )
-
-
-@contextmanager
-def _progress(total: int, title: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that shows how many images are done: a bar on a terminal, otherwise a line every 10 s."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(title, total=total)
-            yield lambda done: bar.update(task, completed=done)
-        return
-    began = last = time.monotonic()
-
-    def report(done: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _LINE_SECONDS:
-            last = time.monotonic()
-            left = (last - began) / done * (total - done)
-            text = f"ddpexp: {title}: {done:,} of {total:,} images, about {left:,.0f} s left"
-            print_message(text, sys.stdout)
-
-    yield report

@@ -24,6 +24,7 @@ from ddpexp.data.user_cache import user_cache
 from ddpexp.errors import RefusedError
 from ddpexp.settings.key import Key
 from ddpexp.system.files import open_regular
+from ddpexp.system.preparation import preparation
 
 INDEX = "index.npy"  # of each sample: its shard, then offset, size and number of the alternative of each file
 DECODED: Mapping[str, Kind] = {
@@ -161,9 +162,11 @@ def _indexed(key: str, pattern: str, files: Sequence[str], limit: int) -> dict[s
 
     def fill(folder: Path) -> Mapping[str, Any]:
         rows = []
-        for number, path in enumerate(paths):
-            with remote.RemoteFile(shards[number]) if shards else open_regular(path) as file:
-                rows += read_index(file, path, number, files)
+        with preparation(len(paths), "indexing the shards", "shards") as advance:
+            for number, path in enumerate(paths):
+                with remote.RemoteFile(shards[number]) if shards else open_regular(path) as file:
+                    rows += read_index(file, path, number, files)
+                advance(1)
         if not rows:
             raise RefusedError("The shards hold no samples", key=key, value=pattern)
         np.save(folder / INDEX, np.array(rows, np.int64))

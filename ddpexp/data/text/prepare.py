@@ -11,7 +11,7 @@ import hashlib
 import mmap
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +27,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.settings.data import CommonData
 from ddpexp.settings.key import Key
 from ddpexp.system.files import open_regular
+from ddpexp.system.preparation import preparation
 from ddpexp.system.text import counted, first_few
 
 TOKENS, BORDERS = "tokens.bin", "borders.bin"
@@ -240,9 +241,13 @@ class _Encoding:
         digest = hashlib.sha256()
         borders = array("q")
         num_tokens = num_train = 0
-        with open(self.folder / TOKENS, "wb") as file:
+        size_of_all = sum(source.size for source in (*train, *held_out))
+        with (
+            open(self.folder / TOKENS, "wb") as file,
+            preparation(size_of_all, "encoding the text", "bytes") as advance,
+        ):
             for part in (train, held_out):
-                for packed, is_end in _packed(part, tokenizer, self.documents):
+                for packed, is_end in _packed(part, tokenizer, self.documents, advance):
                     ended = packed + end if is_end else packed
                     digest.update(ended)
                     file.write(ended)
@@ -307,11 +312,13 @@ def _check_characters(sources: Sequence[Source], table: str) -> None:
             line += text.count("\n")
 
 
-def _packed(sources: Sequence[Source], tokenizer: Tokenizer, documents: str | None) -> Iterator[tuple[bytes, bool]]:
+def _packed(
+    sources: Sequence[Source], tokenizer: Tokenizer, documents: str | None, on_read: Callable[[int], None]
+) -> Iterator[tuple[bytes, bool]]:
     """Yield encoded pieces and whether a document ends there; several are encoded in one call."""
     waiting: list[tuple[str, bool]] = []
     size = 0
-    for piece in _pieces(sources, tokenizer.encoding, documents):
+    for piece in _pieces(sources, tokenizer.encoding, documents, on_read):
         waiting.append(piece)
         size += len(piece[0])
         if size >= _BATCH:
@@ -325,8 +332,10 @@ def _batch(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator
     yield from zip(packed, (is_end for _, is_end in pieces), strict=True)
 
 
-def _pieces(sources: Sequence[Source], encoding: str, documents: str | None) -> Iterator[tuple[str, bool]]:
-    """Yield the text of files in pieces, and whether a document ends with the piece.
+def _pieces(
+    sources: Sequence[Source], encoding: str, documents: str | None, on_read: Callable[[int], None] = lambda size: None
+) -> Iterator[tuple[str, bool]]:
+    """Yield the text of files in pieces, and whether a document ends with the piece; `on_read` gets the bytes read.
 
     Raises: RefusedError, if a file is not in the encoding.
     """
@@ -336,6 +345,7 @@ def _pieces(sources: Sequence[Source], encoding: str, documents: str | None) -> 
         read = 0
         with open_regular(source.path) as file:
             while chunk := file.read(_CHUNK):
+                on_read(len(chunk))
                 try:
                     rest += decoder.decode(chunk)
                 except UnicodeDecodeError as error:

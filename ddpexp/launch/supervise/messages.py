@@ -29,6 +29,16 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Activity:
+    """The worker does something between two steps; `done` of `total` parts, of which 0 says that it has none."""
+
+    text: str
+    done: int
+    total: int
+    after: int  # bytes of output that were written before
+
+
+@dataclass(frozen=True)
 class TrainingBegan:
     """The training begins, after this step."""
 
@@ -201,6 +211,7 @@ class ReportAccounts:
 
 WorkerMessage: TypeAlias = (
     Progress
+    | Activity
     | TrainingBegan
     | Warned
     | Errored
@@ -218,6 +229,7 @@ PeerMessage: TypeAlias = RankWarned | EndMessage | StopMessage | AgreementMessag
 
 _WORKER_KINDS: Mapping[str, type[WorkerMessage]] = {
     "progress": Progress,
+    "activity": Activity,
     "began": TrainingBegan,
     "warning": Warned,
     "error": Errored,

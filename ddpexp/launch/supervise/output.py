@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from ddpexp.launch.supervise.messages import Progress
+from ddpexp.launch.supervise.messages import Activity, Progress
 from ddpexp.launch.supervise.stacks import is_native_frame, is_stack
 from ddpexp.launch.supervise.worker import Worker
 from ddpexp.system.terminal import Terminal
@@ -28,6 +28,11 @@ class Output:
         """Show progress, below the output that the worker wrote before it."""
         self.lines_of(worker, until=progress.after)
         self.terminal.progress(asdict(progress))
+
+    def activity(self, worker: Worker, activity: Activity) -> None:
+        """Show what is done between two steps, likewise."""
+        self.lines_of(worker, until=activity.after)
+        self.terminal.activity(activity.text, activity.done, activity.total)
 
     def lines_of(
         self, worker: Worker, last: bool = False, until: float = math.inf, without_stacks: bool = False

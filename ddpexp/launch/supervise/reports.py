@@ -44,6 +44,7 @@ class Reports:
         if output is not None:
             self._on_message |= {
                 messages.Progress: partial(_on_progress, output),
+                messages.Activity: output.activity,
                 messages.Warned: lambda worker, message: output.warned(worker.rank, message.text),
             }
 

@@ -30,6 +30,7 @@ TERMINAL_FD = "DDPEXP_TERMINAL_FD"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _TURN_NAP_SECONDS = 0.01
 _QUIT_SECONDS = 2.0
+_ACTIVITY_SECONDS = 0.2  # between two messages about it
 
 
 class Control:
@@ -59,6 +60,7 @@ class Control:
         self._leads = leads
         self._acted = 0  # the newest agreement that was acted upon
         self.profile_steps = 0  # to profile after the step where something was due last
+        self._shown_at = 0.0
         self._turns = 0  # requests for the terminal
         self.terminal: int | None = None  # a descriptor of the command's terminal, for debuggers
         self.at_prompt = False  # a debugger reads from the terminal: SIGINT is for it, others are forwarded by hand
@@ -129,6 +131,14 @@ class Control:
             return
         self._rest = _line(kind, fields)
         self._flush()
+
+    def show_activity(self, text: str, done: int = 0, total: int = 0) -> None:
+        """Have the command show what is done between two steps, until `done` is `total`, but at least 1."""
+        now = time.monotonic()
+        is_end = total > 0 and done >= total
+        if self.watched and self._leads and (is_end or done == 0 or now - self._shown_at >= _ACTIVITY_SECONDS):
+            self._shown_at = now
+            self.send_nowait("activity", text=text, done=done, total=total, after=os.fstat(1).st_size)
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message that must arrive, waiting while the supervisor is stopped; its death ends this process too."""
