@@ -137,16 +137,19 @@ def test_a_reader_that_leaves_does_not_end_the_run(ddpexp: Ddpexp) -> None:
 ACTIVITIES = """
 import time
 from ddpexp.system import terminal
-terminal._MOMENT_SECONDS = 0.2
+terminal._MOMENT_SECONDS = 1e9
 shown = terminal.Terminal()
-shown.activity("evaluation of eval", 1, 4)  # before the first step
-time.sleep(0.6)
-shown.activity("evaluation of eval", 4, 4)
-shown.progress({"done": 3, "total": 9, "text": "loss 2", "line": ""})
 shown.activity("saving", 0, 0)
 shown.activity("saving", 1, 1)  # a moment
+shown.close()
+terminal._MOMENT_SECONDS = 0
+shown = terminal.Terminal()
+shown.activity("evaluation of eval", 1, 4)  # before the first step
+time.sleep(0.5)
+shown.activity("evaluation of eval", 4, 4)
+shown.progress({"done": 3, "total": 9, "text": "loss 2", "line": ""})
 shown.activity("evaluation of other", 2, 5)
-time.sleep(0.6)
+time.sleep(0.5)
 shown.progress({"done": 9, "total": 9, "text": "loss 1", "line": ""})  # whose end was not sent
 shown.line("done")
 shown.close()
