@@ -14,6 +14,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.settings.parameters import as_tuple
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.base import num_elements
+from ddpexp.system.text import size_text
 from ddpexp.train.param_groups import Described, check_patterns, describe, matched
 
 
@@ -124,12 +125,13 @@ class LateStarts:
 
 
 def count_text(trainer: Trainer, models: Mapping[str, nn.Module], single: bool) -> str:
-    """Return how many parameters the models have, and how many of them are trained where some are not."""
+    """Return how many parameters the models have, their size, and how many are trained where some are not."""
     parameters = [p for module in models.values() for p in module.parameters()]
     total, trained = (sum(num_elements(p) for p in parameters if p.requires_grad or every) for every in (True, False))
-    parts = [f"{trained:,} trained, {total - trained:,} frozen"] if trained < total else []
+    parts = [size_text(sum(num_elements(p) * p.dtype.itemsize for p in parameters))]
+    parts += [f"{trained:,} trained, {total - trained:,} frozen"] if trained < total else []
     parts += [str(entry) for entry in LateStarts.of(trainer, models, single).entries]
-    return f"{total:,} parameters" + (f" ({'; '.join(parts)})" if parts else "")
+    return f"{total:,} parameters ({'; '.join(parts)})"
 
 
 def _check_some_trained(entries: Sequence[LateStart], trained: Mapping[int, Described]) -> None:

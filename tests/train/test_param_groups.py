@@ -430,9 +430,9 @@ def test_what_is_frozen_is_counted() -> None:
     ).trainer
     freeze(model, trainer)
     assert count_text(trainer, {"model": model}, True) == (
-        "79 parameters (59 trained, 20 frozen; 6 frozen until step 500)"
+        "79 parameters (316 bytes; 59 trained, 20 frozen; 6 frozen until step 500)"
     )
-    assert count_text(experiment_of().trainer, {"model": nn.Linear(2, 2)}, True) == "6 parameters"
+    assert count_text(experiment_of().trainer, {"model": nn.Linear(2, 2)}, True) == "6 parameters (24 bytes)"
 
 
 def test_a_late_start_beyond_the_end_is_remarked_upon() -> None:
