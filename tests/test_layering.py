@@ -36,6 +36,7 @@ ROWS = [
     ["train"],
     ["sweep"],
     ["plan", "doctor", "check", "predict", "export"],
+    ["find"],
     ["cli"],
     ["__main__"],
 ]

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, get_args
 
 from ddpexp.check.job import Answer, Check, Finding, Part, temporary_folder
+from ddpexp.check.quiet_launch import run_quietly
 from ddpexp.check.short_run import shortened
 from ddpexp.check.verdict import judge
 from ddpexp.config.parse import load
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError, WorkerError
-from ddpexp.launch import Job
 from ddpexp.launch.launchers.local import Spawn
-from ddpexp.launch.rendezvous.environment import LaunchEnvironment
-from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
-from ddpexp.run import outcome
-
-
-@dataclass(frozen=True)
-class _Here(Spawn):
-    """Start the workers from a server that serves several jobs."""
-
-    def launch(self, job: Job, server: Server | None = None) -> int:
-        """Run the job and return its exit code."""
-        assert server is not None
-        return coordinator.run(job, LaunchEnvironment(), None, server)
 
 
 def examine(experiment: Experiment, text: str, server: Server) -> list[Finding]:
@@ -59,10 +43,8 @@ def _run_parts(experiment: Experiment, text: str, folder: Path, server: Server) 
 
     def run(part: Part) -> Answer:
         check = Check(experiment, text, folder, part)
-        output = io.StringIO()
         try:
-            with redirect_stdout(output), redirect_stderr(output):
-                outcome.launch(_Here(), check.job, server)
+            run_quietly(check.job, server)
             answers[part] = check.answer()
         except (RefusedError, WorkerError) as error:
             if part == "one":

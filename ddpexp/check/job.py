@@ -68,11 +68,7 @@ class Check(Lifecycle):
 
     def begin(self, layout: Layout, participants: Participants) -> Work:
         """Prepare the data and a run directory."""
-        self.run.checkpoints.mkdir(parents=True)
-        data = prepare(self.experiment.data, self.experiment.trust)
-        text = with_facts(self._text, self.experiment.data, data)
-        files.write(self.run.config, checked_text(text))
-        files.write_json(self.run.manifest, {"format": FORMAT})
+        text, data = make_run(self.run, self.experiment, self._text)
         resumes, parts = self.part.endswith("resumed"), get_args(Part)
         if self.part == "one":
             pretrained.fetch(self.experiment.model, text)
@@ -102,9 +98,19 @@ class Check(Lifecycle):
         return json.loads(path.read_text()) if path.exists() else "there is no answer"
 
 
+def make_run(run: RunDir, experiment: Experiment, text: str) -> tuple[str, dict[str, Any] | None]:
+    """Make the directory of a short run; return its configuration and what is known of its data, which is prepared."""
+    run.checkpoints.mkdir(parents=True)
+    data = prepare(experiment.data, experiment.trust)
+    text = with_facts(text, experiment.data, data)
+    files.write(run.config, checked_text(text))
+    files.write_json(run.manifest, {"format": FORMAT})
+    return text, data
+
+
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder that is removed at the end, and remove those of checks that were killed."""
+    """Make a folder that is removed at the end, and remove those of commands that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
         if _is_left(path):
             shutil.rmtree(path.parent, ignore_errors=True)

@@ -1,7 +1,8 @@
-"""The configuration of the two steps that `ddpexp check` trains."""
+"""The configurations of short runs in a temporary folder, such as the two steps that `ddpexp check` trains."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import yaml
@@ -26,24 +27,11 @@ def shortened(text: str, experiment: Experiment, folder: str) -> str:
     Raises:
         RefusedError: numbers of workers or machines that no run can have.
     """
-    tree: dict[str, Any] = load_yaml(text)
+    tree = short_tree(text, experiment, folder)
     trainer = experiment.trainer
     micro = training_plan(experiment, _num_workers(experiment)).micro_batch_size
     if micro == trainer.global_batch_size and micro > 1:
         micro //= 2
-    with (conf_folder() / "launcher" / "spawn.yaml").open() as file:
-        tree["launcher"] = load_yaml(file.read())
-    tree["logger"] = {}
-    tree["callbacks"] = {
-        name: node
-        for name, node in (tree.get("callbacks") or {}).items()
-        if name in experiment.callbacks and experiment.callbacks[name].target != "histograms"  # which need a logger
-    }
-    tree["run"] |= {"dir": folder, "resume": "auto"}
-    for name, (key, _) in declared().items():
-        section, _, rest = name.partition(".")
-        if key.short_run is not UNCHANGED and tree[section].get(rest) is not None:
-            tree[section][rest] = key.short_run
     tree["trainer"] |= {
         "threads": 1 if trainer.threads == "auto" else trainer.threads,
         "max_steps": 2,
@@ -58,6 +46,28 @@ def shortened(text: str, experiment: Experiment, folder: str) -> str:
         },
     }
     return yaml.safe_dump(tree, sort_keys=False)
+
+
+def short_tree(text: str, experiment: Experiment, folder: str, unchanged: Collection[str] = ()) -> dict[str, Any]:
+    """Return the configuration of a run in a folder, without loggers, with the values that its keys have in short runs.
+
+    Those of the keys `unchanged` stay.
+    """
+    tree: dict[str, Any] = load_yaml(text)
+    with (conf_folder() / "launcher" / "spawn.yaml").open() as file:
+        tree["launcher"] = load_yaml(file.read())
+    tree["logger"] = {}
+    tree["callbacks"] = {
+        name: node
+        for name, node in (tree.get("callbacks") or {}).items()
+        if name in experiment.callbacks and experiment.callbacks[name].target != "histograms"  # which need a logger
+    }
+    tree["run"] |= {"dir": folder, "resume": "auto"}
+    for name, (key, _) in declared().items():
+        section, _, rest = name.partition(".")
+        if key.short_run is not UNCHANGED and name not in unchanged and tree[section].get(rest) is not None:
+            tree[section][rest] = key.short_run
+    return tree
 
 
 def _num_workers(experiment: Experiment) -> int:

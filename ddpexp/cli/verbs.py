@@ -306,6 +306,20 @@ and the model takes no memory where its code works on torch's meta device.""",
         also=("summarize", "torchinfo", "torchsummary", "model", "modules", "layers", "parameters", "flops"),
     ),
     Verb(
+        "find",
+        "batch_size [key=value ...] [--config-dir DIR] [--json]",
+        "the micro-batch that fits into memory, and the fastest",
+        about="""\
+Find the largest micro-batch that fits into the memory of the workers, and the
+fastest one, by short real runs on this machine. trainer.global_batch_size, and
+so the samples of each step, stays. Nothing is left behind.""",
+        missing_prompt="find what?",
+        options=(_JSON,),
+        notes="docs/find.md.",
+        forks="always",
+        also=("tune", "tuner", "scale_batch_size", "auto_scale_batch_size", "autobatch", "lr_find", "lr_finder"),
+    ),
+    Verb(
         "doctor",
         "[key=value ...] [--config-dir DIR] [--json]",
         "what a run would meet on these machines",

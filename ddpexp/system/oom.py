@@ -122,5 +122,19 @@ def bound_memory(part: float = 1.0) -> None:
 
 def private_bytes() -> int:
     """Return the private writable memory of this process. Source: proc(5), VmData. Units: bytes."""
+    return _of_this_process("VmData")
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process that is in RAM. Source: proc(5), VmRSS. Units: bytes."""
+    return _of_this_process("VmRSS")
+
+
+def peak_bytes() -> int:
+    """Return the most of this process that has been in RAM. Source: proc(5), VmHWM. Units: bytes."""
+    return _of_this_process("VmHWM")
+
+
+def _of_this_process(name: str) -> int:
     with open("/proc/self/status") as file:
-        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmData")), 0)
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:")), 0)
