@@ -266,7 +266,7 @@ def accept(words: Sequence[str]) -> None:
         return
     call = verb.parse(words[1:], ["ddpexp", *words])
     if verb.operands == "overrides":
-        accept_run(call.operands)
+        accept_run(call.operands[1:] if verb.name == "find" else call.operands)
         if verb.name == "plan":
             arguments_of(call)
         if verb.name == "summary":

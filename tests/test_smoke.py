@@ -55,6 +55,7 @@ VERBS = {
     "rerun": ("DIGITS trainer.gpus=1 run.dir=again", r"trainer\.gpus"),
     "plan": ("recipe=mnist data.source=embedded trainer.gpus=2", r"GB|MB"),
     "summary": ("recipe=mnist data.source=embedded", r"Conv2d"),
+    "find": ("batch_size recipe=mnist model=linear data.source=embedded trainer.global_batch_size=4", r"largest"),
     "doctor": ("recipe=mnist data.source=embedded", r"versions"),
     "check": ("recipe=mnist model=linear data.source=embedded", r"gradient"),
     "data": ("recipe=mnist data.source=embedded", r"synthetic digits"),
@@ -70,7 +71,7 @@ def test_every_verb_is_tried() -> None:
     assert sorted(VERBS) == sorted(NAMES)
 
 
-LONGER = ("plan", "summary", "export", "generate", "check", "doctor", "rerun")
+LONGER = ("plan", "summary", "find", "export", "generate", "check", "doctor", "rerun")
 """With real runs in tests of their own; with other Pythons they are tried here."""
 
 

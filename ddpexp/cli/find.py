@@ -10,7 +10,7 @@ from ddpexp.cli.start import check_runs_once, compose_experiment
 from ddpexp.cli.verb import Call
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.schema import Experiment
-from ddpexp.config.validate import check_layout
+from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.find.micro_batch import largest
 from ddpexp.find.search import Search
@@ -54,8 +54,7 @@ def _find_batch_size(experiment: Experiment, text: str, server: Server, as_json:
     tried = search.run()
     if largest(tried) is None:
         raise nothing_fits(tried)
-    seen = search.observed[-1]
-    found = Found(tried, seen.batch_norm, seen.dropout, _notes(experiment, layout))
+    found = Found(tried, search.observed[-1].changes, _notes(experiment, layout))
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
@@ -80,7 +79,9 @@ def _layout(experiment: Experiment) -> Layout:
     local = resolve(request.gpus, request.device, request.backend, request.threads)
     nodes = request.node_range[1]
     layout = replace(local, nodes=nodes, world_size=nodes * local.world_size)
-    check_layout(replace(experiment, trainer=replace(experiment.trainer, micro_batch_size="auto")), layout)
+    plan_batches(
+        experiment.trainer.global_batch_size, "auto", experiment.strategy.data_rank(0, layout.world_size).size
+    )  # refuses a batch that does not split over the workers
     return layout
 
 

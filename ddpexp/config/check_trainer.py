@@ -170,6 +170,14 @@ def _check_speed(trainer: Trainer) -> None:
 
 
 def _check_reduction(trainer: Trainer) -> None:
+    if trainer.reduction == "exact" and trainer.micro_batch_size == "fit":
+        raise RefusedError(
+            "depends on the memory of the machine, and trainer.reduction=exact sums over micro-batches that are the "
+            "same everywhere",
+            key="trainer.micro_batch_size",
+            value="fit",
+            suggestion="Type a number: ddpexp find batch_size finds the largest one that fits.",
+        )
     if trainer.reduction == "exact" and trainer.micro_batch_size == "auto":
         raise RefusedError(
             "sums over micro-batches that are the same at every number of workers, so their size must be given",

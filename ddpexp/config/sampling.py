@@ -55,6 +55,22 @@ def check_sampling(data: Data) -> None:
         _check_batch_tokens(data, data.batch_tokens)
 
 
+def check_micro_batch(experiment: Experiment) -> None:
+    """Check that a micro-batch that is to be found is one of samples.
+
+    Raises:
+        RefusedError: it is made by tokens.
+    """
+    if experiment.trainer.micro_batch_size == "fit" and experiment.data.batch_tokens is not None:
+        raise RefusedError(
+            f"finds a number of samples, and data.batch_tokens={experiment.data.batch_tokens} makes micro-batches of "
+            "as many tokens as fit",
+            key="trainer.micro_batch_size",
+            value="fit",
+            suggestion="Use trainer.micro_batch_size=auto, and a data.batch_tokens whose batches fit.",
+        )
+
+
 def training_plan(experiment: Experiment, data_size: int) -> BatchPlan:
     """Split the global batch over `data_size` workers; with `data.batch_tokens` it consists of single micro-batches.
 
@@ -64,7 +80,7 @@ def training_plan(experiment: Experiment, data_size: int) -> BatchPlan:
     return plan_batches(experiment.trainer.global_batch_size, training_micro_batch_size(experiment), data_size)
 
 
-def training_micro_batch_size(experiment: Experiment) -> int | Literal["auto"]:
+def training_micro_batch_size(experiment: Experiment) -> int | Literal["auto", "fit"]:
     """Return what the global batch is split into: samples, or 1 where it counts micro-batches made by tokens."""
     return experiment.trainer.micro_batch_size if experiment.data.batch_tokens is None else 1
 
@@ -72,7 +88,7 @@ def training_micro_batch_size(experiment: Experiment) -> int | Literal["auto"]:
 def eval_batch_size(experiment: Experiment, data_size: int) -> int:
     """Return the number of samples of an evaluation batch: those of a micro-batch, unless it is made by tokens."""
     trainer = experiment.trainer
-    if experiment.data.batch_tokens is not None and trainer.micro_batch_size != "auto":
+    if experiment.data.batch_tokens is not None and not isinstance(trainer.micro_batch_size, str):
         return trainer.micro_batch_size
     return plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size).micro_batch_size
 

@@ -9,7 +9,13 @@ from ddpexp.config.check_optimizer import arguments_of, check_has_average, check
 from ddpexp.config.check_trainer import check_trainer
 from ddpexp.config.declared import default_of
 from ddpexp.config.param_groups import check_layers_and_late_starts, check_param_groups
-from ddpexp.config.sampling import check_epoch, check_sampling, training_micro_batch_size, training_plan
+from ddpexp.config.sampling import (
+    check_epoch,
+    check_micro_batch,
+    check_sampling,
+    training_micro_batch_size,
+    training_plan,
+)
 from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import check_range
 from ddpexp.errors import RefusedError
@@ -86,6 +92,7 @@ def check(experiment: Experiment) -> None:
     check_layers_and_late_starts(experiment.trainer)
     _check_run(experiment.run)
     check_sampling(experiment.data)
+    check_micro_batch(experiment)
     check_epoch(experiment.data, experiment.trainer.global_batch_size)
     check_has_average(experiment)
     for part in (experiment.strategy, experiment.launcher, experiment.scheduler):

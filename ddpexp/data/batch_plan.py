@@ -33,15 +33,17 @@ class BatchPlan:
         return f"micro-batch {size} x {steps} x {ranks}"
 
 
-def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"], data_size: int) -> BatchPlan:
+def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto", "fit"], data_size: int) -> BatchPlan:
     """Split the global batch into micro-batches over `data_size` workers, those that compute different micro-batches.
+
+    One that is `fit` and not found yet is planned as `auto`, the largest that it can be.
 
     Raises:
         RefusedError: it does not split evenly; names the nearest batch size or the world sizes that do.
     """
     total, micro = global_batch_size, micro_batch_size
     key = "trainer.global_batch_size"
-    if micro == "auto":
+    if isinstance(micro, str):
         if total % data_size:
             fits = _round_up(total, data_size)
             raise RefusedError(
@@ -65,7 +67,7 @@ def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"]
 
 
 def check_range(
-    global_batch_size: int, micro_batch_size: int | Literal["auto"], data_sizes: Mapping[int, int], nodes: str
+    global_batch_size: int, micro_batch_size: int | Literal["auto", "fit"], data_sizes: Mapping[int, int], nodes: str
 ) -> None:
     """Check that the global batch splits over each number of machines in a range, such as `nodes` 1:4.
 
@@ -74,14 +76,14 @@ def check_range(
     Raises:
         RefusedError: it does not; names all numbers for which it does not, and a batch that splits over every one.
     """
-    total, micro = global_batch_size, 1 if micro_batch_size == "auto" else micro_batch_size
+    total, micro = global_batch_size, 1 if isinstance(micro_batch_size, str) else micro_batch_size
     if total < 1 or micro < 1:
         return  # `plan_batches` reports it
     failing = [number for number, size in data_sizes.items() if total % (size * micro)]
     if not failing:
         return
     multiple = math.lcm(*(size * micro for size in data_sizes.values()))
-    passes = "" if micro_batch_size == "auto" else f" with trainer.micro_batch_size={micro}"
+    passes = "" if isinstance(micro_batch_size, str) else f" with trainer.micro_batch_size={micro}"
     remedies = []
     if multiple <= _MOST_TIMES * total:
         remedies.append(

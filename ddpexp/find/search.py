@@ -18,6 +18,7 @@ from ddpexp.find.trial import Observed, Trial, is_out_of_memory
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.client import Server
 from ddpexp.plan.calibrate import step_ms
+from ddpexp.system.hardware import count_gpus
 from ddpexp.system.text import one_line
 
 _FEWEST_STEPS, _MOST_STEPS = 3, 600  # the optimizer has its state from the second step on
@@ -41,8 +42,9 @@ class Search:
 
     @property
     def workers(self) -> int:
-        """Return the number of workers of a trial: those of one machine."""
-        return self.layout.world_size // self.layout.nodes
+        """Return the number of workers of a trial: those of one machine, as far as this command sees their GPUs."""
+        local = self.layout.world_size // self.layout.nodes
+        return local if self.layout.device == "cpu" else min(local, count_gpus())
 
     @property
     def samples_of_rank(self) -> int:
@@ -87,7 +89,7 @@ class Search:
                 return replace(result, outcome="out of memory"), None
             if not any(one.fits for one in tried) and size > 1:
                 raise
-            return replace(result, outcome="fails", why=_reason(error)), None
+            return replace(result, outcome="fails", why=failure_text(error)), None
         finally:
             shutil.rmtree(place, ignore_errors=True)
         self.observed.append(seen)
@@ -128,7 +130,8 @@ def num_steps(ms: float) -> int:
     return max(_FEWEST_STEPS, min(_MOST_STEPS, int(_SECONDS * 1e3 / ms)))
 
 
-def _reason(error: DdpexpError) -> str:
+def failure_text(error: DdpexpError) -> str:
+    """Return in one line why a trial has failed."""
     if isinstance(error, WorkerError):
         return one_line(f"{error.failure.kind}: {error.failure.message}")
     return one_line(str(error))

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpexp.errors import DdpexpError
+from ddpexp.config.fitted import KEY
+from ddpexp.errors import RefusedError
 from ddpexp.find.micro_batch import Tried, fastest, largest
 from ddpexp.sweep import grid
-from ddpexp.system.text import first_few, size_text
+from ddpexp.system.text import size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-KEY = "trainer.micro_batch_size"
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,7 @@ class Found:
     """What a search has found."""
 
     tried: Sequence[Tried]
-    batch_norm: Sequence[str]  # modules of the model
-    dropout: Sequence[str]
+    changes: str  # what another micro-batch changes in the numbers
     notes: Sequence[str] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -34,7 +32,7 @@ class Found:
             "largest": None if most is None else most.micro_batch_size,
             "fastest": None if quickest is None else quickest.micro_batch_size,
             "overrides": {name: f"{KEY}={one.micro_batch_size}" for name, one in self._answers().items()},
-            "changes": changes(self.batch_norm, self.dropout),
+            "changes": self.changes,
             "notes": list(self.notes),
         }
 
@@ -51,20 +49,10 @@ class Found:
         }
 
 
-def changes(batch_norm: Sequence[str], dropout: Sequence[str]) -> str:
-    """Return what another micro-batch changes in the numbers of a run."""
-    parts = []
-    if batch_norm:
-        parts.append(f"BatchNorm normalises by the statistics of a micro-batch ({first_few(batch_norm)})")
-    if dropout:
-        parts.append(f"dropout draws anew for each micro-batch ({first_few(dropout)})")
-    return "; ".join(parts) or "the last bits of the weights, because sums are made in another order"
-
-
-def nothing_fits(tried: Sequence[Tried]) -> DdpexpError:
+def nothing_fits(tried: Sequence[Tried]) -> RefusedError:
     """Return the error of a search that has found nothing."""
     least = tried[0].micro_batch_size
-    return DdpexpError(
+    return RefusedError(
         f"A micro-batch of {least} does not fit into the memory of a worker",
         suggestion="Use fewer workers on this machine, or a strategy that divides the model: ddpexp plan --strategies "
         "compares what a worker holds with each.",
@@ -87,7 +75,7 @@ def render(found: Found) -> RenderableType:
         table.add_column(name, justify="left" if name == "fits" else "right", no_wrap=True)
     for one in found.tried:
         table.add_row(*map(Text, _cells(one)))
-    lines = {**found.answers(), "changes": changes(found.batch_norm, found.dropout)}
+    lines = {**found.answers(), "changes": found.changes}
     return Lines(
         table,
         "",

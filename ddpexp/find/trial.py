@@ -36,8 +36,7 @@ class Observed:
     peak_bytes: int  # of the fullest rank: what it took of its device's memory
     limit_bytes: int  # what a rank may take of it, the least of all ranks
     is_on_gpu: bool
-    batch_norm: tuple[str, ...]  # the modules that normalise by statistics of a micro-batch
-    dropout: tuple[str, ...]
+    changes: str  # what another micro-batch changes in the numbers
     records: Sequence[Mapping[str, float]] = ()
 
 
@@ -82,8 +81,7 @@ class Trial(Lifecycle):
         """
         run_quietly(self.job, server)
         answer = json.loads((self.run.path / _ANSWER).read_text())
-        names = {name: tuple(answer[name]) for name in ("batch_norm", "dropout")}
-        return Observed(**{**answer, **names, "records": self.records()})
+        return Observed(**answer, records=self.records())
 
     def records(self) -> list[dict[str, float]]:
         """Return the records of its training steps so far."""

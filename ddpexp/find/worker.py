@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
-from ddpexp.compat.modules import BatchNorm
 from ddpexp.config.parse import load
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.lengths import ByLength
@@ -23,15 +21,13 @@ from ddpexp.distributed.world import World
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.run.directory import RunDir
-from ddpexp.strategy.base import Strategy
 from ddpexp.system import files
 from ddpexp.system.oom import available_bytes, bound_memory, peak_bytes, resident_bytes
 from ddpexp.train import worker
 from ddpexp.train.build import RunContext
 from ddpexp.train.join import join_world
+from ddpexp.train.micro_batch_effects import effects
 from ddpexp.train.process import open_log, run_rank
-
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def main(request: str) -> int:
@@ -49,6 +45,7 @@ def _train(request: Mapping[str, Any], control: Control) -> None:
     run = RunDir(Path(request["run"]))
     context = RunContext(
         run=run,
+        config=request["config"],
         experiment=experiment,
         layout=layout,
         prepared=request["data"],
@@ -72,8 +69,7 @@ def _train(request: Mapping[str, Any], control: Control) -> None:
             "peak_bytes": max(peak for peak, _ in ranks),
             "limit_bytes": min(most for _, most in ranks),
             "is_on_gpu": world.device.type == "cuda",
-            "batch_norm": list(_named(loop.run.strategy, BatchNorm)),
-            "dropout": list(_named(loop.run.strategy, _DROPOUT)),
+            "changes": effects(loop.run.strategy.modules),
         }
         files.answer(Path(request["answer"]), answer)
     world.barrier()
@@ -96,13 +92,6 @@ def _peak(world: World) -> int:
     if world.device.type == "cuda":
         return torch.cuda.max_memory_reserved(world.device)
     return peak_bytes()
-
-
-def _named(strategy: Strategy, kinds: type[nn.Module] | tuple[type[nn.Module], ...]) -> Iterator[str]:
-    for model, root in strategy.modules.items():
-        for name, module in root.named_modules():
-            if isinstance(module, kinds) and getattr(module, "p", 1.0) > 0:
-                yield f"{model}.{name}" if len(strategy.modules) > 1 else name
 
 
 def with_longest(train: Batches) -> Batches:

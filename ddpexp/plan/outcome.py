@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ddpexp.config.fitted import FIT
 from ddpexp.config.schema import Experiment
 from ddpexp.config.strategies import estimator_of
 from ddpexp.data.batch_plan import BatchPlan
@@ -128,7 +129,9 @@ class Outcome:
     def notes(self) -> list[str]:
         """Return the assumptions as sentences."""
         model = [f"the model was {self.facts.notes['model']}"] if "model" in self.facts.notes else []
-        return [*self.assumed.notes, *model, *(self.calibration.notes if self.calibration else ())]
+        fit = self.experiment.trainer.micro_batch_size == FIT
+        found = ["trainer.micro_batch_size=fit is planned as the largest that it can be"] if fit else []
+        return [*self.assumed.notes, *found, *model, *(self.calibration.notes if self.calibration else ())]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values. Units: bytes."""

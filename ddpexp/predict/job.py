@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp import __version__
+from ddpexp.config import fitted
 from ddpexp.config.build import nearest
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
@@ -83,7 +84,7 @@ class Prediction(Lifecycle):
             "trained_on": dict(trained_on) if self.given is not None else {},
             "out": str(self.out.absolute()) if self.out is not None else None,
             "answer": f"/proc/{os.getpid()}/fd/{self._answer}" if self._answer is not None else None,
-            "batch_size": batch_size_of(experiment),
+            "batch_size": batch_size_of(fitted.resolved(experiment, run.manifest)),
             "targets": data_facts(run.manifest).get("target_columns"),
             "provenance": provenance_of(self.weights, data, layout.threads),
         }
@@ -129,7 +130,7 @@ def batch_size_of(experiment: Experiment) -> int:
     trainer, size = experiment.trainer, experiment.predict.batch_size
     if size != "auto":
         return size
-    return trainer.global_batch_size if trainer.micro_batch_size == "auto" else trainer.micro_batch_size
+    return trainer.global_batch_size if isinstance(trainer.micro_batch_size, str) else trainer.micro_batch_size
 
 
 def request_of(experiment: Experiment, manifest: Mapping[str, Any]) -> WorkerRequest:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+from ddpexp.config import fitted
 from ddpexp.config.sampling import eval_batch_size
 from ddpexp.config.validate import check_layouts
 from ddpexp.errors import RefusedError
@@ -70,6 +71,6 @@ class Evaluation(Lifecycle):
             "weights": str(path.resolve()),
             "split": self.split,
             "answer": f"/proc/{os.getpid()}/fd/{self._answer}" if self._answer is not None else None,
-            "batch_size": eval_batch_size(experiment, data_size),
+            "batch_size": eval_batch_size(fitted.resolved(experiment, run.manifest), data_size),
         }
         return Work("ddpexp.train.worker:evaluate", [json.dumps(evaluation)])

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from ddpexp.checkpoint.format import Checkpoint, newest
+from ddpexp.config import fitted
 from ddpexp.config.facts import resolve
 from ddpexp.run.differences import Period, flat
 from ddpexp.run.directory import RunDir
@@ -120,7 +121,7 @@ def values_of(tree: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any]:
     values = flat(resolve(tree, recorded_facts(manifest)))
     chosen = manifest.get("resolved") if manifest else None
     return {
-        key: chosen[key] if value == "auto" and isinstance(chosen, Mapping) and key in chosen else value
+        key: chosen[key] if value in ("auto", fitted.FIT) and isinstance(chosen, Mapping) and key in chosen else value
         for key, value in values.items()
     }
 

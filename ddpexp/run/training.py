@@ -26,6 +26,7 @@ from ddpexp.launch import Done, Failed, Interrupted, Job, Layout, Lifecycle, Out
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import alerts, directory, links, lock, manifest, pretrained, repeated, repository, resume, sync
 from ddpexp.run.directory import RunDir
+from ddpexp.run.fit import fit
 from ddpexp.run.history import values_of
 from ddpexp.run.prepare import prepare, prepare_to_resume, used_facts
 from ddpexp.run.provenance import provenance
@@ -201,7 +202,8 @@ class Training(Lifecycle):
         inputs = {"config_sha256": files.sha256(self._files.config_text(run, previous)), "code": code.fingerprint}
         snapshot = repository.snapshot(code_folder(self.job.identity), code.files)
         diff, path = manifest.diff_of(run, snapshot, before)
-        resolved = fused.resolve(self.experiment, layout.device, before)
+        resolved: dict[str, Any] = fused.resolve(self.experiment, layout.device, before)
+        resolved |= fit(self.experiment, self._files.text, layout, self._fitted_by(before))
         start = manifest.Start(
             layout=layout,
             argv=self.argv,
@@ -230,6 +232,12 @@ class Training(Lifecycle):
         """The run that this one repeats."""
         path = self.experiment.run.rerun_of
         return RunDir(Path(path)) if path is not None else None
+
+    def _fitted_by(self, before: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return the manifest that keeps the micro-batch of `fit`: of an earlier start, or of an exact repetition."""
+        if before is None and self._origin is not None and self.experiment.run.rerun_exact:
+            return self._origin.read_if_present(self._origin.manifest)
+        return before
 
     def _repeat(self, origin: RunDir, contents: dict[str, Any]) -> list[str]:
         """Record in the manifest of a new run what it repeats; return lines on what differs from that.

@@ -89,6 +89,7 @@ class RunContext:
     control: Control
     log: logging.Logger
     is_fused: bool = False  # the value of optimizer.fused=auto
+    is_fitted: bool = False  # trainer.micro_batch_size was found: it is the largest that fits
 
 
 _DATA_SEED = seed_of(0, DATA, 0, 0)

@@ -27,6 +27,7 @@ from ddpexp.system.hardware import usable_cores, why_no_gpu
 from ddpexp.system.text import counted, first_few, metric_text, one_line
 from ddpexp.train.build import RunContext
 from ddpexp.train.freezing import count_text
+from ddpexp.train.micro_batch_effects import effects
 from ddpexp.train.param_groups import group_texts
 from ddpexp.train.progress import Outcome
 from ddpexp.train.verdict import read_verdict
@@ -71,10 +72,18 @@ class Report:
             **({"gpus": no_gpu} if no_gpu else {}),
             **({"mesh": f"\n{'':8}".join(mesh)} if mesh else {}),
             "batch": f"{plan.global_batch_size} = {batch}",
+            **({"fit": self._fitted()} if self.context.is_fitted else {}),
             "steps": (f"{self.num_steps:,}" if is_stream else f"{self.num_steps:,} ({self._epochs()})") + self._limit(),
             "folder": relative(self.context.run.path),
         }
         return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
+
+    def _fitted(self) -> str:
+        """Return the micro-batch that was found, and what depends on it."""
+        size = f"trainer.micro_batch_size={self.context.experiment.trainer.micro_batch_size}"
+        return f"{size}, found by the first start as the largest that fits; another one would change " + effects(
+            self.strategy.modules
+        )
 
     def _epochs(self) -> str:
         """Return the length of the run in epochs, and what an epoch leaves out."""

@@ -26,7 +26,7 @@ from ddpexp.checkpoint.loading import load_weights
 from ddpexp.checkpoint.reader import weights_sha256
 from ddpexp.compat import lazy_dynamo
 from ddpexp.compat.compiler import end_processes
-from ddpexp.config import fused
+from ddpexp.config import fitted, fused
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.sampling import eval_batch_size, training_plan
@@ -147,17 +147,19 @@ def join(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> RunCo
     log = open_log(world, control, run.log)
     for note in worker_args.get("notes", ()) if world.is_rank_zero else ():
         log.info(note)
+    manifest = run.read(run.manifest)
     return RunContext(
         run=run,
         config=config,
-        experiment=experiment,
+        experiment=fitted.resolved(experiment, manifest),
         layout=layout,
         prepared=worker_args["data"],
         init_from=worker_args.get("init_from"),
         world=world,
         control=control,
         log=log,
-        is_fused=fused.is_fused(experiment.optimizer, run.read(run.manifest)),
+        is_fused=fused.is_fused(experiment.optimizer, manifest),
+        is_fitted=experiment.trainer.micro_batch_size == fitted.FIT,
     )
 
 
