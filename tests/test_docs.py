@@ -20,6 +20,7 @@ import yaml
 from ddpexp.cli import verbs
 from ddpexp.cli.completion import SHELLS
 from ddpexp.cli.evaluate import evaluation_of
+from ddpexp.cli.find import arguments_of as find_arguments_of
 from ddpexp.cli.generate import GenerateArguments
 from ddpexp.cli.help import answer
 from ddpexp.cli.new import DEFAULT, kinds
@@ -266,7 +267,7 @@ def accept(words: Sequence[str]) -> None:
         return
     call = verb.parse(words[1:], ["ddpexp", *words])
     if verb.operands == "overrides":
-        accept_run(call.operands[1:] if verb.name == "find" else call.operands)
+        accept_run(find_arguments_of(call).run if verb.name == "find" else call.operands)
         if verb.name == "plan":
             arguments_of(call)
         if verb.name == "summary":

@@ -307,17 +307,35 @@ and the model takes no memory where its code works on torch's meta device.""",
     ),
     Verb(
         "find",
-        "batch_size [key=value ...] [--config-dir DIR] [--json]",
-        "the micro-batch that fits into memory, and the fastest",
+        "batch_size|lr [key=value ...] [--config-dir DIR] [options]",
+        "the micro-batch that fits, the fastest one, a learning rate",
         about="""\
-Find the largest micro-batch that fits into the memory of the workers, and the
-fastest one, by short real runs on this machine. trainer.global_batch_size, and
-so the samples of each step, stays. Nothing is left behind.""",
+batch_size: find the largest micro-batch that fits into the memory of the
+workers, and the fastest one, by short real runs on this machine.
+trainer.global_batch_size, and so the samples of each step, stays.
+lr: train with rates that grow from step to step, and suggest one where the
+loss falls fastest. Both print what to type, and leave nothing behind.""",
         missing_prompt="find what?",
-        options=(_JSON,),
+        is_interruptible=True,
+        options=(
+            Option("--steps", "of lr: the number of steps; default: 100", "N", "200"),
+            Option("--low", "of lr: the first rate; default: 1e-6", "X", "1e-5"),
+            Option("--high", "of lr: the last rate; default: 10", "X", "1"),
+            Option("--output", "of lr: draw the losses", "FILE.png", "lr.png", values=_FOLDER),
+            _JSON,
+        ),
         notes="docs/find.md.",
         forks="always",
-        also=("tune", "tuner", "scale_batch_size", "auto_scale_batch_size", "autobatch", "lr_find", "lr_finder"),
+        also=(
+            "tune",
+            "tuner",
+            "scale_batch_size",
+            "auto_scale_batch_size",
+            "autobatch",
+            "lr_find",
+            "lr_finder",
+            "range_test",
+        ),
     ),
     Verb(
         "doctor",

@@ -66,7 +66,7 @@ class Search:
         with temporary_folder() as folder:
             while (size := next_size(sizes, tried)) is not None:
                 one, ms_of_size = self._try(size, ms, tried, folder)
-                if ms is None and ms_of_size is not None and num_steps(ms_of_size) > 2 * _FEWEST_STEPS:
+                if ms is None and ms_of_size is not None and self._num_steps(ms_of_size) > 2 * _FEWEST_STEPS:
                     one, ms_of_size = self._try(size, ms_of_size, tried, folder)  # its speed is known by few steps
                 ms = ms_of_size or ms
                 tried.append(one)
@@ -80,7 +80,7 @@ class Search:
             return replace(result, outcome="too large", peak_bytes=expected), None
         passes = result.gradient_accumulation_steps
         self.report(f"trying trainer.micro_batch_size={size} ({passes} pass{'es' if passes > 1 else ''} a step)")
-        steps = num_steps(ms) if ms is not None and self.measures_speed else _FEWEST_STEPS
+        steps = self._num_steps(ms)
         place = folder / "trial"
         try:
             seen = Trial(self._text(size, steps, place), place).observe(self.server)
@@ -99,6 +99,12 @@ class Search:
         samples = self.samples_of_rank * self._data_size(self.workers)
         taken = step_ms(seen.records, samples)
         return replace(result, samples_per_second=1e3 * samples / taken), taken
+
+    def _num_steps(self, ms: float | None) -> int:
+        """Return how many steps a trial takes, where a step takes about as long as that of another size."""
+        if ms is None or not self.measures_speed:
+            return _FEWEST_STEPS
+        return max(_FEWEST_STEPS, min(_MOST_STEPS, int(_SECONDS * 1e3 / ms)))
 
     def _is_too_large(self, num_bytes: int, seen: Observed) -> bool:
         """Return whether that is more than a worker may take; a GPU tells by itself, and survives it."""
@@ -123,11 +129,6 @@ class Search:
             "swa_every": "epoch" if trainer.swa_start is None else 1,
         }
         return yaml.safe_dump(tree, sort_keys=False)
-
-
-def num_steps(ms: float) -> int:
-    """Return how many steps of a known length measure a speed."""
-    return max(_FEWEST_STEPS, min(_MOST_STEPS, int(_SECONDS * 1e3 / ms)))
 
 
 def failure_text(error: DdpexpError) -> str:

@@ -43,9 +43,12 @@ class Observed:
 class Trial(Lifecycle):
     """Train a short run; writes only into its folder."""
 
-    def __init__(self, text: str, folder: Path) -> None:
-        """Take the run's configuration as YAML, which has `folder` as the run directory."""
-        self._text = text
+    def __init__(self, text: str, folder: Path, rising: tuple[float, float] | None = None) -> None:
+        """Take the run's configuration as YAML, which has `folder` as the run directory.
+
+        `rising`: the rates grow from the first to the second multiple of optimizer.lr, until the training diverges.
+        """
+        self._text, self._rising = text, rising
         self.experiment = load(text)
         self.run = RunDir(folder)
         self.job = Job(self, worker_request(self.experiment), identity=job_identity(text), check=self._check)
@@ -66,6 +69,7 @@ class Trial(Lifecycle):
             "data": data,
             "init_from": weights.get("init_from"),
             "answer": str(self.run.path / _ANSWER),
+            "rising": self._rising,
         }
         return Work("ddpexp.find.worker:main", [json.dumps(request)])
 

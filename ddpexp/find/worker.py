@@ -18,13 +18,17 @@ from ddpexp.data.lengths import ByLength
 from ddpexp.data.order import Order
 from ddpexp.data.streams import Batches
 from ddpexp.distributed.world import World
+from ddpexp.find.range_test import Divergence, Rising
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
+from ddpexp.loggers.base import Logger
+from ddpexp.loggers.collection import LoggerCollection
 from ddpexp.run.directory import RunDir
 from ddpexp.system import files
 from ddpexp.system.oom import available_bytes, bound_memory, peak_bytes, resident_bytes
 from ddpexp.train import worker
 from ddpexp.train.build import RunContext
+from ddpexp.train.callbacks.base import Requests
 from ddpexp.train.join import join_world
 from ddpexp.train.micro_batch_effects import effects
 from ddpexp.train.process import open_log, run_rank
@@ -54,10 +58,15 @@ def _train(request: Mapping[str, Any], control: Control) -> None:
         control=control,
         log=log,
     )
+    if request["rising"] is not None:
+        context = replace(context, experiment=replace(experiment, scheduler=Rising(*request["rising"])))
     built = worker.build(context)
     worker.restore(context, built)
     loop = built.loop
-    loop.run = replace(loop.run, train=with_longest(loop.run.train))
+    if request["rising"] is None:
+        loop.run = replace(loop.run, train=with_longest(loop.run.train))
+    elif world.is_rank_zero:
+        loop.logger = LoggerCollection([loop.logger, _StopsDiverged(loop.callbacks.requests)])
     try:
         loop.fit()
         built.checkpointer.finish()
@@ -92,6 +101,18 @@ def _peak(world: World) -> int:
     if world.device.type == "cuda":
         return torch.cuda.max_memory_reserved(world.device)
     return peak_bytes()
+
+
+class _StopsDiverged(Logger):
+    """Ends a run once its losses show that it has diverged. Ranks: rank zero; the records follow with its request."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests, self._divergence = requests, Divergence()
+
+    def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        """Look at the loss of a step."""
+        if "train/loss" in values and self._divergence.add(values["train/loss"]):
+            self._requests.stop = "the loss has diverged"
 
 
 def with_longest(train: Batches) -> Batches:

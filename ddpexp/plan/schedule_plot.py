@@ -21,13 +21,14 @@ def sketch(curves: Curves) -> list[str]:
     """Return the curves as lines of text: the rate upwards, the steps to the right."""
     lines = []
     for name, points in list(curves.items())[:_MOST_SKETCHES]:
-        lines += ["", *_chart(name, points)]
+        lines += ["", *chart(f"{name} by step", points, (str(points[0][0]), str(points[-1][0])))]
     if len(curves) > _MOST_SKETCHES:
         lines += ["", f"and {', '.join(list(curves)[_MOST_SKETCHES:])}"]
     return lines
 
 
-def _chart(name: str, points: Sequence[tuple[int, float]]) -> list[str]:
+def chart(title: str, points: Sequence[tuple[int, float]], ends: tuple[str, str]) -> list[str]:
+    """Return a curve from 0 upwards as lines of text; `ends` are the labels of its first and last point."""
     top = max(rate for _, rate in points)
     width = min(_WIDTH, len(points))
     columns = [points[number * (len(points) - 1) // max(1, width - 1)][1] for number in range(width)]
@@ -35,10 +36,10 @@ def _chart(name: str, points: Sequence[tuple[int, float]]) -> list[str]:
     rows = ["".join(_EIGHTHS[min(8, max(0, height - 8 * row))] for height in heights) for row in range(_HEIGHT)]
     labels = [f"{top:.4g}", *[""] * (_HEIGHT - 2), "0"]
     margin = max(map(len, labels))
-    first, last = points[0][0], points[-1][0]
+    first, last = ends
     drawn = [f"  {label:>{margin}} |{row}".rstrip() for label, row in zip(labels, reversed(rows), strict=True)]
-    axis = f"  {'':>{margin}}  {first:<{max(1, width - len(str(last)))}}{last}"
-    return [f"{name} by step", *drawn, axis]
+    axis = f"  {'':>{margin}}  {first:<{max(1, width - len(last))}}{last}"
+    return [title, *drawn, axis]
 
 
 def draw(curves: Curves, path: Path) -> None:

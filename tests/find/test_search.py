@@ -77,6 +77,19 @@ def test_a_run_with_fit_has_the_weights_of_one_with_that_micro_batch_typed(ddpex
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_learning_rate_is_found_by_several_workers_and_drawn(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    words = (*SMALL, "trainer.global_batch_size=32", "trainer.gpus=2", "strategy=ddp", f"run.dir={tmp_path}/run")
+    found = ddpexp("find", "lr", *words, "--json", "--steps=60", "--high=1e6", f"--output={tmp_path}/lr.png")
+    assert found.code == 0, found.err
+    answer = json.loads(found.out)
+    assert 1e-4 < answer["suggestion"] < 10
+    assert answer["diverged_after"] is not None
+    assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
 def test_what_cannot_be_found_is_said(ddpexp: Ddpexp) -> None:
     for words, said in {
         ("what", "recipe=mnist"): "find what is nothing that can be found",
