@@ -35,7 +35,7 @@ ROWS = [
     ["run"],
     ["train"],
     ["sweep"],
-    ["plan", "doctor", "check", "predict", "export"],
+    ["plan", "doctor", "check", "predict", "export", "report"],
     ["find"],
     ["cli"],
     ["__main__"],

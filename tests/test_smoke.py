@@ -52,6 +52,7 @@ VERBS = {
     "sync": ("DIGITS", r"has no remote logger"),  # the trackers' packages are extras
     "table": ("DIGITS TEXT", r"digits"),
     "diff": ("DIGITS TEXT", r"recipe"),
+    "report": ("DIGITS TEXT", r"report\.html \(2 runs"),
     "rerun": ("DIGITS trainer.gpus=1 run.dir=again", r"trainer\.gpus"),
     "plan": ("recipe=mnist data.source=embedded trainer.gpus=2", r"GB|MB"),
     "summary": ("recipe=mnist data.source=embedded", r"Conv2d"),

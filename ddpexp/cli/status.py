@@ -28,7 +28,7 @@ from ddpexp.system.job_schedulers import ScheduledJob, states
 from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
 from ddpexp.system.terminal import print_json
 from ddpexp.system.text import duration, one_line
-from ddpexp.train.verdict import Verdict, read_records, times_text, verdict_of
+from ddpexp.train.verdict import read_records, read_sentence, times_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -152,24 +152,12 @@ def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableT
         "since": _since(row),
         "where": _where(row, queue),
         "times": times_text(records[-1]) if records else "",
-        "verdict": _verdict(row, verdict_of(records)),
+        "verdict": read_sentence(RunDir(row.path), row.resolved, records),
         "why": row.message or "",
         "resume": _resume(row),
         "folder": files.relative(row.path),
     }
     return Lines(*(Text(f"{name:<8}{one_line(text)}") for name, text in facts.items() if text))
-
-
-def _verdict(row: Row, verdict: Verdict | None) -> str:
-    """Return what the records say a person should do, if anything."""
-    run = RunDir(row.path)
-    if verdict is None:
-        return ""
-    try:
-        manifest = run.read(run.manifest)
-    except RefusedError:
-        manifest = {}
-    return verdict.sentence(manifest, row.resolved)
 
 
 def _since(row: Row) -> str:

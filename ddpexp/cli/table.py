@@ -11,12 +11,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from ddpexp.cli.verb import Call
-from ddpexp.config.build import did_you_mean, nearest
+from ddpexp.config.build import nearest
 from ddpexp.errors import EXIT_DONE, RefusedError
-from ddpexp.settings.metrics import TEST_SET
 from ddpexp.sweep import comparison, table_files
 from ddpexp.sweep import table as tables
-from ddpexp.sweep.arguments import TableArguments
+from ddpexp.sweep.arguments import TableArguments, meant_name
 from ddpexp.sweep.as_json import table_as_dict
 from ddpexp.sweep.comparison import LAST
 from ddpexp.sweep.drawing import Drawing
@@ -34,15 +33,8 @@ def table(call: Call) -> int:
     """
     _check_words(call)
     arguments = call.typed(TableArguments.of(call.operands))
-    goal = arguments.goal()
-    rows, goal = comparison.by_best(arguments.rows(goal.metric), goal)
+    rows, goal = arguments.compared()
     metrics = comparison.metrics_of(rows)
-    if goal.metric is not None and metrics and all(row.objective is None for row in rows):
-        chosen_by = [name for name in metrics if name.partition("/")[0] != TEST_SET] or metrics
-        suggestion = _meant(goal.metric, chosen_by, "sweep.objective=")
-        raise RefusedError(
-            "is not recorded by any of these", key="sweep.objective", value=goal.metric, suggestion=suggestion
-        )
     if arguments.seeds and not comparison.over_seeds(rows, goal):
         raise RefusedError(
             "is for runs that differ in trainer.seed or data.fold, and these do not",
@@ -106,7 +98,7 @@ def _with_columns(rows: Sequence[Row], goal: Goal, columns: Sequence[str]) -> li
                 "is not a key or metric of any of these",
                 place=f"--columns {name}",
                 # The list of all keys would be long.
-                suggestion=_meant(name, [*first, *sorted(names)] if is_near else first, "--columns "),
+                suggestion=meant_name(name, [*first, *sorted(names)] if is_near else first, "--columns "),
             )
     return filled
 
@@ -135,12 +127,6 @@ def _check_words(call: Call) -> None:
 def _metrics(rows: Sequence[Row], goal: Goal) -> list[str]:
     """Return the names of the columns that are metrics."""
     return list(dict.fromkeys(name for row in rows for name in comparison.columns_of(row, goal)))
-
-
-def _meant(name: str, known: Sequence[str], prefix: str) -> str:
-    """Return what a name may be short for, such as lr for optimizer.lr, or else what it is like."""
-    short = [one for one in known if re.split(r"[./]", one)[-1] == name]
-    return f"Did you mean {prefix}{short[0]}?" if short else did_you_mean(name, known, prefix)
 
 
 def _has_key(row: Row, name: str) -> bool:

@@ -261,6 +261,34 @@ folder of runs, stands for the runs in it.""",
         also=("compare", "difference", "differences", "cmp"),
     ),
     Verb(
+        "report",
+        "DIR... [sweep.objective=METRIC] [--out FILE]",
+        "one HTML page about runs and sweeps, to look at and to send",
+        about="""\
+Write one HTML file about sweeps, runs, or folders that hold some: the table,
+curves, means over seeds, parallel coordinates, the times of the steps, pictures
+of evaluations, what the runs differ in and what they share. The file needs no
+network and no other file. Runs may be running.""",
+        is_interruptible=True,
+        operands="directories",
+        missing_prompt="report on what? Name a sweep, a run, or a folder that holds some, such as outputs/mnist.",
+        options=(
+            Option(
+                "--out",
+                "the file, default: report.html; only a report is replaced",
+                "FILE",
+                "report.html",
+                values=_FOLDER,
+            ),
+        ),
+        notes="docs/report.md.",
+        foreign_options={
+            "output": "Type --out FILE.",
+            **dict.fromkeys(("open", "browser"), "Open the file that it writes with a browser."),
+        },
+        also=("html", "dashboard", "plot", "visualize"),
+    ),
+    Verb(
         "plan",
         "[key=value ...] [--config-dir DIR] [options]",
         "what a run would take, in memory and in time, on any machines",

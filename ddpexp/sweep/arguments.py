@@ -11,7 +11,8 @@ from typing import Annotated, Literal, TypeAlias, get_args
 from ddpexp.config.build import convert, did_you_mean
 from ddpexp.errors import RefusedError
 from ddpexp.settings.key import Key
-from ddpexp.settings.metrics import check_not_test
+from ddpexp.settings.metrics import TEST_SET, check_not_test
+from ddpexp.sweep.comparison import by_best, metrics_of
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row, directories, goal_of, rows_of, with_values
@@ -74,7 +75,7 @@ class TableArguments:
             )
 
     @classmethod
-    def of(cls, operands: Sequence[str]) -> TableArguments:
+    def of(cls, operands: Sequence[str], verb: str = "table") -> TableArguments:
         """Read directories and keys; the options are added by `Call.typed`.
 
         Raises:
@@ -89,7 +90,7 @@ class TableArguments:
                 values[key] = value
             else:
                 suggestion = did_you_mean(key, _KEYS)
-                raise RefusedError("is not a known key of table", key=key, value=value, suggestion=suggestion)
+                raise RefusedError(f"is not a known key of {verb}", key=key, value=value, suggestion=suggestion)
         if (objective := values.get("sweep.objective")) is not None:
             check_not_test("sweep.objective", objective, objective)
         mode = values.get("sweep.mode")
@@ -115,6 +116,29 @@ class TableArguments:
         """Read them all."""
         rows = [row for path in self.paths for row in rows_of(path, metric)]
         return rows if self.sweep is not None else with_values(rows)
+
+    def compared(self) -> tuple[list[Row], Goal]:
+        """Read them all, each with the value that it counts by.
+
+        Raises:
+            RefusedError: none has recorded the objective.
+        """
+        goal = self.goal()
+        rows, goal = by_best(self.rows(goal.metric), goal)
+        metrics = metrics_of(rows)
+        if goal.metric is not None and metrics and all(row.objective is None for row in rows):
+            chosen_by = [name for name in metrics if name.partition("/")[0] != TEST_SET] or metrics
+            suggestion = meant_name(goal.metric, chosen_by, "sweep.objective=")
+            raise RefusedError(
+                "is not recorded by any of these", key="sweep.objective", value=goal.metric, suggestion=suggestion
+            )
+        return rows, goal
+
+
+def meant_name(name: str, known: Sequence[str], prefix: str) -> str:
+    """Return what a name may be short for, such as lr for optimizer.lr, or else what it is like."""
+    short = [one for one in known if re.split(r"[./]", one)[-1] == name]
+    return f"Did you mean {prefix}{short[0]}?" if short else did_you_mean(name, known, prefix)
 
 
 def formats() -> tuple[str, ...]:

@@ -56,9 +56,9 @@ class ComparedRun:
         return changes
 
     @classmethod
-    def of(cls, path: Path) -> ComparedRun:
-        """Read a run directory; what cannot be read is its `problem`."""
-        run, row = RunDir(path), rows_of(path)[0]
+    def of(cls, path: Path, row: Row | None = None) -> ComparedRun:
+        """Read a run directory, but for a `row` that is read already; what cannot be read is its `problem`."""
+        run, row = RunDir(path), row or rows_of(path)[0]
         try:
             manifest, result = run.read_if_present(run.manifest), run.read_if_present(run.result) or {}
             digest = result.get("weights_sha256")

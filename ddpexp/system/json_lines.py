@@ -22,15 +22,21 @@ def json_lines(
     written.
     """
     name = b"" if key is None else json.dumps(key).encode()
-    size = 0
     number = 1
+    for line in raw_lines(path):
+        if name in line and (record := parse_line(line)):
+            yield record
+        elif on_damaged is not None and name in line and line.strip() and line.endswith(b"\n"):
+            on_damaged(number)
+        number += line.endswith(b"\n")
+
+
+def raw_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends; nothing if it is unreadable."""
+    size = 0
     with suppress(OSError, ValueError), open_regular(path) as file:
         while (line := file.readline(_LINE_BYTES)) and (size := size + len(line)) < JSON_BYTES:
-            if name in line and (record := parse_line(line)):
-                yield record
-            elif on_damaged is not None and name in line and line.strip() and line.endswith(b"\n"):
-                on_damaged(number)
-            number += line.endswith(b"\n")
+            yield line
 
 
 def parse_line(line: bytes) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from statistics import median
 
 from ddpexp.distributed.phases import COLLECTIVE, OTHER, PHASES
-from ddpexp.settings.metrics import TIMES
+from ddpexp.settings.metrics import STEP_PARTS, TIMES
 
 NOBODY, NOT_KNOWN = -1, -2
 SLOW_RANK, SLOW_FACTOR = f"{TIMES}slow_rank", f"{TIMES}slow_factor"
 SLOW_CLOCK, SLOW_MOST_CLOCK, SLOW_REASONS = (f"{TIMES}slow_{name}" for name in ("clock", "most_clock", "reasons"))
 STEP_PHASES = tuple(phase for number, phase in enumerate(PHASES[: OTHER + 1]) if number != COLLECTIVE)
+RECORDED_PHASES = (*STEP_PARTS, *PHASES[OTHER + 1 :])
+"""The phases as records have them, behind `TIMES`, in their order."""
 _DIGITS = 9  # nanoseconds
 _MOST_NUMBERS = 1 << 16  # of single steps, that all ranks together pass on in a record
 _BLOCK = 20  # steps, at least, that are judged together

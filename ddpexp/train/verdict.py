@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.settings.metrics import MEASURED, STEP_PARTS, TIMES
 from ddpexp.system.gpu_state import reason_of
@@ -16,6 +17,7 @@ from ddpexp.system.text import duration
 from ddpexp.train.memory_growth import LEAKS, growth_of, point_of
 from ddpexp.train.step_times import (
     NOT_KNOWN,
+    RECORDED_PHASES,
     SLOW_CLOCK,
     SLOW_FACTOR,
     SLOW_MOST_CLOCK,
@@ -89,7 +91,7 @@ class Verdict:
 
 def read_records(run: RunDir) -> list[dict[str, float]]:
     """Return what a run has measured so far, record by record; records of other contents do not count."""
-    return [record for line in json_lines(run.metrics, f"{TIMES}forward") if (record := _numbers(line))]
+    return [record for line in json_lines(run.metrics, f"{TIMES}forward") if (record := measures_of(line))]
 
 
 def read_verdict(run: RunDir) -> Verdict | None:
@@ -108,7 +110,33 @@ def times_text(record: Mapping[str, float]) -> str:
     return f"{duration(total) if total >= 1 else f'{1000 * total:.3g} ms'} a step: {shares}"
 
 
-def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+def read_sentence(run: RunDir, values: Mapping[str, Any], records: Sequence[Mapping[str, float]] | None = None) -> str:
+    """Return what a run's end, or else its records, say a person should do, if anything.
+
+    `values` are the resolved ones by key, `records` those that `read_records` has returned already.
+    """
+    try:
+        result, manifest = run.read_if_present(run.result) or {}, run.read_if_present(run.manifest) or {}
+    except RefusedError:
+        result, manifest = {}, {}
+    if "verdict" in result:
+        verdict = _of_dict(result["verdict"])
+    else:
+        verdict = verdict_of(read_records(run) if records is None else records)
+    return "" if verdict is None else verdict.sentence(manifest, values)
+
+
+def _of_dict(stored: Any) -> Verdict | None:
+    """Return the verdict that a result.json has, which anybody may have written."""
+    match stored:
+        case {"phase": str(phase), "factor": float(factor), "since": int(since), "rank": int() | None as rank, **rest}:
+            reason = rest.get("reason")
+            is_known = phase in (*RECORDED_PHASES, "memory") and (rank is None or rank >= 0)
+            return Verdict(phase, factor, since, rank, reason if isinstance(reason, str) else "") if is_known else None
+    return None
+
+
+def measures_of(line: Mapping[str, Any]) -> dict[str, float]:
     """Return what has been measured in a record, with its step; nothing if one of the values is no plain number."""
     found = {name: value for name, value in line.items() if name in ("step", "epoch") or name.startswith(MEASURED)}
     is_plain = all(type(value) in (int, float) and abs(value) < _MOST for value in found.values())
@@ -162,10 +190,9 @@ def _large_phase(records: Sequence[Mapping[str, float]]) -> Verdict | None:
     """
     seconds: dict[str, float] = {}
     for number, record in enumerate(records):
-        for name, value in record.items():
-            phase = name.removeprefix(TIMES)
-            if phase != name and not phase.endswith(("_least", "_greatest")) and not phase.startswith("slow_"):
-                seconds[phase] = seconds.get(phase, 0.0) + value * _num_steps(records, number)
+        for phase in RECORDED_PHASES:
+            value = record.get(f"{TIMES}{phase}", 0.0)
+            seconds[phase] = seconds.get(phase, 0.0) + value * _num_steps(records, number)
     total = sum(seconds.values())
     if total < _SECONDS:
         return None

@@ -12,7 +12,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.util import tensor_util
 
-from ddpexp.settings.metrics import MEASURED
+from ddpexp.report.pictures import read_pictures
+from ddpexp.report.records import SPREADS, read_records
+from ddpexp.settings.metrics import MEASURED, TIMES
 from tests.conftest import SMALL, Ddpexp, Done
 
 
@@ -99,6 +101,19 @@ def test_the_pictures_of_predictions_decode(done: Done, board: EventAccumulator)
             picture.load()
             assert (picture.format, picture.size, picture.mode) == ("PNG", (8 * 56, 4 * (56 + 14)), "RGB")
             assert len(picture.getcolors(1 << 20) or []) > 10
+
+
+def test_a_report_reads_what_a_run_wrote(done: Done, board: EventAccumulator) -> None:
+    [(name, pictures)] = read_pictures(done.run / "tb").items()
+    assert [(one.step, one.png) for one in pictures] == [
+        (event.step, event.encoded_image_string) for event in board.Images(name)
+    ]
+    found = read_records(done.run / "metrics.jsonl", 1000)
+    scalars = {
+        name for name in board.Tags()["scalars"] if not name.startswith((TIMES, "best/")) and not name.endswith(SPREADS)
+    }
+    assert set(found.curves) == scalars
+    assert [steps.last for steps in found.measured] == [3, 6, 9, 10]
 
 
 def test_without_a_logger_there_is_no_board(ddpexp: Ddpexp) -> None:
