@@ -17,21 +17,15 @@ from ddpexp.train.step_times import RECORDED_PHASES
 from tests.report.made import record, write_records
 
 
-def test_the_measures_of_a_record_are_cut_out_wherever_they_stand() -> None:
-    whole = {
-        "step": 5,
-        "train/loss": 0.5,
-        **{f"times/{phase}": 0.1 for phase in RECORDED_PHASES},
-        "memory/gpu": 3,
-        "eval/loss": 1,
-    }
-    rest = {name: value for name, value in whole.items() if not name.startswith(("times/", "memory/"))}
-    first = dict(sorted(whole.items(), key=lambda item: not item[0].startswith(("times/", "memory/"))))
-    for one in (whole, first, rest):
-        line = json.dumps(one).encode()
-        assert json.loads(without_measures(line) + b"\n") == rest
-    last = {name: value for name, value in whole.items() if name != "eval/loss"}
-    assert json.loads(without_measures(json.dumps(last).encode())) == {"step": 5, "train/loss": 0.5}
+def test_the_measures_of_a_record_are_cut_out_wherever_they_stand(tmp_path: Path) -> None:
+    measures = {**{f"times/{phase}": 0.1 for phase in RECORDED_PHASES}, "memory/gpu": 3.0}
+    rest = {"step": 5, "train/loss": 0.5, "eval/loss": 1.0}
+    within = {"step": 5, "train/loss": 0.5, **measures, "eval/loss": 1.0}
+    for one in (within, rest, {**rest, **measures}):
+        assert json.loads(without_measures(json.dumps(one).encode())) == rest
+    for number, one in enumerate((within, {**measures, **rest})):  # the second one is no JSON without them
+        found = read_records(write_records(tmp_path / str(number), [one]), 100)
+        assert set(found.curves) == {"train/loss", "eval/loss", "memory/gpu"}
 
 
 def test_curves_are_those_that_the_plot_of_a_sweep_has(tmp_path: Path) -> None:
