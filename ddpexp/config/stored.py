@@ -28,7 +28,7 @@ from ddpexp.config.sentences import first_line, unknown_key_in
 from ddpexp.config.validate import ALERT_URL
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import check_yaml, shortest
-from ddpexp.system.yaml_text import load_yaml
+from ddpexp.system.yaml_text import RANGE, load_yaml
 
 _IN_LIST = re.compile(r"(?<=[\[,])\s*([^\[\],'\"{}\s]*\$\{oc\.env:[\w.-]+\}[^\[\],'\"{}\s]*)(?=\s*[,\]])")
 """An item with a reference, which YAML takes only in quotes."""
@@ -226,7 +226,7 @@ def _override(tree: dict[str, Any], override: str, adds: bool) -> None:
             "is not an override", suggestion="Write key=value, for example trainer.gpus=2.", place=override
         )
     try:
-        value = read_values(_IN_LIST.sub(r'"\1"', text))
+        value = text if RANGE.fullmatch(text) else read_values(_IN_LIST.sub(r'"\1"', text))
     except yaml.YAMLError:
         raise RefusedError("is not an override: its value is not YAML", place=override) from None
     *names, last = key.replace("[", ".").replace("]", "").split(".")

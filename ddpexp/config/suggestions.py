@@ -14,11 +14,11 @@ from ddpexp.config.build import convert
 from ddpexp.config.declared import FIELDS
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.settings.key import annotations_of, declaration
+from ddpexp.system.yaml_text import RANGE
 
 _OVERRIDE = re.compile(
     r"(?<![\w./$+~-])[+~]{0,2}(?P<key>[a-z_]\w*(?:\.\w+)*)=(?P<value>\[[^\]]*\]|\{[^}]*\}|'[^']*'|\"[^\"]*\"|[^\s,;)`]*)"
 )
-_RANGE = re.compile(r"\d+:\d+")
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*|.*\.\.\.|.*[{<$].*|\w+\(.*")  # stands for a value of the user's, or a sweep
 
 
@@ -54,8 +54,7 @@ def _typed_refusals(key: str, value: str) -> Iterator[str]:
         yield f"{key} is not a key"
     elif value and not is_placeholder(value):
         try:
-            # YAML reads 5:15 as a number to the base of 60, Hydra as a text.
-            convert(value if _RANGE.fullmatch(value) else yaml.safe_load(value), hint, key)
+            convert(value if RANGE.fullmatch(value) else yaml.safe_load(value), hint, key)
         except RefusedError as error:
             yield str(error)
         except yaml.YAMLError:

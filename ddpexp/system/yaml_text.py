@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
+
+RANGE = re.compile(r"\d+:\d+")
+"""A text such as 5:15, which YAML reads as a number to the base of 60, and Hydra, where it is typed, as a text."""
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

@@ -209,6 +209,11 @@ def read(base: dict[str, Any], tmp_path: Path, place: tuple[Any, ...], value: An
     return override_file(config, list(argv), RESUME)[0]
 
 
+def test_a_range_is_a_text_as_where_hydra_reads_it(base: dict[str, Any], tmp_path: Path) -> None:
+    trainer = read(base, tmp_path, ("trainer", "seed"), 1, "trainer.nodes=1:4", "trainer.profile=5:15")["trainer"]
+    assert (trainer["nodes"], trainer["profile"]) == ("1:4", "5:15")
+
+
 @pytest.fixture
 def tar(base: dict[str, Any]) -> dict[str, Any]:
     option = load_yaml((conf_folder() / "data/tar_shards.yaml").read_text())
