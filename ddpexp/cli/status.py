@@ -100,7 +100,7 @@ def _sweep_as_dict(
 
 
 def _run_as_dict(row: Row, queue: Mapping[ScheduledJob, JobState]) -> dict[str, Any]:
-    return {**row_as_dict(row), "where": _where(row, queue) or None, "resume": _resume(row) or None}
+    return {**row_as_dict(row), "where": _where(row, queue) or None, "resume": resume_command(row) or None}
 
 
 def _owner(path: Path) -> lock.Owner | None:
@@ -115,7 +115,8 @@ def _is_unfinished(rows: Sequence[Row]) -> bool:
     return any(row.status != "failed" or not diverged(RunDir(row.path)) for row in unfinished)
 
 
-def _resume(row: Row) -> str:
+def resume_command(row: Row) -> str:
+    """Return the command that resumes a run; nothing if there is nothing to resume."""
     if row.status not in UNFINISHED:
         return ""
     arguments = ["resume", files.shortest(row.path), *typed_arguments(RunDir(row.path))]
@@ -132,7 +133,7 @@ def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[ScheduledJob, J
         values = [tables.shown(name, comparison.columns_of(row, goal).get(name)) for row in rows]
         columns.append(Column(one_line(name), values, is_right=True))
     columns += [
-        Column("since", [_since(row) for row in rows]),
+        Column("since", [since(row) for row in rows]),
         Column("where", [_where(row, queue) for row in rows]),
         Column("directory", [one_line(row.name) for row in rows], drop=1, cut="end"),
     ]
@@ -149,19 +150,19 @@ def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableT
         "step": "" if row.step is None else f"{row.step:,}",
         "metrics": "  ".join(f"{name} {tables.shown(name, value)}" for name, value in row.metrics.items()),
         "best": "" if best is None else f"{best.metric} {tables.shown(best.metric, best.value)} at step {best.step:,}",
-        "since": _since(row),
+        "since": since(row),
         "where": _where(row, queue),
         "times": times_text(records[-1]) if records else "",
         "verdict": read_sentence(RunDir(row.path), row.resolved, records),
         "why": row.message or "",
-        "resume": _resume(row),
+        "resume": resume_command(row),
         "folder": files.relative(row.path),
     }
     return Lines(*(Text(f"{name:<8}{one_line(text)}") for name, text in facts.items() if text))
 
 
-def _since(row: Row) -> str:
-    """Return since when the status holds."""
+def since(row: Row) -> str:
+    """Return since when the status of a run holds."""
     moment = row.ended if row.ended is not None else row.started
     if moment is None or not 0 <= moment < 1e11:
         return ""

@@ -18,6 +18,7 @@ _EXAMPLE = "python -m ddpexp recipe=mnist trainer.gpus=2"
 _SWEEP = "python -m ddpexp -m recipe=mnist optimizer.lr=0.1,0.01"
 _JSON = Option("--json", "for programs")
 _FOLDER = "paths"
+_LIVE = "Under any launcher, from any host that sees the directory. docs/profiling.md."
 _CHECKPOINT = Option(
     "--checkpoint",
     "of a run: best (by its trainer.keep_best), last, or a step\nsuch as 1200; default: best where there is one, else "
@@ -154,7 +155,7 @@ new folder, and compare it with the model on a batch of the data.""",
         notes="docs/export.md.",
         foreign_options=_OTHER_CHECKPOINT,
         missing_prompt="export what?",
-        also=("save", "convert", "onnx"),
+        also=("convert", "onnx"),
     ),
     Verb(
         "generate",
@@ -184,6 +185,65 @@ new folder, and compare it with the model on a batch of the data.""",
         options=(_JSON,),
         list_more="ddpexp.sweep.job_status:explained",
         also=("info", "show", "state", "ps"),
+    ),
+    Verb(
+        "profile",
+        "RUN_DIR [--steps N] [--json]",
+        "profile the next steps of a running run",
+        about="""\
+Have every worker of a running run write a trace of its next steps, and wait for
+it. The run continues with the same bits. trainer.profile=100:110 does so from
+the start.""",
+        function="ddpexp.cli.running:profile",
+        is_interruptible=True,
+        operands="directory",
+        options=(Option("--steps", "how many; default: 10", "N", "10"), _JSON),
+        notes=_LIVE,
+        missing_prompt="profile what?",
+        also=("trace", "profiler"),
+    ),
+    Verb(
+        "stacks",
+        "RUN_DIR [--json]",
+        "where every rank of a running run is, also one that hangs",
+        about="""\
+Show the stack of each rank of a running run, which continues. Ranks with the
+same stack are shown together.""",
+        function="ddpexp.cli.running:stacks",
+        is_interruptible=True,
+        operands="directory",
+        options=(_JSON,),
+        notes=_LIVE,
+        missing_prompt="stacks of what?",
+        also=("stack", "dump", "py-spy", "where", "traceback"),
+    ),
+    Verb(
+        "save",
+        "RUN_DIR [--json]",
+        "have a running run save a checkpoint now",
+        about="Have a running run save a checkpoint after its current step, and continue.",
+        function="ddpexp.cli.running:save",
+        is_interruptible=True,
+        operands="directory",
+        options=(_JSON,),
+        notes=_LIVE,
+        missing_prompt="save what?",
+        also=("checkpoint",),
+    ),
+    Verb(
+        "stop",
+        "RUN_DIR [--json]",
+        "have a running run save and end",
+        about="""\
+Have a running run save after its current step and end, as on SIGTERM: its exit
+code is 143, and the same command resumes it.""",
+        function="ddpexp.cli.running:stop",
+        is_interruptible=True,
+        operands="directory",
+        options=(_JSON,),
+        notes=_LIVE,
+        missing_prompt="stop what?",
+        also=("cancel", "kill", "end", "abort", "halt"),
     ),
     Verb(
         "sync",
@@ -317,7 +377,7 @@ trainer.nodes=512 plans for 4,096 GPUs.""",
             ),
         ),
         notes="docs/plan.md says what each number is.",
-        also=("estimate", "profile", "dry-run"),
+        also=("estimate", "dry-run"),
     ),
     Verb(
         "summary",

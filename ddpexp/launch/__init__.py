@@ -91,6 +91,7 @@ class Work:
     arguments: Sequence[str]
     logs: Path | None = None  # the folder for each rank's output; None: unnamed files that end with the job
     shared: Mapping[str, Any] = field(default_factory=dict)  # plain values that the other commands need to enter
+    requests: Path | None = None  # the folder for what other commands ask of the job; None: they cannot
 
 
 class Lifecycle:

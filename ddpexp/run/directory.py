@@ -98,6 +98,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def requests(self) -> Path:
+        """The folder of other commands' requests, which is there while the run takes them."""
+        return self.path / "requests"
+
+    @property
     def profiles(self) -> Path:
         """The folder of the profiles."""
         return self.path / "profiles"
@@ -367,7 +372,15 @@ def written_paths(run: RunDir) -> Iterator[tuple[Path, Sequence[str]]]:
     for path in (*files, *(run.path / name for name in names)):
         yield path, ["a file"]
     yield run.path / "wandb", ["a folder"]  # in which wandb makes links
-    for folder in (run.ranks, run.tensorboard, run.checkpoints, run.profiles, run.path / "csv", run.path / "remote"):
+    for folder in (
+        run.ranks,
+        run.tensorboard,
+        run.checkpoints,
+        run.profiles,
+        run.requests,
+        run.path / "csv",
+        run.path / "remote",
+    ):
         yield folder, ["a folder"]
         for path in folder.iterdir() if folder.is_dir() else ():
             yield path, ["a file", "a folder"]

@@ -467,7 +467,7 @@ class Training(Lifecycle):
         _report(run)
         self.run = run
         arguments = [str(run.path.resolve()), json.dumps({"data": data, **worker_args})]
-        return Work("ddpexp.train.worker:main", arguments, run.ranks)
+        return Work("ddpexp.train.worker:main", arguments, run.ranks, requests=run.requests)
 
 
 def _report(run: RunDir) -> None:

@@ -17,10 +17,16 @@ from ddpexp.launch.supervise.state import Agreement
 from ddpexp.launch.workers.page import What
 
 
-def want(agreement: Agreement, what: What) -> Agreement:
-    """Request that all ranks save, or save and stop; ignored after a stop. For the leading command."""
+def want(agreement: Agreement, what: What, profile: int = 0) -> Agreement:
+    """Request that all ranks save, save and stop, or profile some steps; ignored after a stop.
+
+    For the leading command.
+    """
     if agreement.stops:
         return agreement
+    if what == "profile":
+        next_what, steps = agreement.next_what or what, max(agreement.next_profile, profile)
+        return replace(agreement, next_what=next_what, next_profile=steps)
     return replace(agreement, next_what=what, stops=what == "stop")
 
 
@@ -38,7 +44,14 @@ def begin(agreement: Agreement, others: frozenset[int]) -> tuple[Agreement, Sequ
         return agreement, ()
     number = agreement.number + 1
     begun = replace(
-        agreement, number=number, what=agreement.next_what, next_what=None, bound=0, awaited=others | {COMMAND}
+        agreement,
+        number=number,
+        what=agreement.next_what,
+        profile=agreement.next_profile,
+        next_what=None,
+        next_profile=0,
+        bound=0,
+        awaited=others | {COMMAND},
     )
     return begun, (Send(BeginAgreement(number)), BeginBoundary(number))
 
@@ -57,5 +70,5 @@ def forget(agreement: Agreement, command: int) -> tuple[Agreement, Sequence[Acti
         return replace(agreement, awaited=awaited), ()
     # Never before an older agreement's step: a rank that acted on it has done that step, so the bounds include it.
     step = max(agreement.step, agreement.bound)
-    committed = CommitStep(agreement.number, step, agreement.what)
+    committed = CommitStep(agreement.number, step, agreement.what, agreement.profile)
     return replace(agreement, awaited=awaited, step=step, what=None), (CommitBoundary(committed), Send(committed))

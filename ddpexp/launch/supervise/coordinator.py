@@ -304,16 +304,15 @@ def _supervise(
         if listener is not None:
             listener.close()
     try:
-        uses_nccl = layout.backend == "nccl" and layout.world_size > 1
         supervisor = Supervisor(
             server,
             workers,
             Terminal(),
             meeting,
             request,
-            on_gpus=layout.device == "cuda",
-            uses_nccl=uses_nccl,
+            layout=layout,
             terminal_descriptor=terminal,
+            requests=work.requests,
         )
         return supervisor.run()
     except BaseException:

@@ -19,6 +19,7 @@ from ddpexp.launch.supervise.mismatch import is_mismatch
 from ddpexp.launch.supervise.severity import Severity
 from ddpexp.launch.supervise.signals import END_SIGNALS
 from ddpexp.launch.supervise.state import Agreement, Rank, Report, Stage, State, Stop
+from ddpexp.launch.workers.page import What
 
 _REPEAT_SECONDS = 2.0  # signals within this time count as one
 _KILL_SECONDS = 2.0  # for the fork server to kill its workers; after that it is killed itself, and they with it
@@ -192,6 +193,18 @@ class _Transition:
         if event.source == COMMAND or not self.state.stops_at_once:
             self._on_signal(event.number, event.source)
 
+    def on_requested(self, event: events.Requested) -> None:
+        """Do what a person requests: in the leading command."""
+        if event.kind == "stacks":
+            self._dump_all(COMMAND)
+        elif event.kind == "stop":
+            if self.state.stop is None:
+                self._request_stop(signal.SIGTERM)
+                self._name_stop("stopped by ddpexp stop")
+        elif self.state.is_training:
+            wanted: What = "save" if event.kind == "save" else "profile"
+            self._set(agreement=agreement.want(self.state.agreement, wanted, event.steps))
+
     def _on_signal(self, number: int, source: int, again: bool = False) -> None:
         if number not in (signal.SIGUSR1, signal.SIGQUIT):
             self._on_end_signal(number, source, again)
@@ -237,6 +250,10 @@ class _Transition:
         if self.state.leads and self.state.decision is not None:
             self._end_others()  # what looked like a failure may be a part of the stop
 
+    def _name_stop(self, by: str) -> None:
+        assert self.state.stop is not None
+        self._set(stop=replace(self.state.stop, by=by))
+
     def _dismiss(self, number: int) -> None:
         """End the ranks, which have nothing to save yet."""
         self._note_stop(number, at_once=True)
@@ -246,8 +263,7 @@ class _Transition:
         """Stop the run because the user has quit a debugger, as by Ctrl-C; `at_once`: without saving."""
         if self.state.stop is None:
             self._request_stop(signal.SIGINT)
-            assert self.state.stop is not None
-            self._set(stop=replace(self.state.stop, by="quit in the debugger"))
+            self._name_stop("quit in the debugger")
         if at_once and not self.state.stops_at_once:
             self._dismiss(signal.SIGINT)
 
@@ -372,6 +388,7 @@ _ON_EVENT: Mapping[type[Event], Callable[[_Transition, Any], None]] = {
     events.RankZeroMoved: _Transition.on_rank_zero_moved,
     events.BoundRead: _Transition.on_bound,
     events.Signalled: _Transition.on_signalled,
+    events.Requested: _Transition.on_requested,
     events.FromCommand: _Transition.on_command_message,
     events.CommandLost: _Transition.on_command_lost,
     events.HangFound: _Transition.on_hang,

@@ -30,6 +30,7 @@ class Decider:
     kill_workers: Callable[[], None]
     kill_server: Callable[[], None]
     show_last_output: Callable[[], None]
+    committed: dict[int, int] = field(default_factory=dict)  # the steps of the agreements, by number
     _waiting: deque[events.Event] = field(default_factory=deque)
     _performs: bool = False
 
@@ -88,5 +89,6 @@ class Decider:
 
     def _commit_boundary(self, action: events.CommitBoundary) -> None:
         committed = action.committed
+        self.committed[committed.number] = committed.step
         for worker in self.workers:
-            worker.page.agreements.commit(committed.number, committed.step, committed.what)
+            worker.page.agreements.commit(committed.number, committed.step, committed.what, committed.profile)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ddpexp.errors import Failure
+from ddpexp.launch.requests import Kind
 from ddpexp.launch.supervise import messages
 from ddpexp.launch.workers.page import What
 
@@ -64,6 +65,14 @@ class Signalled:
 
 
 @dataclass(frozen=True)
+class Requested:
+    """A person has requested something of the run by another command."""
+
+    kind: Kind
+    steps: int = 0  # to profile
+
+
+@dataclass(frozen=True)
 class FromCommand:
     """Another command has sent a message."""
 
@@ -104,6 +113,7 @@ Event: TypeAlias = (
     | RankZeroMoved
     | BoundRead
     | Signalled
+    | Requested
     | FromCommand
     | CommandLost
     | HangFound

@@ -6,6 +6,7 @@ which the worker saves or stops. Errors, exit codes and messages are those of a 
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import io
 import os
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from ddpexp.errors import StoppedError
@@ -27,6 +29,7 @@ from ddpexp.launch.supervise import events
 from ddpexp.launch.supervise.assignment import RankAssignment
 from ddpexp.launch.supervise.coordinator import worker_environment
 from ddpexp.launch.supervise.decider import Decider
+from ddpexp.launch.supervise.inbox import Inbox
 from ddpexp.launch.supervise.reports import Reports
 from ddpexp.launch.supervise.state import Rank, State
 from ddpexp.launch.supervise.verdict import exit_code_of
@@ -65,7 +68,7 @@ def run(job: Job, request: WorkerRequest) -> int:
     worker = Worker(0, Lines(ours), Log(work.logs, 0), page, signals, pid=os.getpid())
     control = Control(theirs, Page(descriptor), to_signals.fileno(), leads=True, in_process=True)
     os.close(descriptor)
-    supervisor = _Supervisor(job, worker, request.grace_seconds)
+    supervisor = _Supervisor(job, worker, request.grace_seconds, work.requests)
     try:
         with _as_worker(layout, worker.log):
             print(_NOTICE)
@@ -89,7 +92,7 @@ def run(job: Job, request: WorkerRequest) -> int:
 class _Supervisor:
     """Answers the worker's requests and signals, in a thread."""
 
-    def __init__(self, job: Job, worker: Worker, grace_seconds: float) -> None:
+    def __init__(self, job: Job, worker: Worker, grace_seconds: float, requests: Path | None) -> None:
         """Take over the supervisor's ends of the worker's channels."""
         self._thread = threading.Thread(target=self._run, name="ddpexp-supervisor", daemon=True)
         self._job = job
@@ -98,13 +101,14 @@ class _Supervisor:
             State((Rank(0),), grace_seconds=grace_seconds),
             [worker],
             send=lambda _message: None,
-            send_signal=_send_signal,
+            send_signal=self._send_signal,
             dismiss=self._dismiss,
             kill_workers=self._dismiss,
             kill_server=self._exit,
             show_last_output=lambda: worker.log_failure(self._decider.state.rank(0).failure),
         )
-        self._reports = Reports(self._decider, Memory())
+        self._inbox = Inbox(self._decider, requests)
+        self._reports = Reports(self._decider, Memory(), self._inbox)
         self._finished = False
 
     def start(self) -> None:
@@ -125,6 +129,7 @@ class _Supervisor:
         """Return the exit code of the run, once the worker has ended with `code`; raises like `exit_code_of`."""
         self.finish()
         self._handle()  # its last messages
+        self._inbox.close()
         self._reports.on_exit(self._worker, code)
         return exit_code_of(self._decider.state, [self._worker])
 
@@ -134,6 +139,12 @@ class _Supervisor:
             self._reports.read_signals(self._worker, socket.MSG_DONTWAIT)
         self._reports.read(self._worker)
         self._decider.take(events.Tick())
+        self._inbox.look()
+
+    def _send_signal(self, number: int, spared: int | None = None) -> None:
+        if number == signal.SIGQUIT:  # the worker's own handler writes to the terminal alone
+            faulthandler.dump_traceback(self._worker.log.fileno())
+        _send_signal(number, spared)
 
     def _dismiss(self) -> None:
         """Make the worker leave without saving."""

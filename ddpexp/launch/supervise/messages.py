@@ -104,6 +104,15 @@ class DebuggerQuit:
     at_once: bool
 
 
+@dataclass(frozen=True)
+class Profiled:
+    """The ranks have profiled the steps after `begin` up to `end`."""
+
+    begin: int
+    end: int
+    missing: int  # ranks that could not write
+
+
 # Between the commands of a job. The leading command sends its messages to all others.
 
 
@@ -187,6 +196,7 @@ class CommitStep:
     number: int
     step: int
     what: What
+    profile: int = 0  # this many steps, whatever else they do
 
 
 @dataclass(frozen=True)
@@ -220,6 +230,7 @@ WorkerMessage: TypeAlias = (
     | TerminalRequested
     | TerminalReturned
     | DebuggerQuit
+    | Profiled
 )
 EndMessage: TypeAlias = RankFailed | CommandDone | CommandStopped | EndRun
 StopMessage: TypeAlias = SignalReceived | StopRun | LeaveNow
@@ -238,6 +249,7 @@ _WORKER_KINDS: Mapping[str, type[WorkerMessage]] = {
     "prompt": TerminalRequested,
     "prompted": TerminalReturned,
     "quit": DebuggerQuit,
+    "profiled": Profiled,
 }
 _PEER_KINDS: Mapping[str, type[PeerMessage]] = {
     "failed": RankFailed,

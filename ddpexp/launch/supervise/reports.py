@@ -11,6 +11,7 @@ from ddpexp.errors import Failure
 from ddpexp.launch.supervise import events, messages
 from ddpexp.launch.supervise.debug_turns import DebugTurns
 from ddpexp.launch.supervise.decider import Decider
+from ddpexp.launch.supervise.inbox import Inbox
 from ddpexp.launch.supervise.output import Output
 from ddpexp.launch.supervise.worker import Worker
 from ddpexp.launch.workers.control import SIGNALS
@@ -23,7 +24,12 @@ class Reports:
     """Reads the channels of workers."""
 
     def __init__(
-        self, decider: Decider, memory: Memory, output: Output | None = None, turns: DebugTurns | None = None
+        self,
+        decider: Decider,
+        memory: Memory,
+        inbox: Inbox,
+        output: Output | None = None,
+        turns: DebugTurns | None = None,
     ) -> None:
         """Show progress and warnings on `output`; None where the worker itself does, and has the terminal."""
         self._decider = decider
@@ -34,6 +40,7 @@ class Reports:
             messages.WorkerStopped: self._on_event,
             messages.DebuggerQuit: self._on_event,
             messages.Errored: self._on_errored,
+            messages.Profiled: lambda _worker, message: inbox.on_profiled(message),
         }
         if turns is not None:
             self._on_message |= {

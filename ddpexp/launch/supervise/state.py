@@ -71,6 +71,8 @@ class Agreement:
     number: int = 0  # of the newest one
     what: What | None = None  # the one in progress is for, on the leading command
     next_what: What | None = None  # the next one is for
+    profile: int = 0  # how many steps are to be profiled from the step of the one in progress on
+    next_profile: int = 0  # of the next one
     stops: bool = False  # a stop was requested
     step: int = 0  # of the newest committed one
     bound: int = 0  # the latest boundary reported for the one in progress

@@ -12,14 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from ddpexp.errors import EXIT_FAILED, Failure
-from ddpexp.launch import WorkerRequest
+from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.rendezvous.wire import Meeting, Peer
 from ddpexp.launch.supervise import events, messages
 from ddpexp.launch.supervise.debug_turns import DebugTurns
 from ddpexp.launch.supervise.decider import Decider
+from ddpexp.launch.supervise.inbox import Inbox
 from ddpexp.launch.supervise.output import Output
 from ddpexp.launch.supervise.reports import Reports
 from ddpexp.launch.supervise.signals import signals_as_bytes
@@ -66,15 +68,16 @@ class Supervisor:
         terminal: Terminal,
         meeting: Meeting | None,
         request: WorkerRequest,
-        on_gpus: bool = False,
-        uses_nccl: bool = False,
+        layout: Layout | None = None,
         terminal_descriptor: int | None = None,
+        requests: Path | None = None,
     ) -> None:
         """Take over the workers, which the server starts.
 
         Where several commands run the job, `meeting` connects them: a failure in one ends all, and the leading one
         reports it. On a stop signal the ranks save and exit within `request.grace_seconds`; a hang ends the run after
         `request.timeout`. `terminal_descriptor`: the command's terminal, which is lent to ranks at a breakpoint.
+        `requests`: the folder of other commands' requests.
         """
         self._server = server
         self._workers = workers
@@ -110,11 +113,12 @@ class Supervisor:
             lives=lambda rank: decider.state.lives(rank),
             server=server.pid,
             peers=peers,
-            on_gpus=on_gpus,
-            uses_nccl=uses_nccl,
+            on_gpus=layout is not None and layout.device == "cuda",
+            uses_nccl=layout is not None and layout.backend == "nccl" and layout.world_size > 1,
         )
         self._turns = DebugTurns(terminal_descriptor, self._output, lambda: decider.state, len(workers))
-        self._reports = Reports(decider, server.memory, self._output, self._turns)
+        self._inbox = Inbox(decider, requests)
+        self._reports = Reports(decider, server.memory, self._inbox, self._output, self._turns)
         self._rank_zero = next((worker for worker in workers if worker.rank == 0), None)
         self._selector = selectors.DefaultSelector()
         self._server_stopped_at: float | None = None  # when the fork server was first seen to be stopped
@@ -135,7 +139,9 @@ class Supervisor:
                         self._show_output()
                         self._check_server()
                         self._check_hangs()
+                        self._inbox.look()
             finally:
+                self._inbox.close()
                 self._turns.close()
                 self._output.terminal.close()
                 for worker in self._workers:

@@ -13,6 +13,7 @@ import pytest
 
 from ddpexp.launch.supervise.decider import Decider
 from ddpexp.launch.supervise.events import COMMAND, HangFound, Signalled
+from ddpexp.launch.supervise.inbox import Inbox
 from ddpexp.launch.supervise.reports import Reports
 from ddpexp.launch.workers.lines import Lines
 from ddpexp.launch.workers.rank_log import Log
@@ -65,7 +66,7 @@ def reports(command: Command, stack: ExitStack) -> tuple[Reports, Counted, Calla
     def send(kind: str, **fields: Any) -> None:
         theirs.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
 
-    return Reports(command.decider, memory), memory, send
+    return Reports(command.decider, memory, Inbox(command.decider, None)), memory, send
 
 
 def cause_of(decider: Decider, rank: int) -> tuple[str, str]:

@@ -30,7 +30,7 @@ MESSAGES: list[tuple[PeerMessage, dict[str, Any]]] = [
     (messages.EndRun(FAILURE, 15), {"kind": "end", "cause": FAILURE.as_dict(), "signal": 15}),
     (messages.BeginAgreement(1), {"kind": "begin", "number": 1}),
     (messages.ReportBound(1, 7), {"kind": "bound", "number": 1, "step": 7}),
-    (messages.CommitStep(1, 8, "save"), {"kind": "settle", "number": 1, "step": 8, "what": "save"}),
+    (messages.CommitStep(1, 8, "save"), {"kind": "settle", "number": 1, "step": 8, "what": "save", "profile": 0}),
     (messages.ReportSilence(), {"kind": "silence"}),
     (messages.BeginInquiry(2), {"kind": "look", "number": 2}),
     (messages.ReportAccounts(2, [ACCOUNT]), {"kind": "seen", "number": 2, "accounts": [vars(ACCOUNT)]}),
