@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,9 +15,9 @@ from typing import Annotated, Any
 from ddpexp.checkpoint.format import folder_name, is_checkpoint
 from ddpexp.cli.status import resume_command, since
 from ddpexp.cli.verb import Call
-from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError
+from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError, StoppedError
 from ddpexp.launch import requests
-from ddpexp.launch.requests import Answer, Kind, Request
+from ddpexp.launch.requests import Answer, Request
 from ddpexp.launch.supervise.stacks import Stack, shown, threads
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.run import lock
@@ -185,7 +184,6 @@ class _Waiting:
     @contextmanager
     def asked(self) -> Iterator[_Waiting]:
         """Write the request; its file is gone when this is over, whatever happens."""
-        kind: Kind = self.request.kind
         refusal = "takes no requests: an older version of ddpexp has started it, or its workers have not started yet"
         self._until(self._takes_requests, _FOLDER_SECONDS, "the workers of the run have not started yet", refusal)
         try:
@@ -195,9 +193,8 @@ class _Waiting:
             raise RefusedError(reason, place=self.run.requests) from None
         try:
             yield self
-        except BaseException:
-            if sys.exc_info()[0] is not None and kind != "stop":
-                self.say("the request is withdrawn, unless the run has begun to follow it")
+        except StoppedError:
+            self.say("the request is withdrawn, unless the run has begun to follow it")
             raise
         finally:
             with suppress(OSError):
@@ -280,9 +277,9 @@ class _Waiting:
                     if happens():  # it was its last action
                         return
                     raise self._ended()
+            self._say_late(notice)
             if now - self.began > seconds:
                 raise DdpexpError(silence, place=self.run.path, suggestion="See ddpexp status, and the run's output.")
-            self._say_late(notice)
             time.sleep(_POLL_SECONDS)
 
     def _is_over(self) -> bool:

@@ -6,7 +6,6 @@ hosts too, a new one on some network file systems after up to a minute.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -73,7 +72,7 @@ def read(path: Path) -> tuple[Request, Answer | None]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in (0, os.geteuid()):
             raise ValueError("not a file of this user")
-        content = json.loads(os.read(descriptor, _MOST_BYTES))
+        content = files.parse_json(os.read(descriptor, _MOST_BYTES))
     finally:
         os.close(descriptor)
     if not isinstance(content, Mapping):

@@ -16,7 +16,7 @@ from tests.warm.state import MOST_BYTES, ignored_signals, reap, state, take_over
 
 _IMPORTED = (
     "_strptime", "antlr4.LL1Analyzer", "ddpexp.__main__", "ddpexp.cli.help", "ddpexp.cli.main",
-    "ddpexp.cli.evaluate", "ddpexp.cli.resume", "ddpexp.config.compose", "ddpexp.config.parse",
+    "ddpexp.cli.evaluate", "ddpexp.cli.resume", "ddpexp.cli.running", "ddpexp.config.compose", "ddpexp.config.parse",
     "ddpexp.data.images.files",
     "ddpexp.data.mnist.prepare", "ddpexp.launch.supervise.coordinator", "ddpexp.launch.supervise.watchdog",
     "ddpexp.plan.show", "ddpexp.cli.plan", "ddpexp.run.evaluation", "ddpexp.run.training", "ddpexp.sweep.run",

@@ -51,6 +51,8 @@ class Inbox:
 
     def on_profiled(self, message: Profiled) -> None:
         """Answer the requests for the profile that rank zero reports."""
+        for path in list(self._open):
+            self._follow(path)  # its steps may be done before anybody has looked
         for path, (request, answer, _) in list(self._open.items()):
             if request.kind == "profile" and answer.step is not None and message.begin <= answer.step < message.end:
                 self._answer(path, Answer("done", message.begin, message.end, message.missing))
