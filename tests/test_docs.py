@@ -28,6 +28,7 @@ from ddpexp.cli.plan import arguments_of
 from ddpexp.cli.predict import prediction_of
 from ddpexp.cli.rerun import run_of
 from ddpexp.cli.resume import resumed_run
+from ddpexp.cli.running import request_of
 from ddpexp.cli.schema import schema_of
 from ddpexp.cli.summary import SummaryArguments
 from ddpexp.cli.verb import Call
@@ -287,7 +288,11 @@ def accept(words: Sequence[str]) -> None:
         "predict": prediction_of,
         "export": lambda call: check_export(Path(call.options["--out"]), call.options["--format"]),
         "table": lambda call: call.typed(TableArguments.of(call.operands)),
+<<<<<<< HEAD
         "report": lambda call: TableArguments.of(call.operands),
+=======
+        **dict.fromkeys(("profile", "stacks", "save", "stop"), request_of),
+>>>>>>> a48f60cd (running: its commands in the documents are parsed by the tests)
         "status": lambda call: TableArguments.of(call.operands),
         "sync": lambda call: read_run(find_run(call.source()[0], "sync"), call.source()[1], "sync", call.restate),
         "help": lambda call: answer(call.operands, by_name=True),

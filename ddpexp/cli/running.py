@@ -7,7 +7,7 @@ import pwd
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from ddpexp.cli.status import resume_command, since
 from ddpexp.cli.verb import Call
 from ddpexp.errors import EXIT_DONE, DdpexpError, RefusedError, StoppedError
 from ddpexp.launch import requests
-from ddpexp.launch.requests import Answer, Request
+from ddpexp.launch.requests import Answer, Kind, Request
 from ddpexp.launch.supervise.stacks import Stack, shown, threads
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.run import lock
@@ -48,11 +48,9 @@ class _Options:
 
 def profile(call: Call) -> int:
     """Have a running run profile its next steps, and wait for the traces."""
-    numbers = {name: text for name, text in call.options.items() if name == "--steps"}
-    request = Request("profile", replace(call, options=numbers).typed(_Options()).steps)
-    with _Waiting(_running(call), request).asked() as waiting:
+    with _asked(call) as waiting:
         begin = waiting.until("agreed").step
-        waiting.say(f"the run profiles {counted(request.steps, 'step')} after step {begin}")
+        waiting.say(f"the run profiles {counted(waiting.request.steps, 'step')} after step {begin}")
         answer = waiting.until("done")
     assert answer.step is not None
     assert answer.end is not None
@@ -69,7 +67,7 @@ def profile(call: Call) -> int:
 
 def save(call: Call) -> int:
     """Have a running run save a checkpoint and continue."""
-    with _Waiting(_running(call), Request("save")).asked() as waiting:
+    with _asked(call) as waiting:
         step = waiting.until("done").step
         assert step is not None
         folder = waiting.run.checkpoints / folder_name(step)
@@ -84,7 +82,7 @@ def save(call: Call) -> int:
 
 def stop(call: Call) -> int:
     """Have a running run save and end, as on a signal."""
-    with _Waiting(_running(call), Request("stop")).asked() as waiting:
+    with _asked(call) as waiting:
         step = waiting.until("agreed", "done").step
         waiting.say("the run ends" if step is None else f"the run saves after step {step}, and ends")
         waiting.for_end()
@@ -101,10 +99,11 @@ def stop(call: Call) -> int:
 
 def stacks(call: Call) -> int:
     """Show where every rank of a running run is."""
-    run = _running(call)
+    waiting = _Waiting(_running(call), request_of(call))
+    run = waiting.run
     logs = {int(path.stem): Log.reading(path) for path in run.ranks.glob("*.log") if path.stem.isdecimal()}
     sizes = {rank: log.size() for rank, log in logs.items()}
-    with _Waiting(run, Request("stacks")).asked() as waiting:
+    with waiting.asked():
         waiting.until("done")
     deadline = time.monotonic() + _STACK_SECONDS
     while (found := {rank: _stacks_in(log.text(sizes[rank])) for rank, log in logs.items()}) and not all(
@@ -122,15 +121,32 @@ def stacks(call: Call) -> int:
     return EXIT_DONE
 
 
+def _asked(call: Call) -> AbstractContextManager[_Waiting]:
+    request = request_of(call)
+    return _Waiting(_running(call), request).asked()
+
+
+def request_of(call: Call) -> Request:
+    """Return what a command asks.
+
+    Raises:
+        RefusedError: it names no run or several, or a number of steps that cannot be.
+    """
+    if len(call.operands) != 1:
+        reason = "takes one directory, of a running run"
+        raise RefusedError(reason, place=call.name, suggestion=f"Type ddpexp {call.name} RUN_DIR.")
+    numbers = {name: text for name, text in call.options.items() if name == "--steps"}
+    steps = replace(call, options=numbers).typed(_Options()).steps
+    kind: Kind = call.name  # type: ignore[assignment]
+    return Request(kind, steps)
+
+
 def _running(call: Call) -> RunDir:
     """Return the running run that a command names.
 
     Raises:
         RefusedError: there is none, it does not run, or it is somebody else's.
     """
-    if len(call.operands) != 1:
-        reason = "takes one directory, of a running run"
-        raise RefusedError(reason, place=call.name, suggestion=f"Type ddpexp {call.name} RUN_DIR.")
     place = Path(call.operands[0])
     paths = sweeps_and_runs(place)
     if paths != [place] or SweepDir(place).is_sweep():
