@@ -288,11 +288,8 @@ def accept(words: Sequence[str]) -> None:
         "predict": prediction_of,
         "export": lambda call: check_export(Path(call.options["--out"]), call.options["--format"]),
         "table": lambda call: call.typed(TableArguments.of(call.operands)),
-<<<<<<< HEAD
         "report": lambda call: TableArguments.of(call.operands),
-=======
         **dict.fromkeys(("profile", "stacks", "save", "stop"), request_of),
->>>>>>> a48f60cd (running: its commands in the documents are parsed by the tests)
         "status": lambda call: TableArguments.of(call.operands),
         "sync": lambda call: read_run(find_run(call.source()[0], "sync"), call.source()[1], "sync", call.restate),
         "help": lambda call: answer(call.operands, by_name=True),
