@@ -61,10 +61,12 @@ class Inbox:
         """Say that the run has ended, and remove the folder if nobody waits for an answer."""
         if self._folder is None:
             return
-        for path, (_, answer, _) in list(self._open.items()):
+        for path in list(self._open):
             self._follow(path)
             if path in self._open:
-                self._answer(path, replace(answer, state="ended"))
+                request, answer, _ = self._open[path]
+                stops = request.kind == "stop" and answer.state == "agreed"
+                self._answer(path, replace(answer, state="done" if stops else "ended"))
         with suppress(OSError):
             self._folder.rmdir()
 

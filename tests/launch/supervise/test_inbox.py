@@ -122,6 +122,7 @@ def test_a_stop_is_a_signals_and_names_itself(command: Command, inbox: Inbox, as
     assert (stop.signum, stop.by, stop.at_once) == (15, "stopped by ddpexp stop", False)
     assert answer(first) == answer(second) == Answer("agreed", 2)
     inbox.close()
+    assert answer(first) == answer(second) == Answer("done", 2)
     assert answer(third) == Answer("ended", 2)  # nothing follows a stop
 
 
