@@ -91,6 +91,10 @@ _SENTENCES = {
     "dynamo_backend dynamo_plugin": "A model is compiled by trainer.compile=true.",
     "cpu": "The device is a key: trainer.device=cpu.",
     "gradient_accumulation_plugin": "The number of accumulated passes follows from trainer.micro_batch_size=32.",
+    "auto_find_batch_size auto_scale_batch_size find_executable_batch_size": (
+        "trainer.micro_batch_size=fit finds the largest micro-batch that fits (docs/find.md)."
+    ),
+    "auto_lr_find": "python -m ddpexp find lr recipe=mnist suggests a rate (docs/find.md).",
     "step_scheduler_with_optimizer": "A schedule follows epochs with scheduler=torch scheduler.interval=epoch.",
     "device_placement split_batches rng_types dataloader_config kwargs_handlers": (
         f"{_NOTHING}batches arrive on the device, and every random number follows from trainer.seed."

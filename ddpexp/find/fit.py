@@ -7,12 +7,13 @@ from typing import Any
 
 from ddpexp.config.fitted import FIT, KEY
 from ddpexp.config.parse import load
-from ddpexp.errors import RefusedError, WorkerError
+from ddpexp.errors import RefusedError, StoppedError, WorkerError
 from ddpexp.find.micro_batch import largest
 from ddpexp.find.search import Search, failure_text
 from ddpexp.find.show import nothing_fits
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.client import Server
+from ddpexp.run import outcome
 from ddpexp.system.terminal import print_message
 
 _MARGIN = 0.9  # of a CPU worker's memory: a run takes a little more than a trial, and nothing survives its lack there
@@ -25,6 +26,7 @@ def answer(request: Mapping[str, Any]) -> int:
         RefusedError: none fits, or the experiment cannot be trained for another reason.
     """
     experiment, layout = load(request["config"]), Layout(**request["layout"])
+    outcome.stop_on_signals()
     server = Server()
     try:
         search = Search(experiment, request["config"], layout, server, _report, measures_speed=False, margin=_MARGIN)
@@ -36,6 +38,8 @@ def answer(request: Mapping[str, Any]) -> int:
             value=FIT,
             suggestion=f"Type a number, such as {KEY}=1, to see the whole error.",
         ) from None
+    except StoppedError as error:
+        raise SystemExit(error.exit_code) from None  # the command that has started this process says so
     finally:
         server.close()
     found = largest(tried)

@@ -76,16 +76,17 @@ def render(found: Found) -> RenderableType:
     for one in found.tried:
         table.add_row(*map(Text, _cells(one)))
     lines = {**found.answers(), "changes": found.changes}
+    reasons = [f"a micro-batch of {one.micro_batch_size:,} fails: {one.why}" for one in found.tried if one.why]
     return Lines(
         table,
         "",
         *(Text(f"{name:<9}{text}") for name, text in lines.items()),
-        *(Text(f"note: {note}", style="dim") for note in found.notes),
+        *(Text(f"note: {note}", style="dim") for note in (*reasons, *found.notes)),
     )
 
 
 def _cells(one: Tried) -> list[str]:
-    fits = {"fits": "yes", "too large": "no (not tried to the end)", "fails": f"no: {one.why}"}
+    fits = {"fits": "yes", "too large": "no (not tried to the end)", "fails": "no (it fails)"}
     size = "" if one.peak_bytes is None else size_text(one.peak_bytes)
     if one.outcome == "too large":
         size = f"about {size}"

@@ -303,9 +303,7 @@ class Training(Lifecycle):
         If this start created the directory and is refused before the first step, the directory is removed.
         """
         refused = failure.refused or (failure.limit is not None and not self._began)
-        if refused and self._created is not None and not directory.has_trained(self._created[0]):
-            self._release()
-            directory.remove(*self._created)
+        if refused and self._remove_created():
             return
         if self.run is None or (not self._began and self.run.status() in ("done", None)):
             return
@@ -316,8 +314,17 @@ class Training(Lifecycle):
             if not undone or self.run.status() == "submitted":  # nobody sees what a submitted job prints
                 self.run.fail(failure)
 
+    def _remove_created(self) -> bool:
+        """Remove the run directory if this start has created it and nothing was trained; return whether it is gone."""
+        if self._created is None or directory.has_trained(self._created[0]):
+            return False
+        self._release()
+        directory.remove(*self._created)
+        return True
+
     def _interrupt(self, step: int | None, saved: bool) -> str:
         if self.run is None or not (self._began or self.run.status() == "submitted"):
+            self._remove_created()
             return "nothing was started"
         with self._warn_if_unwritable(self.run):
             self.run.interrupt(step)

@@ -98,7 +98,7 @@ class Trainer:
             also="per_device_train_batch_size per_gpu_train_batch_size accumulate_grad_batches "
             "gradient_accumulation_steps accum_iter accumulation_steps",
             remark="from which the number of accumulated passes follows",
-            advice={"max|largest|power|binsearch": "trainer.micro_batch_size=fit finds the largest that fits."},
+            synonyms={"fit": "true power binsearch max largest"},
         ),
     ]
     precision: Annotated[

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,8 @@ from ddpexp.system import files
 from ddpexp.system.memory_file import memory_file, read_memory_file
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
+
+_GRACE_SECONDS = 5.0  # from SIGTERM on
 
 
 class NoAnswerError(DdpexpError):
@@ -50,9 +53,15 @@ def call(
             stderr=stderr,
         )
     os.close(writing)
-    with open(reading) as file:
-        text = file.read()
-    status = process.wait()
+    try:
+        with open(reading) as file:
+            text = file.read()
+        status = process.wait()
+    except BaseException:  # a signal: the process removes what it has made
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)
+        raise
     if status or not text:
         raise NoAnswerError(status)
     answer = json.loads(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
-from ddpexp.errors import Failure, RefusedError
+from ddpexp.errors import Failure, RefusedError, StoppedError
 from ddpexp.launch import Done, Failed, Interrupted, Layout, Outcome, Participants
 from ddpexp.run import directory, lock
+from ddpexp.run import training as start
 from ddpexp.run.directory import RunDir
 from ddpexp.run.training import Training
 from tests.refusals import refused
@@ -55,6 +57,25 @@ def test_the_end_is_recorded_and_the_lock_released_once_no_worker_lives(
 def test_a_refusal_removes_the_directory_that_this_start_has_created(begun: Training) -> None:
     begun.end(Failed(Failure.of_refusal(RefusedError("no."))))
     assert not Path("run").exists()
+
+
+def test_a_stop_before_anything_is_written_removes_the_directory_that_this_start_has_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    composed = compose(["recipe=mnist", "data.source=embedded", "trainer.micro_batch_size=fit", "run.dir=a/run"])
+    assert composed is not None
+    training = Training(parse(composed.values), composed.text, composed.overrides, ["ddpexp"])
+
+    def stop(*_: object) -> dict[str, int]:
+        assert lock.read(Path("a/run", lock.NAME)) is not None
+        raise StoppedError(signal.SIGTERM)  # where a signal arrives while sizes are tried
+
+    monkeypatch.setattr(start, "fit", stop)
+    with pytest.raises(StoppedError):
+        training.begin(Layout(1, 1, "cpu", "gloo", 1), Participants(["here"]))
+    assert training.end(Interrupted()) == "nothing was started"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_left_is_told_with_the_command_that_resumes_it(begun: Training) -> None:
