@@ -109,8 +109,11 @@ def without_measures(line: bytes) -> bytes:
     begin = line.find(_NAMES[0])
     if begin < 0:
         return line
+    last = line.rfind(b'"', 0, line.rfind(b'":'))
+    if line.startswith(_NAMES, last):
+        return line[:begin].rstrip(b", ") + b"}"
     end = line.find(b",", max(map(line.rfind, _NAMES)))
-    return line[:begin].rstrip(b", ") + (line[end:] if end >= 0 else b"}")
+    return line[:begin] + line[end + 2 :]
 
 
 def _curves(measured: Sequence[MeasuredSteps]) -> dict[str, Curve]:
