@@ -143,6 +143,7 @@ def test_the_wheel_holds_every_file_that_a_run_needs_and_no_tests(wheel: Path) -
         for path in (ROOT / folder).rglob("*.py"):
             assert f"{place}/{path.relative_to(ROOT / folder)}" in names
     assert "ddpexp/py.typed" in names
+    assert {f"ddpexp/report/report.{kind}" for kind in ("html", "css", "js")} <= names
     assert {name.split("/")[0] for name in names} == {"ddpexp", f"ddpexp-{__version__}.dist-info"}
 
 

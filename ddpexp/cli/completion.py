@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from ddpexp.cli import verbs
+from ddpexp.cli.topics import TOPICS
 from ddpexp.cli.verb import CONFIG_DIR, MULTIRUN, Call, Option, load
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.system.yaml_text import load_yaml
@@ -301,6 +302,7 @@ def _topics(catalogue: Catalogue, current: str) -> Iterator[Word]:
         yield from _behind(f"{name}=", _values(catalogue, name, ""))
         return
     yield from (Word(verb.name, verb.summary) for verb in verbs.VERBS)
+    yield from map(Word, TOPICS)
     for section in dict.fromkeys([*catalogue.groups, *catalogue.sections]):
         yield Word(section)
         if "." in current and section in catalogue.values:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ddpexp.cli import verbs
 from ddpexp.cli.keys import Catalogue, KeyHelp, OptionHelp, nearest
+from ddpexp.cli.topics import TOPICS
 from ddpexp.cli.verb import Call
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import did_you_mean
@@ -55,11 +56,14 @@ def answer_topics(call: Call) -> int:
 
 
 def explain(arguments: Sequence[str], by_name: bool) -> int:
-    """Print the help of the verbs among the arguments, then the answer to the others; return the exit code."""
+    """Print the help of the verbs and topics among the arguments, then the answer to the others.
+
+    Return the exit code.
+    """
     gc.disable()  # nothing lives long here: a tenth of the time
-    named = [argument for argument in arguments if argument in verbs.NAMES]
+    named = [argument for argument in arguments if argument in verbs.NAMES or (by_name and argument in TOPICS)]
     for name in named:
-        show(verbs.BY_NAME[name].help())
+        show(TOPICS[name] if name in TOPICS else verbs.BY_NAME[name].help())
     others = [argument for argument in arguments if argument not in named]
     if others or not named:
         show(answer(others, by_name))
@@ -133,7 +137,7 @@ def _part(catalogue: Catalogue, argument: str) -> str:
     if elsewhere:
         return "\n\n".join(f"with {one.group}={one.name}:\n{_key(key)}" for one, key in elsewhere)
     keys = [*known, *(key for one in choosable for key in one.keys)]
-    names = [*verbs.NAMES, *catalogue.groups, *catalogue.values, *(key.name for key in keys)]
+    names = [*verbs.NAMES, *TOPICS, *catalogue.groups, *catalogue.values, *(key.name for key in keys)]
     raise RefusedError(
         "is not a command, group, option or key", place=f"help {argument}", suggestion=_near(name, names)
     )

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ddpexp.cli.verb import Call
@@ -49,7 +50,7 @@ def table(call: Call) -> int:
         typed = [name for name in arguments.columns.split(",") if name]
         columns = [comparison.chosen_column(name, rows, goal) for name in typed]
         chosen = _with_columns(rows, goal, columns)
-        if arguments.seeds and not any(name.removeprefix(LAST) in _metrics(rows, goal) for name in columns):
+        if arguments.seeds and not any(name.removeprefix(LAST) in _metrics(chosen, goal) for name in columns):
             raise RefusedError(
                 "names no metric, and the means have the keys that tell runs apart by themselves",
                 place=f"--seeds --columns {arguments.columns}",
@@ -79,15 +80,23 @@ def table(call: Call) -> int:
 
 
 def _with_columns(rows: Sequence[Row], goal: Goal, columns: Sequence[str]) -> list[Row]:
-    """Add the values of named columns that are keys, which only the configurations may have.
+    """Add the values of named columns that are keys, which only the configurations may have, or measures of the steps.
 
     Raises:
         RefusedError: nothing has such a column.
     """
+    rows = [
+        replace(row, metrics={**row.metrics, **{name: row.measured[name] for name in columns if name in row.measured}})
+        for row in rows
+    ]
     filled = with_values(rows, [name for name in columns if any(_has_key(row, name) for row in rows)])
     names = {
         *(tables.BEST_STEP, *tables.FACTS),
-        *(name for row in filled for name in (*row.resolved, *row.values, *comparison.columns_of(row, goal))),
+        *(
+            name
+            for row in filled
+            for name in (*row.resolved, *row.values, *row.measured, *comparison.columns_of(row, goal))
+        ),
     }
     for name in columns:
         if name.removeprefix(LAST) not in names:

@@ -286,7 +286,7 @@ into its directory, of anything into the FOLDER behind --out.""",
                 "--columns",
                 "these columns: keys of the configuration, metrics (the\n"
                 "best value where all keep it; or 'last eval/loss'),\n"
-                "status, step, time, directory",
+                "times/data and the like, status, step, time, directory",
                 "A,B,...",
                 "optimizer.lr,eval/loss",
             ),
@@ -539,15 +539,17 @@ YAML completes and checks the files that name it in their first line:
     ),
     Verb(
         "help",
-        "[COMMAND | GROUP | GROUP=OPTION | KEY ...]",
+        "[COMMAND | GROUP | GROUP=OPTION | KEY | times ...]",
         "explain one command, group, option or key",
         about="""\
-Explain a command, a group with its options, an option, or a key, such as
+Explain a command, a group with its options, an option, a key, or where the time
+of the steps goes, such as
 
     ddpexp help evaluate
     ddpexp help trainer
     ddpexp help trainer.reduction
     ddpexp help launcher=slurm
+    ddpexp help times
     ddpexp help --config-dir mine/conf model=mynet
 
 Without a PART: what to type first, and every group and key.""",

@@ -39,6 +39,7 @@ class RunFiles:
     overrides: Mapping[str, str] = field(default_factory=dict)
     result: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)  # how it runs: the newest values of `MEASURED`
     step: int | None = None
     started: float | None = None
     ended: float | None = None
@@ -56,11 +57,13 @@ class RunFiles:
         result, manifest = _object(run.result, problems), _object(run.manifest, problems)
         failure = _failure(_object(run.error, [])) if result.get("status") == "failed" else None
         try:
-            metrics, step = _newest_metrics(run.metrics, metric)
+            recorded, step = _newest_values(run.metrics, metric)
         except (OSError, ValueError) as error:
-            metrics, step = {}, None
+            recorded, step = {}, None
             if not isinstance(error, FileNotFoundError):
                 problems.append(f"metrics.jsonl cannot be read: {_reason(error)}")
+        measured = {name: value for name, value in recorded.items() if name.startswith(MEASURED)}
+        metrics = {name: value for name, value in recorded.items() if name not in measured}
         last = result.get("metrics")
         if isinstance(last, Mapping):
             metrics |= {name: value for name in last if (value := number_of(last[name])) is not None}
@@ -71,6 +74,7 @@ class RunFiles:
             overrides=override_values(masked_tree(run.read_overrides(), mask)),
             result=masked_tree(result, mask),
             metrics=masked_tree(metrics, mask),
+            measured=masked_tree(measured, mask),
             step=step if done_step is None else done_step,
             started=moment_of(manifest.get("started")),
             ended=ended,
@@ -182,7 +186,7 @@ def _failure(error: Mapping[str, Any]) -> str | None:
     return ": ".join(filter(None, (where, text_of(error.get("kind")), text_of(error.get("message"))))) or None
 
 
-def _newest_metrics(path: Path, metric: str | None) -> tuple[dict[str, float], int | None]:
+def _newest_values(path: Path, metric: str | None) -> tuple[dict[str, float], int | None]:
     """Return the newest values of training, of evaluation and of a named metric, and the last step.
 
     Raises: OSError, ValueError.
@@ -202,25 +206,21 @@ def _newest_metrics(path: Path, metric: str | None) -> tuple[dict[str, float], i
         record = parse_line(line)
         if step is None:
             step = count_of(record.get("step"))
-        metrics = _metrics(record)
-        if metrics:
-            kinds.add(any(name.startswith("train/") for name in metrics))
-        values = {**metrics, **values}
+        recorded = _values_of(record)
+        if recorded:
+            kinds.add(any(name.startswith("train/") for name in recorded))
+        values = {**recorded, **values}
         if len(kinds) == 2:
             break
     if metric is not None and metric not in values:  # older than these lines
         line = next((line for line in newest_first if quoted in line), b"")
-        values = {**_metrics(parse_line(line)), **values}
+        values = {**_values_of(parse_line(line)), **values}
     return values, step
 
 
-def _metrics(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a record, without the times of its steps."""
-    return {
-        name: value
-        for name in record
-        if "/" in name and not name.startswith(MEASURED) and (value := number_of(record[name])) is not None
-    }
+def _values_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values of a record that have names of metrics."""
+    return {name: value for name in record if "/" in name and (value := number_of(record[name])) is not None}
 
 
 def version_of(path: str | Path) -> object:

@@ -47,6 +47,7 @@ class Row:
     resolved: Mapping[str, Any] = field(default_factory=dict)  # values by key; empty until the run has begun
     changed: Mapping[str, Sequence[Value]] = field(default_factory=dict)  # those that changed on a resume, in order
     best: Best | None = None  # by its trainer.keep_best
+    measured: Mapping[str, float] = field(default_factory=dict)  # how it runs: newest values, such as of times/data
     values: Mapping[str, str] = field(default_factory=dict)  # as texts, of the keys in which rows may differ
 
     def plain(self, key: str) -> Any:
@@ -149,6 +150,7 @@ class RowReader:
             resolved=run.values,
             changed=run.changed,
             best=run.best,
+            measured=run.measured,
         )
 
 

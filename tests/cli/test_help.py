@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from ddpexp.cli import main, verbs
-from ddpexp.cli.help import answer, first
+from ddpexp.cli.help import answer, explain, first
 from ddpexp.cli.keys import Catalogue, typed
 from ddpexp.config.compose import overview
 from ddpexp.config.folders import conf_folder
 from ddpexp.errors import RefusedError
+from ddpexp.train.step_times import RECORDED_PHASES, SLOW_FACTOR, SLOW_RANK
 from tests.conftest import PATIENCE, Ddpexp
 from tests.listed import listed, unwrapped
 from tests.refusals import refused
@@ -306,3 +307,12 @@ def test_a_reader_that_goes_away_is_no_trouble(ddpexp: Ddpexp) -> None:
             os.close(reader)
             assert process.stderr is not None
             assert (process.wait(PATIENCE), process.stderr.read()) == (0, ""), arguments
+
+
+def test_the_times_of_a_record_are_a_topic_that_names_each_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(["times"], by_name=True) == 0
+    shown = capsys.readouterr().out
+    for name in (*(f"times/{phase}" for phase in RECORDED_PHASES), SLOW_RANK, SLOW_FACTOR):
+        assert f"{name} " in shown or f"{name}," in shown or f"{name}\n" in shown
+    with refused("help tims: ddpexp help times"):
+        explain(["tims"], by_name=True)

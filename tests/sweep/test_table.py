@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import re
 import statistics
@@ -15,6 +16,8 @@ import pytest
 from rich.console import Console
 
 from ddpexp.checkpoint.weights import Best
+from ddpexp.cli.table import table as table_verb
+from ddpexp.cli.verb import Call
 from ddpexp.sweep import comparison, table, table_files
 from ddpexp.sweep.arguments import TableArguments
 from ddpexp.sweep.files import override_values
@@ -520,3 +523,27 @@ def test_all_columns_are_all_keys_that_differ_and_all_metrics() -> None:
 def test_a_mean_has_two_digits_of_its_deviation(values: tuple[float, ...], percent: str, plain: str) -> None:
     sample = comparison.Sample(values)
     assert (table.mean_text("test/accuracy", sample), table.mean_text("test/loss", sample)) == (percent, plain)
+
+
+def test_a_measure_of_the_steps_is_a_column_when_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Made(tmp_path)
+    for seed, seconds in ((0, 0.25), (1, 0.75)):
+        job = made.job("optimizer.lr=0.1", f"trainer.seed={seed}")
+        line = {"step": 30, "train/loss": 0.5, "times/data": seconds, "memory/host": 2.5}
+        with (job / "metrics.jsonl").open("a") as file:
+            file.write(f"{json.dumps(line)}\n")
+    [first, _] = rows_of(tmp_path)
+    assert first.measured == {"times/data": 0.25, "memory/host": 2.5}
+    assert set(first.metrics) == {"train/loss", "eval/loss"}
+    options = {"--columns": "trainer.seed,times/data,memory/host", "--format": "markdown"}
+    assert table_verb(Call("table", [str(tmp_path)], options)) == 0
+    shown = capsys.readouterr().out
+    assert "| 1 | 0.75 | 2.5 |" in shown
+    assert "0.50 ± 0.35" in shown
+    assert table_verb(Call("table", [str(tmp_path)], {**options, "--columns": "times/data", "--seeds": ""})) == 0
+    assert table_verb(Call("table", [str(tmp_path)], {"--format": "markdown"})) == 0
+    assert "times/" not in capsys.readouterr().out.split("0.50 ± 0.35")[-1]
+    with refused("--columns times/dat: times/data"):
+        table_verb(Call("table", [str(tmp_path)], {"--columns": "times/dat"}))
