@@ -22,7 +22,7 @@ from ddpexp.cli.completion import SHELLS
 from ddpexp.cli.evaluate import evaluation_of
 from ddpexp.cli.find import arguments_of as find_arguments_of
 from ddpexp.cli.generate import GenerateArguments
-from ddpexp.cli.help import answer
+from ddpexp.cli.help import explain
 from ddpexp.cli.new import DEFAULT, kinds
 from ddpexp.cli.plan import arguments_of
 from ddpexp.cli.predict import prediction_of
@@ -292,7 +292,7 @@ def accept(words: Sequence[str]) -> None:
         **dict.fromkeys(("profile", "stacks", "save", "stop"), request_of),
         "status": lambda call: TableArguments.of(call.operands),
         "sync": lambda call: read_run(find_run(call.source()[0], "sync"), call.source()[1], "sync", call.restate),
-        "help": lambda call: answer(call.operands, by_name=True),
+        "help": lambda call: explain(call.operands, by_name=True),
         "schema": lambda call: schema_of(call.operands),
         "completion": lambda call: SHELLS.index(call.operands[0]),
         "new": lambda call: kinds().index(call.options.get("--like", DEFAULT)),
