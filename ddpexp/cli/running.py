@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import pwd
 import secrets
 import time
@@ -39,6 +40,7 @@ _STACK_SECONDS = 5.0
 _NOTICE_SECONDS = 2.0  # after which a wait is said
 _POLL_SECONDS = 0.1
 _LOOK_SECONDS = 1.0  # from one look at the run's own status to the next
+_SCHEDULER_SECONDS = 20.0  # the same, where a scheduler knows it
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,8 @@ class _Waiting:
     def __post_init__(self) -> None:
         """Choose a name that nobody else chooses."""
         self._name = f"{secrets.token_hex(8)}.json"
-        self._looked_at = time.monotonic()
+        self._looked_at = self._asked_at = time.monotonic()
+        self._over = False
 
     @contextmanager
     def asked(self) -> Iterator[_Waiting]:
@@ -238,24 +241,29 @@ class _Waiting:
                 found.append(answer)
             return bool(found)
 
-        reached = self._answer()
-        seconds = _ANSWER_SECONDS if reached is None else _WORK_SECONDS
-        silence = f"has not answered for {seconds:.0f} s: its command, or its host, is stopped or cut off"
-        self._until(has_come, seconds, "the run has not answered yet", silence)
+        if self._answer() is None:
+            seconds, notice = _ANSWER_SECONDS, "the run has not answered yet"
+            silence = f"has not answered for {seconds:.0f} s: its command, or its host, is stopped or cut off"
+        else:
+            seconds, notice, silence = _WORK_SECONDS, self._where, "has not done it within an hour"
+        self._until(has_come, seconds, notice, silence)
         return found[0]
 
     def for_(self, happens: Callable[[], bool], silence: str) -> None:
         """Wait for something that the run does."""
-        self.began = time.monotonic()
-        self._until(happens, _WORK_SECONDS, "", silence)
+        self._until(happens, _WORK_SECONDS, self._where, silence)
 
     def for_end(self) -> None:
         """Wait until the run has ended."""
-        self.began = time.monotonic()
-        while rows_of(self.run.path)[0].status == "running":
-            if time.monotonic() - self.began > _WORK_SECONDS:
-                raise DdpexpError(f"{files.typed(self.run.path)} has not ended within {_WORK_SECONDS:.0f} s")
-            time.sleep(_POLL_SECONDS)
+
+        def has_ended() -> bool:
+            return self._over or lock.read(self.run.path / lock.NAME) is None
+
+        self._until(has_ended, _WORK_SECONDS, self._where, "has not ended within an hour")
+
+    @property
+    def _where(self) -> str:
+        return f"waiting for it; ddpexp stacks {files.typed(self.run.path)} shows where the ranks are"
 
     def say(self, text: str) -> None:
         """Say how far it is, once."""
@@ -299,8 +307,15 @@ class _Waiting:
             time.sleep(_POLL_SECONDS)
 
     def _is_over(self) -> bool:
+        """Look whether the run has ended; its lock says so, unless it was killed."""
         owner = lock.read(self.run.path / lock.NAME)
-        return owner is None or owner.is_alive() is False
+        now = time.monotonic()
+        if owner is None:
+            self._over = True
+        elif owner.host == platform.node() or now - self._asked_at > _SCHEDULER_SECONDS:
+            self._asked_at = now
+            self._over = owner.is_alive() is False
+        return self._over
 
     def _ended(self) -> DdpexpError:
         [row] = rows_of(self.run.path)
