@@ -339,7 +339,8 @@ function showAt(chart, x, y, corner) {
     if (!line) return;
     const at = nearest(line.x, place);
     const gap = Math.abs(chart.atX(line.x[at]) - chart.atX(place));
-    if (gap < 24) found.push({ i, x: line.x[at], value: line.y[at], far: Math.abs(chart.atY(line.y[at]) - y) });
+    const isWithin = place >= line.x[0] && place <= line.x[line.x.length - 1];
+    if (isWithin || gap < 24) found.push({ i, x: line.x[at], value: line.y[at], far: Math.abs(chart.atY(line.y[at]) - y) });
   });
   if (!found.length) return hideTip(chart);
   const near = found.reduce((one, other) => (other.far < one.far ? other : one));
