@@ -60,7 +60,7 @@ def _check_file(file: Path) -> None:
         )
     if file.suffix not in (".html", ".htm"):
         html = files.typed(file.with_suffix(".html")) if file.name else _NAME
-        raise RefusedError("is no name of an HTML file, which this is", place=place, suggestion=f"Type --out {html}.")
+        raise RefusedError("does not end in .html, and a report is HTML", place=place, suggestion=f"Type --out {html}.")
     if not file.parent.is_dir():
         raise RefusedError(
             f"There is no folder {file.parent}", place=place, suggestion="Make it first, or name another."

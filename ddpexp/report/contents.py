@@ -24,7 +24,7 @@ from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row
 from ddpexp.sweep.table import FACTS, basis_text, best_text, count_text, jobs_grid, means_grid, metric_columns
 from ddpexp.system import files
-from ddpexp.system.text import one_line
+from ddpexp.system.text import counted, one_line
 from ddpexp.train.step_times import RECORDED_PHASES
 from ddpexp.train.verdict import read_sentence
 
@@ -98,7 +98,7 @@ def _notes(reported: Reported, records: Sequence[Mapping[str, Any]]) -> list[str
     running = sum(row.status == "running" for row in reported.rows)
     notes = [
         basis_text(reported.every, reported.goal),
-        f"{running} still running: the report has what they had recorded when it was made" if running else "",
+        f"still running when this was made: {counted(running, 'run')}" if running else "",
         f"only the first {len(reported.rows)} runs are shown, {more:,} more are not" if more else "",
         f"{left_out:,} metrics are left out" if left_out else "",
     ]
