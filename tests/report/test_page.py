@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +17,7 @@ from ddpexp.cli.verb import Call
 from ddpexp.report.page import embedded, is_report
 from ddpexp.sweep.folder import SweepDir
 from tests.refusals import refused
-from tests.report.made import HOSTILE, hostile, png, sweep, write_events, write_manifest
+from tests.report.made import HOSTILE, hostile, png, record, sweep, write_events, write_manifest, write_records
 from tests.sweep.made import hold, run
 
 HERE = Path(__file__).parents[2] / "ddpexp/report"
@@ -182,6 +183,23 @@ def test_many_runs_with_many_keys_have_a_bounded_page(tmp_path: Path, monkeypatc
     assert any("3 more are not" in note for note in data["notes"])
     assert len(data["table"]["head"]) < 70
     assert len(text) < 400_000
+
+
+@pytest.mark.slow
+def test_the_page_of_a_hundred_long_runs_with_large_pictures_is_below_five_megabytes(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    noise = [png() + draw.randbytes(90_000) for _ in range(4)]  # behind its end a picture may have anything
+    for number in range(100):
+        job = run(tmp_path / "runs" / f"{number:03d}", [f"optimizer.lr={number}"])
+        write_manifest(job)
+        names = ("train/loss", "train/accuracy", "train/lr", "train/grad_norm", "train/samples_per_second", "eval/loss")
+        lines = [record(step, {name: draw.random() for name in names}) for step in range(1, 1001)]
+        write_records(job / "metrics.jsonl", lines)
+        write_events(job / "tb", [("samples", step, picture) for step, picture in enumerate(noise)])
+    text, data = page(tmp_path / "runs", out=tmp_path / "report.html")
+    assert len(data["runs"]) == 100
+    assert data["pictures"]
+    assert 2_000_000 < len(text) < 5_000_000
 
 
 def test_a_report_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
