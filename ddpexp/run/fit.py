@@ -12,7 +12,9 @@ from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layout
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.system import separate_process
+from ddpexp.run import directory
+from ddpexp.run.directory import RunDir
+from ddpexp.system import files, separate_process
 from ddpexp.system.terminal import print_message
 
 
@@ -39,6 +41,21 @@ def fit(experiment: Experiment, text: str, layout: Layout, before: Mapping[str, 
     size = _search(text, layout)
     check_layout(with_size(experiment, size), layout)
     return {KEY: size}
+
+
+def fit_on_this_host(run: RunDir, start: str, layout: Layout) -> dict[str, Any]:
+    """Return the largest micro-batch that fits on a host that is not the first, whose memory may be less.
+
+    The first command of a host finds it, and the others read what it has found for the same `start`.
+    """
+    host = directory.host()
+    path = run.ranks / f"fit-{host}.json"
+    known = run.read_if_present(path) or {}
+    if known.get("start") != start or not isinstance(known.get("size"), int):
+        print_message(f"ddpexp: {KEY}={FIT}: finding the largest micro-batch that fits on {host}, too")
+        known = {"start": start, "size": _search(run.config.read_text(), layout)}
+        files.write_json(path, known)
+    return {"host": host, "size": known["size"]}
 
 
 def _search(text: str, layout: Layout) -> int:

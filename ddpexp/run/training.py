@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.checkpoint import initial
-from ddpexp.config import fused
+from ddpexp.config import fitted, fused
 from ddpexp.config.compare import list_changes
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.schema import Experiment
@@ -26,7 +26,7 @@ from ddpexp.launch import Done, Failed, Interrupted, Job, Layout, Lifecycle, Out
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import alerts, directory, links, lock, manifest, pretrained, repeated, repository, resume, sync
 from ddpexp.run.directory import RunDir
-from ddpexp.run.fit import fit
+from ddpexp.run.fit import fit, fit_on_this_host
 from ddpexp.run.history import values_of
 from ddpexp.run.prepare import prepare, prepare_to_resume, used_facts
 from ddpexp.run.provenance import provenance
@@ -203,7 +203,8 @@ class Training(Lifecycle):
         snapshot = repository.snapshot(code_folder(self.job.identity), code.files)
         diff, path = manifest.diff_of(run, snapshot, before)
         resolved: dict[str, Any] = fused.resolve(self.experiment, layout.device, before)
-        resolved |= fit(self.experiment, self._files.text, layout, self._fitted_by(before))
+        fitted_by = self._fitted_by(before)
+        resolved |= fit(self.experiment, self._files.text, layout, fitted_by)
         start = manifest.Start(
             layout=layout,
             argv=self.argv,
@@ -220,9 +221,11 @@ class Training(Lifecycle):
         with self._refuse_if_unwritable(run):
             self.run, self._began = run, True
             self._files.write(run, previous, contents, {path: snapshot.diff} if path else {})
-        worker_args = {
+        worker_args: dict[str, Any] = {
             "notes": notes, "config": files.digest(run.config), "pretrained": fetched, **initial_weights
         }  # fmt: skip
+        if fitted.KEY in resolved and resolved[fitted.KEY] != fitted.recorded(fitted_by) and layout.nodes > 1:
+            worker_args["fit"] = {"host": directory.host(), "size": resolved[fitted.KEY]}  # which others compare
         # The hashes prove that another host sees the same run directory.
         shared = {"run": str(run.path.resolve()), "manifest": files.digest(run.manifest), "worker_args": worker_args}
         return replace(self._work(run, data, worker_args), shared=shared)
@@ -278,6 +281,9 @@ class Training(Lifecycle):
             pretrained.fetch(self.experiment.model, run.config.read_text())
         trained_on = trained_data(run.read_if_present(run.manifest))
         data = prepare_to_resume(self.experiment.data, self.experiment.trust, trained_on, self._is_stored)
+        found = worker_args.get("fit")
+        if found is not None and found["host"] != directory.host():
+            worker_args = {**worker_args, "fit": fit_on_this_host(run, shared["manifest"], layout)}
         return self._work(run, data, worker_args)
 
     def end(self, outcome: Outcome | None) -> str:

@@ -147,7 +147,7 @@ def join(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> RunCo
     log = open_log(world, control, run.log)
     for note in worker_args.get("notes", ()) if world.is_rank_zero else ():
         log.info(note)
-    manifest = run.read(run.manifest)
+    manifest = _least_fitted(run, worker_args.get("fit"), world)
     return RunContext(
         run=run,
         config=config,
@@ -405,6 +405,20 @@ def situation(
     if batch_size is not None:
         plan = replace(plan, micro_batch_size=batch_size)
     return gpu_memory.Situation(plan, trainer.precision, control.status.phase, experiment.data.on_device is True)
+
+
+def _least_fitted(run: RunDir, found: Mapping[str, Any] | None, world: World) -> dict[str, Any]:
+    """Return the manifest; where hosts have found micro-batches, with the least one. Ranks: all; communicates then."""
+    manifest = run.read(run.manifest)
+    if found is None:
+        return manifest
+    least = -int(world.max(torch.tensor([-found["size"]], device=world.device)))
+    if least != fitted.recorded(manifest):
+        manifest = {**manifest, "resolved": {**manifest["resolved"], fitted.KEY: least}}
+        world.barrier()  # every rank has read the old one
+        if world.is_rank_zero:
+            files.write_json(run.manifest, manifest)
+    return manifest
 
 
 def _read_configuration(run: RunDir, digest: str | None) -> str:

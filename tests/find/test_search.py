@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, finish
+from tests.launch.starters import free_port
 
 MEMORY_KIB = 900_000  # of each process: a worker with a micro-batch of 8,192 pictures takes more, one with 1,024 less
 LENET = (
@@ -100,3 +101,30 @@ def test_what_cannot_be_found_is_said(ddpexp: Ddpexp) -> None:
         assert done.code == 2
         assert said in done.err
         assert "Traceback" not in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_least_of_what_fits_on_two_hosts_is_taken(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-u", "true"], capture_output=True).returncode:
+        pytest.skip("only root may give a command another host name")
+    words = (
+        *LENET, "trainer.gpus=1", "trainer.nodes=2", "launcher.master_addr=127.0.0.1",
+        f"launcher.master_port={free_port()}", "trainer.micro_batch_size=fit", f"run.dir={tmp_path}/run",
+    )  # fmt: skip
+    smaller = f'hostname smaller && ulimit -d {MEMORY_KIB - 200_000} && exec "$0" "$@"'
+    hosts = {"0": ["env"], "1": ["unshare", "-u", "bash", "-c", smaller]}
+    processes = [
+        subprocess.Popen(
+            [*before, sys.executable, "-m", "ddpexp", *words, f"launcher.node_rank={rank}"],
+            cwd=ddpexp.folder, env=ddpexp.environ, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )
+        for rank, before in hosts.items()
+    ]  # fmt: skip
+    first, second = (finish(process, tmp_path / "run", PATIENCE) for process in processes)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    on_second = json.loads((tmp_path / "run/ranks/fit-smaller.json").read_text())["size"]
+    assert on_second < 4096  # what fits on the first
+    assert json.loads((tmp_path / "run/manifest.json").read_text())["resolved"]["trainer.micro_batch_size"] == on_second
+    assert f"micro-batch {on_second:,} x" in first.out
