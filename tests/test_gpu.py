@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -500,6 +501,30 @@ def test_inline_gives_the_weights_of_spawn_on_a_gpu(ddpexp: Ddpexp) -> None:
     assert (inline.code, spawn.code) == (0, 0), inline.err + spawn.err
     assert inline.manifest()["world"]["device"] == "cuda"
     assert inline.result()["weights_sha256"] == spawn.result()["weights_sha256"]
+
+
+def test_a_profile_has_the_kernels_and_a_snapshot_the_memory(ddpexp: Ddpexp) -> None:
+    recipe = Recipe(ddpexp)
+    words = "trainer.gpus=1", "trainer.deterministic=true"
+    plain, done = recipe(*words), recipe(*words, "trainer.profile=1:3", "trainer.memory_snapshot=2")
+    assert (plain.code, done.code) == (0, 0), plain.err + done.err
+    assert done.result()["weights_sha256"] == plain.result()["weights_sha256"]
+    with gzip.open(done.run / "profiles/step1/rank0.trace.json.gz") as file:
+        kinds = {event.get("cat") for event in json.load(file)["traceEvents"]}
+    assert {"kernel", "user_annotation"} <= kinds
+    assert "on the GPU" in (done.run / "profiles/step1/rank0.operators.txt").read_text()
+    assert (done.run / "profiles/step2/rank0.memory.pickle").stat().st_size > 0
+
+
+def test_memory_that_runs_out_leaves_a_snapshot(ddpexp: Ddpexp) -> None:
+    code = """\
+class Greedy(Sides):
+    def step(self, model, batch):
+        torch.empty(1 << 50, device="cuda")
+"""
+    done = Recipe(ddpexp, code)("task._target_=points.Greedy", "trainer.gpus=1", "trainer.memory_snapshot=oom")
+    assert done.code == 1, done
+    assert (done.run / "profiles/oom/rank0.memory.pickle").stat().st_size > 0
 
 
 @two_gpus

@@ -56,6 +56,8 @@ def profile(call: Call) -> int:
         answer = waiting.until("done")
     assert answer.step is not None
     assert answer.end is not None
+    if answer.missing == waiting.run.layout().world_size:
+        raise DdpexpError("No rank could write its profile", place=waiting.run.path, suggestion="See the run's output.")
     folder, window = waiting.run.profile(answer.step), StepWindow(answer.step, answer.end)
     if call.as_json:
         print_json({"directory": str(folder.absolute()), **window._asdict(), "missing": answer.missing})

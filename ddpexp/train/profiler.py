@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import logging
@@ -19,6 +20,7 @@ from ddpexp.distributed.times import NOWHERE
 from ddpexp.settings.profile import KEY, MOST_STEPS, StepWindow
 from ddpexp.system import files
 from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.text import counted
 from ddpexp.train.memory_snapshot import StepSnapshot
 from ddpexp.train.metrics import Clock
 from ddpexp.train.run import TrainingRun
@@ -106,7 +108,8 @@ class Profiler:
             missing = int(self._world.sum(torch.tensor([not is_written], dtype=torch.int64, device=self._world.device)))
         if self._world.is_rank_zero:
             self._control.send("profiled", begin=window.begin, end=window.end, missing=missing)
-            _LOG.info(_said(window, folder, missing))
+            if missing < self._world.world_size:
+                _LOG.info(_said(window, folder, missing))
 
     def discard(self) -> None:
         """Stop a profile in progress, and write nothing: the run ends, and a resume profiles its steps again."""
@@ -138,6 +141,8 @@ class Profiler:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             profiled.export_chrome_trace(str(raw))  # type: ignore[no-untyped-call]
+            if not raw.exists():  # torch only logs that
+                raise OSError(errno.ENOSPC, "torch could not write it all; the disk may be full")
             with raw.open("rb") as source, gzip.open(partial, "wb", compresslevel=5) as target:
                 # What tells tools that read the traces of all ranks which one this is.
                 place = {"rank": rank, "world_size": self._world.world_size}
@@ -151,7 +156,7 @@ class Profiler:
             _LOG.warning(f"the profile of rank {rank} cannot be written: {why}")
             return False
         finally:
-            for path in (raw, partial):
+            for path in (raw, raw.with_name(f"{raw.name}.tmp"), partial):
                 with suppress(OSError):
                     path.unlink()
         return True
@@ -242,7 +247,7 @@ def _remove_old(folder: Path) -> None:
 
 
 def _said(window: StepWindow, folder: Path, missing: int) -> str:
-    lacks = f", without those of {missing} ranks" if missing else ""
+    lacks = f", without those of {counted(missing, 'rank')}" if missing else ""
     return (
         f"profile of {window}: {files.typed(folder)}{lacks}. Open rank0.trace.json.gz at https://ui.perfetto.dev or "
         "chrome://tracing; rank0.operators.txt lists the operators that took most"
