@@ -213,16 +213,20 @@ def command_of(text: str) -> list[str] | None:
     return None if place is None or "->" in words else words[place + 1 :]
 
 
+SECTIONS = {*groups([conf_folder()]), "run", "sweep", "task", "hydra"}
+
+
 def is_overrides(text: str) -> bool:
     """Return whether a piece of inline code is nothing but overrides."""
+    if "=" not in text:
+        return False
     try:
         words = shlex.split(text)
     except ValueError:
         return False
-    sections = {*groups([conf_folder()]), "run", "sweep", "task", "hydra"}
     known = [re.match(r"-m$|\+{0,2}([a-z]+)([./]\w+)*=", word) for word in words]
     return any("=" in word for word in words) and all(
-        one is not None and (one[0] == "-m" or one[1] in sections) for one in known
+        one is not None and (one[0] == "-m" or one[1] in SECTIONS) for one in known
     )
 
 

@@ -6,7 +6,7 @@ Read it aloud once when it changes: a sentence that needs its code to be underst
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,12 +38,11 @@ class Message:
         return f"- {kind}{key}{place}{self.fields.get('reason', '')}{suggestion}"
 
 
-def error_classes(trees: dict[Path, ast.Module]) -> set[str]:
+def error_classes(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the names of the classes derived from DdpexpError."""
     bases = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
-        for tree in trees.values()
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ClassDef)
     }
     known = {"DdpexpError"}
@@ -54,10 +53,11 @@ def error_classes(trees: dict[Path, ast.Module]) -> set[str]:
 
 def messages() -> Iterator[Message]:
     """Yield every construction of an error in ddpexp, in the order of the files."""
-    trees = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "ddpexp").rglob("*.py"))}
-    classes = error_classes(trees)
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
+    sources = {path: path.read_text() for path in sorted((ROOT / "ddpexp").rglob("*.py"))}
+    nodes = {path: list(ast.walk(ast.parse(source))) for path, source in sources.items() if "Error" in source}
+    classes = error_classes(node for those in nodes.values() for node in those)
+    for path, those in nodes.items():
+        for node in those:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes:
                 given = dict(zip(FIELDS[:1], node.args, strict=False))
                 given |= {word.arg: word.value for word in node.keywords if word.arg in FIELDS}
