@@ -22,7 +22,16 @@ from ddpexp.sweep.grid import Grid
 from ddpexp.sweep.job_status import STATUSES
 from ddpexp.sweep.record import Goal
 from ddpexp.sweep.rows import Row
-from ddpexp.sweep.table import FACTS, basis_text, best_text, count_text, jobs_grid, means_grid, metric_columns
+from ddpexp.sweep.table import (
+    DIRECTORY,
+    FACTS,
+    basis_text,
+    best_text,
+    count_text,
+    jobs_grid,
+    means_grid,
+    metric_columns,
+)
 from ddpexp.system import files
 from ddpexp.system.text import counted, one_line
 from ddpexp.train.step_times import RECORDED_PHASES
@@ -144,7 +153,7 @@ def _objective(reported: Reported, metric: str | None) -> tuple[str, list[float 
 def _table(reported: Reported) -> dict[str, Any]:
     """Return the table of runs, as `ddpexp table` has it, with what its cells are sorted by."""
     metrics = metric_columns(reported.every, reported.goal)
-    columns = [*_keys(reported), *metrics[:_COLUMNS], *FACTS]
+    columns = [*_keys(reported), *metrics[:_COLUMNS], *(name for name in FACTS if name != DIRECTORY)]
     grid = jobs_grid(reported.rows, reported.goal, reported.every, full=True, columns=columns)
     values = [comparison.columns_of(row, reported.goal) for row in reported.rows]
     facts = [{"step": row.step, "time": row.seconds} for row in reported.rows]

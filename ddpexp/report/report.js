@@ -154,7 +154,7 @@ function showRuns() {
       drawCurves();
       drawAxes();
     } });
-    return html("td", {}, html("label", {}, box, " ", run.swatch));
+    return html("td", { class: "name", title: run.name }, html("label", {}, box, " ", run.swatch, " ", run.name));
   });
   made.lines.forEach((line, i) => {
     runs[i].line = line;

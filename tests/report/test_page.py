@@ -76,7 +76,7 @@ def test_a_single_run_and_one_that_is_running_have_a_page(tmp_path: Path) -> Non
     write_manifest(run(tmp_path / "one"))
     _, data = page(tmp_path / "one", out=tmp_path / "report.html")
     assert (data["axes"], data["seeds"], data["differences"]) == ([], None, [])
-    assert data["table"]["lines"] == [["0.5", "done", "30", "", "one"]]
+    assert data["table"]["lines"] == [["0.5", "done", "30", ""]]
     job = sweep(tmp_path / "sweep") / "0000_optimizer.lr=0.1,trainer.seed=0"
     (job / "result.json").unlink()
     hold(job)
