@@ -134,6 +134,7 @@ def test_a_directory_that_cannot_be_written_is_reported_and_the_table_is_shown(t
         (["table", "SWEEP", "--columns=eval/los"], "--columns eval/los: --columns eval/loss?"),
         (["table", "SWEEP", "--columns", "time,trainer.sed"], "--columns trainer.sed"),
         (["table", "SWEEP", "--columns", "lr"], "--columns lr: --columns optimizer.lr?"),
+        (["table", "SWEEP", "--columns", "lr,los"], "--columns lr,los: --columns optimizer.lr,eval/loss?"),
         (["table", "SWEEP", "--columns", "lr,", "eval/loss"], "--columns lr,: --columns lr,eval/loss"),
         (["table", "SWEEP", "sweep.objective=loss"], "sweep.objective=loss: sweep.objective=eval/loss?"),
         (["table", "SWEEP", "--out", "rates.csv"], "--out rates.csv: --format csv > rates.csv"),
