@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import pwd
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +40,7 @@ _WORK_SECONDS = 3600.0  # for what it then does
 _STACK_SECONDS = 5.0
 _NOTICE_SECONDS = 2.0  # after which a wait is said
 _POLL_SECONDS = 0.1
+_OF_LAUNCH = re.compile(r"/ddpexp/(launch|system)/|^<string>$")  # of every rank's stack, below its own work
 _LOOK_SECONDS = 1.0  # from one look at the run's own status to the next
 _SCHEDULER_SECONDS = 20.0  # the same, where a scheduler knows it
 
@@ -285,7 +287,7 @@ class _Waiting:
 
     def _answer(self) -> Answer | None:
         with suppress(ValueError):
-            return requests.read(self.path)[1]
+            return requests.read(self.path, self.run.path.stat().st_uid)[1]  # root may ask other users' runs
         return None
 
     def _until(self, happens: Callable[[], bool], seconds: float, notice: str, silence: str) -> None:
@@ -342,7 +344,8 @@ def _lines(of_ranks: Mapping[int, list[Stack]], run: RunDir) -> Iterator[str]:
     silent = groups.pop((), [])
     for stack, ranks in groups.items():
         yield f"rank {first_few(ranks, most=16)}: {one_line(str(shown(stack)))}"
-        yield from (f"    {one_line(str(frame))}" for frame in stack)
+        own = [frame for frame in stack if not _OF_LAUNCH.search(frame.file)] or stack
+        yield from (f"    {one_line(str(frame))}" for frame in own)
     if silent:
         yield (
             f"rank {first_few(silent, most=16)}: no stack: the process is stopped, or the kernel holds it, as in a "

@@ -62,15 +62,15 @@ def write(path: Path, request: Request, answer: Answer | None = None) -> None:
     files.write_json(path, {**asdict(request), "answer": None if answer is None else asdict(answer)})
 
 
-def read(path: Path) -> tuple[Request, Answer | None]:
-    """Read the file of a request, of which this user, or root, must be the owner.
+def read(path: Path, owner: int | None = None) -> tuple[Request, Answer | None]:
+    """Read the file of a request, of which this user, root, or the user `owner` must be the owner.
 
     Raises: OSError, ValueError.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid not in (0, os.geteuid()):
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in (0, os.geteuid(), owner):
             raise ValueError("not a file of this user")
         content = files.parse_json(os.read(descriptor, _MOST_BYTES))
     finally:

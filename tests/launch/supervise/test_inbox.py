@@ -185,5 +185,8 @@ def test_somebody_elses_file_is_ignored(
     if uid == 0:
         real = os.fstat
         monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result((*real(fd)[:4], 4711, *real(fd)[5:10])))
-    ask("stop")
+    path = ask("stop")
     assert command.decider.state.stop is None
+    with pytest.raises(ValueError, match="not a file of this user"):
+        requests.read(path)
+    assert requests.read(path, uid or 4711) == (Request("stop"), None)  # as root reads the answer of another user's run
