@@ -53,7 +53,7 @@ COMMAND = (
     "data.images.files", "data.text.prepare",
     "launch.launchers.local", "launch.launchers.inline", "launch.supervise.coordinator",
     "launch.supervise.in_process", "run.training",
-    "cli.doctor",
+    "cli.doctor", "cli.find",
 )  # fmt: skip
 HEAVY = {"torch", "torchvision", "numpy", "rich", "safetensors", "tensorboard", "recipes"}
 

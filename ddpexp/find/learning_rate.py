@@ -12,9 +12,9 @@ import yaml
 from ddpexp.check.job import temporary_folder
 from ddpexp.check.short_run import short_tree
 from ddpexp.config.schema import Experiment
-from ddpexp.errors import RefusedError, WorkerError
+from ddpexp.errors import DdpexpError, RefusedError, WorkerError
 from ddpexp.find.range_test import Curve, curve_of, rounded
-from ddpexp.find.trial import Trial
+from ddpexp.find.trial import Trial, workers_here
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.client import Server
 from ddpexp.plan.schedule_plot import chart
@@ -55,7 +55,12 @@ class RangeTest:
                 if error.failure.kind != "NonFiniteError":
                     raise
                 records, failed = trial.records(), True
-        losses = [record["train/loss"] for record in records]
+        losses = [record["train/loss"] for record in records if "train/loss" in record]
+        if not losses and not failed:
+            raise DdpexpError(
+                "The task records no train/loss, which a range test looks at",
+                suggestion="Return a `loss` among the sums of its train_step.",
+            )
         return curve_of(losses, self.low, self.high, self.num_steps, failed)
 
     def _base(self) -> float:
@@ -78,10 +83,7 @@ class RangeTest:
         tree: dict[str, Any] = short_tree(self.text, self.experiment, str(place), unchanged=_KEPT)
         tree["callbacks"] = {}  # they may end a run by its evaluations
         tree["trainer"] |= {
-            "gpus": self.layout.world_size // self.layout.nodes,
-            "device": self.layout.device,
-            "backend": self.layout.backend,
-            "threads": self.layout.threads,
+            **workers_here(self.layout, self.layout.world_size // self.layout.nodes),
             "max_steps": self.num_steps,
             "log_every": 1,
             "eval_every": 0,

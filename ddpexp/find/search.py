@@ -14,7 +14,7 @@ from ddpexp.check.short_run import short_tree
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import DdpexpError, RefusedError, WorkerError
 from ddpexp.find.micro_batch import Tried, divisors, next_size, predicted_bytes
-from ddpexp.find.trial import Observed, Trial, is_out_of_memory
+from ddpexp.find.trial import Observed, Trial, is_out_of_memory, workers_here
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.client import Server
 from ddpexp.plan.calibrate import step_ms
@@ -115,10 +115,7 @@ class Search:
         tree = short_tree(self.text, self.experiment, str(place), unchanged=_KEPT)
         trainer = self.experiment.trainer
         tree["trainer"] |= {
-            "gpus": self.workers,
-            "device": self.layout.device,
-            "backend": self.layout.backend,
-            "threads": self.layout.threads,
+            **workers_here(self.layout, self.workers),
             "max_steps": steps,
             "global_batch_size": self.samples_of_rank * self._data_size(self.workers),
             "micro_batch_size": size,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ddpexp.check.job import make_run
 from ddpexp.check.quiet_launch import run_quietly
@@ -91,7 +92,13 @@ class Trial(Lifecycle):
         """Return the records of its training steps so far."""
         path = self.run.metrics
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [line for line in lines if "train/loss" in line]
+        return [line for line in lines if "train/samples_per_second" in line]
+
+
+def workers_here(layout: Layout, workers: int) -> dict[str, Any]:
+    """Return the keys of `trainer` with which so many workers of a layout run on this machine."""
+    backend = "auto" if layout.backend == "mpi" else layout.backend  # which only mpirun connects
+    return {"gpus": workers, "device": layout.device, "backend": backend, "threads": layout.threads}
 
 
 def is_out_of_memory(error: WorkerError) -> bool:
