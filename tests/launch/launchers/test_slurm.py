@@ -936,7 +936,7 @@ def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_p
 
 
 @pytest.mark.slow
-def test_a_job_may_save_and_continue(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_job_may_profile_or_save_and_continue(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe(
         "launcher=slurm",
         *TWO_BY_TWO,
@@ -946,6 +946,9 @@ def test_a_job_may_save_and_continue(recipe: Recipe, tmp_path: Path) -> None:
         environ=OWN_SERVER,
     )
     wait_for(lambda: begun(tmp_path, 4))
+    asked = recipe.ddpexp("profile", str(done.run), "--steps=2", "--json")
+    assert asked.code == 0, asked.err
+    assert len(list(Path(json.loads(asked.out)["directory"]).glob("rank*"))) == 2 * 4
     slurm_output("scancel", "--signal=USR1", job_of(done))
     wait_for(lambda: any((done.run / "checkpoints").glob("step-*/checkpoint.json")))
     assert state_of(job_of(done)) == ("COMPLETED", "0:0")
