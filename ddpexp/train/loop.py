@@ -348,7 +348,7 @@ class Loop:
         values |= {f"train/{name}_per_second": speed * number for name, number in self._units_per_sample.items()}
         if self.utilization is not None:
             values |= self.utilization.column(speed)
-        if self._metrics.of_ranks:
+        if self._metrics.of_ranks and run.world.is_rank_zero:  # whose loggers record
             values |= self._measured(self._metrics.of_ranks)
         fault_point("record")
         self.logger.scalars(self.progress.step, run.epoch_after(self.progress.step), values)
@@ -358,7 +358,10 @@ class Loop:
         return [*self._usage.row(), *times.row(self.run.world.world_size)]
 
     def _measured(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Return what a record says of the times and the memory of all ranks, by the numbers that each has passed."""
+        """Return what a record says of the times and the memory of all ranks, by the numbers that each has passed.
+
+        Ranks: zero.
+        """
         names = self._usage.names
         usage = [row[: len(names)] for row in rows]
         values = self._times_recorder.record([StepTimes.of(row[len(names) :]) for row in rows])
@@ -366,10 +369,9 @@ class Loop:
         if slow >= 0:
             values |= slow_gpu(names, usage[slow])
         values |= usage_columns(names, usage)
-        if self.run.world.is_rank_zero:
-            record = {"step": self.progress.step, "epoch": self.run.epoch_after(self.progress.step), **values}
-            if (point := point_of(record)) is not None and (sentence := self._growth.add(point)):
-                logging.getLogger("ddpexp").warning(sentence)
+        record = {"step": self.progress.step, "epoch": self.run.epoch_after(self.progress.step), **values}
+        if (point := point_of(record)) is not None and (sentence := self._growth.add(point)):
+            logging.getLogger("ddpexp").warning(sentence)
         return values
 
     def _requested(self) -> Asked:

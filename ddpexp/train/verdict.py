@@ -27,7 +27,7 @@ from ddpexp.train.step_times import (
 )
 
 _STREAK = 100  # steps in nearly all of which a rank is slow before it is named
-_SLOWER = 1.25  # times what the others take, in half of them: other programs slow a rank down by less, or not as long
+_SLOWER = 1.3  # times what the others take, in half of them: other programs slow a rank down by less, or not as long
 _NEARLY_ALL = 0.75  # of the records of these steps
 _SECONDS = 30.0  # of training, before a part of its time is named
 _MOST = 1e15  # of a step or a time: nobody trains that long

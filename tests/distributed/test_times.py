@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -61,7 +60,7 @@ def test_a_step_is_divided_into_its_phases(clock: Clock) -> None:
         clock.spend(128)
         window = times.take()
     assert window.num_steps == 3
-    assert window.collectives.tolist() == [8, 8, 8]
+    assert window.collectives == [8, 8, 8]
     shown = {PHASES[number]: seconds for number, seconds in enumerate(window.phases) if seconds}
     assert shown == {
         "data": 3, "forward": 6, "backward": 60, "collective": 24, "optimizer": 96, "other": 192,
@@ -90,9 +89,9 @@ def test_what_is_done_apart_belongs_to_one_phase(clock: Clock) -> None:
     times.end_step()
     with times.apart(RECORD):
         window = times.take()
-    assert window.collectives.tolist() == [-32, 64]
+    assert window.collectives == [-32, 64]
     assert window.phases[EVALUATION] == 15
-    assert window.phases.sum() == 127
+    assert sum(window.phases) == 127
 
 
 def test_nothing_is_marked_before_the_start() -> None:
@@ -101,7 +100,7 @@ def test_nothing_is_marked_before_the_start() -> None:
     with times.collective, times.apart(RECORD):
         times.end_step()
     assert not times.started
-    assert times.take() == (0, pytest.approx(np.zeros(len(PHASES))), pytest.approx([]))
+    assert times.take() == (0, [0.0] * len(PHASES), [])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -139,6 +138,6 @@ def test_all_time_is_counted_once(monkeypatch: pytest.MonkeyPatch, seed: int) ->
                 expected[phase] += seconds
     with times.apart(RECORD):
         window = times.take()
-    assert window.phases.tolist() == expected
+    assert window.phases == expected
     assert window.num_steps == len(steps) - 1
-    assert window.collectives.tolist() == steps[1:][-MOST_STEPS:]
+    assert window.collectives == steps[1:][-MOST_STEPS:]
