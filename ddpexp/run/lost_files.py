@@ -49,7 +49,7 @@ def lost_facts(run: RunDir) -> list[str]:
 
 def removed_records(run: RunDir, records: Mapping[str, Any]) -> list[str]:
     """Return the files of loggers that are gone, of those whose lengths a checkpoint has recorded."""
-    return [name for name in _recorded_files(records) if not os.path.lexists(run.path / name)]
+    return [name for name in sorted(_recorded_files(records)) if not os.path.lexists(run.path / name)]
 
 
 def _cut_records(run: RunDir, records: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:

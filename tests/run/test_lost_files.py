@@ -108,7 +108,8 @@ def test_without_checkpoints_a_finished_run_still_misses_its_metrics(run: RunDir
 def test_records_of_loggers_that_were_removed_are_named_but_the_run_stays_finished(run: RunDir) -> None:
     shutil.rmtree(run.path / "csv")
     assert re.search(
-        r"nothing to do\. Since then csv/train\.csv, csv/eval\.csv, csv/times\.csv were removed\.$", inspected(run)
+        r"nothing to do\. Since then csv/eval\.csv, csv/memory\.csv, csv/times\.csv, csv/train\.csv were removed\.$",
+        inspected(run),
     )
 
 
