@@ -44,16 +44,15 @@ def _mean(records: Sequence[MeasuredSteps], phase: str) -> float:
 
 def _slow(records: Sequence[MeasuredSteps]) -> str:
     """Return which rank the others wait for, in how many of the steps, and how much slower it is."""
-    steps: dict[int, float] = {}
+    steps: dict[float, float] = {}
     for record in records:
-        rank = int(record.measures.get(SLOW_RANK, NOBODY))
+        rank = record.measures.get(SLOW_RANK, NOBODY)
         steps[rank] = steps.get(rank, 0.0) + record.weight
-    part = 1 / sum(steps.values())
-    slow = {rank: part * num_steps for rank, num_steps in steps.items() if rank >= 0}
-    rank = max(slow, key=lambda rank: slow[rank], default=NOBODY)
-    if slow.get(rank, 0.0) < _OFTEN:
+    rank = max(steps, key=lambda rank: steps[rank])
+    part = steps[rank] / sum(steps.values())
+    if rank < 0 or part < _OFTEN:
         return ""
     factor = median(
         record.measures.get(SLOW_FACTOR, 1.0) for record in records if record.measures.get(SLOW_RANK) == rank
     )
-    return f"rank {rank} in {slow[rank]:.0%} of the steps, {factor:.2g} times slower"
+    return f"rank {rank:.0f} in {part:.0%} of the steps, {factor:.2g} times slower"

@@ -96,3 +96,10 @@ def test_several_processes_read_what_one_does(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(drawing, "usable_cores", lambda: 2)
     assert drawn([*paths, tmp_path / "none"], 100) == alone
     assert [one["curves"]["a/b"]["y"] for one in alone[:-1]] == [[n, n] for n in range(5)]
+
+
+@pytest.mark.parametrize("slow_rank", [-0.8, 0.2, 1e300])
+def test_a_slow_rank_that_no_run_has_written_ends_no_report(tmp_path: Path, slow_rank: float) -> None:
+    records = [{**record(n), "times/slow_rank": slow_rank} for n in range(1, 20)]
+    found = read_records(write_records(tmp_path / "metrics.jsonl", records), 1000)
+    assert all(isinstance(bar["slow"], str) for bar in bars(found.measured, spans=True))
