@@ -96,7 +96,7 @@ def _split(override: str) -> tuple[str, str]:
 
 
 def _typed(override: str) -> Iterator[str]:
-    """Yield the overrides that replace one of another framework. A key of ours, or another meaning, has none."""
+    """Yield the overrides that replace one of another framework. Keys of ddpexp itself are left out."""
     if override.lower() in _OPTIONS:
         yield _OPTIONS[override.lower()]
         return

@@ -224,7 +224,7 @@ def _of_run(number: int, pictures: Mapping[str, Sequence[Picture]]) -> dict[str,
 
 
 class Address(str):
-    """A picture in an address, which is no text that a person reads."""
+    """Hold a picture as an address; masks and limits for text do not apply to it."""
 
     __slots__ = ()
 

@@ -60,7 +60,7 @@ class Profiler:
         return min(filter(None, steps))
 
     def say_if_past(self, step: int) -> None:
-        """Say what is not profiled, since the run resumes after it."""
+        """Log the steps of the window that the run has done before it resumed: they are not profiled."""
         run, typed = self._run, self._typed
         if run is None or typed is None or step <= typed.begin or not self._world.is_rank_zero:
             return
@@ -72,7 +72,7 @@ class Profiler:
     def begin(self, step: int, requested: int = 0, num_steps: int = _NEVER) -> None:
         """Begin what is to be profiled after this step. Ranks: all; communicates if there is anything.
 
-        `requested`: as many steps, within the run. A profile in progress goes on to the last step that is asked for.
+        `requested`: the number of steps, within the run. A profile in progress is extended to the last requested step.
         """
         self._snapshot.begin(step)
         ends = [min(step + requested, num_steps)] if requested else []

@@ -42,8 +42,8 @@ class Verdict:
 
     Attributes:
         phase: Of a step, or `evaluation` or `checkpoint`, or `memory`.
-        factor: The time of the rank's steps over that of the others' steps. Where no rank is named, it is the part of
-            all time that the phase takes; of memory, how many times as much it is as it was.
+        factor: With a `rank`, the time of its steps over that of the others' steps. Without one, the part of all time
+            that the phase takes, or the memory now over the memory before.
         since: The first step of which that is known. Units: steps, from 1.
         rank: The rank that the others wait for; None: all ranks alike.
         reason: Why it is slow, if its GPU says so.

@@ -68,7 +68,7 @@ def trained(*words: Any, **keys: Any) -> dict[str, Any]:
 
 
 def ranges(folder: Path, step: int) -> Counter[str]:
-    """Return how often each range of ours is in a trace."""
+    """Return the number of events of each phase and step in a trace."""
     with gzip.open(folder / f"profiles/step{step}/rank0.trace.json.gz") as file:
         trace = json.load(file)
     assert trace["distributedInfo"] == {"rank": 0, "world_size": 1}
