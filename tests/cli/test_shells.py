@@ -44,7 +44,7 @@ bind \\cx\\cl line
 FILES = {"bash": ".bashrc", "zsh": ".zshrc", "fish": ".config/fish/config.fish"}
 BASH_COMPLETION = "/usr/share/bash-completion/bash_completion"
 WRITE_LINE, CLEAR_LINE = "\x18\x0c", "\x15"
-NOISE = ("Traceback", "rror", "not found", "arning:", "usage:", "compinit:")
+NOISE = ("Traceback", "rror", "not found", "Warning", "warning", "usage:", "compinit:")
 
 
 class Shell:
