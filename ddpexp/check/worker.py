@@ -6,26 +6,23 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddpexp.check import trials
 from ddpexp.check.attributes import Attributes
+from ddpexp.check.context import short_context
 from ddpexp.check.global_loss_trials import wrong_global_loss
 from ddpexp.check.job import Finding
 from ddpexp.check.subject import Subject
 from ddpexp.check.train_step_trials import means_in_train_step, never_trained, uneven_calls
-from ddpexp.config.parse import load
 from ddpexp.data.adapters import sized
 from ddpexp.data.batches import EvalBatches
 from ddpexp.data.streams import Stream
 from ddpexp.distributed.world import World
 from ddpexp.errors import CodeError, DdpexpError
-from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
-from ddpexp.run.directory import RunDir
 from ddpexp.system import files
 from ddpexp.system.oom import bound_memory
 from ddpexp.system.text import first_few
@@ -33,8 +30,7 @@ from ddpexp.system.user_code import place_in_code
 from ddpexp.task import HasCounts
 from ddpexp.train import collectives, gpu_memory, worker
 from ddpexp.train.build import RunContext
-from ddpexp.train.join import join_world
-from ddpexp.train.process import open_log, run_rank
+from ddpexp.train.process import run_rank
 from ddpexp.train.task_checks import named
 from ddpexp.train.task_step import function_of, global_loss_of
 
@@ -48,24 +44,9 @@ def main(request: str) -> int:
 
 def _check(request: Mapping[str, Any], control: Control) -> None:
     """Build a run and do what this part is about; rank zero writes the answer. Ranks: all; communicates."""
-    experiment, layout = load(request["config"]), Layout(**request["layout"])
-    control.status.set_phase("join")
-    world = join_world(experiment, layout, control)
-    log = open_log(world, control, None)
-    run = RunDir(Path(request["run"]))
-    if layout.device == "cpu" and request["part"] == "one":
+    context = short_context(request, control)
+    if context.layout.device == "cpu" and request["part"] == "one":
         bound_memory()
-    context = RunContext(
-        run=run,
-        config=request["config"],
-        experiment=experiment,
-        layout=layout,
-        prepared=request["data"],
-        init_from=request["init_from"],
-        world=world,
-        control=control,
-        log=log,
-    )
     built = worker.build(context)
     worker.restore(context, built)
     examined = _Examined(context, built)
@@ -74,9 +55,9 @@ def _check(request: Mapping[str, Any], control: Control) -> None:
         answer = parts.get(request["part"], examined.train)()
     finally:
         built.loop.logger.close()
-    if world.is_rank_zero:
-        files.answer(run.path / "answer.json", answer)
-    world.barrier()
+    if context.world.is_rank_zero:
+        files.answer(context.run.path / "answer.json", answer)
+    context.world.barrier()
 
 
 class _Examined:

@@ -14,7 +14,7 @@ from ddpexp.check.short_run import short_tree
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import DdpexpError, RefusedError, WorkerError
 from ddpexp.find.range_test import Curve, curve_of, rounded
-from ddpexp.find.trial import Trial, workers_here
+from ddpexp.find.trial import KEPT, Trial, workers_here
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.client import Server
 from ddpexp.plan.schedule_plot import chart
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KEY = "optimizer.lr"
-_KEPT = ("trainer.compile", "trainer.compile_blocks")
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class RangeTest:
         return float(base)
 
     def _text(self, place: Path) -> str:
-        tree: dict[str, Any] = short_tree(self.text, self.experiment, str(place), unchanged=_KEPT)
+        tree: dict[str, Any] = short_tree(self.text, self.experiment, str(place), unchanged=KEPT)
         tree["callbacks"] = {}  # they may end a run by its evaluations
         tree["trainer"] |= {
             **workers_here(self.layout, self.layout.world_size // self.layout.nodes),

@@ -14,7 +14,7 @@ from ddpexp.check.short_run import short_tree
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import DdpexpError, RefusedError, WorkerError
 from ddpexp.find.micro_batch import Tried, divisors, next_size, predicted_bytes
-from ddpexp.find.trial import Observed, Trial, is_out_of_memory, workers_here
+from ddpexp.find.trial import KEPT, Observed, Trial, is_out_of_memory, workers_here
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.client import Server
 from ddpexp.plan.calibrate import step_ms
@@ -24,7 +24,6 @@ from ddpexp.system.text import one_line
 _FEWEST_STEPS, _MOST_STEPS = 3, 600  # the optimizer has its state from the second step on
 _SECONDS = 2.0  # of training in which a speed is measured
 _WINDOWS = 12  # records of a trial
-_KEPT = ("trainer.compile", "trainer.compile_blocks")  # they change memory and speed
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class Search:
 
     def _text(self, size: int, steps: int, place: Path) -> str:
         """Return the configuration of a trial, as YAML: a rank has as many passes of the micro-batch as in the run."""
-        tree = short_tree(self.text, self.experiment, str(place), unchanged=_KEPT)
+        tree = short_tree(self.text, self.experiment, str(place), unchanged=KEPT)
         trainer = self.experiment.trainer
         tree["trainer"] |= {
             **workers_here(self.layout, self.workers),

@@ -12,26 +12,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddpexp.config.parse import load
+from ddpexp.check.context import short_context
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.lengths import ByLength
 from ddpexp.data.order import Order
 from ddpexp.data.streams import Batches
 from ddpexp.distributed.world import World
 from ddpexp.find.range_test import Divergence, Rising
-from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
 from ddpexp.loggers.collection import LoggerCollection
-from ddpexp.run.directory import RunDir
 from ddpexp.system import files
 from ddpexp.system.oom import available_bytes, bound_memory, peak_bytes, resident_bytes
 from ddpexp.train import worker
-from ddpexp.train.build import RunContext
 from ddpexp.train.callbacks.base import Requests
-from ddpexp.train.join import join_world
 from ddpexp.train.micro_batch_effects import effects
-from ddpexp.train.process import open_log, run_rank
+from ddpexp.train.process import run_rank
 
 
 def main(request: str) -> int:
@@ -41,25 +37,11 @@ def main(request: str) -> int:
 
 def _train(request: Mapping[str, Any], control: Control) -> None:
     """Build a run, train it, and write what it took of the memory. Ranks: all; communicates."""
-    experiment, layout = load(request["config"]), Layout(**request["layout"])
-    control.status.set_phase("join")
-    world = join_world(experiment, layout, control)
-    log = open_log(world, control, None)
+    context = short_context(request, control)
+    world = context.world
     limit = _limit(world)
-    run = RunDir(Path(request["run"]))
-    context = RunContext(
-        run=run,
-        config=request["config"],
-        experiment=experiment,
-        layout=layout,
-        prepared=request["data"],
-        init_from=request["init_from"],
-        world=world,
-        control=control,
-        log=log,
-    )
     if request["rising"] is not None:
-        context = replace(context, experiment=replace(experiment, scheduler=Rising(*request["rising"])))
+        context = replace(context, experiment=replace(context.experiment, scheduler=Rising(*request["rising"])))
     built = worker.build(context)
     worker.restore(context, built)
     loop = built.loop

@@ -80,7 +80,7 @@ class RunContext:
     """What a rank knows before anything of its run is built."""
 
     run: RunDir
-    config: str  # its text, as it was checked
+    config: str  # its text, as it was checked; empty for a short run, whose FLOPs are not counted
     experiment: Experiment
     layout: Layout
     prepared: Mapping[str, Any] | None  # what `prepare` of the data section returned
@@ -403,7 +403,7 @@ def build_loop(
     average = average_of(average, strategy.modules, optimizers, trainer)
     request = {"config": context.config, "data": context.prepared, "without_data": None}
     utilization = None
-    if world.is_rank_zero:
+    if world.is_rank_zero and context.config:
         utilization = utilization_of(trainer, world.device, world.world_size, task, train, request)
     return Loop(
         run,
