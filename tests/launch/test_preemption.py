@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -485,12 +484,6 @@ def test_the_ranks_never_part(polls: Polls, size: int, how: list[str]) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- the
 # protocol
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def test_the_step_is_the_first_that_no_rank_has_passed(stack: ExitStack) -> None:

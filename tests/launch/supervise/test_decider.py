@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,12 +18,6 @@ from ddpexp.launch.supervise.reports import Reports
 from ddpexp.launch.workers.lines import Lines
 from ddpexp.launch.workers.rank_log import Log
 from tests.launch.commands import Command
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
