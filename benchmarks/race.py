@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import statistics
@@ -43,15 +44,14 @@ class Ratio:
 
 
 def race(arms: Sequence[Arm], rounds: int, folder: Path, say: Callable[[str], None]) -> Figures:
-    """Run every arm once a round, in an order that turns; return each arm's figures by round.
+    """Run every arm once a round, each round in another order; return each arm's figures by round.
 
     Raises:
         RuntimeError: a program failed; its output is in the message.
     """
     results: Figures = {arm.name: [] for arm in arms}
     for number in range(rounds):
-        turned = [*arms[number % len(arms) :], *arms[: number % len(arms)]]
-        for arm in turned:
+        for arm in random.Random(number).sample(arms, len(arms)):
             figures = _run(arm, folder / f"{re.sub('[^A-Za-z0-9.]+', '-', arm.name)}-{number}", say)
             results[arm.name].append(figures)
             say(f"round {number + 1}/{rounds}  {arm.name:<24}" + "  ".join(f"{k} {v:.3f}" for k, v in figures.items()))

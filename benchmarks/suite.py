@@ -99,17 +99,22 @@ def compare(
     bar: Bar | None = None,
     faster: bool = False,
     note: str = "",
+    within: float | None = None,
 ) -> Row:
     """Compare an arm with another, round by round.
 
-    Mine divided by the other's, or the other way round with `faster`.
+    Mine divided by the other's, or the other way round with `faster`. The row is invalid where two runs of ours differ
+    by more than the share `within`.
     """
     ours, theirs = median(results, mine, figure), median(results, other, figure)
     found = ratio(results, other, mine, figure) if faster else ratio(results, mine, other, figure)
-    noise = str(ratio(results, again, mine, figure)) if again is not None and again in results else ""
+    noise = ratio(results, again, mine, figure) if again is not None and again in results else None
+    if within is not None and noise is not None and abs(noise.median - 1) > within:
+        bar, note = None, f"invalid: the A/A differs by more than {within:.0%}"
     met = bar.met(found.median) if bar is not None else None
     value = found.median if bar is not None else None
-    return Row(what, f"{show(ours)} against {show(theirs)}", str(found), noise, str(bar or ""), met, note, value)
+    shown = f"{show(ours)} against {show(theirs)}"
+    return Row(what, shown, str(found), str(noise or ""), str(bar or ""), met, note, value)
 
 
 def of_rounds(results: Figures, figure: str) -> dict[str, list[float]]:
