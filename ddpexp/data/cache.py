@@ -286,12 +286,12 @@ def _readers(base: Path, whole: Path, sources: Sequence[str | Path]) -> int:
     where the cache has the same group.
     """
     group = os.stat(whole).st_gid
-    folders: set[Path] = {base}
     readers = 0o044
     for source in sources:
         readers &= _readers_of(os.stat(source), group)
-        folders |= {folder for folder in Path(source).parents if folder.is_relative_to(base)}
-    for folder in folders:
+    beside = {Path(place) for place in {os.path.dirname(source) for source in sources}}  # few, where sources are many
+    above = {folder for place in beside for folder in (place, *place.parents) if folder.is_relative_to(base)}
+    for folder in {base} | above:
         status = os.stat(folder)
         readers &= (
             _readers_of(status, group) & status.st_mode << 2

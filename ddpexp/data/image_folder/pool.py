@@ -1,4 +1,4 @@
-"""Processes that measure, check and decode images before training, and what they report while they do it."""
+"""Threads or processes that measure, check and decode images before training, and what they report meanwhile."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
@@ -22,30 +23,34 @@ from ddpexp.system.preparation import preparation
 from ddpexp.system.process import die_with_parent, how_ended
 from ddpexp.system.programs import python
 
-_ALONE = 32  # this many images are done here: processes would take longer to start
+_ALONE = 32  # this many images are done by one thread
+_IN_THREADS = 4000  # images up to which threads do it: Pillow decodes without the interpreter's lock, and 0.2 s of a
+# core, which the start of a process takes, decode 150 photographs; of more images dozens of cores would wait for it
 
 
 @contextmanager
-def processes(num_images: int, stored: StoredSize, channels: int) -> Iterator[Pool]:
+def workers(num_images: int, stored: StoredSize, channels: int) -> Iterator[Pool]:
     """Yield a pool for so many images, and end its processes afterwards."""
     number = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, -(-num_images // _ALONE))
-    pool = Pool(number, stored, channels)
+    pool = Pool(number, stored, channels, in_threads=number == 1 or num_images <= _IN_THREADS)
     try:
-        yield pool
+        with warnings.catch_warnings():  # restores what `decode`, in several threads at once, may leave changed
+            yield pool
     finally:
         pool.close()
 
 
 class Pool:
-    """Processes, each of which handles a chunk of images at a time; with only one to use, this process does."""
+    """Threads or processes, each of which handles a chunk of images at a time."""
 
-    def __init__(self, number: int, stored: StoredSize, channels: int) -> None:
-        """Start them; `stored` and `channels` are those of `decode`."""
+    def __init__(self, number: int, stored: StoredSize, channels: int, in_threads: bool) -> None:
+        """Start the processes; `stored` and `channels` are those of `decode`."""
+        self._number = number
         self._form = stored, channels
         command = python("ddpexp.data.image_folder.pool:serve", os.getpid(), *stored, channels)
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for _ in range(number if number > 1 else 0)
+            for _ in range(0 if in_threads else number)
         ]
         self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
         for process in self._processes:
@@ -67,11 +72,11 @@ class Pool:
 
     def _answers(self, chunks: Sequence[dict[str, Any]]) -> Generator[tuple[int, dict[str, Any]], None, None]:
         """Yield the number of each chunk and its answer, in any order; ends the processes if it is closed before."""
-        if not self._processes:
-            yield from ((number, handle(chunk, *self._form)) for number, chunk in enumerate(chunks))
+        if self._number == 1:
+            yield from ((number, self._answer(chunk)) for number, chunk in enumerate(chunks))
             return
-        with ThreadPoolExecutor(len(self._processes)) as threads:
-            numbers = {threads.submit(self._ask, chunk): number for number, chunk in enumerate(chunks)}
+        with ThreadPoolExecutor(self._number) as threads:
+            numbers = {threads.submit(self._answer, chunk): number for number, chunk in enumerate(chunks)}
             try:
                 for future in as_completed(numbers):
                     yield numbers[future], future.result()
@@ -96,7 +101,9 @@ class Pool:
                 if stream is not None:
                     _close(stream)
 
-    def _ask(self, chunk: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        if not self._processes:
+            return handle(chunk, *self._form)
         process = self._idle.get()
         try:
             assert process.stdin is not None

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from ddpexp.data.cache import Cache, cache_name, find_cache, make_cache
 from ddpexp.data.hashes import hash_of_range
 from ddpexp.data.image_folder.options import MOST_PIXELS, StoredSize, TransformOptions
-from ddpexp.data.image_folder.pool import Pool, processes
+from ddpexp.data.image_folder.pool import Pool, workers
 from ddpexp.data.image_folder.scan import Folder, scan
 from ddpexp.data.image_folder.walk import ImageFile
 from ddpexp.data.npy import write_file, write_npy
@@ -32,7 +32,6 @@ from ddpexp.errors import RefusedError
 from ddpexp.settings.data import CommonData
 from ddpexp.settings.key import Key
 from ddpexp.system.files import flush, json_line
-from ddpexp.system.network import boot_id
 from ddpexp.system.oom import memory_left
 from ddpexp.system.terminal import print_message
 from ddpexp.system.text import counted, first_few, size_text
@@ -193,7 +192,7 @@ def _find(folder: Folder, name: str, mode: str) -> Cache | None:
 
 def _make(folder: Folder, name: str, stored: StoredSize, channels: int, mode: str) -> Cache:
     total = sum(map(len, folder.parts.values()))
-    with processes(total, stored, channels) as pool:
+    with workers(total, stored, channels) as pool:
         sizes = _measure(folder, pool, channels)
         if mode == "auto":
             free, memory = _free(folder), _memory()
@@ -284,13 +283,12 @@ def _run_chunks(
     """Decode what a killed command has not; return all chunks, in their order."""
     unflushed = 0
     target = place / f"{part}.bin" if mode != "none" else None
-    boot = boot_id()
     done = {}
     chunks = []
     ranges = []
     for begin, end in _ranges(len(paths)):
         marker = place / f"{part}-{begin}.done"
-        known = _read_marker(marker, boot, end)
+        known = _read_marker(marker, end)
         if known and (target is None or hash_of_range(target, offsets[begin], offsets[end]) == known.hash):
             done[begin] = known
             continue
@@ -307,8 +305,8 @@ def _run_chunks(
         nonlocal unflushed
         begin, end = ranges[number]
         done[begin] = _Done(end, answer["hash"], {begin + place: reason for place, reason in answer["broken"]})
-        # Not flushed: it counts only until the machine starts anew.
-        (place / f"{part}-{begin}.done").write_bytes(json_line([boot, vars(done[begin])]))
+        # Not flushed: after a power failure the hash says whether the pixels are on the disk.
+        (place / f"{part}-{begin}.done").write_bytes(json_line(vars(done[begin])))
         unflushed += offsets[end] - offsets[begin]
         if target is not None and unflushed >= _FLUSH_BYTES:
             flush(target)  # what is written at once at the end would have to be waited for
@@ -318,15 +316,15 @@ def _run_chunks(
     return [done[begin] for begin, _ in _ranges(len(paths))]
 
 
-def _read_marker(marker: Path, boot: str, end: int) -> _Done | None:
-    """Return a chunk that is done; None if it is not, or its pixels may not have got to disk."""
+def _read_marker(marker: Path, end: int) -> _Done | None:
+    """Return the chunk that an earlier command has done; None if it has not."""
     try:
-        then, record = json.loads(marker.read_bytes())
+        record = json.loads(marker.read_bytes())
         broken = {int(number): str(reason) for number, reason in record["broken"].items()}
         done = _Done(record["end"], record["hash"], broken)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return done if (then, done.end) == (boot, end) else None
+    return done if done.end == end else None
 
 
 def _ranges(total: int) -> list[tuple[int, int]]:

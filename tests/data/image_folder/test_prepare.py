@@ -210,12 +210,13 @@ def test_full_disk_is_one_sentence_and_leaves_nothing(photos: Path, monkeypatch:
     assert not os.listdir(photos / ".ddpexp-cache")
 
 
-def test_processes_prepare_what_one_process_would(photos: Path) -> None:
+@pytest.mark.parametrize("in_threads", [True, False])
+def test_threads_and_processes_prepare_what_one_thread_would(in_threads: bool, photos: Path) -> None:
     alone = prepare(str(photos), cache="raw")
     before = Path(alone["folder"], "train.bin").read_bytes()
     shutil.rmtree(alone["folder"])
     folder = scan(str(photos))
-    several = pool.Pool(2, StoredSize(*alone["stored"]), 3)
+    several = pool.Pool(2, StoredSize(*alone["stored"]), 3, in_threads)
     try:
         sizes = preparing._measure(folder, several, 3)
         place = photos.parent
@@ -226,7 +227,7 @@ def test_processes_prepare_what_one_process_would(photos: Path) -> None:
 
 
 def test_process_that_dies_is_one_sentence(photos: Path) -> None:
-    several = pool.Pool(2, StoredSize(32, 32), 3)
+    several = pool.Pool(2, StoredSize(32, 32), 3, in_threads=False)
     for process in several._processes:
         process.kill()
     with refused("data.root"):

@@ -45,6 +45,40 @@ def test_killed_in_mid_epoch_and_resumed_gives_the_weights_of_the_undisturbed_ru
     assert len(list(Path(ddpexp.folder, "photos/.ddpexp-cache").iterdir())) == 1
 
 
+@pytest.mark.slow
+def test_weights_are_the_same_whether_the_images_were_prepared_before_now_or_by_a_killed_command(
+    ddpexp: Ddpexp,
+) -> None:
+    photos, caches = ddpexp.folder / "photos", ddpexp.folder / "photos/.ddpexp-cache"
+    draw(photos)
+    for number in range(3000):  # takes a second
+        shutil.copy2(photos / f"train/circle/{number % 40:03}.jpg", photos / f"train/circle/more-{number:04}.jpg")
+    typed = ("--config-dir", str(ROOT / "examples/photos/conf"), "recipe=photos", *SHORT, "data.cache=raw")
+
+    def weights(name: str, workers: int) -> str:
+        done = ddpexp(*typed, f"trainer.gpus={workers}", f"run.dir={name}")
+        assert done.code == 0, done.err
+        return str(json.loads((ddpexp.folder / name / "result.json").read_text())["weights_sha256"])
+
+    prepared_now, prepared_before = weights("now", 2), weights("before", 1)
+    assert prepared_now == prepared_before
+    for number in range(20):
+        shutil.rmtree(caches)
+        killed, _ = ddpexp.start(*typed, f"trainer.gpus={1 + number % 2}", f"run.dir=killed-{number}")
+        deadline = time.monotonic() + PATIENCE
+        while len(list(caches.glob(".partial-*/train-*.done"))) <= 4 * number:
+            assert time.monotonic() < deadline
+            assert killed.poll() is None
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.communicate(timeout=PATIENCE)
+        [partial] = caches.glob("*")
+        assert partial.name.startswith(".partial-")
+        pixels = os.stat(partial / "train.bin").st_ino
+        assert weights(f"resumed-{number}", 2 - number % 2) == prepared_now
+        [cache] = caches.glob("*")
+        assert os.stat(cache / "train.bin").st_ino == pixels, "the file that was begun is the one that was finished"
+
+
 def data_command(cache: str) -> list[str]:
     typed = ("--config-dir", str(ROOT / "examples/photos/conf"), "recipe=photos", f"data.cache={cache}", "--json")
     return [sys.executable, "-m", "ddpexp", "data", *typed]
