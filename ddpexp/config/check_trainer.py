@@ -115,7 +115,11 @@ def check_param_dtype(trainer: Trainer) -> None:
     for clashes, key, instead in (
         (trainer.precision != "fp32", f"trainer.precision={trainer.precision}", "trainer.precision=fp32"),
         (trainer.reduction == "exact", "trainer.reduction=exact", "trainer.reduction=fast"),
-        (trainer.compile is not False, f"trainer.compile={str(trainer.compile).lower()}", "trainer.compile=false"),
+        (
+            trainer.compile is not False and trainer.compile_blocks is None,
+            f"trainer.compile={str(trainer.compile).lower()} of the whole model",
+            "trainer.compile_blocks=CLASS with the class of its layers, or trainer.compile=false",
+        ),
     ):
         if clashes:
             raise RefusedError(
@@ -139,13 +143,15 @@ def _check_speed(trainer: Trainer) -> None:
             value=trainer.compile_blocks,
             suggestion="Type trainer.compile=true, or trainer.compile_blocks=null.",
         )
-    if trainer.activation_checkpointing and trainer.compile:
+    if trainer.activation_checkpointing and trainer.compile and trainer.compile_blocks is None:
+        classes = trainer.activation_checkpointing
         raise RefusedError(
-            f"is incompatible with trainer.compile={str(trainer.compile).lower()}: torch does not compile "
-            "blocks that are computed again",
+            f"is incompatible with trainer.compile={str(trainer.compile).lower()} of the whole model: what is computed "
+            "again cannot be inside a compiled graph, but around one",
             key="trainer.activation_checkpointing",
-            value=f"[{','.join(trainer.activation_checkpointing)}]",
-            suggestion="Leave one of them out.",
+            value=f"[{','.join(classes)}]",
+            suggestion=f"Compile these modules one by one with trainer.compile_blocks={classes[0]}, or leave one of "
+            "them out.",
         )
     exact = trainer.reduction == "exact"
     promise = "trainer.reduction=exact" if exact else "trainer.deterministic=true"

@@ -16,10 +16,9 @@ from ddpexp.config.instantiate import instantiate
 from ddpexp.config.schema import Experiment
 from ddpexp.config.strategies import estimator_of
 from ddpexp.data.samples import tensors_of
-from ddpexp.strategy.module_classes import check_classes
+from ddpexp.strategy.module_classes import check_classes, outermost
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasTrainStep, Task
-from ddpexp.train.activation_checkpointing import outermost
 from ddpexp.train.task_step import CurrentProgress, step_of
 
 

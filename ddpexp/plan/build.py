@@ -118,7 +118,7 @@ def collect(
         shared_bytes=shared_bytes,
         **of_a_pass,
         num_passes=num_passes,
-        blocks_bytes=estimator.blocks_bytes(built.models) if layout.world_size > 1 else [],
+        blocks_bytes=estimator.blocks_bytes(built.models, experiment.trainer) if layout.world_size > 1 else [],
         notes=built.notes,
     )
     steps = {"steps_per_epoch": steps_per_epoch, "num_steps": count_steps(experiment.trainer, steps_per_epoch)}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddpexp.compat.compiler import leave_graphs_whole
-from ddpexp.strategy.module_classes import check_classes
+from ddpexp.strategy.module_classes import check_classes, outermost
 
 
 def compile_model(module: nn.Module, mode: str) -> nn.Module:
@@ -47,16 +47,10 @@ def compile_blocks(models: Mapping[str, nn.Module], name: str, mode: str) -> lis
         RefusedError: there is no such module.
     """
     check_classes(models, [name], "trainer.compile_blocks={}")
-    blocks = {id(block): block for model in models.values() for block in _outermost(model, name)}
+    blocks = {id(block): block for model in models.values() for block in outermost(model, [name])}
     leave_graphs_whole()
     found = []
     for block in blocks.values():
         found.append(CompiledForward(block.forward, mode))
         block.forward = found[-1]
     return found
-
-
-def _outermost(module: nn.Module, name: str) -> list[nn.Module]:
-    if type(module).__name__ == name:
-        return [module]
-    return [block for child in module.children() for block in _outermost(child, name)]

@@ -168,7 +168,7 @@ class Estimator:
         """Return what a rank keeps for backward, given what each stage keeps of one of `num_passes` micro-batches."""
         return sum(of_stages)
 
-    def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
+    def blocks_bytes(self, models: Mapping[str, Any], trainer: Trainer) -> list[int]:
         """Return the sizes of the parameters that are gathered together."""
         return []
 

@@ -57,8 +57,9 @@ class Replicas:
     ) -> None:
         """Build the models on this rank's device.
 
-        `prepare` gets them before they are compiled, for example to load weights into them. `shard_optimizer` divides
-        the state of the optimizers among the ranks.
+        `prepare` gets them before they are compiled, for example to load weights into them; blocks are compiled at
+        their first call, so that what `prepare` puts around the forward of one stays around it. `shard_optimizer`
+        divides the state of the optimizers among the ranks.
         """
         built = factory()
         self.single = isinstance(built, nn.Module)
@@ -69,12 +70,12 @@ class Replicas:
                 module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             if sync_batchnorm:
                 self.modules[name] = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-        prepare(self.modules)
-        self.wrapped = dict(self.modules)  # as they are called in training
         self._blocks: list[CompiledForward] = []
         if compilation is not None and compilation.blocks is not None:
             self._blocks = compile_blocks(self.modules, compilation.blocks, compilation.mode)
-        elif compilation is not None:
+        prepare(self.modules)
+        self.wrapped = dict(self.modules)  # as they are called in training
+        if compilation is not None and compilation.blocks is None:
             self.wrapped = {name: compile_model(module, compilation.mode) for name, module in self.modules.items()}
         self.data = DataRank(world.rank, world.world_size)
         self.gradient_weight = 1.0

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddpexp.strategy.module_classes import check_classes
+from ddpexp.errors import RefusedError
+from ddpexp.strategy.compiled import CompiledForward
+from ddpexp.strategy.module_classes import check_classes, class_name, outermost
 
 
 def checkpoint_activations(models: Mapping[str, nn.Module], classes: Sequence[str]) -> None:
@@ -22,12 +24,26 @@ def checkpoint_activations(models: Mapping[str, nn.Module], classes: Sequence[st
     The gradients are the same to the bit: random numbers are drawn again, and buffers are changed once.
 
     Raises:
-        RefusedError: there is no module of a class.
+        RefusedError: there is no module of a class, or it is inside a compiled one.
     """
     check_classes(models, classes, "trainer.activation_checkpointing=[{}]")
     for model in models.values():
+        compiled = [module for module in model.modules() if isinstance(module.forward, CompiledForward)]
+        inside = {id(part): block for block in compiled for part in block.modules() if part is not block}
         for module in outermost(model, classes):
+            if id(module) in inside:
+                raise _inside_compiled(class_name(module), class_name(inside[id(module)]))
             module.forward = _CheckpointedForward(module, module.forward)
+
+
+def _inside_compiled(name: str, block: str) -> RefusedError:
+    return RefusedError(
+        f"is computed again inside {block}, which trainer.compile_blocks={block} makes one graph: torch's compiler "
+        "cannot restore there what a module changes",
+        key="trainer.activation_checkpointing",
+        value=f"[{name}]",
+        suggestion=f"Use trainer.activation_checkpointing=[{block}], or trainer.compile_blocks={name}.",
+    )
 
 
 class _CheckpointedForward:
@@ -55,12 +71,3 @@ def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, values in saved:
                 buffer.copy_(values)
-
-
-def outermost(module: nn.Module, classes: Sequence[str]) -> Iterator[nn.Module]:
-    """Yield the modules of these classes that are in no other of them."""
-    if type(module).__name__ in classes:
-        yield module
-        return
-    for child in module.children():
-        yield from outermost(child, classes)

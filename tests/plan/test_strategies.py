@@ -26,7 +26,7 @@ from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.strategies import candidates, compare, runs_of
 from ddpexp.strategy.estimator import Facts, Parameter
 from ddpexp.strategy.fsdp.estimator import FSDPEstimator
-from ddpexp.train.activation_checkpointing import outermost
+from ddpexp.strategy.module_classes import outermost
 from tests.conftest import SMALL, Ddpexp
 from tests.fitting import TRAINER
 from tests.refusals import refused
@@ -89,12 +89,12 @@ def test_the_whole_model_is_there_at_the_start_and_in_evaluations_unless_chosen_
 def test_blocks_are_counted_without_those_inside() -> None:
     with torch.device("meta"):
         model = Net()
-    sizes = FSDPEstimator(replace(OPTIONS, blocks=("Block",))).blocks_bytes({"model": model})
+    sizes = FSDPEstimator(replace(OPTIONS, blocks=("Block",))).blocks_bytes({"model": model}, TRAINER)
     total = sum(parameter.numel() * 4 for parameter in model.parameters())
     assert len(sizes) == 3
     assert sum(sizes) == total
     assert sizes[0] == sum(parameter.numel() * 4 for parameter in model.blocks[1].parameters())
-    assert FSDPEstimator(replace(OPTIONS, whole=("model",))).blocks_bytes({"model": model}) == []
+    assert FSDPEstimator(replace(OPTIONS, whole=("model",))).blocks_bytes({"model": model}, TRAINER) == []
 
 
 class Layer(nn.Module):

@@ -71,12 +71,14 @@ def test_whole_numbers_stay_as_they_are() -> None:
     [
         ({"precision": "bf16"}, "incompatible with trainer.precision=bf16. Use trainer.precision=fp32"),
         ({"reduction": "exact"}, "incompatible with trainer.reduction=exact. Use trainer.reduction=fast"),
-        ({"compile": True}, "incompatible with trainer.compile=true. Use trainer.compile=false"),
+        ({"compile": True}, "incompatible with trainer.compile=true of the whole model. Use trainer.compile_blocks="),
         ({"param_dtype": "fp32", "master_weights": False}, "trainer.master_weights=false stores weights"),
     ],
 )
 def test_what_would_compute_in_other_numbers_is_refused(keys: dict[str, Any], sentence: str) -> None:
-    check_param_dtype(replace(TRAINER, param_dtype="bf16", master_weights=False))
+    kept = replace(TRAINER, param_dtype="bf16", master_weights=False)
+    for trainer in (kept, replace(kept, compile=True, compile_blocks="Block")):
+        check_param_dtype(trainer)
     with pytest.raises(RefusedError) as caught:
         check_param_dtype(replace(TRAINER, **{"param_dtype": "bf16"} | keys))
     assert sentence in str(caught.value)

@@ -110,4 +110,5 @@ def test_a_run_ends_with_the_same_weights(tmp_path: Path, warm_environ: dict[str
     assert len(hashes) == 1
     done = recipe("trainer.activation_checkpointing=[Net]", "trainer.compile=true")
     assert done.code == 2
-    assert "trainer.activation_checkpointing=[Net] is incompatible with trainer.compile=true" in done.err
+    assert "trainer.activation_checkpointing=[Net] is incompatible with trainer.compile=true of the whole" in done.err
+    assert "trainer.compile_blocks=Net" in done.err

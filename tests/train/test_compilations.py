@@ -20,14 +20,17 @@ from ddpexp.compat.compiler import end_processes
 from ddpexp.distributed.world import World
 from ddpexp.strategy import compiled
 from ddpexp.strategy.ddp import DDP
+from ddpexp.strategy.fsdp.strategy import FSDP
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.strategy.options import Compilation
+from ddpexp.train.activation_checkpointing import checkpoint_activations
 from ddpexp.train.compilations import Compilations, Recompilation, describe, limit_processes
 from ddpexp.train.metrics import MetricAccumulator
 from tests.conftest import Ddpexp
 from tests.fitting import ALONE, STRATEGY, TRAINER, Once, fit_alone
 from tests.points import Recipe
 from tests.refusals import refused
+from tests.strategy.fsdp.ranks import OPTIONS
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +185,16 @@ def test_a_block_inside_another_is_compiled_with_it(graphs: list[Any]) -> None:
     assert len(compiled.compile_blocks({"model": nn.Sequential(outer, Block())}, "Block", "default")) == 2
 
 
+def test_what_is_computed_again_is_around_a_compiled_block_and_not_inside(graphs: list[Any]) -> None:
+    models: dict[str, nn.Module] = {"model": nn.Sequential(Block(), Block())}
+    compiled.compile_blocks(models, "Block", "default")
+    with refused("trainer.activation_checkpointing=[Linear]: trainer.activation_checkpointing=[Block]"):
+        checkpoint_activations(models, ["Linear"])
+    checkpoint_activations(models, ["Block"])
+    models["model"](torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert len(graphs) == 1
+
+
 def test_a_class_that_the_model_does_not_have_is_refused_with_those_that_it_has() -> None:
     with refused("trainer.compile_blocks=Blok"):
         compiled.compile_blocks({"model": nn.Sequential(Block(), Block())}, "Blok", "default")
@@ -237,3 +250,23 @@ def test_a_compiled_block_in_ddp_is_not_cut(graphs: list[Any], world: World) -> 
 
     train_in_ddp(world, lambda: nn.Sequential(*(block() for _ in range(3))), Compilation("default", "Block"))
     assert len(graphs) == 2  # of the first block, whose input needs no gradient, and of the others
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # as above
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"init": "replay"}, {"reshard_after_forward": False}, {"blocks": ("Block",), "reduce_each_micro_batch": True}],
+)
+def test_blocks_that_are_gathered_are_compiled_once(graphs: list[Any], world: World, options: dict[str, Any]) -> None:
+    """Hooks of a block stay outside of its graph, and nothing inside of it is gathered by itself."""
+    sharding = replace(OPTIONS, reduce_through="backend", **options)
+    model = FSDP(sharding, world, lambda: nn.Sequential(nn.Linear(4, 32), *(Block(32) for _ in range(4))),
+                 compilation=Compilation("default", "Block"))  # fmt: skip
+    for number in range(4):
+        with model.micro_batch(last=number % 2 == 1):
+            model.train_model(torch.ones(3, 4)).sum().backward()
+    assert len(graphs) == 1
+    with model.evaluation() as evaluated:
+        evaluated(torch.ones(5, 4))
+    assert len(graphs) == 1
+    assert not any("_orig_mod" in key for key in model.eval_model.state_dict())

@@ -92,14 +92,15 @@ class FSDPEstimator(Estimator):
             divided = {name: module for name, module in models.items() if name not in self.options.whole}
             divide_for_a_rank(divided, self.options.tp_plan, self.options.tp_size, self.options.sequence_parallel)
 
-    def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
+    def blocks_bytes(self, models: Mapping[str, Any], trainer: Trainer) -> list[int]:
         """Return the sizes of the parameters of each block, without those of blocks inside it."""
         from ddpexp.strategy.fsdp.blocks import blocks_of
 
         sharded = {name: module for name, module in models.items() if name not in self.options.whole}
         taken: set[int] = set()
         sizes = []
-        for block in blocks_of(sharded, self.options.blocks, self.options.min_block_mb * _MIB):
+        min_bytes = self.options.min_block_mb * _MIB
+        for block in blocks_of(sharded, self.options.blocks, min_bytes, trainer.compile_blocks):
             free = {id(p): p.numel() * p.element_size() for p in block.parameters() if id(p) not in taken}
             taken.update(free)
             sizes.append(sum(free.values()))

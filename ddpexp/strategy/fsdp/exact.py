@@ -15,6 +15,7 @@ from ddpexp.errors import DdpexpError
 from ddpexp.strategy.exact.round import Round, trained_parameters
 from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.strategy import FSDP
+from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.replica import Models
 from ddpexp.task import OptimizerStep, Sums
 
@@ -33,13 +34,13 @@ class ExactFSDP(FSDP):
         world: World,
         factory: Callable[[], nn.Module | Mapping[str, nn.Module]],
         *,
-        channels_last: bool = False,
+        compilation: Compilation | None = None,
         prepare: Callable[[Models], None] = lambda models: None,
         gradient_accumulation_steps: int,
     ) -> None:
         """Build the model and keep this rank's share; see `FSDP`. Ranks: all; communicates."""
         super().__init__(
-            options, world, factory, channels_last=channels_last, prepare=prepare,
+            options, world, factory, compilation=compilation, prepare=prepare,
             gradient_accumulation_steps=gradient_accumulation_steps,
         )  # fmt: skip
         self.gradient_weight = 1.0

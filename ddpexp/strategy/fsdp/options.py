@@ -12,7 +12,7 @@ from ddpexp.settings.key import Key
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
 from ddpexp.strategy.optimizers import NOT_SHARDED, WHOLE_MATRICES, check_optimizer
-from ddpexp.strategy.options import Options, check_reduce_through
+from ddpexp.strategy.options import Compilation, Options, check_reduce_through
 from ddpexp.strategy.tensor.options import DividedLayers
 from ddpexp.system.text import counted
 
@@ -88,12 +88,14 @@ class FSDPOptions(Options):
                 value=self.init,
                 suggestion="Use trainer.master_weights=true or strategy.init=whole.",
             )
-        if trainer.compile:
+        if trainer.compile and trainer.compile_blocks is None:
             raise RefusedError(
-                "is incompatible with strategy=fsdp, whose parameters are gathered by hooks between the modules",
+                "compiles the whole model, and strategy=fsdp gathers parameters by hooks between its modules, which "
+                "would cut it to pieces",
                 key="trainer.compile",
                 value=trainer.compile,
-                suggestion="Use trainer.compile=false or strategy=ddp.",
+                suggestion="Name the class of its layers, for example trainer.compile_blocks=Block, or use "
+                "trainer.compile=false or strategy=ddp.",
             )
 
     def _check_tensor_parallel(self, trainer: Trainer) -> None:
@@ -108,6 +110,10 @@ class FSDPOptions(Options):
             ),
             (
                 self.offload, "strategy.offload=true", "for which layers are not divided", "strategy.offload=false",
+            ),
+            (
+                bool(trainer.compile), f"trainer.compile={str(trainer.compile).lower()}",
+                "which would compile divided layers anew in each block", "trainer.compile=false",
             ),
             (
                 self.reduce_through == "shared_memory", "strategy.reduce_through=shared_memory",
@@ -163,6 +169,15 @@ class FSDPOptions(Options):
                 key="strategy",
                 value="fsdp",
                 suggestion="Use whole GPUs with trainer.backend=auto, or strategy=ddp.",
+            )
+        if layout.device == "cuda" and size > 1 and Compilation.records_graphs(experiment.trainer):
+            instead = {"max-autotune": "max-autotune-no-cudagraphs"}.get(str(experiment.trainer.compile), "true")
+            raise RefusedError(
+                "records CUDA graphs, which find parameters where they were, and strategy=fsdp gathers them to new "
+                "memory in every pass",
+                key="trainer.compile",
+                value=experiment.trainer.compile,
+                suggestion=f"Use trainer.compile={instead}.",
             )
         if self.offload and layout.device == "cpu":
             raise RefusedError(

@@ -45,11 +45,16 @@ class Sharding:
         gradient_accumulation_steps: int | None = None,
         gathers_bf16: bool = False,
         tensor: TensorGroup | None = None,
+        compiled: str | None = None,
     ) -> None:
-        """Shard nothing yet; see `FSDP`. `world` has the ranks that share the data, `tensor` those of a layer."""
+        """Shard nothing yet; see `FSDP`. `world` has the ranks that share the data, `tensor` those of a layer.
+
+        Modules of the class `compiled` are gathered whole, unless strategy.blocks says otherwise.
+        """
         self._options = options
         self._world = world
         self._tensor = tensor
+        self._compiled = compiled
         self.shares: dict[str, Share] = {}  # of the parameters that the ranks of a tensor group divide, by their names
         self.of_tokens: list[str] = []  # parameters whose gradient a rank of a tensor group has of some tokens
         self._gradient_accumulation_steps = gradient_accumulation_steps
@@ -89,7 +94,7 @@ class Sharding:
         else:
             mesh = self._tensor.mesh_of(names)
         self.replica = world.rank // sizes[-1]
-        blocks = blocks_of(models, options.blocks, options.min_block_mb * 2**20)
+        blocks = blocks_of(models, options.blocks, options.min_block_mb * 2**20, self._compiled)
         ordered = world.device.type == "cpu" or self._gradient_accumulation_steps is not None
         if ordered and replicas > 1:
             mesh = mesh["shard"]  # the replicas, too, are summed by our reduce-scatter

@@ -24,6 +24,7 @@ from ddpexp.strategy.fsdp.options import FSDPOptions
 from ddpexp.strategy.fsdp.sharding import Sharding
 from ddpexp.strategy.init.construction import RESET
 from ddpexp.strategy.norm import norm_dtype, norm_of_rows, norm_of_tensors, row_norms
+from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.replica import Models, Replicas, broadcast_rank_zero, check_same_models, gradient_values, unused
 from ddpexp.strategy.tensor.group import TensorGroup
 
@@ -37,7 +38,7 @@ class FSDP(Replicas):
         world: World,
         factory: Callable[[], nn.Module | Mapping[str, nn.Module]],
         *,
-        channels_last: bool = False,
+        compilation: Compilation | None = None,
         prepare: Callable[[Models], None] = lambda models: None,
         gradient_accumulation_steps: int | None = None,
         gathers_bf16: bool = False,
@@ -45,7 +46,6 @@ class FSDP(Replicas):
     ) -> None:
         """Build the model and keep this rank's share.
 
-        With `channels_last` images come in that memory format; parameters stay in their ordinary one, to be cut.
         `gradient_accumulation_steps` is for sums in the tree of `trainer.reduction=exact`; with `gathers_bf16` blocks
         compute with copies of the parameters in bf16. The ranks of a `tensor` group divide layers first.
 
@@ -55,10 +55,11 @@ class FSDP(Replicas):
             RefusedError: the model has a parameter that cannot be cut, or its construction cannot be replayed.
         """
         data_world = world if tensor is None else tensor.data_world(world)
-        sharding = Sharding(options, data_world, gradient_accumulation_steps, gathers_bf16, tensor)
+        compiled = None if compilation is None else compilation.blocks
+        sharding = Sharding(options, data_world, gradient_accumulation_steps, gathers_bf16, tensor, compiled)
         in_parts = options.init == "reset_parameters" or (options.init == "replay" and world.world_size > 1)
         construct = partial(sharding.construct, factory) if in_parts else factory
-        super().__init__(world, construct, prepare=partial(sharding.prepare, prepare))
+        super().__init__(world, construct, compilation=compilation, prepare=partial(sharding.prepare, prepare))
         if in_parts:
             check_same_models(self.modules, world)
             if options.init == "reset_parameters" and options.draws_values and world.is_rank_zero:
@@ -85,9 +86,6 @@ class FSDP(Replicas):
             model: {f"{model}.{key}": p for key, p in module.named_parameters() if p.requires_grad}
             for model, module in self.modules.items()
         }
-        if channels_last:
-            for module in self.modules.values():
-                module.register_forward_pre_hook(_channels_last)
         self._shares_buffers = options.broadcast_buffers and gradient_accumulation_steps is None
         self._buffers_due = True
 
@@ -226,10 +224,3 @@ class FSDP(Replicas):
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-
-
-def _channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        value.contiguous(memory_format=torch.channels_last) if isinstance(value, Tensor) and value.dim() == 4 else value
-        for value in inputs
-    )

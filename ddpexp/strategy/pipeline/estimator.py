@@ -53,7 +53,7 @@ class PipelineEstimator(Estimator):
         moments = {"start": facts.parameters_bytes} if self.options.init == "whole" else {}
         return {**moments, "evaluation": own + state} if self.options.gather_in_evaluation else moments
 
-    def blocks_bytes(self, models: Mapping[str, Any]) -> list[int]:
+    def blocks_bytes(self, models: Mapping[str, Any], trainer: Trainer) -> list[int]:
         """Return the sizes of the parameters of each worker of a pipe."""
         from ddpexp.strategy.pipeline.stages import divide
 

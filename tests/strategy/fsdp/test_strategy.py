@@ -53,6 +53,7 @@ def test_blocks_are_the_smallest_modules_of_a_size_or_those_of_a_class() -> None
     assert blocks_of({"model": model}, None, 2 * small + 1) == [model.blocks[0], model]
     assert blocks_of({"model": model}, None, 1e9) == [model]
     assert blocks_of({"model": model}, ("Block",), 1) == [model.blocks[1], model.blocks[0], model]
+    assert blocks_of({"model": model}, None, small, "Block") == [model.blocks[0], model]
     layer = nn.TransformerEncoderLayer(8, 2, 8)
     assert blocks_of({"model": layer}, None, 4 * 8 * 8) == [layer.self_attn, layer.linear1, layer.linear2, layer]
     pair = {"one": nn.Linear(2, 2), "other": Block(2, 2)}
@@ -74,7 +75,7 @@ def test_one_worker_refuses_what_cannot_be_held_whole_too(name: str, word: str) 
 @pytest.mark.parametrize(
     ("options", "trainer", "expected"),
     [
-        ({}, {"compile": True}, "trainer.compile=true: strategy=fsdp"),
+        ({}, {"compile": True}, "trainer.compile=true: trainer.compile_blocks=Block"),
         ({"broadcast_buffers": False}, {"reduction": "exact"}, ": strategy.broadcast_buffers=true"),
         ({"offload": True}, {"precision": "fp16"}, "strategy.offload=true: trainer.precision=fp16"),
         ({"offload": True}, {"nonfinite": "skip"}, "strategy.offload=true: trainer.nonfinite=stop"),
@@ -86,6 +87,15 @@ def test_what_the_trainer_cannot_combine_with_it_is_refused(
 ) -> None:
     with refused(expected):
         replace(OPTIONS, **options).check(asked(**trainer))
+
+
+def test_blocks_are_compiled_but_recorded_in_no_graphs_that_know_addresses() -> None:
+    graphs = {"compile": "max-autotune", "compile_blocks": "Block"}
+    for trainer in ({"compile": True, "compile_blocks": "Block"}, graphs):
+        OPTIONS.check(asked(**trainer))
+    OPTIONS.check_layout(asked(**graphs), Layout(1, 2, "cpu", "gloo", 1), 1)
+    with refused("trainer.compile=max-autotune: trainer.compile=max-autotune-no-cudagraphs"):
+        OPTIONS.check_layout(asked(**graphs), Layout(1, 2, "cuda", "nccl", 1), 1)
 
 
 def test_replicas_must_divide_the_workers() -> None:

@@ -126,8 +126,8 @@ def test_the_plan_counts_the_largest_stage() -> None:
     interleaved = estimator(schedule="interleaved", stages_per_worker=2)
     assert interleaved.kept_by_workers([10, 10, 10, 10], 6) == [50, 30]
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2), nn.Tanh())
-    assert estimator().blocks_bytes({"model": model}) == [160, 72]
-    assert estimator(split_before=(1,)).blocks_bytes({"model": model}) == [160, 72]
+    assert estimator().blocks_bytes({"model": model}, TRAINER) == [160, 72]
+    assert estimator(split_before=(1,)).blocks_bytes({"model": model}, TRAINER) == [160, 72]
 
 
 CODE = """\
