@@ -52,8 +52,8 @@ NamedEvalSums = tuple[Mapping[str, Loss], Mapping[str, "Pair | Tensor | MetricUp
 class Progress:
     """How far a run is, the same after a resume; in an evaluation, in the last step before it.
 
-    With `trainer.compile` every value is a tensor, a scalar on the device: a number that changes would be compiled
-    into the model again and again.
+    With `trainer.compile` or `trainer.compile_step` every value is a tensor, a scalar on the device: a number that
+    changes would be compiled into the model again and again.
     """
 
     step: int | Tensor  # the number of this step, from 0

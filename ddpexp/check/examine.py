@@ -79,6 +79,6 @@ def _notes(experiment: Experiment) -> list[Finding]:
     notes = []
     if name != launcher_name(Spawn):
         notes.append(Finding("launcher", None, f"launcher={name} is not used: two workers of this machine at most"))
-    if experiment.trainer.compile:
-        notes.append(Finding("compile", None, "not checked: the model is not compiled here"))
+    if experiment.trainer.compiles:
+        notes.append(Finding("compile", None, "not checked: nothing is compiled here"))
     return notes

@@ -8,10 +8,14 @@ When it goes: see each function.
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 
 import torch
@@ -61,6 +65,67 @@ def leave_graphs_whole() -> None:
     When it goes: `torch.compile` cuts blocks in two: slower, with the same results.
     """
     torch._dynamo.config.optimize_ddp = False
+
+
+def trace_gradients() -> bool:
+    """Have the compiler trace calls of `torch.autograd.grad`; return whether this torch can.
+
+    Private: `torch._dynamo.config.trace_autograd_ops`; torch 2.13.
+    Why: `torch.compiler.config` does not have it.
+    When it goes: return True if a graph with `torch.autograd.grad` compiles without it.
+    """
+    config: Any = torch._dynamo.config
+    if getattr(config, "trace_autograd_ops", None) is None:
+        return False
+    config.trace_autograd_ops = True
+    return True
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the compiler could not make one graph of a function."""
+
+    reason: str  # torch's, without a full stop; empty: it was compiled too often
+    place: str | None  # file:line of the code that it is about
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """Return the exceptions of functions that are not one graph.
+
+    Private: `torch._dynamo.exc.TorchDynamoException` and `FailOnRecompileLimitHit`; torch 2.10 to 2.13.
+    Why: torch documents no exception of its compiler.
+    When it goes: return `(RuntimeError,)`.
+    """
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def why(error: Exception) -> Failure:
+    """Return the reason of one of the `failures`.
+
+    Private: `real_stack` and `inner_exception` of torch's exceptions, and the form of their texts; torch 2.10 to 2.13.
+    Why: torch's text has ten lines and more, of advice to its developers.
+    When it goes: the reason is the first line of the text, without a place.
+    """
+    frames: Iterable[FrameSummary] = getattr(error, "real_stack", None) or ()
+    own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename]
+    place = next((f"{frame.filename}:{frame.lineno}" for frame in reversed(own)), None)
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        return Failure("", place)
+    inner = getattr(error, "inner_exception", error)  # of a backend, such as one without a C++ compiler
+    text = str(error).strip() if inner is error else f"{type(inner).__name__}: {inner}"
+    for pattern, sentence in _SENTENCES.items():
+        if (found := re.search(pattern, text, re.MULTILINE)) is not None:
+            return Failure(sentence.format(found[1].strip().rstrip(".")), place)
+    return Failure(text, place)
+
+
+_SENTENCES = {  # by what the text of an error has: the first of these
+    r"^\s*Developer debug context: raised exception (.+)$": "it raises {}",
+    r"^\s*Explanation: (.+)$": "{}",
+    r"\A(.*)$": "{}",
+}
 
 
 def end_processes() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
 foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_copy_ = torch._foreach_copy_

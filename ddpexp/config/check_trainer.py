@@ -36,6 +36,7 @@ def check_trainer(trainer: Trainer) -> None:
     _check_average(trainer)
     check_param_dtype(trainer)
     _check_speed(trainer)
+    _check_compiled_step(trainer)
     _check_reduction(trainer)
     if trainer.lora is not None and trainer.freeze:
         raise RefusedError(
@@ -173,6 +174,47 @@ def _check_speed(trainer: Trainer) -> None:
             value=trainer.compile,
             suggestion="Use trainer.compile=true.",
         )
+
+
+def _check_compiled_step(trainer: Trainer) -> None:
+    """Check what cannot be in the graph of a micro-batch.
+
+    Raises:
+        RefusedError: it is asked for.
+    """
+    if not trainer.compile_step:
+        return
+    for clashes, reason, suggestion in (
+        (
+            trainer.compile is not False,
+            f"compiles the model too, so trainer.compile={str(trainer.compile).lower()} would add nothing",
+            "Use trainer.compile=false or trainer.compile_step=false.",
+        ),
+        (
+            trainer.reduction == "exact",
+            "is incompatible with trainer.reduction=exact, which keeps the gradients of each micro-batch apart",
+            "Use trainer.reduction=fast, or trainer.compile=true trainer.compile_step=false.",
+        ),
+        (
+            trainer.precision == "fp16",
+            "is incompatible with trainer.precision=fp16, whose scale changes from step to step",
+            "Use trainer.precision=bf16, or trainer.compile=true trainer.compile_step=false.",
+        ),
+        (
+            trainer.param_dtype != "fp32",
+            f"is incompatible with trainer.param_dtype={trainer.param_dtype}, whose copies of the weights are made "
+            "between two micro-batches",
+            "Use trainer.precision=bf16 and trainer.param_dtype=fp32.",
+        ),
+        (
+            bool(trainer.activation_checkpointing),
+            "is incompatible with trainer.activation_checkpointing: torch does not compile blocks that are computed "
+            "again",
+            "Use trainer.activation_checkpointing=null or trainer.compile_step=false.",
+        ),
+    ):
+        if clashes:
+            raise RefusedError(reason, key="trainer.compile_step", value=True, suggestion=suggestion)
 
 
 def _check_reduction(trainer: Trainer) -> None:

@@ -46,7 +46,7 @@ class Setting:
             workers=layout.world_size,
             threads=layout.threads,
             num_workers=experiment.data.num_workers,
-            compiles=bool(trainer.compile),
+            compiles=trainer.compiles,
             data=experiment.data,
         )
 

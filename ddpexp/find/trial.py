@@ -22,7 +22,7 @@ from ddpexp.run.directory import RunDir
 from ddpexp.run.stored_config import job_identity
 from ddpexp.run.worker_request import worker_request
 
-KEPT = ("trainer.compile", "trainer.compile_blocks")  # keys of the run that a trial has, too
+KEPT = ("trainer.compile", "trainer.compile_blocks", "trainer.compile_step")  # keys of the run that a trial has, too
 _ANSWER = "answer.json"
 _KINDS = ("OutOfMemoryError", "MemoryError")
 # Of torch's allocator on CPUs, of CUDA's libraries, of C++, of the system, and of `ddpexp.system.oom`.

@@ -36,7 +36,7 @@ def load_experiment(config: str) -> Experiment:
     """Load a configuration as a worker does, with the code that it trusts."""
     experiment = load(config)
     experiment.trust.make_importable()
-    if not experiment.trainer.compile:
+    if not experiment.trainer.compiles:
         lazy_dynamo.defer(on_meta=True)
     return experiment
 

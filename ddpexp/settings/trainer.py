@@ -192,6 +192,7 @@ class Trainer:
             also="compile_repeated_blocks use_regional_compilation",
         ),
     ]
+    compile_step: Annotated[bool, Key(short_run=False)]
     activation_checkpointing: Annotated[
         tuple[str, ...] | None,
         Key(on_resume="free", also="gradient_checkpointing activation_checkpoint use_gradient_checkpointing"),
@@ -261,6 +262,11 @@ class Trainer:
     def computes_in(self) -> Literal["fp32", "bf16", "fp16"]:
         """Return the numbers in which a forward pass computes what can be computed in fewer bits."""
         return self.precision if self.param_dtype == "fp32" else self.param_dtype
+
+    @property
+    def compiles(self) -> bool:
+        """Return whether anything is compiled."""
+        return bool(self.compile) or self.compile_step
 
     @property
     def tests_best(self) -> bool:

@@ -21,6 +21,7 @@ class DDPOptions(Options):
     builder: ClassVar[str] = "ddpexp.strategy.ddp:build"
     estimator: ClassVar[str] = "ddpexp.strategy.ddp_estimator:DDPEstimator"
     supports_exact: ClassVar[bool] = True
+    supports_compiled_step: ClassVar[bool] = True
 
     kind: Literal["ddp"]
     find_unused_parameters: Annotated[bool, Key(on_resume="free")]
@@ -66,6 +67,8 @@ class DDPOptions(Options):
             )
         if trainer.reduction == "exact":
             self._check_exact()
+        if trainer.compile_step:
+            self._check_compiled_step()
         scaled = trainer.precision == "fp16" or trainer.nonfinite == "skip"
         if self.comm_hook == "powersgd" and scaled:
             raise RefusedError(
@@ -75,6 +78,21 @@ class DDPOptions(Options):
                 suggestion="Use trainer.precision=fp32 or bf16 and trainer.nonfinite=stop, not "
                 f"{trainer.precision} and {trainer.nonfinite}.",
             )
+
+    def _check_compiled_step(self) -> None:
+        """Refuse what works in torch's DDP between forward and backward pass, which `trainer.compile_step` replaces."""
+        for clashes, name, why in (
+            (self.find_unused_parameters, "find_unused_parameters", "by which DDP walks through the graph of a loss"),
+            (self.static_graph, "static_graph", "by which DDP reduces gradients during backward"),
+            (self.sync_batchnorm, "sync_batchnorm", "by which workers communicate in the forward pass"),
+        ):
+            if clashes:
+                raise RefusedError(
+                    f"is incompatible with strategy.{name}=true, {why}: it makes one graph of both passes",
+                    key="trainer.compile_step",
+                    value=True,
+                    suggestion=f"Use strategy.{name}=false or trainer.compile_step=false.",
+                )
 
     def _check_exact(self) -> None:
         """Refuse what would make the numbers depend on the number of workers although `trainer.reduction=exact`."""

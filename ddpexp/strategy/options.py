@@ -48,6 +48,7 @@ class Options:
     estimator: ClassVar[str] = "ddpexp.strategy.estimator:Estimator"  # the class for `ddpexp plan`, free of torch
     supports_exact: ClassVar[bool] = False  # trainer.reduction=exact: the same bits at every number of workers
     supports_train_step: ClassVar[bool] = True  # of tasks that do a step themselves
+    supports_compiled_step: ClassVar[bool] = False  # trainer.compile_step: gradients that are there before it begins
 
     @property
     def least_world_size(self) -> int:
@@ -81,6 +82,14 @@ class Options:
                 key="trainer.reduction",
                 value="exact",
                 suggestion="Use trainer.reduction=fast or strategy=ddp.",
+            )
+        if trainer.compile_step and not self.supports_compiled_step:
+            raise RefusedError(
+                f"is for strategy=ddp, where each worker has whole gradients of its own; with strategy={self.kind} it "
+                "does not",
+                key="trainer.compile_step",
+                value=True,
+                suggestion="Use strategy=ddp or trainer.compile_step=false.",
             )
 
     def makes_copies(self, world_size: int) -> bool:

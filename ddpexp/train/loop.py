@@ -26,6 +26,7 @@ from ddpexp.train.callbacks.base import RunView
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.collectives import TaskCollectives
 from ddpexp.train.compare_replicas import ReplicaComparison
+from ddpexp.train.compiled_step import CompiledStep
 from ddpexp.train.core_wait import core_wait_hint
 from ddpexp.train.due import INTERRUPTED, NOTHING, NOTHING_ASKED, Asked, Due, End, next_due
 from ddpexp.train.evaluation import Evaluation
@@ -88,7 +89,8 @@ class Loop:
         self.dependent = ""
         self._units_per_sample = units_per_sample(run.train.data, getattr(run.train, "order", None))
         self._rates = LearningRates(run.optimizers, run.schedule, run.num_steps, run.train.steps_per_epoch)
-        self._step = Step(run, callbacks.call_on_gradients if callbacks.on_gradients else None)
+        kind = CompiledStep if run.options.compile_step else Step
+        self._step = kind(run, callbacks.call_on_gradients if callbacks.on_gradients else None)
         self._comparison = ReplicaComparison(run.strategy, run.world)
         self._evaluation = Evaluation(run, evals, logger, average)
         self._metrics = self._new_accumulator()  # of the steps since the last record

@@ -68,6 +68,8 @@ class LossCounts:
                 "a train_step that does not call update.backward(batches) goes through several micro-batches in an "
                 "order of its own",
             )
+        if run.options.compile_step:
+            raise _counts_wanted(counts, "trainer.compile_step=true computes it in the same graph as the losses")
         if num_more and Compilation.records_graphs(run.options):
             raise _counts_wanted(counts, "the graphs of trainer.compile hold the results of one micro-batch at a time")
         if run.world.is_rank_zero and not self._is_reported:

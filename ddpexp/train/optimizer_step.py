@@ -106,6 +106,8 @@ class Step:
         self._with_norm = False
         self._num_micro_batches = 0  # of this step so far
         self._round = Round(self._caller)
+        self._kind: type[MicroBatch] = MicroBatch
+        self._update: Callable[..., bool] = run.precision.step
 
     @property
     def models(self) -> Any:
@@ -170,7 +172,7 @@ class Step:
         """
         number = self._num_micro_batches
         self._num_micro_batches = number + 1
-        return MicroBatch(self, number, bool(last))
+        return self._kind(self, number, bool(last))
 
     def backward(self, micro_batches: Sequence[Any]) -> Sums:
         """Go through the micro-batches as without a `train_step`; return their sums. Ranks: all; communicates.
@@ -286,7 +288,7 @@ class Step:
         if self._clips or self._with_norm:
             self._clip(optimizers, "" if len(chosen) == len(self._names) else f"/{'+'.join(chosen)}")
         used.applied += chosen
-        stepped = precision.step(*optimizers)
+        stepped = self._update(*optimizers)
         self.moved |= stepped
         if not stepped and self._undo is not None:
             self._undo.restore()

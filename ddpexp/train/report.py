@@ -219,6 +219,8 @@ def _numbers(trainer: Trainer) -> str:
     if trainer.compile:
         blocks = f" {trainer.compile_blocks}" if trainer.compile_blocks else ""
         parts.append(f"compiled{blocks}{'' if trainer.compile is True else f' ({trainer.compile})'}")
+    if trainer.compile_step:
+        parts.append("compiled steps")
     return ", ".join(parts)
 
 

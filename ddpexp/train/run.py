@@ -39,7 +39,7 @@ class TrainingRun:
     @cached_property
     def current(self) -> CurrentProgress:
         """Return how far the run is, for tasks."""
-        device = self.world.device if self.options.compile else None
+        device = self.world.device if self.options.compiles else None
         return CurrentProgress(self.num_steps, self.train.steps_per_epoch, device)
 
     @cached_property

@@ -30,6 +30,11 @@ class TorchRates:
         """Return what the rates of torch's schedule are multiplied by."""
         return self.config.factor(step, num_steps)
 
+    @property
+    def cycles(self) -> bool:
+        """Return whether it changes momentum, too, as OneCycleLR and CyclicLR do."""
+        return any(name in str(self.config.schedule) for name in ("OneCycleLR", "CyclicLR"))
+
     def num_calls(self, step: int, num_steps: int, steps_per_epoch: int) -> int:
         """Return how often torch's schedule has stepped at a step."""
         steps = max(0, step - self.config.first_step(num_steps))

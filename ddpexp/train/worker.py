@@ -180,7 +180,7 @@ def build(context: RunContext) -> Built:
     _warn_of_little_shared_memory(experiment, log)
     forbid_downloads(experiment)
     import_all(experiment, world)
-    compilations = _watch_compilations(world, log) if trainer.compile else None
+    compilations = _watch_compilations(world, log) if trainer.compiles else None
     if compilations is None:
         lazy_dynamo.defer()
 
@@ -380,7 +380,7 @@ def _progress_of(experiment: Experiment, splits: Splits, weights: Path, device: 
     batches = build_batches(experiment, splits, training_plan(experiment, 1), 0, device)
     num_steps = count_steps(experiment.trainer, batches.steps_per_epoch)
     step = open_checkpoint(weights).step if is_checkpoint(weights) else num_steps
-    current = CurrentProgress(num_steps, batches.steps_per_epoch, device if experiment.trainer.compile else None)
+    current = CurrentProgress(num_steps, batches.steps_per_epoch, device if experiment.trainer.compiles else None)
     current.set(max(step - 1, 0))
     return current
 

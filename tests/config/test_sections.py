@@ -100,6 +100,27 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__compile": True, "trainer__gpus": 2, "strategy__bucket_cap_mb": 0.5}, (
             "strategy.bucket_cap_mb=0.5 is incompatible with trainer.compile=true, which cuts the graph"
         )),
+        ({"trainer__compile_step": True, "trainer__compile": True}, (
+            "trainer.compile_step=true compiles the model too, so trainer.compile=true would add nothing"
+        )),
+        ({"trainer__compile_step": True, "trainer__reduction": "exact", "trainer__micro_batch_size": 8}, (
+            "trainer.compile_step=true is incompatible with trainer.reduction=exact, which keeps the gradients"
+        )),
+        ({"trainer__compile_step": True, "trainer__precision": "fp16"}, (
+            "trainer.compile_step=true is incompatible with trainer.precision=fp16, whose scale changes"
+        )),
+        ({"trainer__compile_step": True, "trainer__param_dtype": "bf16"}, (
+            "trainer.compile_step=true is incompatible with trainer.param_dtype=bf16, whose copies of the weights"
+        )),
+        ({"trainer__compile_step": True, "trainer__activation_checkpointing": ["Block"]}, (
+            "trainer.compile_step=true is incompatible with trainer.activation_checkpointing: torch does not"
+        )),
+        ({"trainer__compile_step": True, "strategy__find_unused_parameters": True}, (
+            "trainer.compile_step=true is incompatible with strategy.find_unused_parameters=true, by which DDP"
+        )),
+        ({"trainer__compile_step": True, "strategy__static_graph": True}, (
+            "trainer.compile_step=true is incompatible with strategy.static_graph=true, by which DDP"
+        )),
         ({"trainer__cudnn_benchmark": True, "trainer__reduction": "exact", "trainer__micro_batch_size": 8}, (
             "trainer.cudnn_benchmark=true is incompatible with trainer.reduction=exact: cuDNN chooses"
         )),

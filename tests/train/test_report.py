@@ -35,6 +35,7 @@ def test_a_model_is_called_by_its_own_name(target: str, kwargs: dict[str, Any], 
         ({}, "fp32"),
         ({"precision": "bf16", "compile": True}, "bf16, compiled"),
         ({"compile": "reduce-overhead", "compile_blocks": "Block"}, "fp32, compiled Block (reduce-overhead)"),
+        ({"compile_step": True}, "fp32, compiled steps"),
         ({"matmul_precision": "high"}, "fp32, matrix products in high precision"),
     ],
 )

@@ -30,11 +30,12 @@ class FindNonFinite(Callback):
 
     def check(self, experiment: ExperimentSettings, where: str) -> None:
         """Check that modules are called one by one."""
-        if experiment.trainer.compile:
+        trainer = experiment.trainer
+        if trainer.compiles:
             raise RefusedError(
                 "inspects the output of each module, but compiled modules are not called one by one",
                 key=where,
-                suggestion="Use trainer.compile=false.",
+                suggestion=f"Use {'trainer.compile' if trainer.compile else 'trainer.compile_step'}=false.",
             )
 
     def on_start(self, run: RunView) -> None:
