@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from ddpexp.strategy.fsdp.strategy import FSDP
 from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.param_dtype import lower
 from ddpexp.strategy.replica import Replicas
+from ddpexp.strategy.tensor.strategy import TensorParallel
 from ddpexp.train.activation_checkpointing import checkpoint_activations
 from ddpexp.train.compilations import Compilations
 from recipes.gpt import GPT
@@ -60,7 +61,7 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def check(world: World, ways: dict[str, Make], factory: Callable[[], Any]) -> None:
+def check(world: World, ways: Mapping[str, Make], factory: Callable[[], Any]) -> None:
     """Check that each way compiles one block, and ends with the weights of the first one."""
     expected: dict[str, Tensor] = {}
     for name, make in ways.items():
@@ -101,6 +102,22 @@ def same_bits(world: World) -> None:
     )
 
 
+def divided_layers(world: World) -> None:
+    """Blocks whose layers are divided are compiled once, with their collectives; they compute nearly the same."""
+    again = partial(checkpoint_activations, classes=["Block"])
+    for by_tokens in (False, True):
+        options = replace(OPTIONS, tp_size=2, sequence_parallel=by_tokens)
+        plain = partial(TensorParallel, options, world)
+        factory = lambda: build(bias=True, tied=False, positions="rotary", num_kv_heads=2).double()  # noqa: E731
+        ways = {"compiled": partial(plain, compilation=BLOCKS)}
+        ways["again"] = partial(ways["compiled"], prepare=again)
+        check(world, ways, factory)
+        expected, _ = train(world, plain, factory, steps=1)
+        found, _ = train(world, ways["compiled"], factory, steps=1)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-8)
+
+
 def in_bf16(world: World) -> None:
     """Compiled blocks in bf16 have the same weights sharded and whole, with and without weights in fp32."""
     for master in (True, False):
@@ -119,4 +136,5 @@ def lowered(copies: bool, stays_fp32: bool) -> Any:
 def two_workers(world: World) -> None:
     """Everything that two workers show."""
     same_bits(world)
+    divided_layers(world)
     in_bf16(world)

@@ -23,9 +23,11 @@ from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.fsdp.strategy import FSDP
 from ddpexp.strategy.mesh import DataRank
 from ddpexp.strategy.options import Compilation
+from ddpexp.strategy.tensor.strategy import TensorParallel
 from ddpexp.train.activation_checkpointing import checkpoint_activations
 from ddpexp.train.compilations import Compilations, Recompilation, describe, limit_processes
 from ddpexp.train.metrics import MetricAccumulator
+from recipes.gpt import GPT
 from tests.conftest import Ddpexp
 from tests.fitting import ALONE, STRATEGY, TRAINER, Once, fit_alone
 from tests.points import Recipe
@@ -250,6 +252,23 @@ def test_a_compiled_block_in_ddp_is_not_cut(graphs: list[Any], world: World) -> 
 
     train_in_ddp(world, lambda: nn.Sequential(*(block() for _ in range(3))), Compilation("default", "Block"))
     assert len(graphs) == 2  # of the first block, whose input needs no gradient, and of the others
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # as above
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own, of its own functions
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_blocks_whose_layers_are_divided_are_one_graph_with_their_collectives(
+    graphs: list[Any], world: World, by_tokens: bool
+) -> None:
+    options = replace(OPTIONS, tp_size=2, sequence_parallel=by_tokens)
+    sizes: dict[str, Any] = {"vocab_size": 12, "block_size": 8, "num_layers": 3, "num_heads": 2, "width": 8}
+    model = TensorParallel(
+        options, world, lambda: GPT(**sizes, tied=False), compilation=Compilation("default", "Block")
+    )
+    for _ in range(2):
+        with model.micro_batch(last=True):
+            model.train_model(torch.ones(2, 8, dtype=torch.int64)).sum().backward()
+    assert len(graphs) == 1
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # as above

@@ -112,10 +112,6 @@ class FSDPOptions(Options):
                 self.offload, "strategy.offload=true", "for which layers are not divided", "strategy.offload=false",
             ),
             (
-                bool(trainer.compile), f"trainer.compile={str(trainer.compile).lower()}",
-                "which would compile divided layers anew in each block", "trainer.compile=false",
-            ),
-            (
                 self.reduce_through == "shared_memory", "strategy.reduce_through=shared_memory",
                 "which all workers would have to use together", "strategy.reduce_through=auto",
             ),

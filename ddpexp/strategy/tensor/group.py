@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -97,22 +98,60 @@ class TensorGroup:
         return tensor.chunk(self.size, -1)[self.rank]
 
 
-def copied(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the same input for the layers of all ranks: its gradient is the sum of theirs."""
-    return with_gradient(x, _same, group.add_up)
+class Operation:
+    """A function of a tensor that communicates: to torch's compiler an operation that it does not look into.
 
-
-def summed(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the sum of what the ranks have computed: each of their summands has its gradient.
-
-    Ranks: those of the group; communicates.
+    It would cut a graph at the marks of time around a collective.
     """
-    return with_gradient(x, group.add_up, _same)
+
+    def __init__(
+        self, name: str, group: TensorGroup, function: Callable[[Tensor], Tensor], shape: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Define it for one group; `shape` makes a tensor like that which the function returns, in new memory."""
+        self._function = self._opaque = function
+        if group.world is not None:
+            number = re.sub(r"\W", "_", group.world.group.group_name)
+            self._opaque = opaque = torch.library.custom_op(
+                f"ddpexp::{name}_{number}", function, mutates_args=(), schema="(Tensor x) -> Tensor"
+            )
+            opaque.register_fake(shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Call it. Ranks: those of the group; communicates."""
+        return self._opaque(x) if torch.compiler.is_compiling() else self._function(x)
 
 
-def joined(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the last dimensions of all ranks side by side. Ranks: those of the group; communicates."""
-    return with_gradient(x, group.side_by_side, group.own)
+class Exchanges:
+    """What the ranks of a group exchange around the layers that they divide, forward and backward."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        """Define the operations of a group."""
+        size = group.size
+        self._add_up = Operation("add_up", group, group.add_up, contiguous_like)
+        self._own = group.own
+        self._side_by_side = Operation(
+            "side_by_side", group, group.side_by_side, lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] * size)
+        )
+
+    def copied(self, x: Tensor) -> Tensor:
+        """Return the same input for the layers of all ranks: its gradient is the sum of theirs."""
+        return with_gradient(x, _same, self._add_up)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Return the sum of what the ranks have computed: each of their summands has its gradient.
+
+        Ranks: those of the group; communicates.
+        """
+        return with_gradient(x, self._add_up, _same)
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Return the last dimensions of all ranks side by side. Ranks: those of the group; communicates."""
+        return with_gradient(x, self._side_by_side, self._own)
+
+
+def contiguous_like(x: Tensor) -> Tensor:
+    """Return new memory of the same shape."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def with_gradient(x: Tensor, function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor]) -> Tensor:

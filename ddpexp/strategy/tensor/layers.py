@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn import functional
 
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.tensor.cut import Cut, Share
-from ddpexp.strategy.tensor.group import TensorGroup, copied, joined, summed
+from ddpexp.strategy.tensor.group import Exchanges, TensorGroup
 from ddpexp.strategy.tensor.options import EMBEDDING, GATHERED, ROWWISE, DividedLayers
 from ddpexp.strategy.tensor.plan import Layer, layers_of
 from ddpexp.strategy.tensor.sequence import LinearOfTokens, Tokens, between, gathered, scattered
@@ -30,7 +29,7 @@ def divide(models: Mapping[str, nn.Module], layers: list[Layer], group: TensorGr
     wholes = {id(whole): whole for layer in layers for key in layer.cuts for whole in [getattr(layer.module, key)]}
     shares: dict[int, nn.Parameter] = {}
     tokens = Tokens(group)
-    inputs = _Inputs(tokens)
+    inputs = _Inputs(tokens, Exchanges(group))
     for layer in layers:
         if layer.is_between:
             between(layer.module, layer.style, tokens)
@@ -102,27 +101,24 @@ def summed_parameters(layers: Sequence[Layer]) -> list[nn.Parameter]:
 class _Inputs:
     """Gives layers with the same input, such as those of queries and keys, one copy: its gradient is summed once."""
 
-    def __init__(self, tokens: Tokens) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: Tokens, exchanges: Exchanges) -> None:
+        self.tokens, self.exchanges = tokens, exchanges
         self._last: tuple[Tensor, Tensor] | None = None
 
-    def copied(self, x: Tensor, is_whole: bool = False) -> Tensor:
-        """Return the input as `copied` does, with the tokens of all ranks where each has some.
-
-        A head `is_whole`: it comes after the modules that have some.
-        """
-        divided = self.tokens.are_divided and not is_whole
+    def copied(self, x: Tensor) -> Tensor:
+        """Return the input as `copied` does, with the tokens of all ranks where each has some."""
+        divided = self.tokens.are_divided
         if not (divided or (torch.is_grad_enabled() and x.requires_grad)):
             return x
         if self._last is None or self._last[0] is not x:
-            copy = gathered(x, self.tokens) if divided else copied(x, self.tokens.group)
+            copy = gathered(x, self.tokens) if divided else self.exchanges.copied(x)
             self._last = x, copy
         return self._last[1]
 
     def summed(self, x: Tensor) -> Tensor:
         """Return the output as `summed` does, of this rank's tokens where each has some."""
         self.clear()
-        return scattered(x, self.tokens) if self.tokens.are_divided else summed(x, self.tokens.group)
+        return scattered(x, self.tokens) if self.tokens.are_divided else self.exchanges.summed(x)
 
     def clear(self) -> None:
         """Forget the last input."""
@@ -144,41 +140,70 @@ def _communicate(layer: Layer, group: TensorGroup, inputs: _Inputs) -> None:
     """Have a divided layer communicate in its forward and backward passes."""
     module = layer.module
     if layer.style == EMBEDDING:
-        begin = layer.cuts["weight"].ranges(group.rank)[0].start
-        module.forward = partial(_embed, module, group, begin)
+        module.forward = _Embedding(module, inputs.exchanges, layer.cuts["weight"].ranges(group.rank)[0].start).forward
     elif layer.style == ROWWISE:
-        module.forward = partial(_rowwise, module, inputs, layer.transposed)
+        module.forward = _Rowwise(module, inputs, layer.transposed).forward
+    elif layer.style == GATHERED:
+        module.forward = _Gathered(module, inputs, layer.transposed).forward
     else:
-        module.forward = partial(_colwise, module, group, inputs, layer.transposed, layer.style == GATHERED)
+        module.forward = _Colwise(module, inputs, layer.transposed).forward
+
+
+# The forward of a layer is an object of a class: torch's compiler compiles a block with such layers once, and with
+# functions of different arguments once for each block.
+
+
+class _Colwise:
+    """The forward of a layer that computes this rank's outputs. Shapes: (..., inputs) -> (..., outputs / size)."""
+
+    def __init__(self, module: Any, inputs: _Inputs, transposed: bool) -> None:
+        self._module, self._inputs, self._transposed = module, inputs, transposed
+
+    def forward(self, input: Tensor) -> Tensor:
+        copy, weight = self._inputs.copied(input), _weight(self._module, self._transposed)
+        if self._inputs.tokens.are_divided:
+            return LinearOfTokens.apply(copy, input, weight, self._module.bias, self._inputs.tokens)  # type: ignore[no-any-return, no-untyped-call]
+        return functional.linear(copy, weight, self._module.bias)
+
+
+class _Gathered:
+    """As `_Colwise`, but every rank gets all outputs. It comes after the modules that have some tokens."""
+
+    def __init__(self, module: Any, inputs: _Inputs, transposed: bool) -> None:
+        self._module, self._inputs, self._transposed = module, inputs, transposed
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._inputs.clear()
+        exchanges, weight = self._inputs.exchanges, _weight(self._module, self._transposed)
+        return exchanges.joined(functional.linear(exchanges.copied(input), weight, self._module.bias))
+
+
+class _Rowwise:
+    """The forward of a layer that has some of the inputs. Shapes: (..., inputs / size) -> (..., outputs)."""
+
+    def __init__(self, module: Any, inputs: _Inputs, transposed: bool) -> None:
+        self._module, self._inputs, self._transposed = module, inputs, transposed
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = self._inputs.summed(functional.linear(input, _weight(self._module, self._transposed)))
+        return out if self._module.bias is None else out + self._module.bias.to(out.dtype)
+
+
+class _Embedding:
+    """The forward of an embedding of which this rank has the rows from `begin`. Shapes: (...) -> (..., width)."""
+
+    def __init__(self, module: Any, exchanges: Exchanges, begin: int) -> None:
+        self._module, self._exchanges, self._begin = module, exchanges, begin
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, padding = self._module.weight, self._module.padding_idx
+        own = input - self._begin
+        elsewhere = (own < 0) | (own >= len(weight))
+        has_padding = padding is not None and self._begin <= padding < self._begin + len(weight)
+        own = own.masked_fill(elsewhere, 0)
+        found = functional.embedding(own, weight, padding - self._begin if has_padding else None)
+        return self._exchanges.summed(found.masked_fill(elsewhere[..., None], 0))
 
 
 def _weight(module: Any, transposed: bool) -> Tensor:
     return module.weight.t() if transposed else module.weight  # type: ignore[no-any-return]
-
-
-def _colwise(
-    module: Any, group: TensorGroup, inputs: _Inputs, transposed: bool, gathers: bool, input: Tensor
-) -> Tensor:
-    """Compute this rank's outputs. Shapes: (..., inputs) -> (..., outputs / size), or all outputs if it gathers."""
-    copy, weight = inputs.copied(input, gathers), _weight(module, transposed)
-    if inputs.tokens.are_divided and not gathers:
-        return LinearOfTokens.apply(copy, input, weight, module.bias, inputs.tokens)  # type: ignore[no-any-return, no-untyped-call]
-    out = functional.linear(copy, weight, module.bias)
-    return joined(out, group) if gathers else out
-
-
-def _rowwise(module: Any, inputs: _Inputs, transposed: bool, input: Tensor) -> Tensor:
-    """Compute all outputs from this rank's inputs. Shapes: (..., inputs / size) -> (..., outputs)."""
-    out = inputs.summed(functional.linear(input, _weight(module, transposed)))
-    return out if module.bias is None else out + module.bias.to(out.dtype)
-
-
-def _embed(module: Any, group: TensorGroup, begin: int, input: Tensor) -> Tensor:
-    """Look up rows, of which this rank has those from `begin`. Shapes: (...) -> (..., width)."""
-    own = input - begin
-    elsewhere = (own < 0) | (own >= len(module.weight))
-    padding = module.padding_idx
-    has_padding = padding is not None and begin <= padding < begin + len(module.weight)
-    found = functional.embedding(own.masked_fill(elsewhere, 0), module.weight, padding - begin if has_padding else None)
-    found = found.masked_fill(elsewhere[..., None], 0)
-    return summed(found, group)

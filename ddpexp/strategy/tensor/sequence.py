@@ -6,8 +6,7 @@ Source: Korthikanti et al., "Reducing activation recomputation in large transfor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn import functional
 from ddpexp.distributed.rng import MODEL, seed_of, seed_torch
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.comm.reduce import as_bytes
-from ddpexp.strategy.tensor.group import HALVES, TensorGroup, with_gradient
+from ddpexp.strategy.tensor.group import HALVES, Operation, TensorGroup, with_gradient
 from ddpexp.strategy.tensor.options import SEQUENCE_BEGIN, SEQUENCE_END
 
 _TOKENS = -2  # the dimension: (batch, tokens, width)
@@ -32,8 +31,17 @@ class Tokens:
         """Divide them among a group."""
         self.group = group
         self.are_divided = False  # in the forward pass in progress, and the backward pass that follows it
+        self.all_of = Operation("all_of", group, self._all_of, self._like_all)
+        self.own_of_sum = Operation("own_of_sum", group, self._own_of_sum, self._like_own)
 
-    def all_of(self, own: Tensor) -> Tensor:
+    def _like_all(self, own: Tensor) -> Tensor:
+        return own.new_empty(*own.shape[:-2], own.shape[-2] * self.group.size, own.shape[-1])
+
+    def _like_own(self, everything: Tensor) -> Tensor:
+        *before, tokens, width = everything.shape
+        return everything.new_empty(*before, tokens // self.group.size, width)
+
+    def _all_of(self, own: Tensor) -> Tensor:
         """Return the tokens of all ranks, in their order. Ranks: those of the group; communicates."""
         if self.group.world is None:
             return torch.cat([own] * self.group.size, _TOKENS)
@@ -45,7 +53,7 @@ class Tokens:
         """Return this rank's tokens in new memory."""
         return everything.chunk(self.group.size, _TOKENS)[self.group.rank].contiguous()
 
-    def own_of_sum(self, everything: Tensor) -> Tensor:
+    def _own_of_sum(self, everything: Tensor) -> Tensor:
         """Return the sum over the ranks of this rank's tokens. Ranks: those of the group; communicates.
 
         They are summed in the order of the ranks.
@@ -102,23 +110,34 @@ class LinearOfTokens(torch.autograd.Function):
 
 def between(module: nn.Module, style: str, tokens: Tokens) -> None:
     """Have a module compute this rank's tokens: the first of them takes them, and the last one gives back all."""
-    module.forward = partial(_forward, module, module.forward, style, tokens)
+    module.forward = _OfTokens(module, style, tokens).forward
 
 
-def _forward(
-    module: nn.Module, forward: Callable[[Tensor], Tensor], style: str, tokens: Tokens, input: Tensor
-) -> Tensor:
-    if style == SEQUENCE_BEGIN:
-        tokens.are_divided = module.training
-        if tokens.are_divided:
-            _check_divides(input, tokens.group.size)
-            input = with_gradient(input, tokens.own_of, tokens.all_of)
-    if not tokens.are_divided:
-        return forward(input)
-    draws = any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
-    with _own_random_numbers(tokens.group.rank, input.device) if draws else nullcontext():
-        out = forward(input)
-    return with_gradient(out, tokens.all_of, tokens.own_of) if style == SEQUENCE_END else out
+class _OfTokens:
+    """The forward of a module between the divided layers."""
+
+    def __init__(self, module: nn.Module, style: str, tokens: Tokens) -> None:
+        self._module, self._style, self._tokens = module, style, tokens
+        self._plain: Callable[[Tensor], Tensor] = module.forward
+
+    def forward(self, input: Tensor) -> Tensor:
+        tokens = self._tokens
+        if self._style == SEQUENCE_BEGIN:
+            tokens.are_divided = self._module.training
+            if tokens.are_divided:
+                _check_divides(input, tokens.group.size)
+                input = with_gradient(input, tokens.own_of, tokens.all_of)
+        if not tokens.are_divided:
+            return self._plain(input)
+        draws = any(isinstance(one, nn.Dropout) and one.p > 0 for one in self._module.modules())
+        out = self._drawn(input) if draws else self._plain(input)
+        return with_gradient(out, tokens.all_of, tokens.own_of) if self._style == SEQUENCE_END else out
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _drawn(self, input: Tensor) -> Tensor:
+        """Return what the module computes with random numbers of this rank, which cuts a compiled graph."""
+        with _own_random_numbers(self._tokens.group.rank, input.device):
+            return self._plain(input)
 
 
 def _check_divides(x: Tensor, size: int) -> None:
