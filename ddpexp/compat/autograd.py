@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import _engine_run_backward
 
 version: Callable[[Tensor], int] = attrgetter("_version")
 """Return the number of in-place changes of a tensor. In C, because a step calls it for each gradient.
@@ -27,17 +27,23 @@ When it goes: write through `tensor.data`, whose changes do not count either.
 """
 
 
-def run_backward(outputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Do what `torch.autograd.backward(outputs, gradients)` ends with, after its checks.
+run_backward: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], object] = partial(
+    Variable._execution_engine.run_backward,
+    keep_graph=False,
+    create_graph=False,
+    inputs=(),
+    allow_unreachable=True,
+    accumulate_grad=True,
+)
+"""Do what `torch.autograd.backward(outputs, gradients)` ends with, after its checks.
 
-    Shapes: each gradient has the shape of its output, and its dtype and device.
+Shapes: each gradient has the shape of its output, and its dtype and device.
 
-    Private: `torch.autograd.graph._engine_run_backward`; torch 2.10 to 2.13.
-    Why: the checks take longer than the rest of the run loop, and import sympy, which takes each worker a quarter of a
-    second.
-    When it goes: call `torch.autograd.backward(outputs, gradients)`.
-    """
-    _engine_run_backward(outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+Private: `Variable._execution_engine.run_backward`; torch 2.10 to 2.13.
+Why: the checks take longer than the rest of the run loop, and import sympy, which takes each worker a quarter of a
+second.
+When it goes: call `torch.autograd.backward(outputs, gradients)`.
+"""
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

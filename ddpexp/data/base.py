@@ -40,9 +40,6 @@ class IndexData:
     schema: Schema | None = None
     """What the training part of the data has decided about columns, categories and statistics."""
 
-    draws_random: bool = True
-    """Whether `fetch` and `stage` may use torch's random number generators, which are seeded for each micro-batch."""
-
     fetches_ahead: bool = False
     """Whether `fetch` runs ahead of the steps on a GPU, in another thread; it uses no generators then."""
 
@@ -211,7 +208,7 @@ class Subset(IndexData):
     length: int
     table: Tensor | None = None  # the indices of all its samples, on the device of the data
 
-    schema, draws_random, fetches_ahead = map(_of_data, ("schema", "draws_random", "fetches_ahead"))
+    schema, fetches_ahead = map(_of_data, ("schema", "fetches_ahead"))
     is_faster_on_device, has_samples, is_loaded = map(_of_data, ("is_faster_on_device", "has_samples", "is_loaded"))
     collate, has_partners, tokens_per_sample = map(_of_data, ("collate", "has_partners", "tokens_per_sample"))
     whole_set = _of_data("whole_set")

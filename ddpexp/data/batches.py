@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from ddpexp.data.order import TrainingOrder
 from ddpexp.data.prefetch import ahead, num_ahead
 from ddpexp.data.samples import describe_samples, user_code_error
 from ddpexp.data.token_batches import ByTokens
-from ddpexp.distributed.rng import AUGMENT, DATA, EVAL, seed_of, seed_torch
+from ddpexp.distributed.rng import AUGMENT, DATA, EVAL, MicroBatchSeeds, seed_of, seeder
 from ddpexp.distributed.transfers import moved, to_device
 from ddpexp.errors import RefusedError
 
@@ -125,9 +126,8 @@ class TrainBatches:
                 data, begun = self.data.of_epoch(self.seed, epoch), epoch
             indices = torch.from_numpy(block).view(-1, self.plan.micro_batch_size)
             parts = iter((moved(indices, self.device) if self.on_device else indices).unbind())
-            for step in range(first, first + len(block)):
-                numbers = range(self.plan.gradient_accumulation_steps)
-                yield [self._gather(data, step, number, next(parts)) for number in numbers]
+            for seeds in self._seeds.of_steps(first, len(block)):
+                yield [_gather(data, "train", seed, next(parts), self.device) for seed in seeds]
 
     @cached_property
     def _has_partners(self) -> bool:
@@ -200,20 +200,17 @@ class TrainBatches:
             yield step, order(np.arange(first, first + count)[:, None] * total + offsets)
             step, block = step + count, min(_GROWTH * block, _BLOCK)
 
-    def _gather(self, data: IndexData, step: int, number: int, indices: Tensor) -> Any:
-        if self.data.draws_random:
-            seed_torch(self._seed(step, number), self.device)
-        return _gather(data, "train", indices, self.device)
-
-    def _seed(self, step: int, number: int) -> int:
-        return seed_of(self.seed, DATA, step, self.rank * self.plan.gradient_accumulation_steps + number)
+    @cached_property
+    def _seeds(self) -> MicroBatchSeeds:
+        count = self.plan.gradient_accumulation_steps
+        return MicroBatchSeeds(self.seed, DATA, range(self.rank * count, (self.rank + 1) * count))
 
     def _keys(self, from_step: int, to_step: int) -> Iterator[Key]:
         for first, block in self._blocks(from_step, to_step):
-            for step, row in enumerate(block, start=first):
-                epoch_seed = seed_of(self.seed, AUGMENT, step // self.steps_per_epoch, 0)
-                for number, part in enumerate(self._micro_batches(step, row)):
-                    yield Key(self._seed(step, number), part.tolist(), epoch_seed)
+            epoch_seed = seed_of(self.seed, AUGMENT, first // self.steps_per_epoch, 0)
+            for step, row, seeds in zip(count(first), block, self._seeds.of_steps(first, len(block)), strict=False):
+                for seed, part in zip(seeds, self._micro_batches(step, row), strict=True):
+                    yield Key(seed, part.tolist(), epoch_seed)
 
 
 @dataclass(frozen=True)
@@ -247,9 +244,8 @@ class EvalBatches:
                 yield self.data.stage(batch, self.device)
         else:
             for start, stop in self._ranges():
-                seed_torch(seed_of(0, EVAL, 0, start), self.device)
                 indices = torch.arange(start, stop, device=self.device if self.on_device else "cpu")
-                yield _gather(self.data, self.name, indices, self.device)
+                yield _gather(self.data, self.name, seed_of(0, EVAL, 0, start), indices, self.device)
 
     @property
     def num_batches(self) -> int:
@@ -281,7 +277,8 @@ def units_per_sample(data: Any, order: TrainingOrder | None = None) -> dict[str,
     return {"samples": 1, **({"tokens": tokens} if tokens else {})}
 
 
-def _gather(data: IndexData, name: str, indices: Tensor, device: torch.device) -> Any:
+def _gather(data: IndexData, name: str, seed: int, indices: Tensor, device: torch.device) -> Any:
+    seeder(device)(seed)
     try:
         return data.gather(indices, device)
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ddpexp.data.base import LABELS, IndexData, Subset
 from ddpexp.data.order import Order, Permutation, TrainingOrder
-from ddpexp.distributed.transfers import rows, to_device
+from ddpexp.distributed.transfers import moved, rows
 from ddpexp.errors import RefusedError
 
 __all__ = ["Arrays", "IndexData", "Splits", "Subset"]
@@ -49,11 +50,11 @@ class Arrays(IndexData):
 
     def fetch(self, indices: Tensor, pinned: bool = False) -> Any:
         """Return rows as stored. Shapes: (batch, ...) each."""
-        return tuple(rows(tensor, indices, pinned) for tensor in self.tensors)
+        return tuple(map(rows, self.tensors, repeat(indices), repeat(pinned)))
 
     def stage(self, batch: Any, device: torch.device) -> Any:
         """Move rows to the device, then transform them. Shapes: (batch, ...) each."""
-        return self.transform(*to_device(batch, device))
+        return self.transform(*map(moved, batch, repeat(device)))
 
     def column(self, name: str) -> NDArray[Any] | None:
         """Return the class of each sample, the last tensor if that is a vector of integers; else an attribute."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.random  # here, so that the fork server imports it once instead of every worker
@@ -15,6 +16,7 @@ import torch
 MODEL, DATA, EVAL, OPTIMIZER, HOST, AUGMENT, LOSS, EVAL_MODEL = range(8)
 _MASK = 0xFFFFFFFFFFFFFFFF
 _MASK32 = 0xFFFFFFFF
+_STEPS_AT_ONCE = 256  # whose seeds are hashed together
 
 
 def seed_of(seed: int, stream: int, step: int, micro_batch: int) -> int:
@@ -22,20 +24,52 @@ def seed_of(seed: int, stream: int, step: int, micro_batch: int) -> int:
 
     Source: the finaliser of SplitMix64; Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
-    return _mix(_mix(_stream(seed, stream) + step) + micro_batch)
+    found: int = _mix(_mix(_stream(seed, stream) + step) + micro_batch)
+    return found
+
+
+class MicroBatchSeeds:
+    """What `seed_of` returns for the micro-batches of one rank, hashed for many steps at once."""
+
+    def __init__(self, seed: int, stream: int, micro_batches: range) -> None:
+        """Hash nothing yet; `micro_batches` are the rank's indices in the global batch."""
+        self._stream = _stream(seed, stream)
+        self._micro_batches = np.array(micro_batches, np.uint64)
+
+    def from_step(self, step: int) -> Iterator[list[int]]:
+        """Yield the seeds of a step and of those after it. Shapes: one for each of the rank's micro-batches."""
+        while True:
+            yield from self.of_steps(step, _STEPS_AT_ONCE)
+            step += _STEPS_AT_ONCE
+
+    def of_steps(self, first: int, count: int) -> list[list[int]]:
+        """Return the seeds of each of `count` steps from the `first` one on. Shapes: (count, micro-batches)."""
+        steps = np.arange(first, first + count, dtype=np.uint64)
+        seeds: list[list[int]] = _mix(_mix(steps + np.uint64(self._stream))[:, None] + self._micro_batches).tolist()
+        return seeds
 
 
 @cache
 def _stream(seed: int, stream: int) -> int:
     """Hash the values that are the same in every step of a run."""
-    return _mix(_mix(seed) + stream)
+    found: int = _mix(_mix(seed) + stream)
+    return found
 
 
-def seed_torch(value: int, device: torch.device) -> None:
-    """Seed torch's generators for the CPU and for `device`; takes 1 microsecond each, `torch.manual_seed` takes 65."""
-    torch.default_generator.manual_seed(value)
-    if device.type == "cuda":
+@cache
+def seeder(device: torch.device) -> Callable[[int], object]:
+    """Return a function that seeds torch's generators for the CPU and for `device` with a value.
+
+    It takes 1 microsecond for each, where `torch.manual_seed` takes 65.
+    """
+    if device.type != "cuda":
+        return torch.default_generator.manual_seed
+
+    def seed(value: int) -> None:
+        torch.default_generator.manual_seed(value)
         torch.cuda.default_generators[device.index].manual_seed(value)
+
+    return seed
 
 
 def seed_evaluation(batch: int, device: torch.device) -> None:
@@ -43,7 +77,7 @@ def seed_evaluation(batch: int, device: torch.device) -> None:
 
     `batch` is its index in the whole set.
     """
-    seed_torch(seed_of(0, EVAL_MODEL, 0, batch), device)
+    seeder(device)(seed_of(0, EVAL_MODEL, 0, batch))
 
 
 def seed_everything(value: int) -> None:
@@ -99,7 +133,8 @@ def _float(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
-def _mix(value: int) -> int:
+def _mix(value: Any) -> Any:
+    """Scramble an integer below 2**64, or an array of uint64."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

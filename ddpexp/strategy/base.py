@@ -120,7 +120,8 @@ class Strategy(Protocol):
     forward_communicates: bool  # a forward pass of `eval_model` outside `evaluation` does
     evaluates_together: bool  # a forward pass in `evaluation` communicates: all ranks do equally many
     returns_on_last_stage: bool  # the task's step ends on other ranks where the model is called, without sums
-    waits_in_backward: bool  # torch's DDP does, at the end of the last backward pass of a round
+    waits_in_backward: bool  # torch's DDP may, at the end of the last backward pass of a round
+    has_single_passes: bool  # set by the run loop: each micro-batch has one forward and one backward pass
     stage: int  # of a pipeline, that this rank computes: ranks of one stage do the same work
 
     @property

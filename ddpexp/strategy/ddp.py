@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,6 @@ from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.late_reduction import LateDDP
 from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.replica import Gradients, Models, Replicas, broadcast_rank_zero, check_same_models
-from ddpexp.task import OptimizerStep, Sums
 
 _PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
 _FORWARD_BUFFERS = (
@@ -104,8 +103,7 @@ class DDP(Replicas):
         ]
         self._buffers_due = True
         self._late = [module for module in self.wrapped.values() if isinstance(module, LateDDP)]  # none if frozen
-        self._reduces_itself = world.world_size > 1 and reducer is None  # torch's DDP
-        self._overlaps = False  # a micro-batch has one backward pass, during which gradients can be reduced
+        self.waits_in_backward = world.world_size > 1 and reducer is None  # torch's DDP
         self._gradient_syncs = {last: _GradientSync(self, last) for last in (False, True)}
 
     def train(self, mode: bool) -> None:
@@ -113,12 +111,6 @@ class DDP(Replicas):
         super().train(mode)
         for bucket in self._buckets:
             bucket.training = mode
-
-    def train_step(self, step: OptimizerStep, micro_batches: Sequence[Any]) -> list[Sums]:
-        """Go through the micro-batches, of one backward pass each, then step the optimizers."""
-        self._overlaps = True
-        self.waits_in_backward = self._reduces_itself
-        return super().train_step(step, micro_batches)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of one micro-batch; the last one of a step reduces gradients."""
@@ -189,33 +181,41 @@ class _GradientSync(AbstractContextManager[None]):
 
     def __init__(self, strategy: DDP, last: bool) -> None:
         self._strategy, self._last = strategy, last
+        self._buckets, self._late, self._gradients = strategy._buckets, strategy._late, strategy._gradients
+        self._is_alone = not (self._buckets or self._late)
         self._no_sync = ExitStack()
 
     def __enter__(self) -> None:
+        if self._is_alone:
+            return
         self._strategy.share_buffers()
-        for bucket in self._strategy._buckets:
+        for bucket in self._buckets:
             bucket.last = self._last
-        overlaps = self._last and self._strategy._overlaps
-        for module in self._strategy._late:
+        for module in self._late:
+            overlaps = self._last and self._strategy.has_single_passes  # gradients can be reduced in backward
             module.begin(self._last, overlaps)
             if not overlaps:
                 self._no_sync.enter_context(module.no_sync())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for bucket in self._strategy._buckets:
-            bucket.last = None
-        if self._strategy._late:
+        last = self._last
+        if not self._is_alone:
+            self._strategy._buffers_due = last
             self._no_sync.close()
-        self._strategy._buffers_due = self._last
+            for bucket in self._buckets:
+                bucket.last = None
         if kind is None:
-            for gradients in self._strategy._gradients:
-                gradients.check(self._last)
-            if self._last:
-                for module in self._strategy._late:
-                    with self._strategy._world.times.collective:
-                        module.finish()
-                if self._strategy._buckets:
-                    self._strategy._reduce()
+            for gradients in self._gradients:
+                gradients.check(last)
+            if last and not self._is_alone:
+                self._reduce()
+
+    def _reduce(self) -> None:
+        for module in self._late:
+            with self._strategy._world.times.collective:
+                module.finish()
+        if self._buckets:
+            self._strategy._reduce()
 
 
 def _trained(model: str, module: nn.Module) -> dict[str, nn.Parameter]:

@@ -81,7 +81,7 @@ class Replicas:
         self.gradient_weight = 1.0
         self.memory: Memory | None = None
         self.forward_communicates = self.evaluates_together = self.returns_on_last_stage = False
-        self.waits_in_backward = False
+        self.waits_in_backward = self.has_single_passes = False
         self.stage = 0
         self._sharding_world = world if shard_optimizer and world.world_size > 1 else None
 
@@ -101,7 +101,7 @@ class Replicas:
             shared = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
             broadcast_rank_zero([tensor.detach() for tensor in shared], world)
 
-    @property
+    @cached_property
     def train_model(self) -> Any:
         """Return the wrapped module that a task trains, or the mapping of modules."""
         return self.wrapped["model"] if self.single else self.wrapped
@@ -128,13 +128,15 @@ class Replicas:
 
     def train_step(self, step: OptimizerStep, micro_batches: Sequence[Any]) -> list[Sums]:
         """Go through the micro-batches, then step the optimizers; return the sums of each micro-batch."""
-        sums = []
-        for number, batch in enumerate(micro_batches, start=1):
-            with step.micro_batch(last=number == len(micro_batches)) as micro_batch:
-                sums.append(micro_batch.forward(batch))
-                micro_batch.backward(sums[-1][0], sums[-1][1])
+        every = []
+        last = len(micro_batches) - 1
+        for number, batch in enumerate(micro_batches):
+            with step.micro_batch(number == last) as micro_batch:
+                sums = micro_batch.forward(batch)
+                micro_batch.backward(sums[0], sums[1])
+            every.append(sums)
         step.apply()
-        return sums
+        return every
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of one micro-batch; the last one of a step reduces gradients."""

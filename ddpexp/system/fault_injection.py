@@ -15,7 +15,7 @@ from pathlib import Path
 VARIABLE = "DDPEXP_FAULT"
 """`point:action[:rank[:nth time]]`; without a rank on every rank, and `*` as the time means every time.
 
-Points: joined, data, forward, backward, step, evaluate, record, save, leave, and the points of a checkpoint's write,
+Points: joined, forward, backward, step, evaluate, record, save, leave, and the points of a checkpoint's write,
 all under the names that `fault_point` is called with.
 Actions: raise, exit=CODE (sys.exit), leave=CODE (os._exit), abort, segv, kill, stop, term, int, sleep (forever), spin
 (forever, holding the interpreter lock), ignore (signals from here on), pause=FILE (create the file, then sleep

@@ -77,7 +77,6 @@ class _CompiledMicroBatch(MicroBatch):
     def forward(self, batch: Any) -> Sums:
         """Return the task's sums, and add the gradients to those of the parameters."""
         step, current = self._step, self._round
-        assert current is not None
         if step.checks and self.number == 0:
             self._check(batch)
         # What tensors count must be known before the backward pass.
@@ -102,10 +101,9 @@ class _CompiledMicroBatch(MicroBatch):
         """Note what the gradients count: they are there already."""
         fault_point("backward")
         current = self._round
-        assert current is not None
         if isinstance(count, Tensor):
             current.add_tensor(count, name, turn=0)
-        elif current.numbers.get(name) != count:
+        else:
             current.add_number(count, name)
 
     def _check(self, batch: Any) -> None:

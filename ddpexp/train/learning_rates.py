@@ -23,7 +23,7 @@ class LearningRates:
         """Remember the rates as built, before a checkpoint or the schedule changes them."""
         self._optimizers, self._schedule = optimizers, schedule
         self._num_steps, self._steps_per_epoch = num_steps, steps_per_epoch
-        self._built = [group["lr"] for optimizer in optimizers.values() for group in optimizer.param_groups]
+        self._built = [(one, [group["lr"] for group in one.param_groups]) for one in optimizers.values()]
         self._torch: dict[str, OptimizerRates] = {}
         if isinstance(schedule, TorchRates):
             self._torch = {name: OptimizerRates(optimizer, schedule) for name, optimizer in optimizers.items()}
@@ -37,17 +37,15 @@ class LearningRates:
     def set(self, step: int) -> None:
         """Set the rate of every parameter group for a step."""
         factor = float(self._schedule.factor(step, self._num_steps))
-        if isinstance(self._schedule, TorchRates):
+        if self._torch and isinstance(self._schedule, TorchRates):
             count = self._schedule.num_calls(step, self._num_steps, self._steps_per_epoch)
             for name, rates in self._torch.items():
                 rates.advance(count)
                 rates.apply(self._optimizers[name], factor)
             return
-        number = 0
-        for optimizer in self._optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = self._built[number] * factor
-                number += 1
+        for optimizer, rates_as_built in self._built:
+            for group, rate in zip(optimizer.param_groups, rates_as_built, strict=True):
+                group["lr"] = rate * factor
 
     def recorded(self) -> dict[str, float]:
         """Return the rates of the last step, by the suffix that each has in records after `lr`."""

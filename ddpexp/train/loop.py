@@ -17,6 +17,7 @@ import torch
 from ddpexp.data.batches import EvalBatches, units_per_sample
 from ddpexp.data.streams import StreamBatches
 from ddpexp.distributed.phases import CHECKPOINT, DATA, EVALUATION, FORWARD, RECORD
+from ddpexp.launch.workers.page import What
 from ddpexp.loggers.base import Logger
 from ddpexp.strategy.options import Compilation
 from ddpexp.system.fault_injection import fault_point
@@ -100,7 +101,9 @@ class Loop:
         self._times_recorder = TimesRecorder()
         self._usage = UsageMeter(run.world.device)
         self._growth = GrowthWatch(run.world.local_world_size, run.num_steps)
-        self._first_step_at = math.nan
+        self._first_step_at: float | None = None
+        timed = run.options.checkpoint_every_seconds, run.options.max_seconds
+        self._may_wish = timed != (None, None) or bool(callbacks.members)
         self._next_due = 0  # nothing is due after the steps before it
         self.states: dict[str, Stateful] = {
             "models": ModelStates(run.strategy, average, run.world),
@@ -135,22 +138,32 @@ class Loop:
 
     def _fit(self) -> Outcome:
         asked = self._start()
+        poll, set_phase = self.run.control.poll, self.run.control.status.set_phase
         for step, micro_batches in self._remaining_steps(asked):
+            set_phase("train")
             due = self._due_after(step + 1)
             self._train_step(step, micro_batches, due)
-            asked = NOTHING_ASKED if due is NOTHING else self._observe(due)
-            if due.is_last or asked.end is not None:
-                break
-            asked = self._poll(asked)
-            if due is not NOTHING or asked is not NOTHING_ASKED:
+            asked = NOTHING_ASKED
+            if due is not NOTHING:
+                asked = self._observe(due)
+                if due.is_last or asked.end is not None:
+                    break
+            what = poll(step + 1) if not self._may_wish else poll(step + 1, *self._wishes())
+            if what is not None:
+                asked = self._answer(what, asked)
+            if due is not NOTHING or what is not None:
                 if asked.end is not None:
                     break
                 self._act(due, asked)
-            self._wait_for_data()
+            self._times.begin(DATA)
+            set_phase("data")
         return self._finish(asked.end)
 
     def _observe(self, due: Due) -> Asked:
-        """Do what is due of profiles, records and evaluations after a step; return what follows."""
+        """Do what is due of comparisons, profiles, records and evaluations after a step; return what follows."""
+        self.run.control.status.step = self.progress.step
+        if due.comparison:
+            self._comparison.compare(self.progress.step)
         self._profiler.end(self.progress.step)
         asked = NOTHING_ASKED
         if due.record:
@@ -252,11 +265,6 @@ class Loop:
         begin = self.progress.step
         return () if asked.end is not None else enumerate(self.run.train.steps(begin, self.run.num_steps), start=begin)
 
-    def _wait_for_data(self) -> None:
-        self._times.begin(DATA)
-        self.run.control.status.set_phase("data")
-        fault_point("data")
-
     def _due_after(self, step: int) -> Due:
         if self.checkpointer is not None:
             self.checkpointer.check()
@@ -273,23 +281,19 @@ class Loop:
             )
         return due
 
-    def _poll(self, asked: Asked) -> Asked:
-        """Return what all ranks do now. Ranks: all; of the times rank zero's count, since clocks differ."""
-        run = self.run
-        every, limit = run.options.checkpoint_every_seconds, run.options.max_seconds
-        save = self.callbacks.failed
-        if every is not None and self.checkpointer is not None and self._clock.since_save() > every:
-            save = True
-        end = limit is not None and self._clock.elapsed() >= limit
-        match run.control.poll(self.progress.step, save, end):
-            case None:
-                return asked
-            case "end":
-                return Asked(end=self._out_of_time())
-            case "stop":
-                return INTERRUPTED
-            case what:
-                return asked | Asked(save=what == "save", profile=run.control.profile_steps)
+    def _answer(self, what: What, asked: Asked) -> Asked:
+        """Return what is asked for with what all ranks do now. Ranks: all."""
+        if what == "end":
+            return Asked(end=self._out_of_time())
+        if what == "stop":
+            return INTERRUPTED
+        return asked | Asked(save=what == "save", profile=self.run.control.profile_steps)
+
+    def _wishes(self) -> tuple[bool, bool]:
+        """Return whether to request a save, and the end of the run. Ranks: zero's count, since clocks differ."""
+        every, limit = self.run.options.checkpoint_every_seconds, self.run.options.max_seconds
+        save = every is not None and self.checkpointer is not None and self._clock.since_save() > every
+        return save or self.callbacks.failed, limit is not None and self._clock.elapsed() >= limit
 
     def _out_of_time(self) -> End:
         limit = f"trainer.max_seconds={self.run.options.max_seconds:.15g}"
@@ -297,26 +301,22 @@ class Loop:
 
     def _train_step(self, step: int, micro_batches: list[Any], due: Due) -> None:
         """Do one optimizer step, and count it."""
-        callbacks, status = self.callbacks, self.run.control.status
         self._times.begin(FORWARD)
-        status.set_phase("train")
         self._rates.set(step)
-        sums = self._step.take(step, micro_batches, with_norm=due.record or due.checkpoint)  # recorded, or checked
+        sums = self._step.take(step, micro_batches, with_norm=due is not NOTHING)  # recorded, or checked
         self._metrics.add(sums)
-        self.progress.step = status.step = step + 1
+        self.progress.step = step + 1
         if self.average is not None:
             self.average.update(step + 1, self._step.moved)
-        if callbacks.on_step:
-            callbacks.call("on_step", callbacks.on_step)
+        if self.callbacks.on_step:
+            self.callbacks.call("on_step", self.callbacks.on_step)
         fault_point("step")
         self._times.end_step()
-        if math.isnan(self._first_step_at):
+        if self._first_step_at is None:
             self._first_step_at = time.time()
             with self._clock.paused():
                 self._check_first_step(step, sums[-1], micro_batches[0])
             self._times.start(self.run.world.device)
-        elif due.comparison:
-            self._comparison.compare(step + 1)
 
     def _check_first_step(self, step: int, sums: Sums, batch: Any) -> None:
         """Check the task and the ranks by the first step of a start. Ranks: all; communicates."""
@@ -496,7 +496,7 @@ class Loop:
             metrics=progress.metrics,
             train_seconds=self._clock.total(),
             elapsed_seconds=self._clock.elapsed(),
-            first_step_at=self._first_step_at,
+            first_step_at=math.nan if self._first_step_at is None else self._first_step_at,
             interrupted=interrupted,
             digest=digest,
             tested=progress.tested,

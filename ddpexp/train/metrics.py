@@ -82,7 +82,7 @@ class MetricAccumulator:
         self._slots = slots
         self._num_slots = num_slots
         self._source = source
-        self._equal_counts = equal_counts
+        self._equal_counts = equal_counts if world.world_size > 1 else None
         self._has_number: list[bool] = []  # for each of the steps: whether its counts are numbers
         self._steps: list[Sequence[Sums]] = []  # not reduced yet: for each step the sums of its micro-batches
         self._names: list[str] | None = None  # of the metrics, sorted; None before the first sums
@@ -97,7 +97,7 @@ class MetricAccumulator:
 
     def add(self, sums: Sequence[Sums]) -> None:
         """Add a step. Shapes: one entry for each micro-batch of this rank, its tensors scalars; graphs are dropped."""
-        self._steps.append([self._keep(micro_batch) for micro_batch in sums])
+        self._steps.append(list(map(self._keep, sums)))
         if self._equal_counts is not None:
             self._has_number.append(not isinstance(sums[-1][1], Tensor))
 
@@ -365,10 +365,14 @@ def _copy(value: float | Tensor) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _to_numbers(sums: Sums) -> Sums:
+def _to_numbers(sums: Sums) -> Any:
     """Return the sums as Python numbers: on the host this is faster than detaching and stacking tensors."""
     loss, count, metrics = sums
-    return _number(loss), _number(count), {name: (_number(total), _number(n)) for name, (total, n) in metrics.items()}
+    return (
+        loss.item() if isinstance(loss, Tensor) else loss,
+        count.item() if isinstance(count, Tensor) else count,
+        {name: (_number(total), _number(n)) for name, (total, n) in metrics.items()} if metrics else metrics,
+    )
 
 
 def _number(value: float | Tensor) -> Any:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ddpexp.compat.autograd import call_after_backward
 from ddpexp.distributed.phases import BACKWARD, COLLECTIVE, FORWARD, OTHER, UPDATE
-from ddpexp.distributed.rng import LOSS, MODEL, OPTIMIZER, seed_everything, seed_of, seed_torch
+from ddpexp.distributed.rng import LOSS, MODEL, OPTIMIZER, MicroBatchSeeds, seed_everything, seed_of, seeder
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.options import Compilation
@@ -51,7 +51,11 @@ class Step:
         step: The number of this step. Units: steps, from 0.
         norms: The gradient norms of the last step, before clipping; see `apply`.
         moved: Whether an optimizer has changed parameters in the last step.
+        models: The wrapped module that the task trains, or the mapping of modules.
+        heartbeat: Tells the supervisor of progress within the step.
+        autocasts: Whether the forward pass has another precision.
         manual: The task, if it has a `train_step` of its own.
+        marks_wait: Whether a backward pass marks where DDP waits for the sums of gradients.
         checks: Whether this is the first step of a start, in which the task is checked.
         loss_counts: The counts of several losses over the global batch.
         times: Where the time of the step goes.
@@ -64,22 +68,28 @@ class Step:
         `on_gradients` is called before optimizers use the gradients.
         """
         self.run = run
-        self._on_gradients = on_gradients
         self.step = 0
         self.norms: dict[str, Tensor] = {}
         self.moved = False
         self.times = run.world.times
         self.manual = run.task if isinstance(run.task, HasTrainStep) else None
         self.checks = True
+        run.strategy.has_single_passes = self.manual is None
+        self.marks_wait = self.manual is None and run.strategy.waits_in_backward
         self.micro_batch_in_progress: MicroBatch | None = None
         self.plan = run.train.plan
         self.turn_length = self.plan.gradient_accumulation_steps  # micro-batches of this rank
         self.num_micro_batches = self.turn_length * self.plan.data_size  # of the global batch
         self._first = self.turn_length * run.strategy.data.rank  # of this rank in the global batch
         self._seed = run.options.seed
-        self._device = run.world.device
-        self._late_starts = LateStarts.of(run.options, run.strategy.modules, run.strategy.single)
-        self._records_graphs = Compilation.records_graphs(run.options)
+        seeds = MicroBatchSeeds(self._seed, MODEL, range(self._first, self._first + self.turn_length))
+        self._seeds_from = seeds.from_step
+        self._seeds = seeds.of_steps(0, 1)[0]  # of the micro-batches of this step
+        self._next_seeds = seeds.from_step(1)
+        self.heartbeat = run.control.status.heartbeat
+        self.autocasts = run.precision.lowers
+        self.models = run.strategy.train_model
+        self._seed_torch = seeder(run.world.device)
         self._undo = Undo(run.strategy.modules) if run.precision.skips else None
         self._caller = "the task's step" if self.manual is None else "the task's train_step"  # for errors
         self._global_counts = GlobalCounts(self._caller)
@@ -89,8 +99,13 @@ class Step:
         self.task_step: Any = run.task_step if has_step else partial(_without_step, task)
         self._global_loss: GlobalLoss | None = None
         self._preparations: list[Callable[[list[Any]], None]] = []  # before the strategy's part of a step
+        self._before_update: list[Callable[[Sequence[Optimizer]], None]] = []  # when the gradients are complete
         if (has_step or global_loss_of(task) is not None) and wants_progress(task):
             self._preparations.append(lambda _: run.current.set(self.step))
+        if Compilation.records_graphs(run.options):
+            # Once a step: torch would let each micro-batch overwrite the gradients that the ones before have left in
+            # the memory of its graphs. Source: https://github.com/pytorch/pytorch/issues/169545
+            self._preparations.append(lambda _: torch.compiler.cudagraph_mark_step_begin())  # type: ignore[no-untyped-call]
         if self.loss_counts.is_early:
             self._preparations.append(self.loss_counts.add_up)
         if self.manual is None and not has_step:
@@ -98,21 +113,25 @@ class Step:
             self._begin_global_loss([])  # what a start refuses, it refuses before the first step
         self._names = tuple(run.optimizers)
         self._optimizers = list(run.optimizers.values())
-        # Whether an optimizer may draw random numbers; torch's own do not.
-        self._draws = not all(type(o).__module__.startswith("torch.optim.") for o in self._optimizers)
+        late_starts = LateStarts.of(run.options, run.strategy.modules, run.strategy.single)
+        if late_starts.entries:
+            self._preparations.append(lambda _: late_starts.report(self.step))
+            self._before_update.append(lambda _: late_starts.drop_gradients(self.step))
+        if not all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in self._optimizers):
+            self._before_update.append(self._seed_optimizers)  # which may draw random numbers; torch's own do not
+        if run.precision.skips:
+            self._before_update.append(lambda optimizers: run.precision.unscale(*optimizers))
+        if on_gradients is not None:
+            self._before_update.append(on_gradients)
         self._clips = run.options.clip_grad_norm is not None or run.options.clip_grad_value is not None
-        self._seeds_host = run.options.reduction == "exact" or run.strategy.data.size < run.world.world_size
+        seeds_host = run.options.reduction == "exact" or run.strategy.data.size < run.world.world_size
+        self._seed_all = self._seed_host_and_torch if seeds_host else self._seed_torch
         self.loss_weights: dict[tuple[int, torch.dtype], Tensor] = {}  # by the total and the type of the loss
         self._with_norm = False
         self._num_micro_batches = 0  # of this step so far
         self._round = Round(self._caller)
         self._kind: type[MicroBatch] = MicroBatch
         self._update: Callable[..., bool] = run.precision.step
-
-    @property
-    def models(self) -> Any:
-        """Return the wrapped module that the task trains, or the mapping of modules."""
-        return self.run.strategy.train_model
 
     @property
     def num_steps(self) -> int:
@@ -134,34 +153,36 @@ class Step:
         Raises:
             DdpexpError: gradients that no optimizer has used.
         """
+        if step != self.step + 1:
+            self._next_seeds = self._seeds_from(step)
         self.step = step
+        self._seeds = next(self._next_seeds)
         self.norms = {}
         self.moved = False
         self._with_norm = with_norm
         self._num_micro_batches = 0
-        self._late_starts.report(step)
         self.loss_counts.micro_batches = micro_batches
         for prepare in self._preparations:
             prepare(micro_batches)
-        if self._records_graphs:
-            # Once a step: torch would let each micro-batch overwrite the gradients that the ones before have left in
-            # the memory of its graphs. Source: https://github.com/pytorch/pytorch/issues/169545
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         if self.manual is None:
             sums = self.run.strategy.train_step(self, micro_batches)
         else:
-            sums = [self.manual.train_step(self, micro_batches)]
-            if self.checks:
-                check_sums(sums[0], self.manual.train_step, trains=False)
+            sums = self._take_manually(self.manual, micro_batches)
         self.checks = False
         if self._round.begun:
-            if not self._round.applied and self._round.has_counts:
-                raise DdpexpError(
-                    "the task's train_step calls backward without a later update.apply: its gradients are lost",
-                    suggestion="Call update.apply() for the optimizers that are to use them.",
-                )
             self._end_round()
         return sums
+
+    def _take_manually(self, task: HasTrainStep, micro_batches: list[Any]) -> list[Sums]:
+        sums = task.train_step(self, micro_batches)
+        if self.checks:
+            check_sums(sums, task.train_step, trains=False)
+        if self._round.has_counts and not self._round.applied:
+            raise DdpexpError(
+                "the task's train_step calls backward without a later update.apply: its gradients are lost",
+                suggestion="Call update.apply() for the optimizers that are to use them.",
+            )
+        return [sums]
 
     def micro_batch(self, last: bool) -> MicroBatch:
         """Return the next micro-batch, whose context encloses its forward and backward passes.
@@ -202,32 +223,38 @@ class Step:
 
     def begin_pass(self, last: bool) -> Round:
         """Begin a pass over a micro-batch; return the round that it belongs to."""
-        if self._round.applied:
-            self._end_round()
         current = self._round
-        if current.begun == 0:
+        if current.applied:
+            self._end_round()
+            current = self._round
+        begun = current.begun
+        if not begun:
             if self._undo is not None:
                 self._undo.take()
-        elif current.begun % self.turn_length == 0:
+        elif not begun % self.turn_length:
             current.begin_turn()
-        current.begun += 1
+        current.begun = begun + 1
         current.is_reduced = last
         return current
 
     def _end_round(self) -> None:
-        if self.run.precision.skips:
+        if self._undo is not None:
             self.run.precision.update()
         self.run.strategy.clear_gradient()
         self._round = Round(self._caller)
 
     def seed(self, number: int) -> None:
         """Seed the random numbers of a micro-batch of this step; a manual task may take several turns through them."""
-        turn, position = divmod(number, self.turn_length)
-        place = turn * self.num_micro_batches + self._first + position
-        value = seed_of(self._seed, MODEL, self.step, place)
-        if self._seeds_host:
-            seed_everything(value)
-        seed_torch(value, self._device)
+        if number < self.turn_length:
+            value = self._seeds[number]
+        else:
+            turn, position = divmod(number, self.turn_length)
+            value = seed_of(self._seed, MODEL, self.step, turn * self.num_micro_batches + self._first + position)
+        self._seed_all(value)
+
+    def _seed_host_and_torch(self, value: int) -> None:
+        seed_everything(value)
+        self._seed_torch(value)
 
     def _seed_in_turn(self, position: int) -> None:
         """Seed the random numbers of a micro-batch of the turn in progress. Units: from 0, of this rank."""
@@ -235,9 +262,12 @@ class Step:
         current = self.micro_batch_in_progress.number
         self.seed(current - current % self.turn_length + position)
 
+    def _seed_optimizers(self, _: Sequence[Optimizer]) -> None:
+        self._seed_torch(seed_of(self._seed, OPTIMIZER, self.step, 0))
+
     def _seed_loss(self) -> None:
         """Seed the random numbers of a loss over the global batch, which all ranks draw alike."""
-        seed_torch(seed_of(self._seed, LOSS, self.step, 0), self._device)
+        self._seed_torch(seed_of(self._seed, LOSS, self.step, 0))
 
     def add_loss_weight(self, total: int, dtype: torch.dtype) -> Tensor:
         """Return the factor of a loss that is divided by `total`, on the device, and remember it."""
@@ -277,21 +307,17 @@ class Step:
             self._check_gradients(used, optimizers)
         if used.tensors:
             self._scale_by_counts(used)
-        self._late_starts.drop_gradients(self.step)
-        if self._draws:
-            seed_torch(seed_of(self._seed, OPTIMIZER, self.step, 0), self._device)
-        precision = self.run.precision
-        if precision.skips:
-            precision.unscale(*optimizers)
-        if self._on_gradients is not None:
-            self._on_gradients(optimizers)
+        for prepare in self._before_update:
+            prepare(optimizers)
         if self._clips or self._with_norm:
             self._clip(optimizers, "" if len(chosen) == len(self._names) else f"/{'+'.join(chosen)}")
         used.applied += chosen
-        stepped = self._update(*optimizers)
-        self.moved |= stepped
-        if not stepped and self._undo is not None:
-            self._undo.restore()
+        if self._update(*optimizers):
+            stepped = self.moved = True
+        else:
+            stepped = False
+            if self._undo is not None:
+                self._undo.restore()
         self.times.begin(OTHER)
         return stepped
 
@@ -360,7 +386,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         number: The position among this rank's micro-batches of the step. Units: from 0.
     """
 
-    _round: Round | None = None  # of the pass that began last
+    _round: Round  # of the pass that began last
     _pass: int  # its number in the round. Units: from 1
     _num_losses: int  # calls of `backward` in the pass in progress
     _strategy: AbstractContextManager[None]
@@ -375,8 +401,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
     def __enter__(self) -> MicroBatch:
         """Begin a pass: forward and backward."""
         step = self._step
-        run = step.run
-        run.control.status.heartbeat()
+        step.heartbeat()
         fault_point("forward")
         step.times.begin(FORWARD)
         self._round = current = step.begin_pass(self._last)
@@ -384,10 +409,10 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         self._num_losses = 0
         step.seed(self.number)
         step.micro_batch_in_progress = self
-        self._strategy = strategy = run.strategy.micro_batch(self._last)
+        self._strategy = strategy = step.run.strategy.micro_batch(self._last)
         strategy.__enter__()
-        if run.precision.lowers:
-            self._autocast = run.precision.autocast()
+        if step.autocasts:
+            self._autocast = step.run.precision.autocast()
             self._autocast.__enter__()
         return self
 
@@ -408,7 +433,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
         For a pipeline, which begins further micro-batches before that; inside there is one call of `backward`.
         """
-        self._step.run.control.status.heartbeat()
+        self._step.heartbeat()
         self._num_losses = 0
         self._step.micro_batch_in_progress = self
         yield
@@ -424,17 +449,18 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
     def forward(self, batch: Any) -> Sums:
         """Return the task's sums for the micro-batch; the sums of the first step are checked."""
         step = self._step
-        run = step.run
-        if not step.checks:
-            sums = step.task_step(run.strategy.train_model, batch)
-            return sums if len(sums) == 3 else self._combined(sums)
+        sums = self._checked_sums(batch) if step.checks else step.task_step(step.models, batch)
+        return sums if len(sums) == 3 else self._combined(sums)
+
+    def _checked_sums(self, batch: Any) -> Any:
+        step, run = self._step, self._step.run
         before = gradients_of(run.strategy.parameters())
-        sums = step.task_step(run.strategy.train_model, batch)
+        sums = step.task_step(step.models, batch)
         check_unchanged(before, run.strategy.parameters(), function_of(run.task))
         check_sums(sums, function_of(run.task), trains=True)
         if len(sums) == 2:
             step.loss_counts.check_equal(batch, tensor_counts(sums[0]))
-        return sums if len(sums) == 3 else self._combined(sums)
+        return sums
 
     def _combined(self, sums: NamedSums) -> Sums:
         """Return one loss that stands for several, with a count of 1, and each of them among the metrics.
@@ -443,7 +469,6 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         """
         losses, metrics = sums
         current, loss_counts = self._round, self._step.loss_counts
-        assert current is not None
         counts = tensor_counts(losses)
         if counts and not current.factors:
             current.factors = loss_counts.factors(counts)
@@ -461,9 +486,9 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
             DdpexpError: called outside of the micro-batch; a count is 0 or changes; numbers are mixed with tensors.
         """
         fault_point("backward")
-        step, current = self._step, self._round
+        step = self._step
         step.times.begin(BACKWARD)
-        if step.micro_batch_in_progress is not self or current is None:
+        if step.micro_batch_in_progress is not self:
             raise DdpexpError(
                 "the task's train_step calls backward outside of `with update.micro_batch(last):`, at whose "
                 "end the workers sum their gradients: this call belongs to no micro-batch",
@@ -471,21 +496,20 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
             )
         if step.checks and step.manual is not None:
             check_loss(loss_sum, count, step=step.manual.train_step)
-        position = self._num_losses
-        self._num_losses = position + 1
-        if position and name == "loss":
-            name = f"loss {position + 1}"
+        current = self._round
+        self._num_losses = position = self._num_losses + 1
+        if position > 1 and name == "loss":
+            name = f"loss {position}"
         if isinstance(count, Tensor):
             current.add_tensor(count.detach(), name, turn=(self._pass - 1) // step.turn_length)
             total = step.plan.global_batch_size  # provisional: see Step._scale_by_counts
         else:
-            if current.numbers.get(name) != count:
-                current.add_number(count, name)
+            current.add_number(count, name)
             total = count * step.num_micro_batches
         weight = step.loss_weights.get((total, loss_sum.dtype))
         if weight is None:
             weight = step.add_loss_weight(total, loss_sum.dtype)
-        if self._last and step.run.strategy.waits_in_backward:
+        if self._last and step.marks_wait:
             loss_sum.register_hook(step.mark_wait_after_backward)  # type: ignore[no-untyped-call]
         step.run.precision.backward(loss_sum, weight)
 

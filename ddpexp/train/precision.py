@@ -98,12 +98,13 @@ class Precision:
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of `weight * loss`, outside of autocast. Shapes: both are scalars."""
-        if self._dtype is not None and torch.is_autocast_enabled(self._device.type):
-            with torch.autocast(self._device.type, enabled=False):  # backward operations use their forward's format
-                self.backward(loss, weight)
-            return
-        if self._scale is not None:
-            weight = weight * (self._scale.value / self._gradient_weight)
+        if self._dtype is not None:
+            if torch.is_autocast_enabled(self._device.type):
+                with torch.autocast(self._device.type, enabled=False):  # backward operations use their forward's format
+                    self.backward(loss, weight)
+                return
+            if self._scale is not None:
+                weight = weight * (self._scale.value / self._gradient_weight)
         if type(loss) is Tensor and loss.dtype == weight.dtype and loss.device == weight.device and not loss.shape:
             run_backward((loss,), (weight,))
         else:
@@ -156,12 +157,16 @@ class Precision:
         Fused optimizers look at the flag on the device, so that the host waits for it while they compute. In their
         first step they do not: torch's SGD would keep a momentum without values if that is skipped.
         """
-        if self.skips and self._skip_on_device.issuperset(optimizers):
+        if not self.skips:
+            for optimizer in optimizers:
+                optimizer.step()
+            return True
+        if self._skip_on_device.issuperset(optimizers):
             for optimizer in optimizers:
                 inner_of(optimizer).found_inf = self._nonfinite  # type: ignore[attr-defined]
                 optimizer.step()
             return not bool(self._nonfinite)
-        if self.skips and bool(self._nonfinite):
+        if bool(self._nonfinite):
             return False
         for optimizer in optimizers:
             optimizer.step()

@@ -30,19 +30,24 @@ class Round:
             known before the backward passes, by the name of the loss.
         numbers: Counts that are numbers, of each micro-batch of this turn through them, by the name of the loss.
         tensors: Counts of this rank that are tensors, and whose total is not known yet, by the name of the loss.
-        has_numbers: Whether any loss has a number as its count, also in earlier turns.
     """
+
+    begun = 0
+    is_reduced = True
+    applied: tuple[str, ...] = ()
+    _had_numbers = False  # in earlier turns
 
     def __init__(self, caller: str) -> None:
         """Begin without gradients. `caller` is the function of the task that gives the counts, for errors."""
-        self.begun = 0
-        self.is_reduced = True
-        self.applied: tuple[str, ...] = ()
+        self._caller = caller
         self.factors: dict[str, Tensor] = {}
         self.numbers: dict[str, int] = {}
         self.tensors: dict[str, list[Tensor]] = {}
-        self.has_numbers = False
-        self._caller = caller
+
+    @property
+    def has_numbers(self) -> bool:
+        """Return whether any loss has a number as its count, also in earlier turns."""
+        return self._had_numbers or bool(self.numbers)
 
     @property
     def has_counts(self) -> bool:
@@ -51,6 +56,7 @@ class Round:
 
     def begin_turn(self) -> None:
         """Begin another turn through the micro-batches, whose counts may differ from the last turn's."""
+        self._had_numbers = self.has_numbers
         self.numbers.clear()
         self.factors = {}
 
@@ -65,27 +71,29 @@ class Round:
         self.tensors.setdefault(f"{name} of turn {turn}" if turn else name, []).append(count)
 
     def add_number(self, count: int, name: str) -> None:
-        """Note a count that is a number, in the first micro-batch of a turn.
+        """Note a count that is a number, in a micro-batch.
 
         It is assumed to be the count of every micro-batch of the step on every rank: see `MetricAccumulator`.
 
         Raises:
             DdpexpError: it is not above 0 or has changed, or other losses have tensors whose total is not known.
         """
+        expected = self.numbers.setdefault(name, count)
+        if count != expected or self.tensors or not count > 0:
+            raise self._wrong(count, expected)
+
+    def _wrong(self, count: int, expected: int) -> DdpexpError:
         if not count > 0:
-            raise DdpexpError(
+            return DdpexpError(
                 f"{self._caller} gave the count {count}: a number counts for every micro-batch, and divides the loss",
                 suggestion="Return a tensor if a micro-batch may have nothing to count.",
             )
-        expected = self.numbers.setdefault(name, count)
         if count != expected:
-            raise DdpexpError(
+            return DdpexpError(
                 f"{self._caller} gave the count {count} after {expected}: a number counts for every micro-batch",
                 suggestion="Return a tensor if the count depends on the data.",
             )
-        if self.tensors:
-            raise self._mixed()
-        self.has_numbers = True
+        return self._mixed()
 
     def _mixed(self) -> DdpexpError:
         return DdpexpError(

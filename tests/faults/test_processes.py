@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ddpexp_processes, finish, python_path
 from tests.faults.conftest import SOON
-from tests.faults.harness import Running, faulted, parent_of
+from tests.faults.harness import Ended, Running, faulted, parent_of
 from tests.points import Recipe
 
 EVERY = ("trainer.gpus=2", "trainer.log_every=1", "trainer.epochs=4")
@@ -38,6 +38,18 @@ def load_slow(train=96, test=33):
             return super().__getitem__(index)
 
     return Splits(Waits(train, 0), {"eval": Items(test, 1)})
+
+
+def load_hanging(train=96, test=33):
+    batches = []
+
+    def hang(*rows):
+        batches.append(rows)
+        if RANK == 0 and len(batches) == 5:
+            time.sleep(600)
+        return rows
+
+    return Splits(Arrays(points(train, 0).tensors, hang), {"eval": points(test, 1)})
 
 
 class Slow(Sides):
@@ -148,7 +160,6 @@ def test_what_a_failure_brings_about_is_not_taken_for_the_cause(recipe: Recipe) 
             r"Hang: .*: it is busy in backward \(.*/optimizer_step.py:\d+\), and the others wait",
         ),
         pytest.param("step:sleep:1:5", "train", r"Hang: .*: it waits in _train_step ", marks=pytest.mark.slow),
-        ("data:sleep:0:5", "data", r"Hang: .*\(trainer.timeout.data_seconds=4\): it waits in "),
         pytest.param("evaluate:stop:1:1", "evaluate", r"Hang: .*stopped", marks=pytest.mark.slow),
         ("save:sleep:1:1", "save", r"Hang: .*\(trainer.timeout.save_seconds=4\): it waits in "),
     ],
@@ -160,6 +171,14 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(recipe: Recipe, fault
     assert error["phase"] == phase
     other = (ended.done.run / "ranks" / f"{1 - rank}.log").read_text()
     assert "most recent call first" in other
+
+
+@pytest.mark.fault(6)
+def test_a_rank_that_hangs_in_the_code_of_the_data_is_named(recipe: Recipe) -> None:
+    add(recipe, LONG)
+    ended = Ended(recipe("data._target_=points.load_hanging", *EVERY, *SOON))
+    error = ended.failed(rank=0, says=r"Hang: .*\(trainer.timeout.data_seconds=4\): it waits in hang ")
+    assert error["phase"] == "data"
 
 
 @pytest.mark.slow

@@ -60,7 +60,6 @@ class ImageFolder(IndexData):
     options: TransformOptions
     num_classes: int
 
-    draws_random = False
     fetches_ahead = True
 
     def __len__(self) -> int:

@@ -94,7 +94,6 @@ class Images(IndexData):
     alternate: bool = False  # draw the flips once, and flip the other images in every other epoch
     reflect: bool = False  # pad with reflections in place of black
 
-    draws_random = False
     fetches_ahead = True
     is_faster_on_device = True  # a GPU flips and crops in less time
 

@@ -142,11 +142,6 @@ class IndexMixture(_Mixture):
         """Return the mixture with the augmentation of an epoch."""
         return replace(self, parts=[part.of_epoch(seed, epoch) for part in self.parts])
 
-    @property
-    def draws_random(self) -> bool:  # type: ignore[override]
-        """Return whether a source may use torch's random number generators."""
-        return any(part.draws_random for part in self.parts)
-
     def _different(self, numbers: Sequence[int], batches: Sequence[Any]) -> DdpexpError:
         forms = "; ".join(f"{self.names[number]} {form(batch)}" for number, batch in zip(numbers, batches, strict=True))
         return DdpexpError(f"The batches of the sources do not fit together: {forms}", key="data.sources")

@@ -68,8 +68,6 @@ class Windows(IndexData):
     ends: Tensor | None = None
     host: bool = True  # the tokens are in the memory of the host
 
-    draws_random = False
-
     def __len__(self) -> int:
         """Return the number of windows; the same for every offset."""
         targets = len(self.tokens) - 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ddpexp.distributed.rng import MODEL, seed_of, seed_torch
+from ddpexp.distributed.rng import MODEL, seed_of, seeder
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.pipeline.groups import Groups
 from ddpexp.strategy.pipeline.links import kind_of_batch
@@ -175,7 +175,7 @@ class StageModel:
             )
         if self._received is not None:
             x = self._received
-            seed_torch(seed_of(torch.initial_seed(), MODEL, self._stage, 0), self._device)
+            seeder(self._device)(seed_of(torch.initial_seed(), MODEL, self._stage, 0))
         output = self._division.forward(self._division.of_stage(self._stage), x, *arguments, **named)
         self.output = output = tensor_of(self._stage, output)
         if self._stage < self._division.pipe.num_stages - 1:

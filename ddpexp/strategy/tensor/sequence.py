@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ddpexp.distributed.rng import MODEL, seed_of, seed_torch
+from ddpexp.distributed.rng import MODEL, seed_of, seeder
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.comm.reduce import as_bytes
 from ddpexp.strategy.tensor.group import HALVES, Operation, TensorGroup, with_gradient
@@ -165,5 +165,5 @@ def _own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
         return
     seed = int(torch.randint(_SEEDS, ()))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        seed_torch(seed_of(seed, MODEL, 0, rank), device)
+        seeder(device)(seed_of(seed, MODEL, 0, rank))
         yield

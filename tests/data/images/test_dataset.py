@@ -127,10 +127,6 @@ def test_another_epoch_or_seed_is_another_cut() -> None:
     assert max(same) < 0.2  # one in 25 by chance
 
 
-def test_no_generator_is_seeded_for_augmentation_that_is_a_function_of_the_sample() -> None:
-    assert not images(flip=True, crop=2).draws_random
-
-
 def test_what_is_evaluated_is_as_it_is_also_where_it_is_held_out() -> None:
     kept, held = hold_out(images(flip=True, crop=2), 0.5)
     found = {int(label): image for pair in EvalBatches(held, 7, 0, 1, CPU) for image, label in zip(*pair, strict=True)}
