@@ -13,8 +13,6 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-
 from ddpexp.distributed.phases import CHECKPOINT, COLLECTIVE, EVALUATION, OTHER, PHASES
 
 if TYPE_CHECKING:
@@ -38,8 +36,8 @@ class Window(NamedTuple):
     """
 
     num_steps: int
-    phases: Any
-    collectives: Any
+    phases: list[float]
+    collectives: list[float]
 
 
 class Observer(Protocol):
@@ -64,10 +62,11 @@ class Times:
         self.begin: Callable[[int], None] = _ignore
         self.collective = _Collective(self)  # a context for what ranks do together
         self._read: Callable[[], Any] = time.perf_counter
-        self._seconds_between: Callable[[Sequence[Any]], Any] = np.diff
+        self._seconds_between: Callable[[Sequence[Any]], list[float]] = _differences
         self._marks: list[tuple[int, Any]] = []
         self._window = _empty()
-        self._in_collectives = 0.0  # in the step in progress, as far as it is added up, with the sign of a window's
+        self._in_collectives = 0.0  # in the step in progress, as far as it is added up
+        self._interrupted = False  # an evaluation or a checkpoint came before the step in progress
         self._observer: Observer | None = None
 
     def start(self, device: torch.device) -> None:
@@ -75,7 +74,7 @@ class Times:
         if device.type == "cuda":
             self._read, self._seconds_between = _event, _seconds_between_events
         self._marks = [(OTHER, self._read())]
-        self._window, self._in_collectives = _empty(), 0.0
+        self._window, self._in_collectives, self._interrupted = _empty(), 0.0, False
         self.started = True
         self.observe(self._observer)
 
@@ -110,35 +109,38 @@ class Times:
         """
         self._add_up()
         window, self._window = self._window, _empty()
-        return Window(window.num_steps, window.phases.tolist(), window.collectives.tolist())
+        return window
 
     def _mark(self, phase: int) -> None:
         self._marks.append((phase, self._read()))
 
     def _add_up(self) -> None:
-        """Add the time between two marks to the phase in which it was spent. The last one is not of a collective."""
+        """Add the time between two marks to the phase in which it was spent. The last one is not of a collective.
+
+        Not with numpy, which takes longer for the marks of 50 steps where the steps have emptied the caches.
+        """
         if len(self._marks) < 2:
             return
-        marks, times = zip(*self._marks, strict=True)
-        codes = np.array(marks[:-1])
-        is_collective, ends_step = codes == COLLECTIVE, codes == _STEP
-        # The phase before a collective continues after it.
-        own = np.where(is_collective | (codes == _BACK), 0, np.arange(len(codes)))
-        phases = np.where(ends_step, OTHER, codes)[np.maximum.accumulate(own)]
-        seconds = self._seconds_between(times)
-        steps = np.cumsum(ends_step)
-        collectives = np.bincount(steps, np.where(is_collective, seconds, 0.0))
-        interrupted = np.bincount(steps, (codes == EVALUATION) | (codes == CHECKPOINT)) > 0
-        collectives[0] += abs(self._in_collectives)
-        interrupted[0] |= self._in_collectives < 0
-        collectives = np.where(interrupted, -np.maximum(collectives, 1e-12), collectives)
-        self._in_collectives = collectives[-1]
-        window = self._window
-        self._window = Window(
-            window.num_steps + int(steps[-1]),
-            window.phases + np.bincount(np.where(is_collective, COLLECTIVE, phases), seconds, NOWHERE)[:_BACK],
-            np.concatenate([window.collectives, collectives[:-1]])[-MOST_STEPS:],
-        )
+        codes, times = zip(*self._marks, strict=True)
+        num_steps, own, collectives = self._window
+        phases = [*own, *[0.0] * (NOWHERE + 1 - len(own))]
+        phase, inside, interrupted = codes[0], self._in_collectives, self._interrupted
+        for code, seconds in zip(codes, self._seconds_between(times), strict=False):
+            if code == COLLECTIVE:
+                phases[COLLECTIVE] += seconds
+                inside += seconds
+                continue
+            if code == _STEP:
+                num_steps += 1
+                collectives.append(-max(inside, 1e-12) if interrupted else inside)
+                inside, interrupted = 0.0, False
+                phase = OTHER
+            elif code != _BACK:
+                phase = code
+                interrupted |= code in (EVALUATION, CHECKPOINT)
+            phases[phase] += seconds
+        self._window = Window(num_steps, phases[: len(PHASES)], collectives[-MOST_STEPS:])
+        self._in_collectives, self._interrupted = inside, interrupted
         self._marks = [self._marks[-1]]
 
 
@@ -177,11 +179,15 @@ def _event() -> Any:
     return event
 
 
-def _seconds_between_events(events: Sequence[Any]) -> Any:
+def _differences(times: Sequence[float]) -> list[float]:
+    return [after - before for before, after in pairwise(times)]
+
+
+def _seconds_between_events(events: Sequence[Any]) -> list[float]:
     for event in events:
         event.synchronize()  # which the device has reached already: see `Times.take`
-    return np.array([begin.elapsed_time(end) / 1000 for begin, end in pairwise(events)])
+    return [begin.elapsed_time(end) / 1000 for begin, end in pairwise(events)]
 
 
 def _empty() -> Window:
-    return Window(0, np.zeros(len(PHASES)), np.zeros(0))
+    return Window(0, [0.0] * len(PHASES), [])

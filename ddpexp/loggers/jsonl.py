@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 from ddpexp.loggers.append_file import AppendFile, truncate_file
 from ddpexp.loggers.base import Logger
-from ddpexp.system.files import Anchor, json_line
+from ddpexp.system.files import Anchor
 
 
 class JsonLines(Logger):
@@ -22,14 +23,15 @@ class JsonLines(Logger):
         self._file = AppendFile(path)
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Write one line; non-finite numbers become null, since JSON has none.
+        """Write one line; non-finite numbers become null, since JSON has none, and names are written as they are.
 
         Raises:
             MovedError: the run directory was moved.
         """
         self._anchor.check()
         record = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json_line({"step": step, "epoch": round(epoch, 4), "time": time.time(), **record}))
+        line = json.dumps({"step": step, "epoch": round(epoch, 4), "time": time.time(), **record})
+        self._file.write(line.encode() + b"\n")
 
     def position(self) -> dict[str, int]:
         """Return the length of the file. Units: bytes."""

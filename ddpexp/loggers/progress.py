@@ -14,6 +14,7 @@ from ddpexp.settings.metrics import MEASURED, STEP_PARTS, TIMES
 from ddpexp.system.text import duration, metric_text, one_line
 
 _LARGE_SHARE = 0.1  # of a step
+_STEP_PARTS = tuple(f"{TIMES}{name}" for name in STEP_PARTS)
 _MAX_RATES = 4  # of parameter groups, shown one by one
 
 
@@ -73,7 +74,7 @@ class ProgressLogger(Logger):
 
 def step_seconds(values: Mapping[str, float]) -> float:
     """Return how long a step takes, by the times in a record; 0 where it has none."""
-    return sum(values.get(f"{TIMES}{name}", 0.0) for name in STEP_PARTS)
+    return sum([values.get(name, 0.0) for name in _STEP_PARTS])
 
 
 def waits_text(values: Mapping[str, float]) -> str:

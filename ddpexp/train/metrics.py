@@ -181,24 +181,24 @@ class MetricAccumulator:
         steps, self._steps = self._steps, []
         if not steps:
             return flag
-        device, flat = self._world.device, [sums for step in steps for sums in step]
-        names = self._agreed_names(flat)
-        columns = [_stack([loss for loss, _, _ in flat], device), _stack([count for _, count, _ in flat], device)]
-        columns += [
-            _stack([metrics[name][part] for _, _, metrics in flat], device) for name in names for part in (0, 1)
+        names = self._agreed_names([sums for step in steps for sums in step])
+        rows: list[list[list[Any]]] = [
+            [[loss, count, *(value for name in names for value in metrics[name])] for loss, count, metrics in step]
+            for step in steps
         ]
-        # Shape (num_steps, micro-batches of this rank, 2 + 2 * num_metrics), on the host after one copy.
-        table = torch.stack(columns, dim=1).view(len(steps), -1, len(columns)).cpu()
+        if self._keep is not _to_numbers:
+            rows = _on_host(rows, self._world.device)
         if own is not None:
             self.of_ranks = [list(own())]  # now that the device has done what came before
         if self._world.world_size > 1:
-            table, flag = self._over_ranks(table, flag, digest)
+            table, flag = self._over_ranks(torch.tensor(rows, dtype=torch.float64), flag, digest)
             if self._equal_counts is not None:
                 self._check_counts(table[self._has_number][:, :, 1])
                 for name in self._equal_counts:
                     self._check_counts(table[:, :, 3 + 2 * names.index(name)])
+            rows = table.tolist()
         self._has_number.clear()
-        self._rows += [_sum_slots(slots) for slots in table.tolist()]
+        self._rows += map(_sum_slots, rows)
         return flag
 
     def _over_ranks(self, table: Tensor, flag: bool, digest: int) -> tuple[Tensor, bool]:
@@ -382,6 +382,17 @@ def _number(value: float | Tensor) -> Any:
 def mean(total: float, count: float) -> float:
     """Divide; the mean over nothing is NaN."""
     return total / count if count else math.nan
+
+
+def _on_host(steps: list[list[list[Any]]], device: torch.device) -> list[list[list[float]]]:
+    """Return sums as numbers, with one copy from the device.
+
+    Shapes: steps, micro-batches of this rank, loss, count, then sum and count of each metric.
+    """
+    columns = zip(*(row for step in steps for row in step), strict=True)
+    table = torch.stack([_stack(column, device) for column in columns], dim=1)
+    found: list[list[list[float]]] = table.view(len(steps), -1, table.shape[1]).tolist()
+    return found
 
 
 def _sum_slots(slots: Sequence[Sequence[float]]) -> list[float]:

@@ -113,7 +113,7 @@ def slow_rank(ranks: Sequence[StepTimes]) -> tuple[int, float] | None:
 
 
 def _spreads(ranks: Sequence[StepTimes]) -> Iterable[tuple[str, float]]:
-    waiting = _parts_of_waiting(ranks)
+    waiting = _parts_of_waiting(ranks) if len(ranks) > 1 else ()
     columns: dict[str, list[float]] = {}
     for number, phase in enumerate(PHASES):
         values = [rank.phases[number] / rank.num_steps for rank in ranks]
