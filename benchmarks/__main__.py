@@ -24,6 +24,7 @@ BENCHMARKS = {
     "start": "From the command to the first step, and from the result to the prompt",
     "cli": "Commands that do not train",
     "steps": "The training step",
+    "compiled": "Compiled steps",
     "reduction": "Small models on one host",
     "input": "Data that fits into memory",
     "image_ways": "Ways to read a folder of photographs",

@@ -111,7 +111,7 @@ class Job:
         ours = self.ours(name, *words)
 
         def command(place: Path) -> list[str]:
-            told = {"data": self.bench.data, "order": self._order, "folder": place, "model": self.model, "block": block}
+            told = {"data": self.bench.data, "order": self.order, "folder": place, "model": self.model, "block": block}
             return [
                 *ours.command(place),
                 "task._target_=raced.InTurn",
@@ -137,7 +137,7 @@ class Job:
 
     def _peer(self, name: str, python: str, program: str, words: Sequence[str], alone: bool) -> Arm:
         def command(place: Path) -> list[str]:
-            places = ["--data", str(self.bench.data), "--order", str(self._order), "--folder", str(place)]
+            places = ["--data", str(self.bench.data), "--order", str(self.order), "--folder", str(place)]
             typed = [
                 "-m",
                 f"benchmarks.peers.{program}",
@@ -169,7 +169,8 @@ class Job:
         return {"first step": first, **speed, "loss": float(loss), "moved": float(torch.dist(weights, before))}
 
     @property
-    def _order(self) -> Path:
+    def order(self) -> Path:
+        """Return where it is written which samples each rank gets in each step."""
         return self.folder / "order.npy"
 
     def _write_order(self) -> None:
@@ -180,7 +181,7 @@ class Job:
             for rank in range(self.workers)
         ]
         self.folder.mkdir(parents=True, exist_ok=True)
-        np.save(self._order, np.stack([np.stack(list(rank.indices(0, self.steps))) for rank in ranks]))
+        np.save(self.order, np.stack([np.stack(list(rank.indices(0, self.steps))) for rank in ranks]))
 
     @cached_property
     def _fixed(self) -> tuple[Tensor, Tensor]:

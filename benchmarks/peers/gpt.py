@@ -31,7 +31,7 @@ class Size:
     words: int
 
 
-SIZES = {"124M": Size(12, 12, 768, 1024, 50_304), "tiny": Size(2, 2, 32, 16, 64)}
+SIZES = {"124M": Size(12, 12, 768, 1024, 50_304), "six": Size(6, 4, 128, 64, 256), "tiny": Size(2, 2, 32, 16, 64)}
 
 
 class Layer(nn.Module):
@@ -105,11 +105,12 @@ def steps(
     micro_batches: int = 1,
     clip: float | None = None,
     compiles: bool = False,
+    lowers: bool = True,
 ) -> Iterator[None]:
     """Take every step of the order as nanoGPT's train.py does, and yield after each.
 
-    The whole model compiled, AdamW fused on a GPU, and the next batch on its way while the last one computes. At the
-    end leave the mean loss of the last record in `by_hand.json`.
+    The whole model compiled, in bf16 if it `lowers`, AdamW fused on a GPU, and the next batch on its way while the last
+    one computes. At the end leave the mean loss of the last record in `by_hand.json`.
 
     Source: Karpathy, nanoGPT (github.com/karpathy/nanoGPT, train.py).
     """
@@ -129,7 +130,7 @@ def steps(
     parts = [part for row in rows for part in row.chunk(micro_batches)]
     writer, since, batch = SummaryWriter(folder), torch.zeros((), device=device), moved(parts[0])
     for number in range(1, len(parts) + 1):
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=lowers):
             loss = loss_of(called, batch, "mean") / micro_batches
         batch = moved(parts[number % len(parts)])
         loss.backward()  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -17,6 +18,9 @@ from torch.nn import functional
 from benchmarks.peers import by_hand, common, gpt, on_device
 from benchmarks.peers.job import EVERY, Job
 from ddpexp.data.datasets import Arrays, Splits
+from ddpexp.train.callbacks.base import Callback, RunView
+
+BY_HAND = ("by hand", "by hand again")
 
 
 def model(name: str) -> nn.Module:
@@ -128,6 +132,77 @@ class InTurnOnDevice(Turns):
         """Take where data and order are, how many steps a block has, and from one record to the next."""
         where = (Path(data), Path(order), Path(folder))
         super().__init__(on_device.steps(*where, model, channels_last, compiles, every, precision), folder, block)
+
+
+class Blocks(Callback):
+    """Blocks of steps of this run, and as many of a hand-written loop and of the same once more, in a random order.
+
+    Alone: one worker. The CPU time of each block goes into a file, so that other programs of the machine count little.
+    """
+
+    def __init__(self, folder: str, block: int) -> None:
+        """Take the folder for the times, and how many steps a block has."""
+        self._folder, self._block, self._count = Path(folder), block, 0
+        # Which one is made first is left to chance: where the memory of each is makes a difference, too.
+        names = random.sample(BY_HAND, len(BY_HAND))
+        self._loops = {name: self.by_hand(self._folder / name) for name in names}
+        self._order = self._shuffled()
+        self._began = 0.0
+
+    def by_hand(self, folder: Path) -> Iterator[None]:
+        """Return the loop, which leaves its records in a folder."""
+        raise NotImplementedError
+
+    def on_step(self, run: RunView) -> None:
+        """Take the other loops' blocks where they come next."""
+        self._count += 1
+        if self._count % self._block:
+            return
+        self._note("ddpexp", time.process_time() - self._began)
+        while (name := next(self._order)) != "ddpexp":
+            began = time.process_time()
+            if sum(1 for _ in islice(self._loops[name], self._block)) == self._block:
+                self._note(name, time.process_time() - began)
+        self._began = time.process_time()
+
+    def _shuffled(self) -> Iterator[str]:
+        draw = random.Random(0)
+        while True:
+            yield from draw.sample(("ddpexp", *BY_HAND), 1 + len(BY_HAND))
+
+    def _note(self, name: str, seconds: float) -> None:
+        with (self._folder / "blocks.jsonl").open("a") as file:
+            print(json.dumps([name, seconds / self._block]), file=file)
+
+
+class ImageBlocks(Blocks):
+    """Blocks of the peers' loop by hand."""
+
+    def __init__(self, data: str, order: str, folder: str, model: str, block: int) -> None:
+        """Take what that loop's program is told, and how many steps a block has."""
+        self._told = data, order, model
+        super().__init__(folder, block)
+
+    def by_hand(self, folder: Path) -> Iterator[None]:
+        """Return the loop."""
+        data, order, model = self._told
+        job = Job(data, order, str(folder), model, 1)
+        network = job.network()
+        return by_hand.steps(job, 0, network, network, lambda: None, None)
+
+
+class TokenBlocks(Blocks):
+    """Blocks of the GPT's loop by hand, in fp32 and without compilation."""
+
+    def __init__(self, order: str, folder: str, size: str, samples: int, block: int) -> None:
+        """Take the order, what model and data are, and how many steps a block has."""
+        self._told = Path(order), size, samples
+        super().__init__(folder, block)
+
+    def by_hand(self, folder: Path) -> Iterator[None]:
+        """Return the loop."""
+        order, size, samples = self._told
+        return gpt.steps(order, folder, size, samples, EVERY, lowers=False)
 
 
 class NextToken:
