@@ -138,13 +138,14 @@ class DDPOptions(Options):
                 value=True,
                 suggestion="Use strategy.static_graph=false or a larger trainer.micro_batch_size.",
             )
-        if trainer.compile and trainer.reduction == "fast" and layout.world_size > 1 and self.bucket_cap_mb < 1:
+        is_cut = trainer.compile and trainer.compile_blocks is None
+        if is_cut and trainer.reduction == "fast" and layout.world_size > 1 and self.bucket_cap_mb < 1:
             raise RefusedError(
                 f"is incompatible with trainer.compile={str(trainer.compile).lower()}, which cuts the graph "
                 "where buckets end, to reduce them during backward, and the first of them at 1 MiB",
                 key="strategy.bucket_cap_mb",
                 value=self.bucket_cap_mb,
-                suggestion="Use strategy.bucket_cap_mb=1 or more.",
+                suggestion="Use strategy.bucket_cap_mb=1 or more, or name a class with trainer.compile_blocks=Block.",
             )
         if self.comm_hook == "bf16" and layout.backend == "gloo":
             raise RefusedError(

@@ -153,6 +153,22 @@ class Options:
         return self.divides_layers
 
 
+def check_records_no_graphs(trainer: Trainer, layout: Layout, why: str) -> None:
+    """Check that no CUDA graphs are recorded, which a strategy cannot do because of `why`.
+
+    Raises:
+        RefusedError: they are.
+    """
+    if layout.device == "cuda" and layout.world_size > 1 and Compilation.records_graphs(trainer):
+        instead = "max-autotune-no-cudagraphs" if trainer.compile == "max-autotune" else "true"
+        raise RefusedError(
+            f"records CUDA graphs, and {why}",
+            key="trainer.compile",
+            value=trainer.compile,
+            suggestion=f"Use trainer.compile={instead}.",
+        )
+
+
 def check_reduce_through(reduce_through: str, layout: Layout) -> None:
     """Check that the workers share memory, where gradients are to be reduced through it.
 

@@ -71,3 +71,23 @@ def test_a_checkpoint_from_before_is_resumed(recipe: Recipe) -> None:
     done = recipe(*COMPILED, *SHARDED, "trainer.max_steps=8", run=before.run)
     assert done.code == 0, done
     assert ONCE in done.out
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_pipeline_have_the_weights_of_one_worker(recipe: Recipe) -> None:
+    words = (*COMPILED, "model.dropout=0")
+    one = recipe(*words, "trainer.gpus=1")
+    pipeline = (*words, "strategy=pipeline", "strategy.schedule=interleaved", "strategy.stages_per_worker=2")
+    again = (
+        *pipeline,
+        "strategy.init=replay",
+        "trainer.activation_checkpointing=[Block]",
+        "trainer.checkpoint_every=1",
+    )
+    interrupted = recipe(*again, environ={"DDPEXP_FAULT": "backward:kill:1:30"})
+    resumed = recipe(*again, run=interrupted.run)
+    assert "resumed after step" in resumed.out
+    for done in (recipe(*pipeline), resumed):
+        assert done.code == 0, done
+        assert ONCE in done.out
+        assert done.result()["weights_sha256"] == one.result()["weights_sha256"]

@@ -12,7 +12,7 @@ from ddpexp.settings.key import Key
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
 from ddpexp.strategy.optimizers import NOT_SHARDED, WHOLE_MATRICES, check_optimizer
-from ddpexp.strategy.options import Compilation, Options, check_reduce_through
+from ddpexp.strategy.options import Options, check_records_no_graphs, check_reduce_through
 from ddpexp.strategy.tensor.options import DividedLayers
 from ddpexp.system.text import counted
 
@@ -166,15 +166,8 @@ class FSDPOptions(Options):
                 value="fsdp",
                 suggestion="Use whole GPUs with trainer.backend=auto, or strategy=ddp.",
             )
-        if layout.device == "cuda" and size > 1 and Compilation.records_graphs(experiment.trainer):
-            instead = {"max-autotune": "max-autotune-no-cudagraphs"}.get(str(experiment.trainer.compile), "true")
-            raise RefusedError(
-                "records CUDA graphs, which find parameters where they were, and strategy=fsdp gathers them to new "
-                "memory in every pass",
-                key="trainer.compile",
-                value=experiment.trainer.compile,
-                suggestion=f"Use trainer.compile={instead}.",
-            )
+        why = "strategy=fsdp gathers parameters to other memory in every pass, where a graph does not find them"
+        check_records_no_graphs(experiment.trainer, layout, why)
         if self.offload and layout.device == "cpu":
             raise RefusedError(
                 "keeps what a GPU does not need at the moment in the memory of the CPU, and these are CPU workers",

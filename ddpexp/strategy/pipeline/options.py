@@ -12,7 +12,7 @@ from ddpexp.settings.key import Key
 from ddpexp.settings.trainer import Trainer
 from ddpexp.strategy.mesh import DataRank, Mesh, sizes_that_divide
 from ddpexp.strategy.optimizers import WHOLE_MATRICES, WHOLE_ROWS, check_optimizer
-from ddpexp.strategy.options import Options
+from ddpexp.strategy.options import Options, check_records_no_graphs
 from ddpexp.strategy.pipeline.schedule import Pipe, Schedule
 from ddpexp.strategy.tensor.options import DividedLayers
 from ddpexp.system.text import counted
@@ -85,8 +85,9 @@ class PipelineOptions(Options):
             entry.check(f"strategy.tp_plan[{number}]")
         for clashes, other, why, instead in (
             (
-                bool(trainer.compile), f"trainer.compile={str(trainer.compile).lower()}",
-                "which compiles the forward pass of the whole model", "trainer.compile=false",
+                trainer.compile and trainer.compile_blocks is None, f"trainer.compile={str(trainer.compile).lower()}",
+                "which compiles the forward pass of the whole model",
+                "trainer.compile_blocks=Block with the class of the model's layers, or trainer.compile=false",
             ),
             (
                 trainer.param_dtype != "fp32", f"trainer.param_dtype={trainer.param_dtype}",
@@ -136,6 +137,9 @@ class PipelineOptions(Options):
         """Check that workers divide into stages, and that there is something to pass through them."""
         super().check_layout(experiment, layout, gradient_accumulation_steps)
         mesh, num_passes = self.mesh(layout.world_size), gradient_accumulation_steps
+        if self.divides_layers:
+            why = "the collectives inside divided layers were never tried in one"
+            check_records_no_graphs(experiment.trainer, layout, why)
         if num_passes < self.pp_size:
             raise RefusedError(
                 f"keeps its stages busy with {self.pp_size} micro-batches a step or more, and there "

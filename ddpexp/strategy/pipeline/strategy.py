@@ -24,6 +24,7 @@ from ddpexp.strategy.comm.reduce import as_bytes
 from ddpexp.strategy.init.construction import RESET
 from ddpexp.strategy.mesh import Mesh
 from ddpexp.strategy.norm import norm_dtype, norm_of_rows, row_norms
+from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.pipeline.evaluation import through_stages
 from ddpexp.strategy.pipeline.groups import Groups, part_of
 from ddpexp.strategy.pipeline.holding import Holding, construct
@@ -51,8 +52,9 @@ def build(
 ) -> Pipeline:
     """Build the model and keep the layers of this rank's stage."""
     return Pipeline(
-        options, world, factory, gradient_accumulation_steps, channels_last=trainer.channels_last, prepare=prepare
-    )
+        options, world, factory, gradient_accumulation_steps, channels_last=trainer.channels_last,
+        compilation=Compilation.of(trainer), prepare=prepare,
+    )  # fmt: skip
 
 
 class Pipeline(Replicas):
@@ -66,6 +68,7 @@ class Pipeline(Replicas):
         gradient_accumulation_steps: int,
         *,
         channels_last: bool = False,
+        compilation: Compilation | None = None,
         prepare: Callable[[Models], None] = lambda models: None,
     ) -> None:
         """Build the model and keep the parameters of this rank's stage.
@@ -80,15 +83,16 @@ class Pipeline(Replicas):
         self._options = options
         self._world = world
         self._mesh = mesh
+        common: dict[str, Any] = {"channels_last": channels_last, "compilation": compilation, "prepare": prepare}
         if options.init == "whole":
-            super().__init__(world, factory, channels_last=channels_last, prepare=prepare)
+            super().__init__(world, factory, **common)
             self.share_initial_weights(world)
             holding = Holding(self.modules, options, self._groups)
             holding.leave_others()
         else:
             built, holding = construct(factory, options, world, self._groups)
             with holding.known():
-                super().__init__(world, lambda: built, channels_last=channels_last, prepare=prepare)
+                super().__init__(world, lambda: built, **common)
             if options.init == "reset_parameters" and options.draws_values and world.is_rank_zero:
                 logging.getLogger("ddpexp").warning(RESET)
         self._holding = holding

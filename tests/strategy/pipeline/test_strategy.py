@@ -64,7 +64,7 @@ def test_the_dimensions_of_parallelism_have_neighbours_in_order() -> None:
         ({"tp_plan": (DividedLayers("a", "colwise"),)}, {}, "strategy.tp_plan: strategy.tp_size=2"),
         ({"tp_size": 2, "tp_plan": (DividedLayers((), "colwise"),)}, {}, "strategy.tp_plan[0].match: empty"),
         ({}, {"reduction": "exact"}, "trainer.reduction=exact: strategy=pipeline"),
-        ({}, {"compile": True}, "strategy=pipeline: trainer.compile=true"),
+        ({}, {"compile": True}, "strategy=pipeline: trainer.compile_blocks=Block"),
         ({}, {"param_dtype": "bf16"}, "strategy=pipeline: trainer.param_dtype=fp32 trainer.precision=bf16"),
         ({}, {"average_batch_norm": 3, "ema_decay": 0.9}, "strategy=pipeline: trainer.average_batch_norm=3"),
     ],
@@ -74,6 +74,14 @@ def test_what_a_stage_does_not_support_is_refused(
 ) -> None:
     with refused(expected):
         replace(OPTIONS, **options).check(asked(**trainer))
+
+
+def test_blocks_of_a_stage_are_compiled_but_not_recorded_with_the_collectives_of_divided_layers() -> None:
+    experiment, layout = asked(compile="reduce-overhead", compile_blocks="Block"), Layout(1, 4, "cuda", "nccl", 1)
+    OPTIONS.check(experiment)
+    OPTIONS.check_layout(experiment, layout, 4)
+    with refused("trainer.compile=reduce-overhead: trainer.compile=true"):
+        replace(OPTIONS, tp_size=2).check_layout(experiment, layout, 4)
 
 
 @pytest.mark.parametrize(
