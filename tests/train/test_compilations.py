@@ -226,13 +226,23 @@ def world() -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def train_in_ddp(world: World, factory: Callable[[], nn.Module], compilation: Compilation) -> None:
-    """Do one step of a model of width 512 in DDP."""
-    options = replace(STRATEGY, bucket_cap_mb=1, reduce_through="backend")
+def noted(begun: list[str], name: str, result: Any, _gradients: Any = None) -> Any:
+    begun.append(name)
+    return None if isinstance(result, nn.Module) else result
+
+
+def train_in_ddp(world: World, factory: Callable[[], nn.Module], compilation: Compilation) -> list[str]:
+    """Do two steps of a model of width 512 in DDP; return which backward passes of blocks and reductions begin."""
+    options, begun = replace(STRATEGY, bucket_cap_mb=1, reduce_through="backend"), list[str]()
     model = DDP(options, world, factory, compilation=compilation)
-    model.train_model.register_comm_hook(None, lambda _, bucket: done(bucket.buffer()))
-    with model.micro_batch(last=True):
-        model.train_model(torch.ones(2, 512)).sum().backward()
+    model.train_model.register_comm_hook(None, lambda _, bucket: noted(begun, "reduction", done(bucket.buffer())))
+    for name, layer in model.eval_model.named_children() if compilation.blocks else ():
+        layer.register_full_backward_pre_hook(partial(noted, begun, name))
+    for _ in range(2):  # DDP cuts its buckets in the first step
+        begun.clear()
+        model.train_model.begin(last=True, overlaps=True)
+        model.train_model(torch.ones(2, 512, requires_grad=True)).sum().backward()
+    return begun
 
 
 def test_a_compiled_model_in_ddp_is_cut_where_buckets_end(graphs: list[Any], world: World) -> None:
@@ -250,8 +260,12 @@ def test_a_compiled_block_in_ddp_is_not_cut(graphs: list[Any], world: World) -> 
         two.layer = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))  # type: ignore[assignment]
         return two
 
-    train_in_ddp(world, lambda: nn.Sequential(*(block() for _ in range(3))), Compilation("default", "Block"))
-    assert len(graphs) == 2  # of the first block, whose input needs no gradient, and of the others
+    begun = train_in_ddp(world, lambda: nn.Sequential(*(block() for _ in range(3))), Compilation("default", "Block"))
+    assert len(graphs) == 1
+    before = begun[: begun.index("0")]
+    assert before[0] == "2"
+    assert "reduction" in before[: before.index("1")]  # of the last block's gradients: it overlaps with what follows
+    assert before[-1] == "reduction"
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # as above
