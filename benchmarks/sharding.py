@@ -62,6 +62,12 @@ def _step_rows(found: Figures, workers: int) -> list[Row]:
     for mine, bar in (("shard_optimizer", Bar("at most", 1.1)), ("fsdp", None)):
         row = compare(found, f"a step of {mine}, {what}, ddp", "ms", show, "ddp", mine=mine, again=None, bar=bar)
         rows.append(replace(row, again=str(ratio(found, "ddp again", "ddp", "ms"))))
+    for other, blocks in (("fsdp", "as they are written"), ("ddp, compiled", "of ddp")):
+        row = compare(
+            found, f"a step of fsdp with compiled blocks, {what}, blocks {blocks}", "ms", show, other,
+            mine="fsdp, compiled", again="fsdp, compiled, again", note="no gain is promised on CPUs", within=0.05,
+        )  # fmt: skip
+        rows.append(row)
     return rows
 
 

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import json
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,12 +48,16 @@ from ddpexp.train.schedule import Cosine
 
 MODELS = {"10M": Size(6, 6, 372, 64, 96), "tiny": Size(2, 2, 32, 16, 64)}
 BATCH = 4
+COMPILED = ["trainer.compile=true", "trainer.compile_blocks=Layer"]
 WAYS = {
     "ddp": ["strategy=ddp"],
     "shard_optimizer": ["strategy=ddp", "strategy.shard_optimizer=true"],
     "fsdp": ["strategy=fsdp", "strategy.blocks=[Layer]"],
     "fsdp over gloo": ["strategy=fsdp", "strategy.blocks=[Layer]", "strategy.reduce_through=backend"],
     "ddp again": ["strategy=ddp"],
+    "ddp, compiled": ["strategy=ddp", *COMPILED],
+    "fsdp, compiled": ["strategy=fsdp", "strategy.blocks=[Layer]", *COMPILED],
+    "fsdp, compiled, again": ["strategy=fsdp", "strategy.blocks=[Layer]", *COMPILED],
 }
 Figures = dict[str, list[dict[str, float]]]
 
@@ -102,7 +107,7 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 def steps(world: World, size: Size, rounds: int) -> Figures:
-    """Take steps in each way, in turn; the first of each is not counted. Ranks: all."""
+    """Take a step in each way, in a random order; the first one of each is not counted. Ranks: all."""
 
     def factory() -> nn.Module:
         torch.manual_seed(0)
@@ -115,7 +120,7 @@ def steps(world: World, size: Size, rounds: int) -> Figures:
     batches = [torch.randint(size.words, (BATCH, size.context + 1), generator=generator) for _ in range(rounds + 1)]
     figures: Figures = {name: [] for name in takes}
     for number, tokens in enumerate(batches):
-        for name in [*list(takes)[number % len(takes) :], *list(takes)[: number % len(takes)]]:
+        for name in random.Random(number).sample(list(takes), len(takes)):
             dist.barrier()
             begin = time.perf_counter()
             loss, num_bytes = takes[name](tokens)

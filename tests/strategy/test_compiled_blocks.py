@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,23 @@ def test_the_stages_of_a_pipeline_have_the_weights_of_one_worker(recipe: Recipe)
         assert done.code == 0, done
         assert ONCE in done.out
         assert done.result()["weights_sha256"] == one.result()["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_killed_at_random_moments_every_run_ends_with_the_same_weights(recipe: Recipe) -> None:
+    """Twenty runs, sharded or whole, are killed in a pass or a write of one rank, or while it compiles, and resumed."""
+    chance = random.Random(0)
+    words = (*COMPILED, "trainer.checkpoint_every=1", "trainer.ema_decay=0.9")
+    expected = recipe(*words)
+    for number in range(20):
+        way = (*SHARDED, f"strategy.init={chance.choice(['whole', 'replay'])}") if number % 4 else ("strategy=ddp",)
+        place = chance.choice(["forward", "forward", "backward", "checkpoint.share", "checkpoint.written"])
+        count = chance.randrange(1, 15 if place in ("forward", "backward") else 7)
+        fault = f"{place}:kill:{chance.randrange(2)}:{count}"
+        killed = recipe(*words, *way, environ={"DDPEXP_FAULT": fault})
+        assert killed.code == 1, (fault, killed)
+        resumed = recipe(*words, *way, run=killed.run)
+        assert resumed.code == 0, (fault, resumed)
+        assert files(resumed.run) == files(expected.run), fault
+        assert resumed.result()["weights_sha256"] == expected.result()["weights_sha256"], fault
