@@ -287,14 +287,20 @@ def test_blocks_whose_layers_are_divided_are_one_graph_with_their_collectives(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # as above
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"init": "replay"}, {"reshard_after_forward": False}, {"blocks": ("Block",), "reduce_each_micro_batch": True}],
-)
-def test_blocks_that_are_gathered_are_compiled_once(graphs: list[Any], world: World, options: dict[str, Any]) -> None:
+    ("options", "again"),
+    [
+        ({}, []), ({"init": "replay"}, ["Block"]), ({"reshard_after_forward": False}, ["Block"]),
+        ({"blocks": ("Block",), "reduce_each_micro_batch": True}, []),
+    ],
+)  # fmt: skip
+def test_blocks_that_are_gathered_are_compiled_once(
+    graphs: list[Any], world: World, options: dict[str, Any], again: list[str]
+) -> None:
     """Hooks of a block stay outside of its graph, and nothing inside of it is gathered by itself."""
     sharding = replace(OPTIONS, reduce_through="backend", **options)
     model = FSDP(sharding, world, lambda: nn.Sequential(nn.Linear(4, 32), *(Block(32) for _ in range(4))),
-                 compilation=Compilation("default", "Block"))  # fmt: skip
+                 compilation=Compilation("default", "Block"), prepare=partial(checkpoint_activations, classes=again)
+                 )  # fmt: skip
     for number in range(4):
         with model.micro_batch(last=number % 2 == 1):
             model.train_model(torch.ones(3, 4)).sum().backward()

@@ -149,8 +149,8 @@ def _communicate(layer: Layer, group: TensorGroup, inputs: _Inputs) -> None:
         module.forward = _Colwise(module, inputs, layer.transposed).forward
 
 
-# The forward of a layer is an object of a class: torch's compiler compiles a block with such layers once, and with
-# functions of different arguments once for each block.
+# The forward of a layer is a method: torch's compiler compiles a block with such layers once, but with a partial or an
+# object that is called once for each block.
 
 
 class _Colwise:
