@@ -38,9 +38,10 @@ class Loss:
 
 
 class Turns(Loss):
-    """The same, and in turn with every block of steps as many of a hand-written loop, in this process.
+    """The same, and before or after every block of steps, as chance has it, as many of a hand-written loop.
 
-    So both get the same share of a machine whose speed drifts. Alone: one worker.
+    In one process both get the same share of a machine whose speed drifts. In a fixed order one of them would always
+    find what the other leaves in the caches. Alone: one worker.
     """
 
     def __init__(self, by_hand: Iterator[None], folder: str, block: int, micro_batches: int = 1) -> None:
@@ -48,8 +49,11 @@ class Turns(Loss):
 
         The times go into the folder: of both loops, and of the host's work in both.
         """
-        self._by_hand, self._block, self._calls, self._began = by_hand, block, 0, 0.0
+        self._by_hand, self._block, self._calls = by_hand, block, 0
         self._micro_batches, self._file = micro_batches, Path(folder) / "blocks.jsonl"
+        self._order = random.Random(0)
+        self._theirs: tuple[float, float] | None = None  # of the block beside ours, if it came first
+        self._began = 0.0
 
     def step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int, dict[str, tuple[Tensor, int]]]:
         """Return the sum over the batch, after a block of the other loop where it is its turn. Shapes: as in `Loss`."""
@@ -59,24 +63,36 @@ class Turns(Loss):
     def take_turn(self) -> None:
         """Take a block of the other loop, if it is its turn."""
         if self._calls % (self._block * self._micro_batches) == 0:
-            host, end = time.perf_counter(), _now()
-            done = self._run_block()
-            their_host, their_end = time.perf_counter(), _now()
-            if self._calls and done == self._block:
-                ends = (end - self._began, their_end - end, host - self._began, their_host - end)
-                with self._file.open("a") as file:
-                    print(json.dumps([seconds / done for seconds in ends]), file=file)
+            if self._calls:
+                self._end_pair()
+            if self._order.random() < 0.5:
+                self._theirs = self._run_block()
             self._began = _now()
         self._calls += 1
 
-    def _run_block(self) -> int:
-        """Take a block of the other loop, as if this task's autocast were not around it; return its number of steps."""
-        done = 0
+    def _end_pair(self) -> None:
+        """Write the times of a block of each loop, of a step of the device and of the host."""
+        host, end = time.perf_counter(), _now()
+        mine = end - self._began, host - self._began
+        theirs = self._theirs or self._run_block()
+        self._theirs = None
+        if theirs is not None:
+            seconds = mine[0], theirs[0], mine[1], theirs[1]
+            with self._file.open("a") as file:
+                print(json.dumps([one / self._block for one in seconds]), file=file)
+
+    def _run_block(self) -> tuple[float, float] | None:
+        """Take a block of the other loop, as if this task's autocast were not around it.
+
+        Return how long the device and the host have taken; None if the loop has come to its end.
+        """
+        done, begin = 0, _now()
         with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", enabled=False):
             for _ in islice(self._by_hand, self._block):
                 torch.clear_autocast_cache()  # as at the end of its own autocast: the weights have changed
                 done += 1
-        return done
+        host = time.perf_counter()
+        return (_now() - begin, host - begin) if done == self._block else None
 
 
 class Launches(Loss):
