@@ -120,14 +120,18 @@ class TrainBatches:
 
     def _gathered(self, from_step: int, to_step: int) -> Iterator[list[Any]]:
         """Yield the micro-batches of each step, each made when it is asked for."""
-        begun = -1
+        begun, seed_torch = -1, seeder(self.device)
         for first, block in self._blocks(from_step, to_step):
             if (epoch := first // self.steps_per_epoch) != begun:
                 data, begun = self.data.of_epoch(self.seed, epoch), epoch
             indices = torch.from_numpy(block).view(-1, self.plan.micro_batch_size)
             parts = iter((moved(indices, self.device) if self.on_device else indices).unbind())
             for seeds in self._seeds.of_steps(first, len(block)):
-                yield [_gather(data, "train", seed, next(parts), self.device) for seed in seeds]
+                micro_batches = []
+                for seed in seeds:
+                    seed_torch(seed)
+                    micro_batches.append(_gather(data, "train", next(parts), self.device))
+                yield micro_batches
 
     @cached_property
     def _has_partners(self) -> bool:
@@ -244,8 +248,9 @@ class EvalBatches:
                 yield self.data.stage(batch, self.device)
         else:
             for start, stop in self._ranges():
+                seeder(self.device)(seed_of(0, EVAL, 0, start))
                 indices = torch.arange(start, stop, device=self.device if self.on_device else "cpu")
-                yield _gather(self.data, self.name, seed_of(0, EVAL, 0, start), indices, self.device)
+                yield _gather(self.data, self.name, indices, self.device)
 
     @property
     def num_batches(self) -> int:
@@ -277,8 +282,7 @@ def units_per_sample(data: Any, order: TrainingOrder | None = None) -> dict[str,
     return {"samples": 1, **({"tokens": tokens} if tokens else {})}
 
 
-def _gather(data: IndexData, name: str, seed: int, indices: Tensor, device: torch.device) -> Any:
-    seeder(device)(seed)
+def _gather(data: IndexData, name: str, indices: Tensor, device: torch.device) -> Any:
     try:
         return data.gather(indices, device)
     except Exception as error:
