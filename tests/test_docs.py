@@ -23,6 +23,7 @@ from ddpexp.cli.evaluate import evaluation_of
 from ddpexp.cli.find import arguments_of as find_arguments_of
 from ddpexp.cli.generate import GenerateArguments
 from ddpexp.cli.help import explain
+from ddpexp.cli.listing import ListArguments
 from ddpexp.cli.new import DEFAULT, kinds
 from ddpexp.cli.plan import arguments_of
 from ddpexp.cli.predict import prediction_of
@@ -292,6 +293,7 @@ def accept(words: Sequence[str]) -> None:
         "predict": prediction_of,
         "export": lambda call: check_export(Path(call.options["--out"]), call.options["--format"]),
         "table": lambda call: call.typed(TableArguments.of(call.operands)),
+        "list": lambda call: ListArguments.of(call),
         "report": lambda call: TableArguments.of(call.operands),
         **dict.fromkeys(("profile", "stacks", "save", "stop"), request_of),
         "status": lambda call: TableArguments.of(call.operands),

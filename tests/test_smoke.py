@@ -55,6 +55,7 @@ VERBS = {
     "stop": ("DIGITS", r"does not run: it is done"),
     "sync": ("DIGITS", r"has no remote logger"),  # the trackers' packages are extras
     "table": ("DIGITS TEXT", r"digits"),
+    "list": ("DIGITS --where status==done", r"digits"),
     "diff": ("DIGITS TEXT", r"recipe"),
     "report": ("DIGITS TEXT", r"report\.html \(2 runs"),
     "rerun": ("DIGITS trainer.gpus=1 run.dir=again", r"trainer\.gpus"),

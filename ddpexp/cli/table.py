@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpexp.cli.verb import Call
-from ddpexp.config.build import nearest
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.sweep import comparison, table_files
 from ddpexp.sweep import table as tables
-from ddpexp.sweep.arguments import TableArguments
+from ddpexp.sweep.arguments import TableArguments, meant
 from ddpexp.sweep.as_json import table_as_dict
 from ddpexp.sweep.comparison import LAST
 from ddpexp.sweep.drawing import Drawing
@@ -102,9 +100,9 @@ def _with_columns(rows: Sequence[Row], goal: Goal, columns: Sequence[str]) -> li
     if unknown:
         metrics = sorted(_metrics(rows, goal), key=lambda metric: metric.startswith("train/"))
         first = [*comparison.varying(rows), *metrics, *tables.FACTS]
-        meant = {name: _meant(name, [*first, *sorted(names)]) for name in unknown}
-        corrected = ",".join(meant.get(name) or name for name in columns)
-        name = next((name for name in unknown if meant[name] is None), None)
+        near = {name: meant(name, [*first, *sorted(names)]) for name in unknown}
+        corrected = ",".join(near.get(name) or name for name in columns)
+        name = next((name for name in unknown if near[name] is None), None)
         raise RefusedError(
             "is not a key or metric of any of these"
             if len(unknown) == 1 or name
@@ -114,14 +112,6 @@ def _with_columns(rows: Sequence[Row], goal: Goal, columns: Sequence[str]) -> li
             suggestion=f"Did you mean --columns {corrected}?" if name is None else f"Available: {', '.join(first)}.",
         )
     return filled
-
-
-def _meant(name: str, names: Sequence[str]) -> str | None:
-    """Return the first of the names of which this is the last part, or its begin, or else the most similar one."""
-    last = [(re.split(r"[./]", one)[-1], one) for one in names]
-    same = [one for part, one in last if part == name]
-    longer = [one for part, one in last if len(name) > 1 and part.startswith(name)]
-    return next(iter([*same, *longer]), None) or nearest(name, names)
 
 
 def _check_words(call: Call) -> None:

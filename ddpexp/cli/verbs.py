@@ -301,7 +301,39 @@ into its directory, of anything into the FOLDER behind --out.""",
             Option("--seeds", "the means over seeds or folds alone"),
             Option("--json", "everything for programs, with the means over seeds"),
         ),
-        also=("list", "ls", "runs", "results"),
+        also=("results", "leaderboard"),
+    ),
+    Verb(
+        "list",
+        "[FOLDER] [--where CONDITION] [--sort NAME] [--json]",
+        "find runs again: what, when, with what result",
+        about="""\
+List the runs and the jobs of sweeps below a folder (default: outputs), the
+newest first: status, step, metrics, directory and what was typed. A condition
+compares metrics, keys, and status, step, seconds or directory by
+< <= > >= == !=, with and, or, not and parentheses between:
+
+    ddpexp list --where "eval/accuracy>0.9 and optimizer.lr<0.1"
+    ddpexp list outputs/mnist --where "status==failed or step<100"
+
+What a run does not have fulfills no comparison. What was read is kept in the
+user's cache, and read again when its files have changed.""",
+        function="ddpexp.cli.listing:list_runs",
+        is_interruptible=True,
+        operands="directory",
+        options=(
+            Option("--where", "only runs that fulfill it", "CONDITION", "'eval/loss<0.5'"),
+            Option("--sort", "by a metric, a key or a fact; -NAME: the largest first", "NAME", "-eval/accuracy"),
+            _JSON,
+        ),
+        foreign_options={
+            **dict.fromkeys(("filter", "query", "q"), "Type --where CONDITION."),
+            **dict.fromkeys(("sort_by", "order_by", "order"), "Type --sort NAME, or --sort -NAME."),
+            **dict.fromkeys(("status", "state"), "Type --where status==done."),
+            **dict.fromkeys(("reverse", "desc", "descending"), "Type --sort -NAME."),
+        },
+        notes="docs/runs.md.",
+        also=("ls", "runs", "history", "search_runs"),
     ),
     Verb(
         "diff",

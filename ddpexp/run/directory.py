@@ -36,6 +36,8 @@ from ddpexp.system.secrets import held_in, masked
 from ddpexp.system.yaml_text import load_yaml
 
 FORMAT = 1  # of run directories, as `manifest.json` says; increase it when an older one cannot be read any more
+OUTPUTS = Path("outputs")
+"""The folder, in the current one, of runs without run.dir, and of sweeps."""
 _LATEST = 50  # run directories that `owned` searches
 _REMEDIES = {  # for damaged files
     "result.json": " Remove it, and resume: the run writes it again when it ends.",
@@ -244,7 +246,7 @@ class RunDir:
 
 def parent(run_dir: str | None, recipe: str) -> Path:
     """Return the folder in which the run directory will be created."""
-    return Path(run_dir).absolute().parent if run_dir else Path("outputs").absolute() / recipe
+    return Path(run_dir).absolute().parent if run_dir else OUTPUTS.absolute() / recipe
 
 
 def create(run_dir: str | None, recipe: str) -> RunDir:
@@ -253,7 +255,7 @@ def create(run_dir: str | None, recipe: str) -> RunDir:
     Raises:
         RefusedError: the given directory is not empty, or cannot be created.
     """
-    path = Path(run_dir) if run_dir else Path("outputs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
+    path = Path(run_dir) if run_dir else OUTPUTS / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
     missing = missing_folders(path)
     try:
         if not run_dir:
@@ -333,7 +335,7 @@ def owned(run_dir: str | None, recipe: str, owners: Sequence[str]) -> RunDir | N
     """Return the unfinished run that one of `owners` started: the external processes that (re)start the commands."""
     if not owners:
         return None
-    candidates = [Path(run_dir)] if run_dir else sorted((Path("outputs") / recipe).glob("*"), reverse=True)[:_LATEST]
+    candidates = [Path(run_dir)] if run_dir else sorted((OUTPUTS / recipe).glob("*"), reverse=True)[:_LATEST]
     for run in map(RunDir, candidates):
         try:
             manifest = run.read(run.manifest)

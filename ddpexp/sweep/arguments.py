@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, get_args
 
-from ddpexp.config.build import convert, did_you_mean
+from ddpexp.config.build import convert, did_you_mean, nearest
 from ddpexp.errors import RefusedError
 from ddpexp.settings.key import Key
 from ddpexp.settings.metrics import TEST_SET, check_not_test
@@ -135,10 +135,18 @@ class TableArguments:
         return rows, goal
 
 
-def meant_name(name: str, known: Sequence[str], prefix: str) -> str:
-    """Return what a name may be short for, such as lr for optimizer.lr, or else what it is like."""
-    short = [one for one in known if re.split(r"[./]", one)[-1] == name]
-    return f"Did you mean {prefix}{short[0]}?" if short else did_you_mean(name, known, prefix)
+def meant_name(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """Say what a name may be short for, such as lr for optimizer.lr, or else what it is like."""
+    near = meant(name, known)
+    return did_you_mean(name, known, prefix) if near is None else f"Did you mean {prefix}{near}?"
+
+
+def meant(name: str, names: Sequence[str]) -> str | None:
+    """Return the first of the names of which this is the last part, or its begin, or else the most similar one."""
+    last = [(re.split(r"[./]", one)[-1], one) for one in names]
+    same = [one for part, one in last if part == name]
+    longer = [one for part, one in last if len(name) > 1 and part.startswith(name)]
+    return next(iter([*same, *longer]), None) or nearest(name, names)
 
 
 def formats() -> tuple[str, ...]:

@@ -35,6 +35,12 @@ def row_as_dict(row: Row) -> dict[str, Any]:
     }
 
 
+def listed_as_dict(row: Row) -> dict[str, Any]:
+    """Return a job or a run of a list, which compares nothing."""
+    compared = ("values", "objective", "number")
+    return {key: value for key, value in row_as_dict(row).items() if key not in compared}
+
+
 def table_as_dict(rows: Sequence[Row], goal: Goal) -> dict[str, Any]:
     """Return the table: the rows, the best first, and the means over seeds."""
     best = best_of(rows, goal)

@@ -28,6 +28,10 @@ from ddpexp.system.secrets import masked_tree
 
 _TAIL_BYTES = 1 << 18  # of metrics.jsonl, which nearly always contain the newest values
 _LAST_LINES = 50  # that are looked at for one line of training and one of an evaluation
+# What is read beside result.json.
+_OTHERS = (
+    "error.json", "metrics.jsonl", "overrides.yaml", "config.yaml", "manifest.json", "checkpoints", lock.NAME,
+)  # fmt: skip
 HOW_IT_RUNS = ("run.", "hydra.", "sweep.")
 """How keys begin that are no columns of a table."""
 
@@ -90,23 +94,31 @@ class RunFiles:
 class WatchedRun:
     """The files of a run, which are read again when they have changed."""
 
-    def __init__(self, path: Path) -> None:
-        """Read nothing yet."""
-        self._run = run = RunDir(path)
-        self._folder, self._result = str(path), str(run.result)
-        others = (run.error, run.metrics, run.overrides, run.config, run.manifest, run.checkpoints, path / lock.NAME)
-        self._others = [str(file) for file in others]
-        self._version: tuple[object, ...] = ()
-        self._files = RunFiles()
+    def __init__(self, path: Path, version: Sequence[str | None] = (), files: RunFiles | None = None) -> None:
+        """Read nothing yet; `files` is what they held at a version."""
+        self._run = RunDir(path)
+        self._version = tuple(version)
+        self._files = RunFiles() if files is None else files
+
+    @property
+    def version(self) -> Sequence[str | None]:
+        """What tells when the files must be read again."""
+        return self._version
+
+    @property
+    def newest(self) -> RunFiles:
+        """What was read last."""
+        return self._files
 
     def files(self, metric: str | None, mask: Callable[[str], str]) -> RunFiles:
         """Return their current contents; `metric` and `mask` as for `RunFiles.of`."""
-        if version_of(self._folder) is None:
+        folder = str(self._run.path)
+        if version_of(folder) is None:
             return RunFiles()
-        first = (metric, version_of(self._result))
+        first = (metric, version_of(f"{folder}/result.json"))
         if first == self._version[:2] and self._files.result.get("status") == "done":
             return self._files  # a start that makes it longer removes the result first
-        now = (*first, *map(version_of, self._others))
+        now = (*first, *(version_of(f"{folder}/{name}") for name in _OTHERS))
         if now != self._version:
             self._files, self._version = RunFiles.of(self._run, metric, mask), now
         return self._files
@@ -223,13 +235,13 @@ def _values_of(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name in record if "/" in name and (value := number_of(record[name])) is not None}
 
 
-def version_of(path: str | Path) -> object:
-    """Return values that change whenever the file changes."""
+def version_of(path: str | Path) -> str | None:
+    """Return a text that changes whenever the file changes; None where there is no file."""
     try:
         status = os.stat(path)
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return f"{status.st_mtime_ns} {status.st_size} {status.st_ino}"
 
 
 def number_of(value: Any) -> float | None:

@@ -91,24 +91,35 @@ def directories(path: Path, depth: int = 3) -> Iterator[Path]:
 class RowReader:
     """Reads a directory repeatedly; what has not changed is read once."""
 
-    def __init__(self, path: Path, objective: str | None = None) -> None:
-        """Read nothing yet."""
+    def __init__(
+        self,
+        path: Path,
+        objective: str | None = None,
+        watch: Callable[[Path], WatchedRun] = WatchedRun,
+        queue: Queue | None = None,
+    ) -> None:
+        """Read nothing yet; `watch` returns the files of a run, which may have been read before."""
         self._path = path
         self._metric = objective
-        self._version: object = None  # of the log that was read
+        self._watch = watch
+        self._version: str | None = None  # of the log that was read
         self._record = SweepRecord()
         self._runs: dict[Path, WatchedRun] = {}
-        self._queue = Queue()
+        self._queue = Queue() if queue is None else queue
 
     def rows(self) -> list[Row]:
         """Return the rows as of now."""
+        return with_values(self.rows_alone())
+
+    def rows_alone(self) -> list[Row]:
+        """Return the rows as of now, without the values in which they differ."""
         folder, mask = SweepDir(self._path), masker()
         if not folder.is_sweep():
             if not directory.is_ours(self._path) and not RunDir(self._path).result.is_file():
                 return [_broken(self._path, "The directory holds no run")]
             name = IS_JOB.fullmatch(self._path.name)
             job = JobRecord(int(name[1]) if name else 0, self._path.name)
-            return with_values([self._row(self._path, job, self._metric, mask)])
+            return [self._row(self._path, job, self._metric, mask)]
         version = version_of(folder.record)
         if version != self._version:
             try:
@@ -123,12 +134,12 @@ class RowReader:
         jobs |= {name: JobRecord(int(name.partition("_")[0]), name) for name in _unrecorded(self._path, jobs)}
         self._queue.add(job.scheduled for job in jobs.values() if job.scheduled is not None)
         rows = [self._row(self._path / name, job, metric, mask) for name, job in jobs.items()]
-        return with_values(sorted(rows, key=lambda row: (row.number, row.name)))
+        return sorted(rows, key=lambda row: (row.number, row.name))
 
     def _row(self, path: Path, job: JobRecord, metric: str | None, mask: Callable[[str], str]) -> Row:
         """Combine a job's own files with the sweep's log; where both have a fact, the files count."""
         if path not in self._runs:
-            self._runs[path] = WatchedRun(path)
+            self._runs[path] = self._watch(path)
         run = self._runs[path].files(metric, mask)
         status, message = status_of(path, job, run, self._queue)
         started, ended, seconds = _times(job, run, status)
