@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -50,6 +50,7 @@ class Round:
         """
         self._world = world
         self._trained = trained
+        self._summed = [p for _, _, p in trained]
         self._parameters = [p for _, _, p in named_parameters(models)]
         self._frozen = [(name, p) for name, _, p in named_parameters(models) if not p.requires_grad]
         self._finds_unused = finds_unused
@@ -88,11 +89,13 @@ class Round:
     def _new_partial(self, layout: Layout) -> Partial:
         return Partial(lambda: torch.zeros(layout.length, dtype=self._dtype, device=self._world.device))
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Begin a micro-batch."""
-        if self.done:
-            return
+        if not self.done:
+            self._begin_round()
+
+    @torch.no_grad()
+    def _begin_round(self) -> None:
         self._previous_gradients = {p: p.grad.clone() for _, _, p in self._trained if p.grad is not None}
         for p in self._parameters:
             p.grad = None
@@ -112,7 +115,8 @@ class Round:
         leaf = self._partial.room()
         views = self._layout.views(leaf)
         used = self._take_gradients(views)
-        self._take_buffers(views)
+        if self._buffers.slots:
+            self._take_buffers(views)
         if self._counts:
             for unit in used:
                 self._use_counts[unit] += 1
@@ -129,38 +133,43 @@ class Round:
 
     def _take_gradients(self, views: Sequence[Tensor]) -> set[int]:
         """Move the gradients into a leaf; return which units have any."""
-        gradients = []
-        targets = []
+        gradients = {}
         empty = []
-        used, missing = set(), []
-        for (name, _, p), view, unit in zip(self._trained, views, self._unit_of, strict=False):
-            if p.grad is None:
-                empty.append(view)
-                if p.requires_grad:
-                    missing.append((name, unit))
+        for number, p in enumerate(self._summed):
+            if (gradient := p.grad) is None:
+                empty.append(number)
                 continue
-            if p.grad.layout is not torch.strided:
+            gradients[number] = gradient
+            p.grad = None
+        used = {self._unit_of[number] for number in gradients} if empty else set(self._unit_of)
+        if empty:
+            self._check_missing(empty, used)
+            operators.foreach_zero_([views[number] for number in empty])
+        if gradients:
+            self._check_dense(gradients)
+            operators.foreach_copy_([views[number] for number in gradients], list(gradients.values()))
+        self._check_frozen()
+        return used
+
+    def _check_missing(self, empty: Sequence[int], used: set[int]) -> None:
+        if self._finds_unused:
+            return
+        missing = [
+            self._trained[number][0]
+            for number in empty
+            if self._summed[number].requires_grad and (self._unit_of[number] in used or not self._counts)
+        ]
+        if missing:
+            raise unused(missing)
+
+    def _check_dense(self, gradients: Mapping[int, Tensor]) -> None:
+        for number, gradient in gradients.items():
+            if gradient.layout is not torch.strided:
                 raise DdpexpError(
-                    f"the gradient of {name} is sparse, and trainer.reduction=exact sums dense ones, of one "
-                    "size in every micro-batch",
+                    f"the gradient of {self._trained[number][0]} is sparse, and trainer.reduction=exact sums dense "
+                    "ones, of one size in every micro-batch",
                     suggestion="Build the layer with sparse=False, or use trainer.reduction=fast.",
                 )
-            gradients.append(p.grad)
-            targets.append(view)
-            used.add(unit)
-            p.grad = None
-        if (
-            missing
-            and not self._finds_unused
-            and (names := [name for name, u in missing if u in used or not self._counts])
-        ):
-            raise unused(names)
-        self._check_frozen()
-        if gradients:
-            operators.foreach_copy_(targets, gradients)
-        if empty:
-            operators.foreach_zero_(empty)
-        return used
 
     def _check_frozen(self) -> None:
         for name, p in self._frozen:
@@ -173,7 +182,6 @@ class Round:
 
     def _take_buffers(self, views: Sequence[Tensor]) -> None:
         """Move the buffer changes into a leaf, and restore the buffers."""
-        self._buffers.check()
         slots = self._delta.slots
         self._delta.write([slot.now() for slot in slots], views[len(self._trained) : -1])
         self._buffers.restore(slots)
@@ -187,6 +195,7 @@ class Round:
             DdpexpError: some micro-batches used a parameter and others did not, or a buffer has no mean.
         """
         self.done = 0
+        self._buffers.check()
         views = self._sum(self._partial, self._layout)
         on_host = is_host(self._world.device)
         if not on_host:

@@ -5,8 +5,8 @@ The weights are therefore bitwise identical at every number of workers that divi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 from torch import nn
@@ -58,9 +58,9 @@ class Exact(Replicas):
             reduce_through=options.reduce_through, finds_unused=options.find_unused_parameters,
         )  # fmt: skip
         self.memory = self.round.memory
+        self._leaves = {last: _Leaf(self.round, last) for last in (False, True)}
 
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of a micro-batch.
 
         After the last one of a round the parameters have their summed gradients.
@@ -71,13 +71,28 @@ class Exact(Replicas):
             DdpexpError: a parameter has no gradient, a gradient or buffer cannot be summed, or a round has another
             length.
         """
-        self.round.begin()
-        yield
-        self.round.close_leaf(last)
-        if last:
-            self.round.end()
+        return self._leaves[last]
 
     def synced_buffers(self) -> AbstractContextManager[None]:
         """Check the buffers, which are the same on all ranks, before they are evaluated or saved."""
         self.round.check_buffers()
         return super().synced_buffers()
+
+
+class _Leaf(AbstractContextManager[None]):
+    """The context of a micro-batch, whose gradient is a leaf of the tree.
+
+    A class, because a generator takes four times as long.
+    """
+
+    def __init__(self, round_: Round, last: bool) -> None:
+        self._round, self._last = round_, last
+
+    def __enter__(self) -> None:
+        self._round.begin()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._round.close_leaf(self._last)
+            if self._last:
+                self._round.end()
