@@ -115,6 +115,9 @@ LONG = (
 )
 LOCAL = ("strategy=diloco", "strategy.sync_every=7", "strategy.warmup_steps=20")
 SHARDED = ("model._target_=points.Deep", "model.dropout=0.2", "strategy=fsdp", "strategy.min_block_mb=0.001")
+COMPILED = (
+    "model._target_=points.Deep", "model.dropout=0.2", "trainer.compile_step=true", "trainer.micro_batch_size=6",
+)  # fmt: skip
 ROWS = (*DEEP, "strategy.shard_optimizer=true")
 INTERLEAVED = (
     "model._target_=points.Deep", "model.dropout=0.2", "strategy=pipeline", "strategy.schedule=interleaved",
@@ -357,6 +360,7 @@ SOAKED = [
     *((size, (*LOCAL, *ADAMW, "task._target_=points.Drawing", "trainer.clip_grad_norm=0.5"), 30) for size in (2, 4)),
     (2, (*INTERLEAVED, *ADAMW, "task._target_=points.Drawing", "trainer.clip_grad_norm=0.5"), 30),
     (4, (*MESH, *ADAMW, "task._target_=points.Drawing", "trainer.ema_decay=0.9"), 30),
+    (2, (*COMPILED, *ADAMW, "trainer.clip_grad_norm=0.5", "trainer.ema_decay=0.9"), 20),
 ]
 """World size, recipe, and how often it is killed."""
 
@@ -378,6 +382,7 @@ SOAKED = [
         "local, 4",
         "interleaved, 2",
         "mesh, 4",
+        "compiled, 2",
     ],
 )
 def test_killed_at_random_moments_again_and_again(
@@ -388,6 +393,7 @@ def test_killed_at_random_moments_again_and_again(
     All runs end equal.
     """
     chance = random.Random(world_size)
+    latest = 8.0 if "trainer.compile_step=true" in overrides else 1.5  # where it compiles first
     overrides = (*LONG, *overrides, "trainer.max_steps=400", f"trainer.gpus={world_size}")
     expected = undisturbed(*overrides)
     kinds: Counter[str] = Counter()
@@ -409,7 +415,7 @@ def test_killed_at_random_moments_again_and_again(
             if chance.random() < 0.8:  # else while it starts
                 while process.poll() is None and not ranks_of(process):
                     time.sleep(0.01)
-            time.sleep(chance.uniform(0.0, 1.5))
+            time.sleep(chance.uniform(0.0, latest))
             if process.poll() is None and kinds.total() < most and kind != "within a write":
                 KILLS[kind](process, run)
             done = finish(process, run)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpexp.compat import operators
-from ddpexp.compat.compiler import on_compiled, trace_gradients
+from ddpexp.compat.compiler import on_compiled, prepare_steps
 from ddpexp.compat.dispatch import tree_map_only
 from ddpexp.errors import RefusedError
 from ddpexp.system.fault_injection import fault_point
@@ -153,7 +153,7 @@ def check_run(run: TrainingRun) -> None:
         for name, parameter in root.named_parameters():
             if parameter.is_complex():
                 raise _refused(f"does not support complex gradients, such as that of {model}.{name}", off)
-    if not trace_gradients():
+    if not prepare_steps():
         raise _refused(
             f"needs torch 2.13 or later, whose compiler traces torch.autograd.grad, and this is {torch.__version__}",
             _MODEL_ALONE,

@@ -19,12 +19,13 @@ Result = TypeVar("Result")
 def whole_graph(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Return a function as one graph for each shape of its inputs, compiled when it is called.
 
-    Not with shapes as variables: then the kernels of a step would depend on the steps before it, so that a resumed run
-    would have other bits. Random numbers are drawn by torch's own operators, as without compilation.
+    After `ddpexp.compat.compiler.prepare_steps`. Not with shapes as variables: then the kernels of a step would depend
+    on the steps before it, so that a resumed run would have other bits. Random numbers are drawn by torch's own
+    operators, as without compilation.
 
     The function raises RefusedError if it is not one graph.
     """
-    graph = torch.compile(function, fullgraph=True, dynamic=False, options={"fallback_random": True})
+    graph = torch.compile(function, fullgraph=True, options={"fallback_random": True})
 
     def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
         try:

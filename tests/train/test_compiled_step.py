@@ -48,8 +48,12 @@ def fit(points: Any, tmp_path: Path) -> Callable[..., Once]:
 
 @pytest.fixture
 def compilations() -> Iterator[Compilations]:
+    config: Any = torch._dynamo.config
+    if getattr(config, "trace_autograd_ops", None) is None:
+        pytest.skip(f"torch {torch.__version__} does not trace torch.autograd.grad")
     torch._dynamo.reset()
-    yield Compilations.watched()
+    with config.patch(trace_autograd_ops=True, automatic_dynamic_shapes=False):
+        yield Compilations.watched()
     torch._dynamo.reset()
 
 
@@ -58,9 +62,9 @@ def traced(monkeypatch: pytest.MonkeyPatch, compilations: Compilations) -> Compi
     """Graphs are made as ever, and run by torch's own operators: without a C++ compiler, in a second."""
     real = torch.compile
 
-    def compile_(function: Any, fullgraph: bool, dynamic: bool, options: Mapping[str, bool]) -> Any:
+    def compile_(function: Any, fullgraph: bool, options: Mapping[str, bool]) -> Any:
         assert options == {"fallback_random": True}
-        return real(function, fullgraph=fullgraph, dynamic=dynamic, backend="aot_eager")
+        return real(function, fullgraph=fullgraph, backend="aot_eager")
 
     monkeypatch.setattr(torch, "compile", compile_)
     return compilations
@@ -291,7 +295,7 @@ def test_a_torch_that_cannot_trace_gradients_is_named(
     fit: Callable[..., Once], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch._dynamo, "config", SimpleNamespace())
-    assert not compiler.trace_gradients()
+    assert not compiler.prepare_steps()
     with refused(f"trainer.compile_step=true: {torch.__version__}"):
         fit(Padded(), compile_step=True)
 
