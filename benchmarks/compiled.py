@@ -135,7 +135,7 @@ def _row(found: Figures, raced: _Raced, name: str) -> Row:
         bar, note = None, f"invalid: the A/A differs by more than {_WITHIN:.0%}"
     met = None if bar is None else bar.met(share.median)
     if met is False:
-        note = "most of it are matrix products, which are the same in both, and both gather their batches"
+        note = "matrix products take most of a step, and are the same in both"
     return Row(
         f"a step of {raced.title}, {name}, by hand", f"{ours:,.0f} us against {theirs:,.0f} us of CPU time",
         str(share), str(again), str(bar or ""), met, note, None if bar is None else share.median,
