@@ -294,6 +294,7 @@ def accept(words: Sequence[str]) -> None:
         "export": lambda call: check_export(Path(call.options["--out"]), call.options["--format"]),
         "table": lambda call: call.typed(TableArguments.of(call.operands)),
         "list": lambda call: ListArguments.of(call),
+        "tag": lambda call: find_run(call.operands[0], "tag"),
         "report": lambda call: TableArguments.of(call.operands),
         **dict.fromkeys(("profile", "stacks", "save", "stop"), request_of),
         "status": lambda call: TableArguments.of(call.operands),

@@ -56,6 +56,7 @@ VERBS = {
     "sync": ("DIGITS", r"has no remote logger"),  # the trackers' packages are extras
     "table": ("DIGITS TEXT", r"digits"),
     "list": ("DIGITS --where status==done", r"digits"),
+    "tag": ("DIGITS", r"no tags"),
     "diff": ("DIGITS TEXT", r"recipe"),
     "report": ("DIGITS TEXT", r"report\.html \(2 runs"),
     "rerun": ("DIGITS trainer.gpus=1 run.dir=again", r"trainer\.gpus"),

@@ -155,6 +155,8 @@ def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableT
         "times": times_text(records[-1]) if records else "",
         "verdict": read_sentence(RunDir(row.path), row.resolved, records),
         "why": row.message or "",
+        "tags": " ".join(row.tags),
+        "note": row.note,
         "resume": resume_command(row),
         "folder": files.relative(row.path),
     }

@@ -89,7 +89,7 @@ def _with_columns(rows: Sequence[Row], goal: Goal, columns: Sequence[str]) -> li
     ]
     filled = with_values(rows, [name for name in columns if any(_has_key(row, name) for row in rows)])
     names = {
-        *(tables.BEST_STEP, *tables.FACTS),
+        *(tables.BEST_STEP, *tables.FACTS, *tables.LABELS),
         *(
             name
             for row in filled

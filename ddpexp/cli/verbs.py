@@ -286,7 +286,7 @@ into its directory, of anything into the FOLDER behind --out.""",
                 "--columns",
                 "these columns: keys of the configuration, metrics (the\n"
                 "best value where all keep it; or 'last eval/loss'),\n"
-                "times/data and the like, status, step, time, directory",
+                "times/data and the like, status, step, time, directory,\ntags, note",
                 "A,B,...",
                 "optimizer.lr,eval/loss",
             ),
@@ -310,7 +310,7 @@ into its directory, of anything into the FOLDER behind --out.""",
         about="""\
 List the runs and the jobs of sweeps below a folder (default: outputs), the
 newest first: status, step, metrics, directory and what was typed. A condition
-compares metrics, keys, and status, step, seconds or directory by
+compares metrics, keys, and status, step, seconds, tags or directory by
 < <= > >= == !=, with and, or, not and parentheses between:
 
     ddpexp list --where "eval/accuracy>0.9 and optimizer.lr<0.1"
@@ -334,6 +334,34 @@ user's cache, and read again when its files have changed.""",
         },
         notes="docs/runs.md.",
         also=("ls", "runs", "history", "search_runs"),
+    ),
+    Verb(
+        "tag",
+        "RUN_DIR [NAME ...] [--remove NAME,NAME] [--note TEXT] [--json]",
+        "give a run names to find it by, and a note",
+        about="""\
+Give a run tags, take some from it, or write a note; without any of these, show
+them. run.tags=[paper] gives a run tags from its start. `ddpexp list` shows them
+and finds them:
+
+    ddpexp list --where tags==paper""",
+        is_interruptible=True,
+        operands="directory",
+        missing_prompt="tag what? Name a run.",
+        options=(
+            Option("--remove", "tags that it is to have no longer", "NAME,NAME", "draft"),
+            Option(
+                "--note", "a text in place of its note; empty: none", "TEXT", "'with the old data'", may_be_empty=True
+            ),
+            _JSON,
+        ),
+        foreign_options={
+            **dict.fromkeys(("add", "tag", "tags"), "Type the names behind the run."),
+            **dict.fromkeys(("delete", "rm", "untag"), "Type --remove NAME."),
+            **dict.fromkeys(("comment", "notes", "message", "description"), "Type --note TEXT."),
+        },
+        notes="docs/runs.md.",
+        also=("label", "note", "annotate"),
     ),
     Verb(
         "diff",

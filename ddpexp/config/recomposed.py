@@ -31,7 +31,7 @@ from ddpexp.system.yaml_text import load_yaml
 _PLAIN = re.compile(r"[+~]{0,2}[A-Za-z_][\w.-]*(=(?!.*\$\{).*)?", re.DOTALL)  # without references
 _OPTION = re.compile(r"[\w.,\[\] -]*")  # names of options, in the folders of their groups
 _OF_ONE_RUN = ("run.", "hydra", "sweep.")
-_OF_A_START = ("dir", "resume", "allow_changes", "trust", "code")  # keys of `run`
+_OF_A_START = ("dir", "resume", "allow_changes", "trust", "code", "tags")  # keys of `run`
 
 
 @dataclass(frozen=True)

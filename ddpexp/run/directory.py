@@ -119,6 +119,11 @@ class RunDir:
         return self.path / "result.json"
 
     @property
+    def labels(self) -> Path:
+        """What `ddpexp tag` has written."""
+        return self.path / "labels.json"
+
+    @property
     def error(self) -> Path:
         """Why the run failed."""
         return self.path / "error.json"

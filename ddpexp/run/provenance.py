@@ -18,7 +18,7 @@ GROUPS = ("configuration", "code", "versions", "data", "machine")
 Groups = Mapping[str, Mapping[str, Any]]
 """The values of a run by key, in each of the groups."""
 
-_OF_A_START = ("dir", "resume", "allow_changes", "trust", "code", "rerun_of", "rerun_exact")  # keys of `run`
+_OF_A_START = ("dir", "resume", "allow_changes", "trust", "code", "rerun_of", "rerun_exact", "tags")  # keys of `run`
 SAMPLES = " samples"
 """How the keys end that have the size of a set of the data."""
 GPUS = "GPUs"

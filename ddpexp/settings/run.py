@@ -51,6 +51,7 @@ class RunSettings:
     init_skip: tuple[str, ...]
     rerun_of: str | None
     rerun_exact: bool
+    tags: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ def row_as_dict(row: Row) -> dict[str, Any]:
         "ended": row.ended,
         "job": str(row.job) if row.job is not None else None,
         "message": row.message,
+        "tags": list(row.tags),
+        "note": row.note,
     }
 
 

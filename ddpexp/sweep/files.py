@@ -19,6 +19,7 @@ from ddpexp.run import directory, lock
 from ddpexp.run.differences import Value, over_steps
 from ddpexp.run.directory import RunDir
 from ddpexp.run.history import periods_of
+from ddpexp.run.labels import Labels
 from ddpexp.run.manifest import moment_of
 from ddpexp.settings.metrics import MEASURED
 from ddpexp.system import files
@@ -28,7 +29,7 @@ from ddpexp.system.secrets import masked_tree
 
 _TAIL_BYTES = 1 << 18  # of metrics.jsonl, which nearly always contain the newest values
 _LAST_LINES = 50  # that are looked at for one line of training and one of an evaluation
-# What is read beside result.json.
+# What is read beside result.json and labels.json.
 _OTHERS = (
     "error.json", "metrics.jsonl", "overrides.yaml", "config.yaml", "manifest.json", "checkpoints", lock.NAME,
 )  # fmt: skip
@@ -53,6 +54,8 @@ class RunFiles:
     values: Mapping[str, Any] = field(default_factory=dict)  # resolved, by key
     changed: Mapping[str, Sequence[Value]] = field(default_factory=dict)  # values over its steps, of keys that changed
     best: Best | None = None  # by its trainer.keep_best
+    tags: Sequence[str] = ()
+    note: str = ""
 
     @classmethod
     def of(cls, run: RunDir, metric: str | None, mask: Callable[[str], str]) -> RunFiles:
@@ -73,6 +76,7 @@ class RunFiles:
             metrics |= {name: value for name in last if (value := number_of(last[name])) is not None}
         done_step = count_of(result.get("step"))
         values, changed = _values(run, manifest, mask)
+        labels = Labels.of(masked_tree(_object(run.labels, []), mask))
         ended = number_of(result.get("ended_at", False))
         return cls(
             overrides=override_values(masked_tree(run.read_overrides(), mask)),
@@ -88,6 +92,8 @@ class RunFiles:
             values=values,
             changed=changed,
             best=_best(run, result) if values.get("trainer.keep_best") is not None else None,
+            tags=labels.tags(values.get("run.tags")),
+            note=labels.note,
         )
 
 
@@ -115,8 +121,8 @@ class WatchedRun:
         folder = str(self._run.path)
         if version_of(folder) is None:
             return RunFiles()
-        first = (metric, version_of(f"{folder}/result.json"))
-        if first == self._version[:2] and self._files.result.get("status") == "done":
+        first = (metric, version_of(f"{folder}/result.json"), version_of(f"{folder}/labels.json"))
+        if first == self._version[:3] and self._files.result.get("status") == "done":
             return self._files  # a start that makes it longer removes the result first
         now = (*first, *(version_of(f"{folder}/{name}") for name in _OTHERS))
         if now != self._version:

@@ -20,7 +20,7 @@ from ddpexp.sweep.job_status import Queue
 from ddpexp.sweep.rows import Row, RowReader
 from ddpexp.sweep.values import Settings
 
-FACTS = ("status", "step", "seconds", "started", "ended", "directory")
+FACTS = ("status", "step", "seconds", "started", "ended", "directory", "tags", "note")
 """What can be compared, and sorted by, beside metrics and keys."""
 _METRICS = 3  # columns of metrics that nobody has named
 _REPORTED = 200  # runs that are read without saying so
@@ -130,7 +130,17 @@ def grid(rows: Sequence[Row], every: Sequence[Row], named: Sequence[str]) -> Gri
     return Grid(
         [
             *columns,
+            *(
+                [Column("tags", [tables.cell_text(" ".join(row.tags)) for row in rows])]
+                if any(r.tags for r in rows)
+                else []
+            ),
             Column("directory", [tables.cell_text(str(row.path)) for row in rows], cut="start"),
+            *(
+                [Column("note", [tables.cell_text(row.note) for row in rows], drop=1.5)]
+                if any(r.note for r in rows)
+                else []
+            ),
             Column("overrides", [_overrides(row) for row in rows], drop=1, cut="end"),
         ]
     )

@@ -48,6 +48,8 @@ class Row:
     changed: Mapping[str, Sequence[Value]] = field(default_factory=dict)  # those that changed on a resume, in order
     best: Best | None = None  # by its trainer.keep_best
     measured: Mapping[str, float] = field(default_factory=dict)  # how it runs: newest values, such as of times/data
+    tags: Sequence[str] = ()
+    note: str = ""
     values: Mapping[str, str] = field(default_factory=dict)  # as texts, of the keys in which rows may differ
 
     def plain(self, key: str) -> Any:
@@ -162,6 +164,8 @@ class RowReader:
             changed=run.changed,
             best=run.best,
             measured=run.measured,
+            tags=run.tags,
+            note=run.note,
         )
 
 

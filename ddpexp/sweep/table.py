@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 DIRECTORY = "directory"
 BEST_STEP = "best step"
 FACTS = ("status", "step", "time", DIRECTORY)
+LABELS = ("tags", "note")
+"""Columns of those who name them."""
 """Columns that any table of jobs may have."""
 _STAY = 2  # keys that tell most jobs apart, which stay longer than other columns
 _SHORT = 24  # characters of a name that is shown beside other things
@@ -66,7 +68,7 @@ def jobs_grid(
     values = {row.path: columns_of(row, goal) for row in every}
     known = {*metrics, *(name for of_row in values.values() for name in of_row)}
     known |= {f"{LAST}{name}" for name in known}
-    keys = [name for name in names if name not in ("", *FACTS, *known)]
+    keys = [name for name in names if name not in ("", *FACTS, *LABELS, *known)]
     together = len({row.path.parent for row in every}) == 1  # then their own names tell them apart
     repeats = together and all(IS_JOB.fullmatch(row.name) for row in every)
     drops = _drops(every, keys, goal, metrics, repeats) if columns is None else {}
@@ -82,6 +84,8 @@ def jobs_grid(
             "status": row.status,
             "step": "" if row.step is None else f"{row.step:,}",
             "time": duration(row.seconds),
+            "tags": cell_text(" ".join(row.tags)),
+            "note": cell_text(row.note),
         }
         if name in facts:
             return facts[name]
@@ -92,7 +96,7 @@ def jobs_grid(
         return cell_text(row.values.get(name, ""))
 
     def is_right(name: str) -> bool:
-        if name in ("", *FACTS):
+        if name in ("", *FACTS, *LABELS):
             return name in ("step", "time")
         return name in known or all(is_number(row.values.get(name) or "0") for row in every)
 

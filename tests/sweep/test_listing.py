@@ -8,8 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ddpexp.cli.listing import list_runs
+from ddpexp.cli.status import status
+from ddpexp.cli.table import table
+from ddpexp.cli.tag import tag
 from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.sweep import listing
@@ -187,3 +191,50 @@ def test_the_command_prints_lines_or_json(
     assert found[1]["overrides"] == {"recipe": "points", "optimizer.lr": "1.0"}
     assert list_runs(call("list", "--where", "optimizer.lr>2")) == 0
     assert "none of the 5 runs in outputs" in capfd.readouterr().err
+
+
+def test_tags_and_a_note_are_given_and_taken_and_found(
+    folder: Path, read: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load((folder / "a" / "config.yaml").read_text())
+    (folder / "a" / "config.yaml").write_text(yaml.safe_dump({**config, "run": {"tags": ["first", "draft"]}}))
+    assert [row.tags for row in rows(folder) if row.name == "a"] == [["first", "draft"]]
+    for words in (
+        ("paper", "+v2", "--note", "of the old data"),
+        ("--remove", "draft,v2"),
+        ("draft", "--remove", "first"),
+    ):
+        assert tag(call("tag", str(folder / "a"), *words)) == 0
+    assert capfd.readouterr().out.splitlines()[-2:] == ["tags  draft paper", "note  of the old data"]
+    read.clear()
+    [found] = listing.chosen(rows(folder), parse_condition("tags==paper and not tags==first"))
+    assert (found.name, found.tags, found.note) == ("a", ["draft", "paper"], "of the old data")
+    assert read == ["a"]
+    assert table(call("table", str(folder), "--columns", "tags,note", "--format", "markdown")) == 0
+    assert "| draft paper | of the old data |" in capfd.readouterr().out
+    assert status(call("status", str(folder / "a"))) == 0
+    assert "tags    draft paper\nnote    of the old data\n" in capfd.readouterr().out
+    assert tag(call("tag", str(folder / "a"), "--note=", "--remove=paper,draft")) == 0
+    assert "no tags and no note" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "suggestion"),
+    [
+        (["--remove", "first"], "It has none."),
+        (["two words"], "Type a text with blanks as --note TEXT."),
+        (["a,b"], "Type a text with blanks as --note TEXT."),
+    ],
+)
+def test_a_tag_that_is_none_is_refused(folder: Path, words: list[str], suggestion: str) -> None:
+    with pytest.raises(RefusedError) as found:
+        tag(call("tag", str(folder / "a"), *words))
+    assert found.value.suggestion == suggestion
+    assert not (folder / "a" / "labels.json").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", '{"added": 3, "removed": [1], "note": []}', "{", '{"added": ["x", 2]}'])
+def test_labels_that_nobody_wrote_so_are_left_out(folder: Path, text: str) -> None:
+    (folder / "a" / "labels.json").write_text(text)
+    [tags] = [row.tags for row in rows(folder) if row.name == "a"]
+    assert set(tags) <= {"x"}
