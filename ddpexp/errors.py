@@ -38,6 +38,7 @@ class DdpexpError(Exception):
         value: Its value; `ABSENT` if there is none.
         suggestion: What to do, in full sentences, with overrides as they are typed.
         place: The file, row or other object that the reason is about. Of an error in the user's code, file:line.
+        further: Errors of the same command besides; each has a line of the text.
     """
 
     exit_code = EXIT_FAILED
@@ -61,9 +62,10 @@ class DdpexpError(Exception):
         self.value = value
         self.suggestion = suggestion.strip()
         self.place = None if place is None else str(place)
+        self.further: tuple[DdpexpError, ...] = ()
 
     def __str__(self) -> str:
-        return sentence(self)
+        return "\n".join([sentence(self), *map(str, self.further)])
 
     @classmethod
     def from_dict(cls: type[Error], fields: Mapping[str, str | None]) -> Error:

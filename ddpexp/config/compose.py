@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp import __version__
+from ddpexp.config.all_mistakes import with_all_mistakes
 from ddpexp.config.arguments import ONE_RUN, Arguments
 from ddpexp.config.folders import LISTED, config_dir_of
 from ddpexp.config.hydra_section import check_of_one_run
@@ -56,6 +57,10 @@ def compose_run(arguments: Arguments) -> ResolvedConfig:
     Raises:
         RefusedError: whatever Hydra or OmegaConf refuses. SweepInFileError: a config file makes it a sweep.
     """
+    return with_all_mistakes(_compose_run, arguments)
+
+
+def _compose_run(arguments: Arguments) -> ResolvedConfig:
     check_overrides(arguments.overrides)
     tree = compose_tree(arguments.overrides, config_dir_of(arguments.config_dir))
     tree.check_is_one_run()

@@ -36,6 +36,22 @@ def answer(overrides: Iterable[str]) -> str:
     return " ".join(filter(None, [f"Did you mean {words}?" if words else "", *advice]))
 
 
+def answer_to(first: str, overrides: Sequence[str]) -> str:
+    """Return the answer to an override, and to the others that are answered with it; empty if unknown."""
+    if first not in (at_once := answered_at_once([first, *overrides])):
+        return answer([first])
+    return answer([first, *(override for override in overrides if override in at_once or not _alone(override)[1])])
+
+
+def answered_at_once(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of other frameworks that are answered all at once: those for which others are typed here.
+
+    What has only a sentence is answered by itself.
+    """
+    together = _batch(overrides) | _best(overrides)
+    return [override for override in overrides if override in together or any(_typed(override))]
+
+
 def _batch(overrides: Sequence[str]) -> dict[str, _Answer]:
     """Return the answers to a batch per worker and accumulated passes, which are one batch here if all is known."""
     found = dict[str, tuple[str, int]]()

@@ -26,6 +26,8 @@ def drop_refused(error: DdpexpError) -> None:
     """Take the suggestion from an error, before it is shown, if ddpexp would refuse what it says to type."""
     if error.suggestion and any(refusals(error.suggestion)):
         error.suggestion = ""
+    for further in error.further:
+        drop_refused(further)
 
 
 def refusals(suggestion: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ddpexp.config.all_mistakes import with_all_mistakes
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.folders import conf_folder, config_dir_of
 from ddpexp.config.hydra_section import check_code_of_sweeper
@@ -68,6 +69,10 @@ def compose_sweep(arguments: Arguments) -> Swept:
     Raises:
         RefusedError: whatever Hydra or OmegaConf refuses, and Hydra's settings that would have no effect.
     """
+    return with_all_mistakes(_compose_sweep, arguments)
+
+
+def _compose_sweep(arguments: Arguments) -> Swept:
     typed = arguments.overrides_without_mode
     for text in typed:
         check_override_of_sweep(text)

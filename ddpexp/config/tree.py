@@ -26,7 +26,7 @@ from ddpexp.config import sentences
 from ddpexp.config.arguments import Arguments
 from ddpexp.config.build import unknown_key
 from ddpexp.config.folders import LISTED, conf_folder, config_dir_of, options
-from ddpexp.config.habits import answer
+from ddpexp.config.habits import answer, answer_to
 from ddpexp.config.hydra_section import check_files
 from ddpexp.config.instantiate import targets
 from ddpexp.config.interpolations import bounded_interpolations
@@ -339,17 +339,13 @@ def _answer_habit(error: ConfigCompositionException, overrides: Sequence[str]) -
     missing = error.missing_cfg_file if isinstance(error, MissingConfigException) else None
     if missing is not None and answer([option := "=".join(missing.rsplit("/", 1))]):
         group, _, name = option.partition("=")
-        suggestion = answer([option, *overrides])
+        suggestion = answer_to(option, overrides)
         raise RefusedError("is not a known option", key=group, value=name, suggestion=suggestion) from None
     unknown = re.match(r"Could not override '([^']+)'(?!\. No match in the defaults list)", str(error))
     typed = [override for override in overrides if unknown and override.lstrip("+").partition("=")[0] == unknown[1]]
     if unknown is not None and answer(typed):
-        raise RefusedError("is not a known key", key=unknown[1], suggestion=answer([*typed, *overrides])) from None
-    if unknown is not None and (others := answer(overrides)):
-        refused = _refusal(error)
-        said = refused.suggestion.removeprefix("Add ").removesuffix(".")
-        refused.suggestion = others if said in others else f"{refused.suggestion} {others}"
-        raise refused from None
+        suggestion = answer_to(typed[0], overrides)
+        raise RefusedError("is not a known key", key=unknown[1], suggestion=suggestion) from None
 
 
 def _nothing_to_delete(files: _Files, key: str, overrides: Sequence[str]) -> RefusedError:

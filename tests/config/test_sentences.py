@@ -21,10 +21,10 @@ def refusal(*words: str) -> str:
         assert isinstance(made, ResolvedConfig)
         parse(made.values)
     except RefusedError as error:
-        said = str(error)
+        said, mistakes = str(error), 1 + len(error.further)
     else:
         raise AssertionError(f"{words} is accepted")
-    assert "\n" not in said
+    assert len(said.splitlines()) == mistakes
     return said
 
 
@@ -396,22 +396,22 @@ data.batch_size is not a known key. Did you mean trainer.global_batch_size=1024 
 > data.batch_size=64 trainer.devices=4 trainer.num_nodes=2 trainer.accumulate_grad_batches=2
 data.batch_size is not a known key. Did you mean trainer.global_batch_size=1024 trainer.micro_batch_size=64 trainer.gpus
 > data.batch_size=64 trainer.accumulate_grad_batches=4
-data.batch_size is not a known key. Did you mean trainer.global_batch_size, the samples of a step over all workers? Did
+data.batch_size is not a known key. Did you mean trainer.global_batch_size, the samples of a step over all workers?
 > logger=many_loggers callbacks=model_checkpoint callbacks.model_checkpoint.monitor=val/acc \
 callbacks.model_checkpoint.mode=max callbacks.model_checkpoint.save_top_k=3
 callbacks=model_checkpoint is not a known option. Did you mean trainer.keep_best=max:eval/accuracy trainer.keep_best_k=3
 > logger.wandb.project=digits logger.wandb.offline=True
-logger.wandb.project is not a known key: it is a key of logger=wandb. Did you mean 'logger=[tensorboard,wandb]' logger.w
+logger.wandb.project is not a known key: it is a key of logger=wandb. Add 'logger=[tensorboard,wandb]'.
 > logger.wandb.offline=True logger=wandb
 logger.wandb.offline is not a known key. Did you mean logger.wandb.mode=offline?
 > logger.wandb.project=digits trainer.max_epochs=2
-logger.wandb.project is not a known key: it is a key of logger=wandb. Add 'logger=[tensorboard,wandb]'. Did you mean tra
+logger.wandb.project is not a known key: it is a key of logger=wandb. Add 'logger=[tensorboard,wandb]'.
 > trainer.keep_best="max:eval/accuracy,min:eval/loss"
 trainer.keep_best=max:eval/accuracy,min:eval/loss names several metrics, and a run keeps the best weights by one. Did yo
 > trainer.keep_best=max:eval/accuracy,min:eval/loss
 trainer.keep_best=max:eval/accuracy,min:eval/loss gives several values. Add -m for a run with each, or name one metric,
 > experiment=mnist debug=fdr
-experiment is not a known key. Did you mean recipe=mnist? python -m ddpexp check recipe=mnist tries two steps and an e
+experiment is not a known key. Did you mean recipe=mnist?
 > experiment=mnist
 experiment is not a known key. Did you mean recipe=mnist?
 > trainer.strategy=ddp_spawn
@@ -466,6 +466,35 @@ def pairs(*tables: str) -> list[tuple[str, str]]:
 def test_for_a_wrong_override_the_error_says_what_to_type(project: Path, typed: str, sentence: str) -> None:
     words = [typed] if "(" in typed and " " not in typed else typed.split(" ")
     assert refusal(*words).startswith(sentence.replace("{project}", str(project)))
+
+
+ALL = """\
+> recipe=mnist trainer.gpu=2 optimizer.lrr=3 trainer.max_step=4
+trainer.gpu is not a known key. Did you mean trainer.gpus?
+optimizer.lrr is not a known key. Did you mean optimizer.lr?
+trainer.max_step is not a known key. Did you mean trainer.max_steps?
+> trainer.gpu=2 trainer.max_epochs=3 trainer.devices=4
+trainer.gpu is not a known key. Did you mean trainer.gpus?
+trainer.max_epochs is not a known key. Did you mean trainer.epochs=3 trainer.gpus=4?
+> data.batch_size=64 trainer.accumulate_grad_batches=4
+data.batch_size is not a known key. Did you mean trainer.global_batch_size, the samples of a step over all workers?
+trainer.accumulate_grad_batches is not a known key. Did you mean trainer.micro_batch_size, from which the number of \
+accumulated passes follows?
+> optimizer=adamm optimizer.betas=[0.9,0.99] trainer.seeed=1
+optimizer=adamm is not a known option. Did you mean optimizer=adam?
+trainer.seeed is not a known key. Did you mean trainer.seed?
+> recipe=mnst model=lenett
+recipe=mnst is not a known option. Did you mean recipe=mnist?
+> -m trainer.seed=1,2 trainer.gpu=2 optimizer.lrr=3
+trainer.gpu is not a known key. Did you mean trainer.gpus?
+optimizer.lrr is not a known key. Did you mean optimizer.lr?
+"""
+
+
+@pytest.mark.parametrize("typed_and_said", ALL.removeprefix("> ").split("\n> "))
+def test_all_mistakes_of_a_command_are_said_at_once_each_in_a_line(typed_and_said: str) -> None:
+    typed, _, said = typed_and_said.rstrip("\n").partition("\n")
+    assert refusal(*typed.split(" ")) == said
 
 
 def test_a_sweep_may_override_the_single_value_of_a_script_and_repeat_one() -> None:
