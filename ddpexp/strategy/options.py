@@ -85,8 +85,7 @@ class Options:
             )
         if trainer.compile_step and not self.supports_compiled_step:
             raise RefusedError(
-                f"is for strategy=ddp, where each worker has whole gradients of its own; with strategy={self.kind} it "
-                "does not",
+                "is for strategy=ddp, which reduces whole gradients when they are computed",
                 key="trainer.compile_step",
                 value=True,
                 suggestion="Use strategy=ddp or trainer.compile_step=false.",

@@ -134,13 +134,13 @@ def check_run(run: TrainingRun) -> None:
     """
     if isinstance(run.task, HasTrainStep):
         raise _refused(
-            "is for tasks without a train_step, which decides by itself when gradients are computed",
+            "decides by itself when gradients are computed, and a graph is of one micro-batch",
             _MODEL_ALONE,
             named(run.task.train_step),
         )
     if (task := global_loss_of(run.task)) is not None:
         raise _refused(
-            "is for a loss of each micro-batch, and this one is of the global batch", _MODEL_ALONE, named(task.loss)
+            "is a loss over the global batch, and a graph is of one micro-batch", _MODEL_ALONE, named(task.loss)
         )
     off = "Leave trainer.compile_step=false."
     for model, root in run.strategy.modules.items():

@@ -39,8 +39,9 @@ def whole_graph(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
 def _refused(error: Exception) -> RefusedError:
     failure = why(error)
     if failure.reason:
+        where = "finds no step" if failure.place is None else "is in no step"
         return RefusedError(
-            f"needs a step of which torch makes one graph, and it does not: {failure.reason}",
+            f"{where} of which torch makes one graph: {failure.reason}",
             key=KEY,
             value=True,
             suggestion="Change that line, or use trainer.compile=true trainer.compile_step=false.",

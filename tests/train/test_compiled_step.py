@@ -266,7 +266,7 @@ class Unused(nn.Linear):
     [
         (Printing, None, "trainer.compile_step=true: torch makes one graph"),
         (Counting, None, "trainer.compile_step=true: too often"),
-        (ByItself, None, "trainer.compile_step=true: train_step"),
+        (ByItself, None, "trainer.compile_step=true: decides by itself"),
         (Contrast, None, "trainer.compile_step=true: global batch"),
         (Padded, lambda: nn.Sequential(nn.Linear(4, 2), nn.Embedding(3, 2, sparse=True)), "trainer.compile_step=true: model.1"),
         (Padded, lambda: nn.Linear(4, 2, dtype=torch.complex64), "trainer.compile_step=true: complex"),
