@@ -27,6 +27,7 @@ from ddpexp.cli.listing import ListArguments
 from ddpexp.cli.new import DEFAULT, kinds
 from ddpexp.cli.plan import arguments_of
 from ddpexp.cli.predict import prediction_of
+from ddpexp.cli.prune import PruneArguments
 from ddpexp.cli.rerun import run_of
 from ddpexp.cli.resume import resumed_run
 from ddpexp.cli.running import request_of
@@ -295,6 +296,7 @@ def accept(words: Sequence[str]) -> None:
         "table": lambda call: call.typed(TableArguments.of(call.operands)),
         "list": lambda call: ListArguments.of(call),
         "tag": lambda call: find_run(call.operands[0], "tag"),
+        "prune": PruneArguments.of,
         "report": lambda call: TableArguments.of(call.operands),
         **dict.fromkeys(("profile", "stacks", "save", "stop"), request_of),
         "status": lambda call: TableArguments.of(call.operands),

@@ -57,6 +57,7 @@ VERBS = {
     "table": ("DIGITS TEXT", r"digits"),
     "list": ("DIGITS --where status==done", r"digits"),
     "tag": ("DIGITS", r"no tags"),
+    "prune": ("DIGITS --older-than 1h", r"nothing to remove"),
     "diff": ("DIGITS TEXT", r"recipe"),
     "report": ("DIGITS TEXT", r"report\.html \(2 runs"),
     "rerun": ("DIGITS trainer.gpus=1 run.dir=again", r"trainer\.gpus"),

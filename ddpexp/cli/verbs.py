@@ -364,6 +364,34 @@ and finds them:
         also=("label", "note", "annotate"),
     ),
     Verb(
+        "prune",
+        "[FOLDER] RULE... [--checkpoints] [--yes] [--json]",
+        "remove old runs, or their checkpoints, by rules",
+        about="""\
+Say which runs below a folder (default: outputs) every rule chooses, and how
+many bytes they have; with --yes, remove them. What runs or waits always stays,
+so do tagged runs, the last and the best of each recipe, jobs of sweeps, and
+what another run of the folder began from.""",
+        is_interruptible=True,
+        operands="directory",
+        options=(
+            Option("--older-than", "rule: ended before, in hours, days or weeks", "N[hdw]", "30d"),
+            Option("--metric", "rule: not among the best by min:METRIC or max:METRIC", "M", "max:eval/accuracy"),
+            Option("--keep", "how many are the best by it; default: 1", "N", "5"),
+            Option("--where", "rule: fulfills it, as for ddpexp list", "CONDITION", "status==failed"),
+            Option("--checkpoints", "only checkpoints, but for the best and the last of a run;\nof jobs of sweeps too"),
+            Option("--yes", "remove them"),
+            _JSON,
+        ),
+        foreign_options={
+            **dict.fromkeys(("force", "f", "y", "delete", "no_dry_run"), "Type --yes."),
+            **dict.fromkeys(("dry_run", "n"), "Leave it out: nothing is removed without --yes."),
+            **dict.fromkeys(("before", "age"), "Type --older-than 30d."),
+        },
+        notes="docs/runs.md.",
+        also=("clean", "gc", "delete", "remove", "rm"),
+    ),
+    Verb(
         "diff",
         "RUN_DIR RUN_DIR... [--json]",
         "what runs differ in: values, code, versions, data, machine",
