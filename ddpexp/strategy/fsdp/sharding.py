@@ -77,7 +77,7 @@ class Sharding:
         if self._tensor is not None:
             divided = self._models_to_shard(models)
             layers = layers_of(divided, options.tp_plan, self._tensor.size, options.sequence_parallel)
-            self.shares = divide(divided, layers, self._tensor)
+            self.shares = divide(divided, layers, self._tensor, self._compiled is not None)
             summed = {id(parameter) for parameter in summed_parameters(layers)}
             self.of_tokens = [name for name, tensor in tensors_of(divided) if id(tensor) in summed]
         if world.world_size == 1:

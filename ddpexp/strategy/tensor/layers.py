@@ -17,10 +17,13 @@ from ddpexp.strategy.tensor.plan import Layer, layers_of
 from ddpexp.strategy.tensor.sequence import LinearOfTokens, Tokens, between, gathered, scattered
 
 
-def divide(models: Mapping[str, nn.Module], layers: list[Layer], group: TensorGroup) -> dict[str, Share]:
+def divide(
+    models: Mapping[str, nn.Module], layers: list[Layer], group: TensorGroup, compiles: bool = False
+) -> dict[str, Share]:
     """Leave this rank its share of the layers, and have them communicate; return the shares of parameters.
 
-    The names are those of a checkpoint, such as `model.0.weight`. Parameters may be on torch's meta device.
+    The names are those of a checkpoint, such as `model.0.weight`. Parameters may be on torch's meta device. `compiles`:
+    the layers will be parts of compiled blocks.
 
     Raises:
         RefusedError: a parameter belongs to several modules of which not all are divided in the same way.
@@ -28,7 +31,7 @@ def divide(models: Mapping[str, nn.Module], layers: list[Layer], group: TensorGr
     cuts = _cuts(models, layers)
     wholes = {id(whole): whole for layer in layers for key in layer.cuts for whole in [getattr(layer.module, key)]}
     shares: dict[int, nn.Parameter] = {}
-    tokens = Tokens(group)
+    tokens = Tokens(group, compiles)
     inputs = _Inputs(tokens, Exchanges(group))
     for layer in layers:
         if layer.is_between:

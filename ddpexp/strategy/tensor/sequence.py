@@ -27,9 +27,9 @@ _SEEDS = 1 << 62
 class Tokens:
     """The tokens of a batch, of which each rank has as many between the divided layers; in evaluations all of them."""
 
-    def __init__(self, group: TensorGroup) -> None:
-        """Divide them among a group."""
-        self.group = group
+    def __init__(self, group: TensorGroup, compiles: bool) -> None:
+        """Divide them among a group, of layers that are compiled or not."""
+        self.group, self.compiles = group, compiles
         self.are_divided = False  # in the forward pass in progress, and the backward pass that follows it
         self.all_of = Operation("all_of", group, self._all_of, self._like_all)
         self.own_of_sum = Operation("own_of_sum", group, self._own_of_sum, self._like_own)
@@ -119,6 +119,8 @@ class _OfTokens:
     def __init__(self, module: nn.Module, style: str, tokens: Tokens) -> None:
         self._module, self._style, self._tokens = module, style, tokens
         self._plain: Callable[[Tensor], Tensor] = module.forward
+        # Decorating a function imports torch's compiler, which no other run does.
+        self._draw = torch.compiler.disable(self._drawn) if tokens.compiles else self._drawn  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:
         tokens = self._tokens
@@ -130,10 +132,9 @@ class _OfTokens:
         if not tokens.are_divided:
             return self._plain(input)
         draws = any(isinstance(one, nn.Dropout) and one.p > 0 for one in self._module.modules())
-        out = self._drawn(input) if draws else self._plain(input)
+        out = self._draw(input) if draws else self._plain(input)
         return with_gradient(out, tokens.all_of, tokens.own_of) if self._style == SEQUENCE_END else out
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _drawn(self, input: Tensor) -> Tensor:
         """Return what the module computes with random numbers of this rank, which cuts a compiled graph."""
         with _own_random_numbers(self._tokens.group.rank, input.device):
