@@ -117,7 +117,7 @@ class RowReader:
         """Return the rows as of now, without the values in which they differ."""
         folder, mask = SweepDir(self._path), masker()
         if not folder.is_sweep():
-            if not directory.is_ours(self._path) and not RunDir(self._path).result.is_file():
+            if not RunDir(self._path).result.is_file() and not directory.is_ours(self._path):
                 return [_broken(self._path, "The directory holds no run")]
             name = IS_JOB.fullmatch(self._path.name)
             job = JobRecord(int(name[1]) if name else 0, self._path.name)

@@ -237,7 +237,7 @@ def test_help_of_a_command_is_what_it_says_itself(name: str, capsys: pytest.Capt
         ("Evaluate", "ddpexp evaluate?"),
         ("eval", "ddpexp evaluate?"),
         ("continue", "ddpexp resume?"),
-        ("ls", "ddpexp table?"),
+        ("ls", "ddpexp list?"),
         ("train", "python -m ddpexp recipe=mnist trainer.gpus=2."),
         ("./a b", "ddpexp status './a b', ddpexp resume './a b' or ddpexp rerun './a b'."),
         ("run", "ddpexp status run, ddpexp resume run or ddpexp rerun run."),
