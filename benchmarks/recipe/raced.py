@@ -65,6 +65,8 @@ class Turns(Loss):
         if self._calls % (self._block * self._micro_batches) == 0:
             if self._calls:
                 self._end_pair()
+            else:
+                self._run_block()  # the first one counts nowhere
             if self._order.random() < 0.5:
                 self._theirs = self._run_block()
             self._began = _now()
