@@ -244,7 +244,7 @@ def as_json(capsys: pytest.CaptureFixture[str], verb: str, *argv: object) -> dic
 
 RUN_KEYS = {
     "directory", "name", "number", "status", "overrides", "values", "step", "metrics", "best", "objective", "seconds",
-    "started", "ended", "job", "message",
+    "started", "ended", "job", "message", "tags", "note",
 }  # fmt: skip
 
 
