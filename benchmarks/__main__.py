@@ -23,6 +23,7 @@ from ddpexp.system.hardware import count_gpus
 BENCHMARKS = {
     "start": "From the command to the first step, and from the result to the prompt",
     "cli": "Commands that do not train",
+    "fixed_cost": "The fixed cost of a step",
     "steps": "The training step",
     "compiled": "Compiled steps",
     "reduction": "Small models on one host",
@@ -50,7 +51,7 @@ BENCHMARKS = {
     "soak": "Two hundred runs",
 }
 GPU = ("gpu",)  # left out where there is none
-QUICK = ("start", "cli", "steps", "reduction", "input", "order")
+QUICK = ("start", "cli", "fixed_cost", "reduction", "input", "order")
 
 
 def main() -> None:
