@@ -22,7 +22,7 @@ from ddpexp.system.terminal import show as show_text
 
 @dataclass(frozen=True)
 class ListArguments:
-    """What was typed."""
+    """The typed words."""
 
     where: str | None = None
     sort: str | None = None

@@ -316,8 +316,8 @@ compares metrics, keys, and status, step, seconds, tags or directory by
     ddpexp list --where "eval/accuracy>0.9 and optimizer.lr<0.1"
     ddpexp list outputs/mnist --where "status==failed or step<100"
 
-What a run does not have fulfills no comparison. What was read is kept in the
-user's cache, and read again when its files have changed.""",
+A value that a run lacks fulfills no comparison. The values are kept in the
+user's cache, and read again when their files have changed.""",
         function="ddpexp.cli.listing:list_runs",
         is_interruptible=True,
         operands="directory",
@@ -369,9 +369,9 @@ and finds them:
         "remove old runs, or their checkpoints, by rules",
         about="""\
 Say which runs below a folder (default: outputs) every rule chooses, and how
-many bytes they have; with --yes, remove them. What runs or waits always stays,
-so do tagged runs, the last and the best of each recipe, jobs of sweeps, and
-what another run of the folder began from.""",
+many bytes they have; with --yes, remove them. Live and waiting runs always
+stay, so do tagged runs, the last and the best of each recipe, jobs of sweeps,
+and what another run of the folder began from.""",
         is_interruptible=True,
         operands="directory",
         options=(

@@ -1,4 +1,4 @@
-"""What torch's optimizers do not tell of themselves."""
+"""Properties that torch's optimizers do not tell of themselves."""
 
 from __future__ import annotations
 

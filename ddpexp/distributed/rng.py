@@ -29,7 +29,7 @@ def seed_of(seed: int, stream: int, step: int, micro_batch: int) -> int:
 
 
 class MicroBatchSeeds:
-    """What `seed_of` returns for the micro-batches of one rank, hashed for many steps at once."""
+    """The seeds of one rank's micro-batches, as `seed_of` returns them, hashed for many steps at once."""
 
     def __init__(self, seed: int, stream: int, micro_batches: range) -> None:
         """Hash nothing yet; `micro_batches` are the rank's indices in the global batch."""

@@ -12,7 +12,7 @@ from ddpexp.system.files import write_json
 
 @dataclass(frozen=True)
 class Labels:
-    """What labels.json holds, which anybody may have written."""
+    """The content of labels.json, which anybody may have written."""
 
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()  # of the tags in run.tags

@@ -1,4 +1,4 @@
-"""What the runs below a folder have recorded, kept in the user's cache, so that a later command need not read it again.
+"""The records of the runs below a folder, kept in the user's cache, so that a later command need not read them again.
 
 The run directories alone count: an entry is used while the stamps of the files that it was read from are the same. An
 index that is damaged, of another version or gone is made again, and where none can be written each command reads all.

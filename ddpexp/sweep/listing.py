@@ -21,7 +21,7 @@ from ddpexp.sweep.rows import Row, RowReader
 from ddpexp.sweep.values import Settings
 
 FACTS = ("status", "step", "seconds", "started", "ended", "directory", "tags", "note")
-"""What can be compared, and sorted by, beside metrics and keys."""
+"""Names that can be compared, and sorted by, beside metrics and keys."""
 _METRICS = 3  # columns of metrics that nobody has named
 _REPORTED = 200  # runs that are read without saying so
 

@@ -62,7 +62,7 @@ class CompiledStep(Step):
 
 
 class Computed(NamedTuple):
-    """What the graph of a micro-batch returns."""
+    """The result of the graph of a micro-batch."""
 
     sums: Sums
     numbers: dict[str, int]  # counts of named losses that are numbers

@@ -122,7 +122,7 @@ class Operation:
 
 
 class Exchanges:
-    """What the ranks of a group exchange around the layers that they divide, forward and backward."""
+    """The tensors that the ranks of a group exchange around the layers that they divide, forward and backward."""
 
     def __init__(self, group: TensorGroup) -> None:
         """Define the operations of a group."""
