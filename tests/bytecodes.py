@@ -37,7 +37,7 @@ def _calls_mark(code: CodeType, line: int) -> bool:
     return re.search(r"times\.(begin|end_step)\(", linecache.getline(code.co_filename, line)) is not None
 
 
-def count(function: Callable[[], Any], is_counted: Callable[[], bool]) -> Count:
+def count(function: Callable[[], Any], is_counted: Callable[[], bool] = lambda: True) -> Count:
     """Call a function and count what this thread executes while `is_counted` says so."""
     found = Count(Counter(), Counter())
 

@@ -9,11 +9,9 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -34,6 +32,7 @@ from ddpexp.launch.workers.page import Page
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system.oom import Memory
 from ddpexp.system.terminal import Terminal
+from tests.bytecodes import count
 from tests.launch.commands import Command
 
 FEW, MANY = 32, 256
@@ -41,21 +40,7 @@ FEW, MANY = 32, 256
 
 def work(call: Callable[[], object]) -> int:
     """Count the interpreter's operations in a call; what C does within one counts once."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _argument: object) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
+    return count(call).codes.total()
 
 
 def handshake(index: int, size: int) -> dict[str, Any]:
