@@ -23,10 +23,10 @@ _WORDS = ("trainer.threads=1", "trainer.checkpoint_every=1000000")
 
 def run(bench: Bench) -> Report:
     job = Job(bench, bench.folder / "steps", "shallow", 1, 6000)
-    rows = _rows(job, bench.rounds, name=", with a record every 50 steps", note=_RECORDS)
+    rows = _rows(job, bench.rounds, name=", a record every 50 steps", note=_RECORDS)
     if not bench.quick:
         job = Job(bench, bench.folder / "alone", "shallow", 1, 6000)
-        rows += _rows(job, bench.rounds, "trainer.log_every=1000000", name=", without records of ours")
+        rows += _rows(job, bench.rounds, "trainer.log_every=1000000", name=", records off")
     return Report(rows)
 
 

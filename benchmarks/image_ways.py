@@ -23,7 +23,7 @@ _WAYS: dict[str, tuple[str, ...]] = {
     "ddpexp again": ("ddpexp",),
 }
 _LEAST_ROUNDS = 4  # first epochs differ more than anything else
-_WITHIN = 0.05  # what two runs of ours may differ by where first epochs are compared
+_WITHIN = 0.05  # the largest difference of two runs of ddpexp for which a first epoch is valid
 _QUICK = ("ddpexp", "gather by hand", "DataLoader, 2 workers", "ddpexp again")
 
 

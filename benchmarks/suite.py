@@ -103,8 +103,8 @@ def compare(
 ) -> Row:
     """Compare an arm with another, round by round.
 
-    Mine divided by the other's, or the other way round with `faster`. The row is invalid where two runs of ours differ
-    by more than the share `within`.
+    Mine divided by the other's, or the other way round with `faster`. The row is invalid where two runs of ddpexp
+    differ by more than the share `within`.
     """
     ours, theirs = median(results, mine, figure), median(results, other, figure)
     found = ratio(results, other, mine, figure) if faster else ratio(results, mine, other, figure)

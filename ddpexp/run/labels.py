@@ -20,7 +20,7 @@ class Labels:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Labels:
-        """Return the labels in a record; what is none is left out."""
+        """Return the labels in a record; other values are left out."""
         note = record.get("note")
         return cls(_texts(record.get("added")), _texts(record.get("removed")), note if isinstance(note, str) else "")
 

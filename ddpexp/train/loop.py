@@ -148,10 +148,10 @@ class Loop:
                 asked = self._observe(due)
                 if due.is_last or asked.end is not None:
                     break
-            what = poll(step + 1) if not self._may_wish else poll(step + 1, *self._wishes())
-            if what is not None:
-                asked = self._answer(what, asked)
-            if due is not NOTHING or what is not None:
+            answer = poll(step + 1) if not self._may_wish else poll(step + 1, *self._wishes())
+            if answer is not None:
+                asked = self._follow(answer, asked)
+            if due is not NOTHING or answer is not None:
                 if asked.end is not None:
                     break
                 self._act(due, asked)
@@ -281,13 +281,13 @@ class Loop:
             )
         return due
 
-    def _answer(self, what: What, asked: Asked) -> Asked:
-        """Return what is asked for with what all ranks do now. Ranks: all."""
-        if what == "end":
+    def _follow(self, answer: What, asked: Asked) -> Asked:
+        """Return the requests with the answer of the commands, which all ranks follow. Ranks: all."""
+        if answer == "end":
             return Asked(end=self._out_of_time())
-        if what == "stop":
+        if answer == "stop":
             return INTERRUPTED
-        return asked | Asked(save=what == "save", profile=self.run.control.profile_steps)
+        return asked | Asked(save=answer == "save", profile=self.run.control.profile_steps)
 
     def _wishes(self) -> tuple[bool, bool]:
         """Return whether to request a save, and the end of the run. Ranks: zero's count, since clocks differ."""
